@@ -1,0 +1,42 @@
+"""ResNet-18 for 32 × 32 images: a 3 × 3 stem without pooling, BatchNorm, basic blocks, and a zero-initialised muP readout."""
+
+from torch import Tensor, nn
+
+from mupscale.readout import Readout
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or channels_in != channels:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+        self.activation = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activation(self.bn1(self.conv1(x)))
+        return self.activation(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet18Net(nn.Module):
+    """`width` is the number of stem channels: 64 is the usual ResNet-18, the paper's 1×."""
+
+    def __init__(self, width: int = 64, outputs: int = 100, *, readout_zero_init: bool = True) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        blocks: list[nn.Module] = []
+        channels = width
+        for stage in range(4):
+            for first in (True, False):
+                after = width * 2**stage
+                blocks.append(BasicBlock(channels, after, 2 if first and stage > 0 else 1))
+                channels = after
+        self.blocks = nn.Sequential(*blocks)
+        self.readout = Readout(channels, outputs, readout_zero_init=readout_zero_init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(self.blocks(self.stem(x)).mean((2, 3)))

@@ -1,0 +1,39 @@
+"""Gradient clipping that a wider copy of the same function feels in the same way."""
+
+import torch
+from torch import Tensor, nn
+
+from mupscale.tables import Width, merged_table
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Clips the gradients of `model` to a width-invariant global norm, in place; returns that norm before clipping.
+
+    norm² = Σ ‖g‖² · m_out / m_in, with m the widths of each parameter in units of the base width: duplication leaves it as it
+    was, and at the base width it is the usual norm. The widths come from `set_base_shapes`, or from the upscale that made the
+    model; without either this is `torch.nn.utils.clip_grad_norm_`. Nothing waits for the device.
+    """
+    table = merged_table(model)
+    gradients, norms = [], []
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        width = table.get(name, Width())
+        scale = (width.m_out / width.m_in) ** 0.5
+        if width.relative:
+            relative = width.relative_scale("out", gradient) / width.relative_scale("in", gradient)
+            norms.append(torch.linalg.vector_norm(gradient * relative.sqrt()) * scale)
+        else:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            norms.append(torch.linalg.vector_norm(values) * scale)
+        gradients.append(gradient)
+    if not gradients:
+        return torch.tensor(0.0)
+    device = norms[0].device
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(coefficient.to(gradient.device))
+    return total

@@ -1,0 +1,162 @@
+"""What module types tell about their parameters: which axis produces, which is summed over, and what they cannot do exactly.
+
+`axis_sides` is the whole knowledge of layouts: `nn.Linear` is (out, in), `nn.ConvTranspose2d` and the transformers library's
+`Conv1D` are (in, out), an embedding is (not width, out). A module type that is not here answers None, and the plan then asks
+for a role instead of guessing.
+"""
+
+from typing import Literal
+
+from mup import MuReadout
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.rnn import RNNBase, RNNCellBase
+from torch.nn.utils import parametrize
+
+from mupscale.layout import LayoutSpec
+from mupscale.readout import Readout
+
+Side = Literal["out", "in"] | None
+"""A width axis produces its units ("out"), or is summed over ("in"); None is an axis that is not width."""
+
+Kind = Literal["weight", "bias", "gain"]
+
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "n_kv_head", "n_kv_heads", "heads")
+_LOGIT_SCALES = ("scale", "scaling", "softmax_scale", "inv_norm_factor")
+
+
+def axis_sides(module: nn.Module, attribute: str, parameter: Tensor) -> tuple[Side, ...] | None:
+    """The side of every axis of `module.<attribute>`, were all of them width; None where the type does not tell."""
+    rest: tuple[Side, ...] = (None,) * (parameter.ndim - 2)
+    if isinstance(module, (*_NORMS, nn.PReLU)):
+        return ("out",) * parameter.ndim
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return (None, "out")
+    if isinstance(module, nn.MultiheadAttention) and attribute in ("bias_k", "bias_v"):
+        return (None, None, "out")
+    if not isinstance(module, (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, RNNBase, RNNCellBase)) and not is_conv1d(module):
+        return None
+    if "bias" in attribute:
+        return ("out",)
+    if "weight" not in attribute or attribute.endswith(("_orig", "_g", "_v")):  # pruning and the like: not the layer's own weight
+        return None
+    if isinstance(module, nn.Bilinear):
+        return ("out", "in", "in")
+    if isinstance(module, _ConvTransposeNd) or is_conv1d(module):
+        return ("in", "out", *rest)
+    return ("out", "in", *rest)
+
+
+def kind_of(module: nn.Module, attribute: str, parameter: Tensor) -> Kind:
+    """A bias, a gain (norm weights, PReLU slopes, LayerScale: what multiplies or shifts unit by unit), or a weight."""
+    if "bias" in attribute and not attribute.startswith("bias_k") and not attribute.startswith("bias_v"):
+        return "bias"
+    if isinstance(module, (*_NORMS, nn.PReLU)) or parameter.ndim <= 1:
+        return "gain"
+    return "weight"
+
+
+def is_readout(module: nn.Module) -> bool:
+    return isinstance(module, (Readout, MuReadout))
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """The transformers library's (in, out) linear layer, known by its shape so that the library need not be installed."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and isinstance(getattr(module, "weight", None), Tensor)
+
+
+def growing_groups(narrow: nn.Module, wide: nn.Module) -> bool:
+    """Whether a grouped convolution or a GroupNorm has more groups in the wide model."""
+    return group_count(wide) > group_count(narrow)
+
+
+def group_count(module: nn.Module) -> int:
+    if isinstance(module, _ConvNd):
+        return module.groups
+    return module.num_groups if isinstance(module, nn.GroupNorm) else 1
+
+
+def own_blocks(narrow: nn.Module, wide: nn.Module) -> dict[str, dict[int, LayoutSpec]]:
+    """The block lengths that a module type itself implies, by parameter name: whole heads, whole groups."""
+    if isinstance(narrow, nn.MultiheadAttention) and wide.num_heads > narrow.num_heads:
+        head = narrow.head_dim
+        rows = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return {**{name: {0: head} for name in rows}, "bias_k": {2: head}, "bias_v": {2: head}, "out_proj.weight": {1: head}}
+    if not growing_groups(narrow, wide):
+        return {}
+    if isinstance(narrow, nn.GroupNorm):
+        return {"weight": {0: narrow.num_channels // narrow.num_groups}}
+    out_block = narrow.out_channels // narrow.groups
+    in_block = narrow.in_channels // narrow.groups
+    return {"weight": {0: in_block if isinstance(narrow, _ConvTransposeNd) else out_block}, "bias": {0: out_block}}
+
+
+def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
+    """Why this module cannot be widened with exact dynamic equivalence, with the remedy; None where it can."""
+    hooks = {type(hook).__name__ for hook in narrow._forward_pre_hooks.values()}
+    if parametrize.is_parametrized(narrow) or hooks & {"WeightNorm", "SpectralNorm"}:
+        return (
+            f"module {name!r} ({type(narrow).__name__}) is reparametrised (weight_norm, spectral_norm, ...): a norm over the width "
+            "does not survive duplication. Remove it first: torch.nn.utils.parametrize.remove_parametrizations, "
+            "torch.nn.utils.remove_weight_norm or remove_spectral_norm"
+        )
+    if isinstance(narrow, nn.MultiheadAttention) and wide.head_dim != narrow.head_dim:
+        return (
+            f"module {name!r} (MultiheadAttention) grows head_dim {narrow.head_dim} → {wide.head_dim}, and its logits are scaled "
+            f"by 1/sqrt(head_dim), which is not exact. Grow num_heads instead ({narrow.num_heads} → "
+            f"{wide.embed_dim // narrow.head_dim} keeps head_dim = {narrow.head_dim}), or use an attention scaled by c/head_dim"
+        )
+    if growing_groups(narrow, wide) and isinstance(narrow, _ConvNd):
+        before = narrow.in_channels // narrow.groups, narrow.out_channels // narrow.groups
+        after = wide.in_channels // wide.groups, wide.out_channels // wide.groups
+        if before != after:
+            return (
+                f"module {name!r} ({type(narrow).__name__}) grows both its groups ({narrow.groups} → {wide.groups}) and the channels "
+                f"of a group (in, out: {before} → {after}). Do it in two upscales, one of each"
+            )
+    if isinstance(narrow, nn.GroupNorm) and growing_groups(narrow, wide):
+        before_width, after_width = narrow.num_channels // narrow.num_groups, wide.num_channels // wide.num_groups
+        if before_width != after_width:
+            return (
+                f"module {name!r} (GroupNorm) grows both its groups ({narrow.num_groups} → {wide.num_groups}) and the channels of a "
+                f"group ({before_width} → {after_width}). Do it in two upscales, one of each"
+            )
+    return None
+
+
+def caveat(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
+    """What a reader of the plan should know of this module: dropout, heads, groups, logit scales."""
+    dropout = getattr(narrow, "p", 0.0) if isinstance(narrow, _DropoutNd) else getattr(narrow, "dropout", 0.0)
+    if isinstance(narrow, (_DropoutNd, nn.MultiheadAttention, RNNBase)) and dropout:
+        return f"{name}: dropout p = {dropout} draws another mask for every unit, so wide and narrow agree only without it"
+    if isinstance(narrow, nn.LocalResponseNorm):
+        return f"{name}: LocalResponseNorm mixes neighbouring channels, which duplication moves apart: not exact"
+    if growing_groups(narrow, wide):
+        block = own_blocks(narrow, wide)["weight"][0]
+        return (
+            block != 1
+            and (
+                f"{name}: groups grow, so its channels are duplicated in blocks of {block}; "
+                "every layer that reads or writes them needs the same block"
+            )
+            or None
+        )
+    if isinstance(narrow, nn.MultiheadAttention):
+        return None
+    for attribute in _HEAD_COUNTS:
+        before, after = getattr(narrow, attribute, None), getattr(wide, attribute, None)
+        if isinstance(before, int) and isinstance(after, int) and after > before:
+            return f"{name}: {attribute} grows {before} → {after}; its projections need blocks of whole heads"
+    for attribute in _LOGIT_SCALES:
+        before, after = getattr(narrow, attribute, None), getattr(wide, attribute, None)
+        if isinstance(before, float) and isinstance(after, float) and before > 0 and after > 0:
+            k = (before / after) ** 2
+            if k > 1.5 and abs(k - round(k)) < 1e-6:
+                return (
+                    f"{name}: {attribute} shrinks by sqrt({round(k)}), as 1/sqrt(head_dim) does; "
+                    "growing head_dim is exact only under c/head_dim"
+                )
+    return None

@@ -1,0 +1,72 @@
+"""Spectral norms of many or large matrices by Golub–Kahan–Lanczos bidiagonalisation."""
+
+import torch
+from torch import Tensor
+
+_DIRECT = 48
+"""Below this many singular values a direct SVD is cheaper than the iteration."""
+_CHECK_EVERY = 8
+"""Iterations between convergence checks: each reads the small bidiagonal back to the host."""
+
+
+def spectral_norms(matrices: Tensor, rtol: float = 1e-4) -> Tensor:
+    """The largest singular value of each matrix in a batch (batch, rows, columns), to a relative error of `rtol`.
+
+    Krylov vectors are orthogonalised in full, so the estimate never exceeds the norm beyond rounding; the iteration stops once
+    the residual bound on its error falls below `rtol`, or the space is exhausted and the answer exact. The start vector comes
+    from its own generator: the same matrices give the same answer.
+    """
+    dtype = matrices.dtype if matrices.dtype == torch.float64 else torch.float32
+    a = matrices.detach().to(dtype)
+    if a.shape[1] < a.shape[2]:
+        a = a.mT
+    batch, rows, columns = a.shape
+    if columns == 1:
+        return torch.linalg.vector_norm(a, dim=(1, 2)).double()
+    if columns <= _DIRECT:
+        # the Gram matrix would lose half the digits; QR keeps them and leaves a small square problem
+        return torch.linalg.svdvals(torch.linalg.qr(a, mode="r").R)[:, 0].double()
+
+    generator = torch.Generator(a.device).manual_seed(0)
+    v = torch.randn(1, columns, generator=generator, dtype=dtype, device=a.device).expand(batch, -1)
+    v = _normalised(v)[0]
+    left, right = a.new_zeros(batch, rows, 0), v[..., None]
+    diagonal: list[Tensor] = []
+    off_diagonal: list[Tensor] = []
+    for iteration in range(1, columns + 1):
+        u = torch.einsum("bmn,bn->bm", a, v)
+        u, alpha = _normalised(_orthogonalised(u, left))
+        left = torch.cat([left, u[..., None]], dim=-1)
+        v = torch.einsum("bmn,bm->bn", a, u)
+        v, beta = _normalised(_orthogonalised(v, right))
+        diagonal.append(alpha)
+        off_diagonal.append(beta)
+        if iteration % _CHECK_EVERY == 0 or iteration == columns:
+            norms, errors = _ritz(torch.stack(diagonal, -1), torch.stack(off_diagonal, -1))
+            if bool((errors <= rtol * norms).all()):
+                break
+        right = torch.cat([right, v[..., None]], dim=-1)
+    return norms.to(matrices.device)
+
+
+def _ritz(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest singular value of each bidiagonal matrix, and a bound on its distance from one of the full matrix."""
+    alphas, betas = diagonal.double().cpu(), off_diagonal.double().cpu()
+    bidiagonal = torch.diag_embed(alphas) + torch.diag_embed(betas[:, :-1], offset=1)
+    left, values, _ = torch.linalg.svd(bidiagonal)
+    residual = betas[:, -1] * left[:, -1, 0].abs()
+    gap = values[:, 0] - values[:, 1]
+    quadratic = 10 * residual**2 / gap.clamp(min=1e-300)  # residual²/gap, with room for a gap known only to the Ritz values
+    return values[:, 0], torch.minimum(residual, quadratic)
+
+
+def _orthogonalised(x: Tensor, basis: Tensor) -> Tensor:
+    for _ in range(2):  # twice is enough (Kahan and Parlett)
+        x = x - torch.einsum("bnk,bk->bn", basis, torch.einsum("bnk,bn->bk", basis, x))
+    return x
+
+
+def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Unit vectors and their lengths; a vector that vanished (the space is exhausted) stays zero."""
+    length = torch.linalg.vector_norm(x, dim=-1)
+    return x / length.clamp(min=torch.finfo(x.dtype).tiny)[:, None], length
