@@ -1,6 +1,7 @@
 """The paper's MLP: ReLU layers with biases and a zero-initialised muP readout."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ class MLPNet(nn.Module):
     def __init__(self, inputs: int, hidden: Sequence[int], outputs: int, *, readout_zero_init: bool = True) -> None:
         super().__init__()
         sizes = [inputs, *hidden]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.activation = nn.ReLU()
         self.readout = Readout(sizes[-1], outputs, readout_zero_init=readout_zero_init)
 

@@ -87,20 +87,19 @@ def upscale(
             release_(source)
     widen_buffers_(plan, narrow, wide)
     remember_widths(plan, narrow, wide)
-    optimizers = []
+    optimizers: list[Optimizer] = []
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         after = continued_optimizer(plan, narrow, before, wide) if given is None else given
         transfer_state(plan, narrow, before, wide, after, consume=consume)
         keep_reference_units(wide, after)
         optimizers.append(after)
-    single = optimizers[0] if optimizers else wide_opt
-    answer = optimizers if isinstance(narrow_opt, Sequence) else single
+    answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
     return UpscaleReport(plan, answer, constants, time.perf_counter() - start)
 
 
 def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimizer], list[Optimizer | None]]:
     narrow_opts = _as_list(narrow_opt)
-    if wide_opt is None or not narrow_opts:
+    if wide_opt is None:
         return narrow_opts, [None] * len(narrow_opts)
     wide_opts = _as_list(wide_opt)
     if len(wide_opts) != len(narrow_opts):
@@ -128,5 +127,5 @@ def _refuse_non_finite(model: nn.Module) -> None:
     for (name, parameter), good in zip(named, finite, strict=True):
         if not good:
             raise ValueError(
-                f"parameter {name!r} {tuple(parameter.shape)} of the narrow model has NaN or infinite entries; upscale an earlier checkpoint"
+                f"parameter {name!r} {tuple(parameter.shape)} of the narrow model has NaN or infinite entries. Upscale an earlier one"
             )

@@ -48,7 +48,7 @@ def set_base_shapes(model: nn.Module, base: nn.Module, delta: nn.Module | None =
         factors[use.name] = _init_factor(survey, use, role, widths[use.name].m_in, init)
     store_table(model, Table(mup=True, widths=widths))
     for _, at_base, module in survey.modules:
-        if isinstance(module, Readout):
+        if isinstance(module, Readout) and isinstance(at_base, Readout):
             module.multiplier = module.output_mult * at_base.in_features / module.in_features
     with torch.no_grad():
         for use in survey.uses:

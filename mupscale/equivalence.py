@@ -23,10 +23,10 @@ WARM_UP = 10
 """Steps the narrow copy trains before it is widened, so that optimizer state is moved too."""
 
 TOLERANCE = 1e-8
-"""Relative drift of activations, gradients and weights in float64; the loss is held to a hundredth of it."""
+"""Relative drift of activations in float64. Gradients and weights get ten times as much, the loss a hundredth of it."""
 
-TOLERANCE_FLOAT32 = 1e-6
-"""Where the model computes in lower precision inside, whatever the dtype of its weights."""
+TOLERANCE_FLOAT32 = 1e-4
+"""The same where the model computes in float32 inside, whatever the dtype of its weights: the loss is then held to 1e-6."""
 
 
 @dataclass
@@ -81,7 +81,8 @@ def verify(
     again, under the width-invariant clip where `clip` is given. Every module's outputs, every gradient and every weight are
     compared with their duplicated narrow counterparts. The arguments are not changed.
 
-    The default tolerance is 1e-8, or 1e-6 for a model that computes in float32 inside whatever the dtype of its weights.
+    The default tolerance is 1e-8 for activations and 1e-10 for the loss; 1e-4 and 1e-6 for a model that computes in float32
+    inside, whatever the dtype of its weights.
     """
     with torch.random.fork_rng():
         return _verify(narrow, wide, optimizer, _Batches(batches), loss, steps, clip, roles, blocks, tolerance)
@@ -102,7 +103,7 @@ def _verify(
     narrow, wide = _float64_copy(narrow), _float64_copy(wide)
     for module, twin in zip(narrow.modules(), wide.modules(), strict=False):
         twin.training = module.training
-    made = make_optimizer([p for p in narrow.parameters()])
+    made = make_optimizer(list(narrow.parameters()))
     narrow_opts: list[Optimizer] = [made] if isinstance(made, Optimizer) else list(made)
     if tolerance is None:
         tolerance = TOLERANCE_FLOAT32 if _computes_in_float32(narrow, batches[0], loss) else TOLERANCE
@@ -154,7 +155,7 @@ class _Comparison:
     def loss(self, narrow: Tensor, wide: Tensor) -> None:
         drift = _relative(wide, narrow, float(narrow.abs()))
         self.loss_drift = _worst(self.loss_drift, drift)
-        if not drift <= self.tolerance / 100 and self.tolerance <= TOLERANCE or not drift <= self.tolerance:
+        if not drift <= self.tolerance / 100:
             self.blame("(the loss)", f"the loss drifts by {drift:.1e} while every module's output agrees,")
 
     def activations(self, narrow: list["_Call"], wide: list["_Call"]) -> None:
@@ -206,9 +207,7 @@ class _Comparison:
     def verdict(self, steps: int) -> Verdict:
         module, reason = self.first or (None, None)
         if reason:
-            hints = [note for note in self.plan.notes if note.startswith(f"{module}") or note.startswith(f"{module}.")] or list(
-                self.plan.notes
-            )
+            hints = [note for note in self.plan.notes if note.startswith((f"{module}:", f"{module}."))] or self.plan.notes
             reason = "\n  ".join([reason.rstrip(","), *(f"note: {hint}" for hint in hints)])
         return Verdict(
             passed=self.first is None,
@@ -253,7 +252,7 @@ class _Comparison:
 
     def _candidates(self, narrow: torch.Size, wide: torch.Size) -> Iterator[tuple[tuple[Layout, ...], float]]:
         planned = {layout for entry in self.plan.parameters.values() for layout in entry.layouts}
-        axes = []
+        axes: list[list[Layout]] = []
         for n, w in zip(narrow, wide, strict=True):
             if n == w:
                 axes.append([(Piece(n, max(n, 1), 1),)])
@@ -334,9 +333,8 @@ class _LowPrecisionWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point() and result.dtype != torch.float64:
-            if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in tree_leaves((args, kwargs))):
-                self.seen = True
+        rounded = isinstance(result, Tensor) and result.is_floating_point() and result.dtype != torch.float64
+        self.seen |= rounded and any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in tree_leaves((args, kwargs)))
         return result
 
 

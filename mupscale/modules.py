@@ -32,7 +32,7 @@ def axis_sides(module: nn.Module, attribute: str, parameter: Tensor) -> tuple[Si
     """The side of every axis of `module.<attribute>`, were all of them width; None where the type does not tell."""
     rest: tuple[Side, ...] = (None,) * (parameter.ndim - 2)
     if isinstance(module, (*_NORMS, nn.PReLU)):
-        return ("out",) * parameter.ndim
+        return all_produced(parameter)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return (None, "out")
     if isinstance(module, nn.MultiheadAttention) and attribute in ("bias_k", "bias_v"):
@@ -50,6 +50,10 @@ def axis_sides(module: nn.Module, attribute: str, parameter: Tensor) -> tuple[Si
     return ("out", "in", *rest)
 
 
+def all_produced(parameter: Tensor) -> tuple[Side, ...]:
+    return tuple("out" for _ in parameter.shape)
+
+
 def kind_of(module: nn.Module, attribute: str, parameter: Tensor) -> Kind:
     """A bias, a gain (norm weights, PReLU slopes, LayerScale: what multiplies or shifts unit by unit), or a weight."""
     if "bias" in attribute and not attribute.startswith("bias_k") and not attribute.startswith("bias_v"):
@@ -64,7 +68,7 @@ def is_readout(module: nn.Module) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """The transformers library's (in, out) linear layer, known by its shape so that the library need not be installed."""
+    """The transformers library's (in, out) linear layer, known by name and attributes: the library need not be installed."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and isinstance(getattr(module, "weight", None), Tensor)
 
 
@@ -81,17 +85,22 @@ def group_count(module: nn.Module) -> int:
 
 def own_blocks(narrow: nn.Module, wide: nn.Module) -> dict[str, dict[int, LayoutSpec]]:
     """The block lengths that a module type itself implies, by parameter name: whole heads, whole groups."""
-    if isinstance(narrow, nn.MultiheadAttention) and wide.num_heads > narrow.num_heads:
+    if isinstance(narrow, nn.MultiheadAttention) and isinstance(wide, nn.MultiheadAttention) and wide.num_heads > narrow.num_heads:
         head = narrow.head_dim
         rows = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
         return {**{name: {0: head} for name in rows}, "bias_k": {2: head}, "bias_v": {2: head}, "out_proj.weight": {1: head}}
     if not growing_groups(narrow, wide):
         return {}
-    if isinstance(narrow, nn.GroupNorm):
-        return {"weight": {0: narrow.num_channels // narrow.num_groups}}
-    out_block = narrow.out_channels // narrow.groups
-    in_block = narrow.in_channels // narrow.groups
+    in_block, out_block = _group_channels(narrow)
     return {"weight": {0: in_block if isinstance(narrow, _ConvTransposeNd) else out_block}, "bias": {0: out_block}}
+
+
+def _group_channels(module: nn.Module) -> tuple[int, int]:
+    """Input and output channels of one group."""
+    if isinstance(module, _ConvNd):
+        return module.in_channels // module.groups, module.out_channels // module.groups
+    assert isinstance(module, nn.GroupNorm)
+    return (module.num_channels // module.num_groups,) * 2
 
 
 def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
@@ -103,27 +112,17 @@ def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
             "does not survive duplication. Remove it first: torch.nn.utils.parametrize.remove_parametrizations, "
             "torch.nn.utils.remove_weight_norm or remove_spectral_norm"
         )
-    if isinstance(narrow, nn.MultiheadAttention) and wide.head_dim != narrow.head_dim:
+    if isinstance(narrow, nn.MultiheadAttention) and isinstance(wide, nn.MultiheadAttention) and wide.head_dim != narrow.head_dim:
         return (
             f"module {name!r} (MultiheadAttention) grows head_dim {narrow.head_dim} → {wide.head_dim}, and its logits are scaled "
-            f"by 1/sqrt(head_dim), which is not exact. Grow num_heads instead ({narrow.num_heads} → "
-            f"{wide.embed_dim // narrow.head_dim} keeps head_dim = {narrow.head_dim}), or use an attention scaled by c/head_dim"
+            f"by 1/sqrt(head_dim), which is not exact. Grow num_heads instead (embed_dim / {narrow.head_dim} of them keep head_dim = "
+            f"{narrow.head_dim}), or use an attention scaled by c/head_dim"
         )
-    if growing_groups(narrow, wide) and isinstance(narrow, _ConvNd):
-        before = narrow.in_channels // narrow.groups, narrow.out_channels // narrow.groups
-        after = wide.in_channels // wide.groups, wide.out_channels // wide.groups
-        if before != after:
-            return (
-                f"module {name!r} ({type(narrow).__name__}) grows both its groups ({narrow.groups} → {wide.groups}) and the channels "
-                f"of a group (in, out: {before} → {after}). Do it in two upscales, one of each"
-            )
-    if isinstance(narrow, nn.GroupNorm) and growing_groups(narrow, wide):
-        before_width, after_width = narrow.num_channels // narrow.num_groups, wide.num_channels // wide.num_groups
-        if before_width != after_width:
-            return (
-                f"module {name!r} (GroupNorm) grows both its groups ({narrow.num_groups} → {wide.num_groups}) and the channels of a "
-                f"group ({before_width} → {after_width}). Do it in two upscales, one of each"
-            )
+    if growing_groups(narrow, wide) and _group_channels(narrow) != _group_channels(wide):
+        return (
+            f"module {name!r} ({type(narrow).__name__}) grows both its groups ({group_count(narrow)} → {group_count(wide)}) and the "
+            f"channels of a group (in, out: {_group_channels(narrow)} → {_group_channels(wide)}). Do it in two upscales, one of each"
+        )
     return None
 
 
@@ -134,15 +133,10 @@ def caveat(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
         return f"{name}: dropout p = {dropout} draws another mask for every unit, so wide and narrow agree only without it"
     if isinstance(narrow, nn.LocalResponseNorm):
         return f"{name}: LocalResponseNorm mixes neighbouring channels, which duplication moves apart: not exact"
-    if growing_groups(narrow, wide):
-        block = own_blocks(narrow, wide)["weight"][0]
+    if growing_groups(narrow, wide) and max(_group_channels(narrow)) > 1:
         return (
-            block != 1
-            and (
-                f"{name}: groups grow, so its channels are duplicated in blocks of {block}; "
-                "every layer that reads or writes them needs the same block"
-            )
-            or None
+            f"{name}: groups grow, so channels are duplicated in blocks of (in, out) {_group_channels(narrow)}; "
+            "every layer that reads or writes them needs the same blocks"
         )
     if isinstance(narrow, nn.MultiheadAttention):
         return None

@@ -81,7 +81,9 @@ def _scaled_from_base(optimizer: Optimizer, width_of: Callable[[Tensor], Width])
 
     def factors(parameter: Tensor) -> Factors:
         width = width_of(parameter)
-        return Factors(width.m_out, width.m_in, tuple(parameter.shape))
+        after = tuple(parameter.shape)
+        before = tuple(base or size for base, size in zip(width.base, after, strict=True)) if width.base else after
+        return Factors(width.m_out, width.m_in, before, after)
 
     groups = split_groups(optimizer.param_groups, rule, lambda parameter: (parameter, factors(parameter)))
     for group in groups:
@@ -181,7 +183,7 @@ def continued_optimizer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wi
 
     def target(parameter: Tensor) -> tuple[Tensor, Factors]:
         entry = plan.parameters[names[id(parameter)]]
-        return wide_named[entry.name], Factors(entry.k_out, entry.k_in, entry.wide_shape)
+        return wide_named[entry.name], Factors(entry.k_out, entry.k_in, entry.narrow_shape, entry.wide_shape)
 
     groups = split_groups(narrow_opt.param_groups, rule_of(narrow_opt), target)
     accepted = inspect.signature(type(narrow_opt)).parameters

@@ -17,11 +17,12 @@ Group = dict[str, Any]
 
 
 class Factors(NamedTuple):
-    """Of one parameter: the two width factors, and its shape after growing by them."""
+    """Of one parameter: the two width factors, and its shapes before and after growing by them."""
 
     k_out: float
     k_in: float
-    shape: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
 
 
 def lr_factor(f: Factors, m: int) -> float:
@@ -78,12 +79,11 @@ def table_scaling(rule: OptimizerRule, group: Group, f: Factors) -> Scaling:
 
 def muon_scaling(rule: OptimizerRule, group: Group, f: Factors) -> Scaling:
     """Newton–Schulz commutes with duplication, up to 1/sqrt(k_out · k_in); torch then adjusts the rate by the shape."""
-    before = (f.shape[0] / f.k_out, f.shape[1] / f.k_in)
-    lr = math.sqrt(f.k_out / f.k_in) * _muon_adjustment(group, before) / _muon_adjustment(group, f.shape)
+    lr = math.sqrt(f.k_out / f.k_in) * _muon_adjustment(group, f.before) / _muon_adjustment(group, f.after)
     return Scaling(lr, math.sqrt(f.k_in / f.k_out), 1 / lr)
 
 
-def _muon_adjustment(group: Group, shape: tuple[float, ...]) -> float:
+def _muon_adjustment(group: Group, shape: tuple[int, ...]) -> float:
     rows, columns = shape[:2]
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

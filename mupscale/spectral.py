@@ -29,16 +29,16 @@ def spectral_norms(matrices: Tensor, rtol: float = 1e-4) -> Tensor:
 
     generator = torch.Generator(a.device).manual_seed(0)
     v = torch.randn(1, columns, generator=generator, dtype=dtype, device=a.device).expand(batch, -1)
-    v = _normalised(v)[0]
+    v = v / torch.linalg.vector_norm(v, dim=-1, keepdim=True)
     left, right = a.new_zeros(batch, rows, 0), v[..., None]
     diagonal: list[Tensor] = []
     off_diagonal: list[Tensor] = []
     for iteration in range(1, columns + 1):
         u = torch.einsum("bmn,bn->bm", a, v)
-        u, alpha = _normalised(_orthogonalised(u, left))
+        u, alpha = _next_direction(u, left)
         left = torch.cat([left, u[..., None]], dim=-1)
         v = torch.einsum("bmn,bm->bn", a, u)
-        v, beta = _normalised(_orthogonalised(v, right))
+        v, beta = _next_direction(v, right)
         diagonal.append(alpha)
         off_diagonal.append(beta)
         if iteration % _CHECK_EVERY == 0 or iteration == columns:
@@ -60,13 +60,11 @@ def _ritz(diagonal: Tensor, off_diagonal: Tensor) -> tuple[Tensor, Tensor]:
     return values[:, 0], torch.minimum(residual, quadratic)
 
 
-def _orthogonalised(x: Tensor, basis: Tensor) -> Tensor:
+def _next_direction(x: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """The unit vector of x beyond the basis, and its length; both zero where only rounding is left of it: the space is exhausted."""
+    before = torch.linalg.vector_norm(x, dim=-1)
     for _ in range(2):  # twice is enough (Kahan and Parlett)
         x = x - torch.einsum("bnk,bk->bn", basis, torch.einsum("bnk,bn->bk", basis, x))
-    return x
-
-
-def _normalised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Unit vectors and their lengths; a vector that vanished (the space is exhausted) stays zero."""
     length = torch.linalg.vector_norm(x, dim=-1)
-    return x / length.clamp(min=torch.finfo(x.dtype).tiny)[:, None], length
+    length = length.where(length > 100 * torch.finfo(x.dtype).eps * before, 0.0)
+    return x * (1 / length).nan_to_num(posinf=0.0)[:, None], length

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 from mupscale import modules
 from mupscale.tables import merged_table
@@ -77,13 +77,7 @@ def some_names(names: Iterable[str]) -> str:
 def _pair_modules(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
     wide_modules = dict(wide.named_modules())
     narrow_modules = dict(narrow.named_modules())
-    if set(narrow_modules) != set(wide_modules):
-        only_narrow, only_wide = set(narrow_modules) - set(wide_modules), set(wide_modules) - set(narrow_modules)
-        raise ValueError(
-            "the models are not two widths of one architecture (different depth?): "
-            f"only the narrow one has modules {some_names(sorted(only_narrow)) or 'none'}; only the wide one {some_names(sorted(only_wide)) or 'none'}. "
-            "Build both with the same depth and options"
-        )
+    _same_names("module", narrow_modules, wide_modules)
     pairs = [(name, module, wide_modules[name]) for name, module in narrow_modules.items()]
     for name, before, after in pairs:
         if type(before).__qualname__ != type(after).__qualname__:
@@ -100,13 +94,13 @@ def _pair_parameters(pairs: list[tuple[str, nn.Module, nn.Module]], narrow: nn.M
     names_of: dict[int, list[str]] = {}
     for name, parameter in narrow_named.items():
         names_of.setdefault(id(parameter), []).append(name)
-        if isinstance(parameter, UninitializedTensorMixin) or isinstance(wide_named[name], UninitializedTensorMixin):
+        if isinstance(parameter, UninitializedParameter) or isinstance(wide_named[name], UninitializedParameter):
             raise ValueError(f"parameter {name!r} is a lazy one without a shape: run a batch through both models first")
     owners: dict[int, list[tuple[str, nn.Module, nn.Module, str]]] = {}
     for module_name, before, after in pairs:
-        for attribute, parameter in before._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module_name, before, after, attribute))
+        for attribute, held in before._parameters.items():
+            if held is not None:
+                owners.setdefault(id(held), []).append((module_name, before, after, attribute))
     wide_ids = {id(parameter) for parameter in wide_named.values()}
     uses = []
     for key, names in names_of.items():
@@ -135,11 +129,12 @@ def _pair_buffers(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, Tensor,
     return [(name, buffer, wide_named[name]) for name, buffer in narrow_named.items()]
 
 
-def _same_names(what: str, narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> None:
+def _same_names(what: str, narrow: Mapping[str, object], wide: Mapping[str, object]) -> None:
     if set(narrow) != set(wide):
+        only_narrow, only_wide = sorted(set(narrow) - set(wide)), sorted(set(wide) - set(narrow))
         raise ValueError(
-            f"the models have different {what}s: only the narrow one has {some_names(sorted(set(narrow) - set(wide))) or 'none'}; "
-            f"only the wide one {some_names(sorted(set(wide) - set(narrow))) or 'none'}. Build both with the same depth and options"
+            f"the models are not two widths of one architecture (different depth?): {what}s {some_names(only_narrow) or 'none'} are in "
+            f"the narrow one only, {some_names(only_wide) or 'none'} in the wide one only. Build both with the same depth and options"
         )
 
 

@@ -5,6 +5,7 @@ mup keeps the same knowledge as an attribute of each Parameter, which deepcopy, 
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from mup import InfDim, InfShape
 from torch import Tensor, nn
@@ -64,6 +65,6 @@ def merged_table(model: nn.Module, *, mup_only: bool = False) -> dict[str, Width
 def restore_infshapes(model: nn.Module) -> None:
     """Gives the parameters back the `infshape` that mup's own layers and initialisers read, and the width that `MuAdam` reads."""
     for name, width in merged_table(model, mup_only=True).items():
-        parameter = model.get_parameter(name)
+        parameter: Any = model.get_parameter(name)
         parameter.infshape = InfShape([InfDim(base, size) for base, size in zip(width.base, parameter.shape, strict=True)])
         parameter.mup_width = width

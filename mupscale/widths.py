@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mup import MuReadout
 from torch import nn
@@ -33,7 +33,7 @@ One tensor cannot be both duplicated and divided by the width factor. Remedies:
 - let the last norm before the readout carry the factor: roles={{"<last norm>.*": "readout"}};
 - or untie the two."""
 
-_UNKNOWN = """parameter {name!r} {narrow} → {wide} grows along {count} axes, and its module ({module}) does not tell which of them is summed over.
+_UNKNOWN = """parameter {name!r} {narrow} → {wide} grows along {count} axes, and its module ({module}) does not tell which is summed over.
 Say what it is: roles={{"{name}": "matrix"}} for (out, in), "transposed_matrix" for (in, out), "vector" if both are produced."""
 
 
@@ -130,7 +130,7 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
 
 
 def declared_roles(model: nn.Module) -> dict[str, Role]:
-    return {pattern: role for pattern, role in _declared(model, "width_roles")}
+    return dict(_declared(model, "width_roles"))
 
 
 def match_roles(declared: Roles, given: Roles, survey: Survey) -> dict[str, Role]:
@@ -212,7 +212,7 @@ def _sides_of_role(use: Use, width: Sequence[int], role: Role) -> tuple[Side, ..
             raise ValueError(f"roles: {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, so it is no scalar")
         wanted = {}
     else:
-        wanted = {axis: "in" if role == "readout" else "out" for axis in width}
+        wanted = dict.fromkeys(width, "in" if role == "readout" else "out")
     return tuple(wanted.get(axis) for axis in range(len(use.narrow_shape)))
 
 
@@ -220,15 +220,15 @@ def _sides_of_module(
     use: Use, width: Sequence[int], module_name: str, before: nn.Module, after: nn.Module, attribute: str
 ) -> tuple[Side, ...]:
     known = modules.axis_sides(before, attribute, use.narrow)
-    if known is not None and isinstance(before, nn.modules.conv._ConvTransposeNd) and attribute == "weight":
-        if modules.group_count(before) != modules.group_count(after):  # every output channel reads its own group, so nothing more is summed
-            known = ("out", None, *known[2:])
     if known is None:
         if len(width) > 1:
             raise ValueError(
                 _UNKNOWN.format(name=use.name, narrow=use.narrow_shape, wide=use.wide_shape, count=len(width), module=type(before).__name__)
             )
-        known = ("out",) * len(use.narrow_shape)
+        known = modules.all_produced(use.narrow)
+    elif modules.group_count(before) != modules.group_count(after):
+        # a group reads its own channels only: whichever axis counts the groups is produced, and nothing more is summed
+        known = ("out", *known[1:])
     for axis in use.growing:
         if known[axis] is None:
             raise ValueError(
@@ -292,9 +292,6 @@ def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout,
 
 
 def _layouts(name: str, narrow: tuple[int, ...], wide: tuple[int, ...], spec: Mapping[int, LayoutSpec]) -> tuple[Layout, ...]:
-    for axis in spec:
-        if not 0 <= axis < len(narrow):
-            raise ValueError(f"blocks: {name!r} of shape {narrow} has no axis {axis}; narrow the pattern to the tensors that have it")
     answer: list[Layout] = []
     for axis, (n, w) in enumerate(zip(narrow, wide, strict=True)):
         if axis in spec:
@@ -324,7 +321,7 @@ def _inherited(
     if "bias" not in attribute or len(use.narrow_shape) != 1:
         return {}
     weight = survey.parameter_names().get(f"{module_name}." * bool(module_name) + attribute.replace("bias", "weight"))
-    return {} if weight not in layouts else _like(layouts[weight], sides[weight][1], use.narrow_shape)
+    return {} if weight is None or weight not in layouts else _like(layouts[weight], sides[weight][1], use.narrow_shape)
 
 
 def _like(layouts: tuple[Layout, ...], sides: tuple[Side, ...], shape: tuple[int, ...]) -> dict[int, LayoutSpec]:
@@ -339,7 +336,7 @@ def _merge(block_of: Mapping[str, Mapping[int, LayoutSpec]], names: Iterable[str
     return {axis: spec for name in names for axis, spec in block_of.get(name, {}).items()}
 
 
-def _declared(model: nn.Module, attribute: str) -> Iterator[tuple[str, object]]:
+def _declared(model: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
     for prefix, module in model.named_modules():
         for pattern, value in (getattr(module, attribute, None) or {}).items():
             yield (f"{prefix}.{pattern}" if prefix else pattern), value
@@ -362,9 +359,14 @@ def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks) -> dict[s
         matched = [name for name in shapes if matches(name, pattern)]
         if not matched:
             raise ValueError(f"blocks: the pattern {pattern!r} matches no parameter or buffer; there are {some_names(shapes)}")
-        for name in matched:
-            rank = len(shapes[name])
-            answer.setdefault(name, {}).update({axis + rank if axis < 0 else axis: spec for axis, spec in axes.items()})
+        for axis, spec in axes.items():
+            holders = [name for name in matched if -len(shapes[name]) <= axis < len(shapes[name])]
+            if not holders:
+                raise ValueError(
+                    f"blocks: nothing that {pattern!r} matches has an axis {axis}; {matched[0]!r} has shape {shapes[matched[0]]}"
+                )
+            for name in holders:
+                answer.setdefault(name, {})[axis % len(shapes[name])] = spec
     return answer
 
 

@@ -1,0 +1,203 @@
+"""muP: width tables that survive copies, readout multipliers, initialisation."""
+
+import copy
+import io
+import math
+import pickle
+
+import mup
+import pytest
+import torch
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
+from mupscale.models.resnet import ResNet18Net
+from torch import nn
+
+import mupscale
+from architectures import CASES
+from mupscale.tables import merged_table
+
+
+def gpt2(width: int, tied: bool = True) -> nn.Module:
+    return GPT2Net(width, layers=2, heads=2, vocabulary=64, context=16, tied=tied)
+
+
+def mup_gpt2(width: int, **settings) -> nn.Module:
+    return mupscale.set_base_shapes(gpt2(width, **settings), gpt2(8, **settings), gpt2(16, **settings), init="constant")
+
+
+def test_infshapes_are_mups_own():
+    ours = mup_gpt2(32)
+    theirs = mup.set_base_shapes(gpt2(32), gpt2(8), delta=gpt2(16), rescale_params=False, do_assert=False)
+    for name, parameter in ours.named_parameters():
+        assert parameter.infshape == theirs.get_parameter(name).infshape
+
+
+def _assigned(model: nn.Module) -> nn.Module:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    return model
+
+
+def _emptied(model: nn.Module) -> nn.Module:
+    weights = copy.deepcopy(model.state_dict())
+    model.to("meta").to_empty(device="cpu").load_state_dict(weights)
+    return model
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch_save": lambda model: _saved(model),
+    "assign": _assigned,
+    "to_empty": _emptied,
+    "ema": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+}
+
+
+def _saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_lose_nothing(how: str):
+    torch.manual_seed(0)
+    model, tokens = mup_gpt2(32), torch.randint(64, (2, 8))
+    wanted = model(tokens)
+    groups = [(g["lr"], g["eps"], len(g["params"])) for g in mupscale.MuAdamW(model).param_groups]
+    twin = COPIES[how](model)
+    assert torch.equal(twin(tokens), wanted)
+    assert twin.readout.multiplier == 0.25
+    assert [(g["lr"], g["eps"], len(g["params"])) for g in mupscale.MuAdamW(twin).param_groups] == groups
+    assert merged_table(twin) == merged_table(mup_gpt2(32))
+
+
+@pytest.mark.parametrize("width", [4, 8, 32])
+def test_the_readout_averages(width: int):
+    """Below, at and above the base width of 8."""
+    model = mup_gpt2(width, tied=False)
+    assert model.readout.multiplier == 8 / width
+    model.readout.output_mult = 3.0
+    x = torch.randn(5, width)
+    torch.testing.assert_close(model.readout(x), x @ model.readout.weight.T * 8 / width)
+
+
+def std(model: nn.Module, name: str) -> float:
+    return model.get_parameter(name).std().item()
+
+
+def test_init_mlp():
+    torch.manual_seed(0)
+    sizes = (64, 256)
+    narrow, wide = (
+        mupscale.set_base_shapes(*(MLPNet(200, (n, n), 100, readout_zero_init=False) for n in (width, 32, 64))) for width in sizes
+    )
+    assert std(wide, "layers.0.weight") / std(narrow, "layers.0.weight") == pytest.approx(1, rel=0.05)
+    assert std(wide, "layers.1.weight") / std(narrow, "layers.1.weight") == pytest.approx(1 / 2, rel=0.05)
+    assert std(wide, "readout.weight") / std(narrow, "readout.weight") == pytest.approx(1, rel=0.05)
+    # torch draws biases ∝ fan_in^-1/2; muP wants them as at the base width of 32: uniform with bound 32^-1/2
+    for model in (narrow, wide):
+        assert std(model, "layers.1.bias") == pytest.approx(1 / math.sqrt(32) / math.sqrt(3), rel=0.15)
+        assert std(model, "readout.bias") == pytest.approx(1 / math.sqrt(32) / math.sqrt(3), rel=0.25)
+        assert std(model, "readout.weight") == pytest.approx(1 / math.sqrt(32) / math.sqrt(3), rel=0.05)
+
+
+def test_init_resnet():
+    torch.manual_seed(0)
+    narrow, wide = (mupscale.set_base_shapes(ResNet18Net(w), ResNet18Net(4), ResNet18Net(8)) for w in (8, 32))
+    assert std(wide, "stem.0.weight") / std(narrow, "stem.0.weight") == pytest.approx(1, rel=0.2)
+    assert std(wide, "blocks.3.conv2.weight") / std(narrow, "blocks.3.conv2.weight") == pytest.approx(1 / 2, rel=0.05)
+    assert not wide.readout.weight.any()
+    assert wide.blocks[0].bn1.weight.eq(1).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_init_gpt2(tied: bool):
+    torch.manual_seed(0)
+    for width in (8, 64, 256):
+        model = mup_gpt2(width, tied=tied)
+        assert std(model, "wte.weight") == pytest.approx(0.02, rel=0.15)
+        assert std(model, "wpe.weight") == pytest.approx(0.02, rel=0.15)
+        assert std(model, "blocks.0.attention.qkv.weight") == pytest.approx(0.02 / math.sqrt(width / 8), rel=0.15)
+        assert std(model, "blocks.0.mlp.2.weight") == pytest.approx(0.02 / 2 / math.sqrt(width / 8), rel=0.15)
+        assert std(model, "readout.weight") == pytest.approx(0.02, rel=0.15)
+        assert (model.readout.weight is model.wte.weight) == tied
+
+
+def test_the_norm_of_a_tied_multiplier_free_readout_carries_the_width():
+    class Tied(nn.Module):
+        width_roles = {"norm.*": "readout"}  # noqa: RUF012
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.embed, self.norm, self.head = nn.Embedding(9, width), nn.LayerNorm(width), nn.Linear(width, 9, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(self.embed(tokens)))
+
+    with pytest.raises(ValueError, match="conflicting roles"):
+        Untold = type("Untold", (Tied,), {"width_roles": {}})
+        mupscale.set_base_shapes(Untold(8), Untold(2), Untold(4))
+    model = mupscale.set_base_shapes(Tied(8), Tied(2), Tied(4))
+    assert model.norm.weight.eq(0.25).all()
+    got = {tuple(p.shape): g["lr"] for g in mupscale.MuAdam(model, lr=1.0).param_groups for p in g["params"]}
+    assert got == {(9, 8): 1.0, (8,): 0.25}
+    verdict = mupscale.verify(
+        model, mupscale.set_base_shapes(Tied(24), Tied(2), Tied(4)), optimizer=lambda ps: mupscale.MuAdamW(ps, lr=0.01), steps=20,
+        batches=[torch.arange(9)], loss=lambda m, x: nn.functional.cross_entropy(m(x), x.flip(0)), clip=0.1,
+    )  # fmt: skip
+    assert verdict.passed, verdict
+
+
+def test_mups_own_readout_works_too():
+    class Net(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layer, self.hidden, self.readout = nn.Linear(4, width), nn.Linear(width, width), mup.MuReadout(width, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.readout(self.hidden(self.layer(x).relu()).relu())
+
+    torch.manual_seed(0)
+    narrow, wide = (mupscale.set_base_shapes(Net(n), Net(2), Net(4)) for n in (8, 24))
+    verdict = mupscale.verify(
+        narrow, wide, optimizer=lambda ps: mupscale.MuSGD(ps, lr=0.1, momentum=0.9), steps=20,
+        batches=[torch.randn(8, 4) for _ in range(3)], loss=lambda m, x: (m(x) - 1).square().mean(),
+    )  # fmt: skip
+    assert verdict.passed, verdict
+
+
+def test_depthwise_transposed_and_grouped_widths():
+    case = CASES["convnet"]
+    table = merged_table(mupscale.set_base_shapes(case.build(16), case.build(4), case.build(8)))
+    width = {name: (w.m_out, w.m_in) for name, w in table.items()}
+    assert width["stem.weight"] == (4, 1)
+    assert width["depthwise.weight"] == (4, 1)
+    assert width["fixed_groups.weight"] == (4, 4)
+    assert width["growing_groups.weight"] == (4, 1)
+    assert width["up.weight"] == (4, 4)
+    assert width["up_depthwise.weight"] == (4, 1)
+    assert width["head.weight"] == (1, 4)
+    assert width["head.bias"] == (1, 1)
+
+
+def test_errors():
+    def build(*hidden: int) -> nn.Module:
+        return MLPNet(4, hidden, 3)
+
+    with pytest.raises(ValueError, match="nothing is width"):
+        mupscale.set_base_shapes(build(8, 8), build(8, 8))
+    with pytest.raises(ValueError, match="different depth"):
+        mupscale.set_base_shapes(build(8, 8), build(8), build(4))
+    with pytest.raises(ValueError, match=r"axis 0 of 'layers.1.weight' is 4 in the base model and 8 here, but is not width"):
+        mupscale.set_base_shapes(build(8, 8), build(4, 4), build(8, 4))
+    model = mupscale.set_base_shapes(build(8, 8), build(4, 4))
+    with pytest.raises(ValueError, match="already; pass init=None"):
+        mupscale.set_base_shapes(model, build(2, 2))
+    mupscale.set_base_shapes(model, build(2, 2), init=None)
+    assert model.readout.multiplier == 0.25
+    with pytest.raises(ValueError, match="init must be"):
+        mupscale.set_base_shapes(build(8, 8), build(4, 4), init="normal")
