@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mupscale.noise import Constants, Noise, add_noise_, save_constants
-from mupscale.optim import check_transfer, continued_optimizer, keep_reference_units, transfer_state
+from mupscale.noise import AdditiveNoise, Constants, Noise, RecordedNoise, SignalNoise, add_noise_, save_constants
+from mupscale.optim import check_transfer, continued_optimizer, keep_reference_units, off_the_rule, transfer_state
 from mupscale.widen import release_, remember_widths, widen_buffers_, widen_parameter_
 from mupscale.widths import Blocks, Plan, Roles
 from mupscale.widths import plan as make_plan
@@ -28,6 +28,8 @@ class UpscaleReport:
     """The optimizer, or the list of them, that continues the run on the wide model."""
     noise: Constants = field(repr=False)
     """σ̄ of every parameter, 0 where it got no noise."""
+    notes: tuple[str, ...]
+    """What keeps the wide run from continuing the narrow one exactly, noise aside."""
     seconds: float
 
     def save_noise(self, path: str | Path) -> None:
@@ -41,7 +43,7 @@ class UpscaleReport:
         )
         noisy = sum(bool(torch.as_tensor(constant).any()) for constant in self.noise.values())
         lines = [f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; noise on {noisy} of {len(self.noise)} of them"]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.plan.notes)])
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 @torch.no_grad()
@@ -73,6 +75,8 @@ def upscale(
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         check_transfer(plan, narrow, before, wide, after)
     if noise is not None:
+        if not isinstance(noise, AdditiveNoise | SignalNoise | RecordedNoise):
+            raise ValueError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
         noise.check(plan)
     _refuse_non_finite(narrow)
 
@@ -86,15 +90,19 @@ def upscale(
         if consume:
             release_(source)
     widen_buffers_(plan, narrow, wide)
+    for buffer in narrow.buffers() if consume else ():
+        release_(buffer)
     remember_widths(plan, narrow, wide)
     optimizers: list[Optimizer] = []
+    notes = list(plan.notes)
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         after = continued_optimizer(plan, narrow, before, wide) if given is None else given
+        notes += off_the_rule(plan, narrow, before, wide, after)
         transfer_state(plan, narrow, before, wide, after, consume=consume)
         keep_reference_units(wide, after)
         optimizers.append(after)
     answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
-    return UpscaleReport(plan, answer, constants, time.perf_counter() - start)
+    return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start)
 
 
 def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimizer], list[Optimizer | None]]:
@@ -116,7 +124,7 @@ def _as_list(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def _refuse_non_finite(model: nn.Module) -> None:
-    named = [(name, p) for name, p in model.named_parameters() if p.numel()]
+    named = [(name, p) for name, p in model.named_parameters() if p.numel() and p.is_floating_point()]
     if any(parameter.is_meta for _, parameter in named):
         raise ValueError("the narrow model is on the meta device: it has no weights to widen")
     if not named:
@@ -127,5 +135,5 @@ def _refuse_non_finite(model: nn.Module) -> None:
     for (name, parameter), good in zip(named, finite, strict=True):
         if not good:
             raise ValueError(
-                f"parameter {name!r} {tuple(parameter.shape)} of the narrow model has NaN or infinite entries. Upscale an earlier one"
+                f"parameter {name!r} {tuple(parameter.shape)} of the narrow model has NaN or infinite entries; take an earlier checkpoint"
             )

@@ -1,21 +1,24 @@
 """muP: the base shapes of a model, its readout multiplier and its initialisation."""
 
+from functools import partial
 from typing import Literal
 
 import torch
+from mup import MuReadout
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from mupscale import modules
 from mupscale.readout import Readout
 from mupscale.survey import Survey, Use
-from mupscale.tables import Table, Width, own_table, store_table
-from mupscale.widths import Role, assign_sides, declared_roles, growth, match_roles
+from mupscale.tables import Table, Width, merged_table, store_table
+from mupscale.widths import Role, Roles, all_sides, growth, match_roles
 
 Init = Literal["fan_in", "constant"]
 
 
-def set_base_shapes(model: nn.Module, base: nn.Module, delta: nn.Module | None = None, *, init: Init | None = "fan_in") -> nn.Module:
+def set_base_shapes(
+    model: nn.Module, base: nn.Module, delta: nn.Module | None = None, *, init: Init | None = "fan_in", roles: Roles | None = None
+) -> nn.Module:
     """Makes `model` a muP model of the given base: its width table, its readout multipliers, its initialisation. Returns it.
 
     `base` is the same architecture at the base width, `delta` at any other width: the axes in which they differ are width.
@@ -23,16 +26,16 @@ def set_base_shapes(model: nn.Module, base: nn.Module, delta: nn.Module | None =
 
     `init` says how the weights were drawn, and rescales them to muP: "fan_in" with std ∝ fan_in^-1/2 (torch's default, He), whose
     readouts and biases shrink with width and must not; "constant" with a std that does not know the width (GPT-2's 0.02), whose
-    matrices must shrink as fan_in^-1/2; None leaves the values alone (a checkpoint follows).
+    matrices must shrink as fan_in^-1/2; None leaves the values alone (a checkpoint follows). `roles` are those of `plan`.
     """
     if init not in ("fan_in", "constant", None):
         raise ValueError(f'set_base_shapes: init must be "fan_in", "constant" or None, got {init!r}')
-    known = own_table(model)
-    if known is not None and known.mup and init is not None:
+    if merged_table(model, mup_only=True) and init is not None:
         raise ValueError("set_base_shapes: the model has base shapes, and rescaled weights, already; pass init=None to change the base")
     axes = _width_axes(base, model if delta is None else delta)
     survey = Survey(base, model, width_axes=axes)
-    role_of = match_roles(declared_roles(model), {}, survey)
+    survey.refuse_reparametrised()
+    sides_of = all_sides(survey, match_roles(survey, model, roles), averaging=True)
     widths: dict[str, Width] = {}
     factors: dict[str, float] = {}
     for use in survey.uses:
@@ -42,14 +45,19 @@ def set_base_shapes(model: nn.Module, base: nn.Module, delta: nn.Module | None =
                     f"set_base_shapes: axis {axis} of {use.name!r} is {use.narrow_shape[axis]} in the base model and "
                     f"{use.wide_shape[axis]} here, but is not width: base and delta agree in it"
                 )
-        role, sides = assign_sides(survey, use, role_of.get(use.name), averaging=True)
+        role, sides = sides_of[use.name]
         base_sizes = tuple(n if is_width else None for n, is_width in zip(use.narrow_shape, axes[use.name], strict=True))
-        widths[use.name] = Width(growth(use, sides, "out"), growth(use, sides, "in"), base_sizes)
-        factors[use.name] = _init_factor(survey, use, role, widths[use.name].m_in, init)
+        width = Width(growth(use, sides, "out"), growth(use, sides, "in"), base_sizes)
+        widths.update(dict.fromkeys(use.names, width))
+        factors[use.name] = _init_factor(use, role, width.m_in, init)
     store_table(model, Table(mup=True, widths=widths))
     for _, at_base, module in survey.modules:
-        if isinstance(module, Readout) and isinstance(at_base, Readout):
-            module.multiplier = module.output_mult * at_base.in_features / module.in_features
+        if isinstance(module, Readout | MuReadout) and isinstance(at_base, nn.Linear):
+            m = module.in_features / at_base.in_features
+            if isinstance(module, Readout):
+                module.multiplier = module.output_mult / m
+            else:
+                module.width_mult = partial(float, m)  # mup reads it off the parameter, which copies lose
     with torch.no_grad():
         for use in survey.uses:
             use.wide.mul_(factors[use.name])
@@ -66,24 +74,16 @@ def _width_axes(base: nn.Module, delta: nn.Module) -> dict[str, tuple[bool, ...]
     return {use.name: tuple(axis in use.growing for axis in range(use.narrow.ndim)) for use in uses}
 
 
-def _init_factor(survey: Survey, use: Use, role: Role, m_in: float, init: Init | None) -> float:
+def _init_factor(use: Use, role: Role, m_in: float, init: Init | None) -> float:
     """What brings a parameter drawn as `init` says to its muP standard deviation."""
     if init is None:
         return 1.0
-    _, before, _, attribute = use.owners[0]
+    _, before, after, attribute = use.owners[0]
     kind = modules.kind_of(before, attribute, use.narrow)
-    if role == "readout" and kind == "gain":  # the last norm before a tied, multiplier-free readout carries 1/width
-        return 1 / m_in
+    # a readout without a multiplier carries the 1/width in its weights
+    wanted = 1 / m_in if role == "readout" else m_in**-0.5 if kind == "weight" else 1.0
     if init == "constant":
-        return {"matrix": m_in**-0.5, "transposed_matrix": m_in**-0.5, "readout": 1 / m_in}.get(role, 1.0)
-    if kind == "bias" and isinstance(before, (nn.Linear, _ConvNd)):
-        weight = next(u for u in survey.uses if u.narrow is before.weight)
-        return _fan_in_growth(weight) ** 0.5
-    if role == "mu_readout":
-        return _fan_in_growth(use) ** 0.5
-    return m_in**-0.5 if role == "readout" else 1.0
-
-
-def _fan_in_growth(use: Use) -> float:
-    _, before, _, attribute = use.owners[0]
-    return growth(use, modules.axis_sides(before, attribute, use.narrow) or (), "in")
+        return wanted
+    if modules.axis_sides(before, attribute, use.narrow) is None:  # a bare parameter: taken to be drawn at its fan_in
+        return wanted * m_in**0.5
+    return wanted * modules.drawn_fan_growth(before, after, attribute, (use.narrow_shape, use.wide_shape)) ** 0.5

@@ -21,13 +21,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         if gradient is None:
             continue
         width = table.get(name, Width())
-        scale = (width.m_out / width.m_in) ** 0.5
+        values = gradient.to_dense() if gradient.is_sparse else gradient
         if width.relative:
-            relative = width.relative_scale("out", gradient) / width.relative_scale("in", gradient)
-            norms.append(torch.linalg.vector_norm(gradient * relative.sqrt()) * scale)
-        else:
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            norms.append(torch.linalg.vector_norm(values) * scale)
+            values = values * (width.relative_scale("out", values) / width.relative_scale("in", values)).sqrt()
+        norms.append(torch.linalg.vector_norm(values) * (width.m_out / width.m_in) ** 0.5)
         gradients.append(gradient)
     if not gradients:
         return torch.tensor(0.0)

@@ -31,15 +31,14 @@ def interleaved(length: int, factor: int) -> Layout:
 
 def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
     """The layout a user's `spec` means for an axis growing from `narrow` to `wide` entries; ValueError says what is off."""
-    if isinstance(spec, int):
+    if isinstance(spec, int) and not isinstance(spec, bool):
         if wide % narrow:
             raise ValueError(f"{wide} is not a multiple of {narrow}")
         pieces: Layout = (Piece(narrow, spec, wide // narrow),)
     else:
-        rows = [tuple(row) for row in spec]
-        if not all(len(row) == 3 for row in rows):
-            raise ValueError(f"pieces must be (length, block, factor), got {spec!r}")
-        pieces = tuple(Piece(*row) for row in rows)
+        if not isinstance(spec, list | tuple) or not all(_is_piece(row) for row in spec):
+            raise ValueError(f"give a block length, or a list of (length, block, factor) in whole numbers; got {spec!r}")
+        pieces = tuple(Piece(*row) for row in spec)
     for piece in pieces:
         if min(piece) < 1:
             raise ValueError(f"length, block and factor must be at least 1, got {tuple(piece)}")
@@ -49,6 +48,10 @@ def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
     if (source, target) != (narrow, wide):
         raise ValueError(f"the pieces {[tuple(p) for p in pieces]} cover {source} → {target} entries, the axis has {narrow} → {wide}")
     return pieces
+
+
+def _is_piece(row: object) -> bool:
+    return isinstance(row, list | tuple) and len(row) == 3 and all(isinstance(number, int) for number in row)
 
 
 def narrow_length(layout: Layout) -> int:
@@ -68,18 +71,20 @@ def is_mixed(layout: Layout) -> bool:
     return len({piece.factor for piece in layout}) > 1
 
 
-def duplicate_(target: Tensor, source: Tensor, layouts: Sequence[Layout], scales: Sequence[Sequence[float]] | None = None) -> None:
+def duplicate_(
+    target: Tensor, source: Tensor, layouts: Sequence[Layout], scales: Sequence[Sequence[float]] | None = None, scale: float = 1.0
+) -> None:
     """Writes `source`, duplicated along every axis, into `target`, without a temporary of the target's size.
 
-    `scales[axis][piece]` multiplies that piece of that axis. It is applied to the narrow side, in the wider of the two dtypes.
+    `scale` multiplies everything and `scales[axis][piece]` that piece of that axis, on the narrow side, in the wider dtype.
     """
     scales = scales or [[1.0] * len(layout) for layout in layouts]
     dtype = torch.promote_types(source.dtype, target.dtype)
-    for source_slices, target_slices, pieces, scale in _cells(layouts, scales):
+    for source_slices, target_slices, pieces, cell_scale in _cells(layouts, scales):
         # each axis of n entries becomes three, (n / block, factor, block), so that one strided copy does all the repeating
         part = source[source_slices]
-        if scale != 1.0:
-            part = part.to(dtype) * scale
+        if scale * cell_scale != 1.0:
+            part = part.to(dtype) * (scale * cell_scale)
         part = part.reshape([size for p in pieces for size in (p.length // p.block, 1, p.block)])
         copies = target[target_slices].view([size for p in pieces for size in (p.length // p.block, p.factor, p.block)])
         copies.copy_(part.expand(copies.shape))

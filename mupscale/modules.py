@@ -5,6 +5,7 @@
 for a role instead of guessing.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from mup import MuReadout
@@ -60,7 +61,21 @@ def kind_of(module: nn.Module, attribute: str, parameter: Tensor) -> Kind:
         return "bias"
     if isinstance(module, (*_NORMS, nn.PReLU)) or parameter.ndim <= 1:
         return "gain"
+    if axis_sides(module, attribute, parameter) is None and all(size == 1 for size in parameter.shape[1:]):
+        return "gain"  # a LayerScale of (channels, 1, 1)
     return "weight"
+
+
+def drawn_fan_growth(before: nn.Module, after: nn.Module, attribute: str, shapes: tuple[Sequence[int], Sequence[int]]) -> float:
+    """The growth of what torch's default initialisation divides the variance by: "fan_in", as each module type understands it."""
+    if isinstance(before, RNNBase | RNNCellBase) and isinstance(after, RNNBase | RNNCellBase):
+        return after.hidden_size / before.hidden_size
+    if isinstance(before, nn.MultiheadAttention) and attribute.endswith(("weight", "_k", "_v")):
+        small, large = (sum(shape) if len(shape) == 2 else shape[-1] for shape in shapes)  # Xavier: fan_in + fan_out
+        return large / small
+    if isinstance(before, (nn.Linear, nn.Bilinear, _ConvNd)) and isinstance(after, (nn.Linear, nn.Bilinear, _ConvNd)):
+        return after.weight.shape[1] / before.weight.shape[1]  # torch takes axis 1 for the fan, in a transposed convolution too
+    return 1.0
 
 
 def is_readout(module: nn.Module) -> bool:
@@ -103,20 +118,30 @@ def _group_channels(module: nn.Module) -> tuple[int, int]:
     return (module.num_channels // module.num_groups,) * 2
 
 
-def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
-    """Why this module cannot be widened with exact dynamic equivalence, with the remedy; None where it can."""
-    hooks = {type(hook).__name__ for hook in narrow._forward_pre_hooks.values()}
-    if parametrize.is_parametrized(narrow) or hooks & {"WeightNorm", "SpectralNorm"}:
+def why_reparametrised(name: str, module: nn.Module) -> str | None:
+    """Why the parameters of this module are not its weights, with the remedy; None where they are."""
+    hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
+    if parametrize.is_parametrized(module) or hooks & {"WeightNorm", "SpectralNorm"}:
         return (
-            f"module {name!r} ({type(narrow).__name__}) is reparametrised (weight_norm, spectral_norm, ...): a norm over the width "
+            f"module {name!r} ({type(module).__name__}) is reparametrised (weight_norm, spectral_norm, ...): a norm over the width "
             "does not survive duplication. Remove it first: torch.nn.utils.parametrize.remove_parametrizations, "
             "torch.nn.utils.remove_weight_norm or remove_spectral_norm"
         )
+    return None
+
+
+def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
+    """Why this module cannot be widened with exact dynamic equivalence, with the remedy; None where it can."""
     if isinstance(narrow, nn.MultiheadAttention) and isinstance(wide, nn.MultiheadAttention) and wide.head_dim != narrow.head_dim:
         return (
             f"module {name!r} (MultiheadAttention) grows head_dim {narrow.head_dim} → {wide.head_dim}, and its logits are scaled "
             f"by 1/sqrt(head_dim), which is not exact. Grow num_heads instead (embed_dim / {narrow.head_dim} of them keep head_dim = "
             f"{narrow.head_dim}), or use an attention scaled by c/head_dim"
+        )
+    if group_count(wide) < group_count(narrow):
+        return (
+            f"module {name!r} ({type(narrow).__name__}) has fewer groups in the wide model ({group_count(narrow)} → {group_count(wide)}), "
+            "which mixes units that were apart. Keep the number of groups, or grow it"
         )
     if growing_groups(narrow, wide) and _group_channels(narrow) != _group_channels(wide):
         return (
@@ -126,31 +151,38 @@ def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
     return None
 
 
-def caveat(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
-    """What a reader of the plan should know of this module: dropout, heads, groups, logit scales."""
+def growing_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
+    """The head count of an attention module, or of a model's configuration, that grows."""
+    if isinstance(narrow, nn.MultiheadAttention):  # knows its own blocks
+        return None
+    for before_owner, after_owner in ((narrow, wide), (getattr(narrow, "config", None), getattr(wide, "config", None))):
+        for attribute in _HEAD_COUNTS:
+            before, after = getattr(before_owner, attribute, None), getattr(after_owner, attribute, None)
+            if isinstance(before, int) and isinstance(after, int) and after > before:
+                return f"{attribute} grows {before} → {after}"
+    return None
+
+
+def caveat(narrow: nn.Module, wide: nn.Module) -> str | None:
+    """What a reader of the plan should know of this module: dropout, groups, logit scales, what mixes neighbours."""
     dropout = getattr(narrow, "p", 0.0) if isinstance(narrow, _DropoutNd) else getattr(narrow, "dropout", 0.0)
     if isinstance(narrow, (_DropoutNd, nn.MultiheadAttention, RNNBase)) and dropout:
-        return f"{name}: dropout p = {dropout} draws another mask for every unit, so wide and narrow agree only without it"
+        return f"dropout p = {dropout} draws another mask for every unit, so wide and narrow agree only without it"
+    if isinstance(narrow, (nn.Embedding, nn.EmbeddingBag)) and narrow.max_norm is not None:
+        return "max_norm renormalises rows, whose norm grows as sqrt(k): not exact unless max_norm grows with it"
     if isinstance(narrow, nn.LocalResponseNorm):
-        return f"{name}: LocalResponseNorm mixes neighbouring channels, which duplication moves apart: not exact"
+        return "LocalResponseNorm mixes neighbouring channels, which duplication moves apart: not exact"
     if growing_groups(narrow, wide) and max(_group_channels(narrow)) > 1:
         return (
-            f"{name}: groups grow, so channels are duplicated in blocks of (in, out) {_group_channels(narrow)}; "
+            f"groups grow, so channels are duplicated in blocks of (in, out) {_group_channels(narrow)}; "
             "every layer that reads or writes them needs the same blocks"
         )
-    if isinstance(narrow, nn.MultiheadAttention):
+    if isinstance(narrow, (nn.Linear, _ConvNd)):
         return None
-    for attribute in _HEAD_COUNTS:
-        before, after = getattr(narrow, attribute, None), getattr(wide, attribute, None)
-        if isinstance(before, int) and isinstance(after, int) and after > before:
-            return f"{name}: {attribute} grows {before} → {after}; its projections need blocks of whole heads"
     for attribute in _LOGIT_SCALES:
         before, after = getattr(narrow, attribute, None), getattr(wide, attribute, None)
-        if isinstance(before, float) and isinstance(after, float) and before > 0 and after > 0:
+        if isinstance(before, float) and isinstance(after, float) and before > after > 0:
             k = (before / after) ** 2
-            if k > 1.5 and abs(k - round(k)) < 1e-6:
-                return (
-                    f"{name}: {attribute} shrinks by sqrt({round(k)}), as 1/sqrt(head_dim) does; "
-                    "growing head_dim is exact only under c/head_dim"
-                )
+            if round(k) > 1 and abs(k - round(k)) < 1e-6:
+                return f"{attribute} shrinks by sqrt({round(k)}), as 1/sqrt(head_dim) does; growing head_dim is exact only under c/head_dim"
     return None

@@ -77,7 +77,7 @@ class SignalNoise:
         # of unlike pieces the norm does not follow from the narrow one
         signal = spectral_norms(_matrices(widened, entry)) if entry.mixed else widened_norms(entry, narrow)
         ratio = self.t * signal / spectral_norms(_matrices(delta, entry)).to(signal.device)
-        return ratio.reshape(_positions(entry, entry.wide_shape))
+        return ratio.reshape(_positions(entry))
 
 
 class RecordedNoise:
@@ -91,7 +91,10 @@ class RecordedNoise:
             raise ValueError(f"RecordedNoise: {self.path} cannot be read as recorded noise ({error})") from error
         if not isinstance(record, dict) or record.get("format") != _FORMAT:
             raise ValueError(f"RecordedNoise: {self.path} is not a file written by report.save_noise")
-        self.constants: Constants = record["constants"]
+        constants = record.get("constants")
+        if not isinstance(constants, dict) or not all(_is_numbers(value) for value in constants.values()):
+            raise ValueError(f"RecordedNoise: {self.path} is damaged: its constants are not numbers by parameter name")
+        self.constants: Constants = constants
 
     def check(self, plan: Plan) -> None:
         missing, extra = plan.parameters.keys() - self.constants.keys(), self.constants.keys() - plan.parameters.keys()
@@ -102,7 +105,7 @@ class RecordedNoise:
             )
         for name, entry in plan.parameters.items():
             constant = torch.as_tensor(self.constants[name])
-            wanted = _positions(entry, entry.wide_shape)
+            wanted = _positions(entry)
             if constant.ndim and tuple(constant.shape) != wanted:
                 raise ValueError(
                     f"RecordedNoise: {self.path} has constants of shape {tuple(constant.shape)} for {name!r}, which has {wanted}"
@@ -119,6 +122,15 @@ class RecordedNoise:
 
 
 _FORMAT = "mupscale noise constants, version 1"
+
+
+def _is_numbers(value: object) -> bool:
+    """A number, or equally long rows of them."""
+    try:
+        torch.tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
 
 
 def save_constants(constants: Constants, path: str | Path) -> None:
@@ -170,15 +182,16 @@ def _matrices(tensor: Tensor, entry: TensorPlan) -> Tensor:
 def _axes(entry: TensorPlan) -> tuple[int, int | None]:
     if entry.matrix_axes is not None:
         return entry.matrix_axes
-    width = [axis for axis, side in enumerate(entry.sides) if side]
-    return (width[-1] if width else 0), None
+    produced = [axis for axis, side in enumerate(entry.sides) if side == "out"]
+    summed = [axis for axis, side in enumerate(entry.sides) if side == "in"]
+    return next(iter(produced + summed), 0), None
 
 
-def _positions(entry: TensorPlan, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _positions(entry: TensorPlan) -> tuple[int, ...]:
     """The shape of the per-position constants: the axes beside the two of the matrix."""
     if entry.matrix_axes is None:
         return ()
-    return tuple(size for axis, size in enumerate(shape) if axis not in entry.matrix_axes)
+    return tuple(size for axis, size in enumerate(entry.wide_shape) if axis not in entry.matrix_axes)
 
 
 def _align(constant: Tensor, entry: TensorPlan) -> Tensor:

@@ -86,11 +86,11 @@ def _scaled_from_base(optimizer: Optimizer, width_of: Callable[[Tensor], Width])
         return Factors(width.m_out, width.m_in, before, after)
 
     groups = split_groups(optimizer.param_groups, rule, lambda parameter: (parameter, factors(parameter)))
-    for group in groups:
-        for parameter in group["params"]:  # Adagrad starts from an accumulator that is in the gradient's units
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if rule.state.get(key):
-                    value.mul_(factors(parameter).k_out ** -rule.state[key])
+    for parameter in (p for group in groups for p in group["params"]):
+        state = optimizer.state.get(parameter, {})
+        if float(state.get("step", 0)) == 0:  # Adagrad starts from an accumulator that is in the gradient's units
+            for key in rule.state.keys() & state.keys():
+                state[key].mul_(factors(parameter).k_out ** -rule.state[key])
     optimizer.param_groups[:] = groups
     return optimizer
 
@@ -159,6 +159,10 @@ def check_transfer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: n
     if strangers:
         raise ValueError("the optimizer has state for parameters that are in none of its groups")
     if wide_opt is None:
+        try:
+            inspect.signature(type(narrow_opt)).bind([], **_settings(narrow_opt))
+        except TypeError as error:
+            raise ValueError(f"{type(narrow_opt).__name__} cannot be built from its defaults ({error}): give wide_opt yourself") from None
         return
     if type(wide_opt) is not type(narrow_opt):
         raise ValueError(
@@ -186,16 +190,40 @@ def continued_optimizer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wi
         return wide_named[entry.name], Factors(entry.k_out, entry.k_in, entry.narrow_shape, entry.wide_shape)
 
     groups = split_groups(narrow_opt.param_groups, rule_of(narrow_opt), target)
-    accepted = inspect.signature(type(narrow_opt)).parameters
-    settings = {key: copy.copy(value) for key, value in narrow_opt.defaults.items() if key in accepted}
-    optimizer = type(narrow_opt)(groups, **settings)
+    optimizer = type(narrow_opt)(groups, **_settings(narrow_opt))
     optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
     return optimizer
+
+
+def off_the_rule(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer) -> list[str]:
+    """A note on each hyperparameter of `wide_opt` that does not follow from `narrow_opt` by one common change of base constants."""
+    rule, wide_named = rule_of(narrow_opt), dict(wide.named_parameters())
+    group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
+    names = _names(narrow)
+    ratios: dict[str, dict[float, str]] = {"lr": {}, "eps": {}, "weight_decay": {}}
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:
+            entry = plan.parameters[names[id(parameter)]]
+            wide_group = group_of.get(id(wide_named[entry.name]))
+            scaling = rule.scale(group, Factors(entry.k_out, entry.k_in, entry.narrow_shape, entry.wide_shape))
+            for key, factor in scaling._asdict().items():
+                if wide_group is not None and _nonzero(group.get(key)) and _nonzero(wide_group.get(key)):
+                    ratio = float(wide_group[key]) / (float(group[key]) * factor)
+                    ratios[key].setdefault(float(f"{ratio:.6g}"), entry.name)
+    return [
+        f"wide_opt: {key} is {' and '.join(f'{ratio:g} times (of {name})' for ratio, name in found.items())} what continues the narrow "
+        "run; a change of base constants would be the same for all. Scale it with apply_mup, or pass wide_opt=None"
+        for key, found in ratios.items()
+        if len(found) > 1
+    ]
 
 
 def transfer_state(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer, *, consume: bool) -> None:
     """Moves all state by parameter name; with `consume`, freeing the narrow tensors one by one."""
     wide_named = dict(wide.named_parameters())
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:  # what wide_opt may hold from before is of another run
+            wide_opt.state.pop(wide_named[_names(narrow)[id(parameter)]], None)
     group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
     rule = rule_of(narrow_opt)
     for name, source in narrow.named_parameters():
@@ -220,16 +248,15 @@ def _moved(key: str, value: Any, entry: TensorPlan, source: Tensor, target: Tens
         return value.detach().clone().to(target.device if on_device else value.device)
     dtype = target.dtype if value.dtype == source.dtype else value.dtype
     tensor = torch.empty_like(target, dtype=dtype, memory_format=torch.preserve_format)
-    duplicate_(tensor, value, entry.layouts, _reference_scale(entry, entry.k_out ** -rule.state[key]))
+    # one factor for all, also where pieces grow differently: such state is kept in reference units
+    duplicate_(tensor, value, entry.layouts, scale=entry.k_out ** -rule.state[key])
     return tensor
 
 
-def _reference_scale(entry: TensorPlan, scale: float) -> list[list[float]]:
-    """One number for the whole tensor, also where its pieces grow by different factors: state is kept in reference units."""
-    scales = [[1.0] * len(layout) for layout in entry.layouts]
-    if scales:
-        scales[0] = [scale] * len(scales[0])
-    return scales
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    """The arguments its constructor takes, from its defaults."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    return {key: copy.copy(value) for key, value in optimizer.defaults.items() if key in accepted}
 
 
 def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Group, rule: OptimizerRule) -> None:
@@ -253,42 +280,59 @@ def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Gro
 # --- parameters whose pieces grow by different factors -----------------------------------------------------------------------
 
 
-def keep_reference_units(wide: nn.Module, optimizer: Optimizer) -> None:
+def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
     """Makes `optimizer` exact for parameters whose pieces grew by different factors, with hooks around its step.
 
     A layer that reads width concatenated with fixed features would need a learning rate per column. Instead the step sees every
     piece in the units of the fastest-growing one: weights · k_in / k_in(reference), gradients · k_out / k_out(reference); by
-    Table 1 one learning rate, weight decay and eps are then right for all. Weights and gradients are scaled back after the step.
+    Table 1 one learning rate, weight decay and eps are then right for all. Its update is scaled back after the step.
+
+    `upscale` calls this. Hooks are not part of an optimizer's state: after loading one into a new process, call it again.
     """
-    named = dict(wide.named_parameters())
+    for handle in optimizer.__dict__.pop(_HOOKS, ()):
+        handle.remove()
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    mixed = [(named[name], width) for name, width in merged_table(wide).items() if width.relative and id(named[name]) in held]
+    table = merged_table(model)
+    mixed = [(p, table[name]) for name, p in model.named_parameters() if id(p) in held and name in table and table[name].relative]
     if not mixed:
         return
+    originals: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     @torch.no_grad()
-    def convert(sign: int) -> None:
+    def enter() -> None:
         for parameter, width in mixed:
-            parameter.mul_(width.relative_scale("in", parameter) ** sign)
-            if parameter.grad is not None:
-                parameter.grad.mul_(width.relative_scale("out", parameter) ** sign)
+            weights, gradient = parameter.clone(), parameter.grad
+            parameter.mul_(width.relative_scale("in", parameter))
+            originals.append((weights, parameter.clone(), gradient))
+            if gradient is not None:
+                parameter.grad = gradient * width.relative_scale("out", gradient)
+
+    @torch.no_grad()
+    def leave() -> None:
+        for (parameter, width), (weights, converted, gradient) in zip(mixed, originals, strict=True):
+            # only the update is scaled, so that rounding never touches a weight that did not move
+            parameter.sub_(converted).div_(width.relative_scale("in", parameter)).add_(weights)
+            parameter.grad = gradient
+        originals.clear()
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # the hook of a method sees the optimizer itself as first argument
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
         if closure is None:
-            convert(+1)
+            enter()
             return args, kwargs
 
-        def closure_then_convert() -> Any:  # the closure computes the gradients, so it must see the weights as they are
+        def closure_then_enter() -> Any:  # the closure computes the gradients, so it must see the weights as they are
             loss = closure()
-            convert(+1)
+            enter()
             return loss
 
-        return (args[0],), {**kwargs, "closure": closure_then_convert}
+        return args[:1], {**kwargs, "closure": closure_then_enter}
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda *_: convert(-1))
+    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(lambda *_: leave())
+    optimizer.__dict__[_HOOKS] = handles
+
+
+_HOOKS = "_mupscale_reference_units"
 
 
 def _names(model: nn.Module) -> dict[int, str]:

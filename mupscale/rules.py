@@ -97,7 +97,9 @@ def _radam_ready(group: Group, state: Mapping[str, Any]) -> str | None:
     rho = 2 / (1 - beta2) - 1 - 2 * step * beta2**step / (1 - beta2**step)
     if rho > 5:
         return None
-    return f"RAdam's variance term is still off (ρ = {rho:.2f} ≤ 5 at its next step, {step:.0f}); train a few more steps first"
+    off = f"RAdam's variance term is still off (ρ = {rho:.2f} ≤ 5 at its next step, {step:.0f})"
+    never = 2 / (1 - beta2) - 1 <= 5
+    return f"{off}, and with β₂ = {beta2} it never switches on" if never else f"{off}; train a few more steps first"
 
 
 _REGISTRY: dict[type, OptimizerRule] = {}

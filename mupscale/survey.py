@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -52,21 +53,42 @@ class Survey:
         """Every name a parameter goes by, and the first of them."""
         return {alias: use.name for use in self.uses for alias in use.names}
 
-    def is_width(self, use: Use, axis: int) -> bool:
-        known = self.width_axes.get(use.name)
-        return axis in use.growing or bool(known and known[axis])
+    def width_of(self, use: Use) -> list[int]:
+        """The width axes of a parameter: those that grow, and those the muP table knows."""
+        known = self.width_axes.get(use.name) or (False,) * use.narrow.ndim
+        return [axis for axis in range(use.narrow.ndim) if axis in use.growing or known[axis]]
+
+    def refuse_reparametrised(self) -> None:
+        for name, module, _ in self.modules:
+            reason = modules.why_reparametrised(name or "(the model)", module)
+            if reason:
+                raise ValueError(reason)
 
     def refuse_inexact_modules(self) -> None:
+        self.refuse_reparametrised()
         for name, before, after in self.modules:
             reason = modules.why_not_exact(name or "(the model)", before, after)
             if reason:
                 raise ValueError(reason)
 
-    def caveats(self) -> Iterator[str]:
+    def caveats(self, in_blocks: Sequence[str]) -> Iterator[str]:
+        """What a reader of the plan should know; `in_blocks` are the parameters that are duplicated in blocks."""
         for name, before, after in self.modules:
-            text = modules.caveat(name or "(the model)", before, after)
+            heads = modules.growing_heads(before, after)
+            if heads and not any(parameter.startswith(f"{name}." if name else "") for parameter in in_blocks):
+                yield f"{name or '(the model)'}: {heads}; its projections need blocks of whole heads"
+            text = modules.caveat(before, after)
             if text:
-                yield text
+                yield f"{name or '(the model)'}: {text}"
+            for attribute in before._non_persistent_buffers_set:
+                buffer, other = before._buffers[attribute], after._buffers[attribute]
+                if buffer is None or other is None or buffer.is_meta or other.is_meta or buffer.shape != other.shape:
+                    continue
+                if not torch.equal(buffer, other.to(buffer)):
+                    yield (
+                        f"{name + '.' * bool(name)}{attribute}: this buffer differs between the models and is not saved; the wide "
+                        "model gets the narrow value, and loses it when it is rebuilt from a checkpoint"
+                    )
 
 
 def some_names(names: Iterable[str]) -> str:

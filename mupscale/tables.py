@@ -47,15 +47,11 @@ def store_table(model: nn.Module, table: Table) -> None:
     restore_infshapes(model)
 
 
-def own_table(model: nn.Module) -> Table | None:
-    return model.__dict__.get(_ATTRIBUTE)
-
-
 def merged_table(model: nn.Module, *, mup_only: bool = False) -> dict[str, Width]:
     """The tables of `model` and of the modules inside it (a network in a LightningModule, DDP or EMA wrapper), by full name."""
     answer: dict[str, Width] = {}
     for prefix, module in model.named_modules():
-        table = own_table(module)
+        table = module.__dict__.get(_ATTRIBUTE)
         if table and (table.mup or not mup_only):
             for name, width in table.widths.items():
                 answer.setdefault(f"{prefix}.{name}" if prefix else name, width)
@@ -66,5 +62,7 @@ def restore_infshapes(model: nn.Module) -> None:
     """Gives the parameters back the `infshape` that mup's own layers and initialisers read, and the width that `MuAdam` reads."""
     for name, width in merged_table(model, mup_only=True).items():
         parameter: Any = model.get_parameter(name)
+        if len(width.base) != parameter.ndim:  # added after the base shapes were set: no width is known
+            continue
         parameter.infshape = InfShape([InfDim(base, size) for base, size in zip(width.base, parameter.shape, strict=True)])
         parameter.mup_width = width

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from mupscale.layout import duplicate, duplicate_
-from mupscale.tables import Table, Width, own_table, store_table
+from mupscale.layout import duplicate, duplicate_, reference_factor
+from mupscale.modules import Side
+from mupscale.tables import Table, Width, merged_table, store_table
 from mupscale.widths import Plan, TensorPlan
 
 
@@ -18,11 +19,14 @@ def widen_parameter_(entry: TensorPlan, source: Tensor, target: nn.Parameter) ->
 def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
     """Buffers are statistics and tables of their units: duplicated, never rescaled."""
     sources = dict(narrow.named_buffers())
-    for name, target in list(wide.named_buffers()):
+    real: dict[int, Tensor] = {}
+    for name, target in list(wide.named_buffers(remove_duplicate=False)):
         owner, _, attribute = name.rpartition(".")
         if target.is_meta:
-            target = torch.empty_like(target, device=sources[name].device)
-            wide.get_submodule(owner)._buffers[attribute] = target
+            if id(target) not in real:
+                real[id(target)] = torch.empty_like(target, device=sources[name].device)
+            wide.get_submodule(owner)._buffers[attribute] = real[id(target)]
+    for name, target in wide.named_buffers():
         duplicate_(target, sources[name], plan.buffers[name].layouts)
 
 
@@ -33,30 +37,31 @@ def materialise_(parameter: nn.Parameter, device: torch.device) -> None:
     torch.utils.swap_tensors(parameter, real)
 
 
-def release_(parameter: nn.Parameter) -> None:
-    """Frees the memory of a narrow parameter that has been consumed."""
-    parameter.data = parameter.data.new_empty(0)
-    parameter.grad = None
+def release_(tensor: Tensor) -> None:
+    """Frees the memory of a narrow parameter or buffer that has been consumed."""
+    tensor.data = tensor.data.new_empty(0)
+    tensor.grad = None
 
 
 def remember_widths(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
-    """Leaves the width factors on the wide module, for clipping, unless it has base shapes of its own."""
-    before, after = own_table(narrow), own_table(wide)
-    if after is not None and after.mup:
-        return
+    """Leaves the width factors on the wide module, for clipping, where its own base shapes do not tell them."""
+    before, after = merged_table(narrow), merged_table(wide, mup_only=True)
     widths = {}
     for name, entry in plan.parameters.items():
-        old = before.widths.get(name, Width()) if before else Width()
-        widths[name] = Width(old.m_out * entry.k_out, old.m_in * entry.k_in, old.base, _relative(entry, old))
-    store_table(wide, Table(before.mup if before else False, widths))
+        old = before.get(name, Width())
+        grown = Width(old.m_out * entry.k_out, old.m_in * entry.k_in, old.base, _relative(entry, old))
+        width = after[name] if name in after and not grown.relative else grown
+        widths.update(dict.fromkeys(entry.names, width))
+    if any(widths[name] is not after.get(name) for name in widths):
+        store_table(wide, Table(bool(after) or bool(merged_table(narrow, mup_only=True)), widths))
 
 
-def _relative(entry: TensorPlan, old: Width) -> tuple:
+def _relative(entry: TensorPlan, old: Width) -> tuple[tuple[int, Side, tuple[float, ...]], ...]:
     """The per-entry factors of mixed axes after this growth, on top of those of an earlier one."""
     earlier = {axis: torch.tensor(row, dtype=torch.float64) for axis, _, row in old.relative}
     answer = []
     for axis, (layout, side) in enumerate(zip(entry.layouts, entry.sides, strict=True)):
-        reference = max(piece.factor for piece in layout)
+        reference = reference_factor(layout)
         now = torch.cat([torch.full((piece.length,), piece.factor / reference, dtype=torch.float64) for piece in layout])
         now = now * earlier.get(axis, 1.0)
         if side and not bool((now == 1).all()):

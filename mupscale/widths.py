@@ -107,9 +107,9 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
     """The dry run of `upscale`: touches nothing, and raises ValueError where the widening would not be exact."""
     survey = Survey(narrow, wide)
     survey.refuse_inexact_modules()
-    role_of = match_roles(declared_roles(narrow), roles or {}, survey)
-    block_of = _block_overrides(survey, narrow, blocks or {})
-    sides = _all_sides(survey, role_of)
+    role_of = match_roles(survey, narrow, roles)
+    block_of = _block_overrides(survey, narrow, blocks)
+    sides = all_sides(survey, role_of)
     entries: dict[str, TensorPlan] = {}
     layouts: dict[str, tuple[Layout, ...]] = {}
     for use in sorted(survey.uses, key=lambda use: "bias" in use.owners[0][3]):  # a bias follows the layout of its weight
@@ -117,6 +117,7 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
         layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec)
     for use in survey.uses:
         entries[use.name] = _entry(use, *sides[use.name], layouts[use.name])
+        _refuse_mixed_norm(use, entries[use.name])
 
     buffers: dict[str, TensorPlan] = {}
     for name, source, target in survey.buffers:
@@ -126,18 +127,23 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
         spec = {} if weight not in layouts else _like(layouts[weight], sides[weight][1], shapes[0])
         spec = {**spec, **block_of.get(name, {})}
         buffers[name] = TensorPlan((name,), *shapes, "buffer", "buffer", (None,) * source.ndim, _layouts(name, *shapes, spec), 1, None)
-    return Plan(entries, buffers, tuple(survey.caveats()))
+    in_blocks = [name for name, entry in entries.items() if any(p.block > 1 and p.factor > 1 for x in entry.layouts for p in x)]
+    return Plan(entries, buffers, (*survey.caveats(in_blocks), *_guesses(survey, role_of)))
 
 
-def declared_roles(model: nn.Module) -> dict[str, Role]:
-    return dict(_declared(model, "width_roles"))
+def _guesses(survey: Survey, role_of: Mapping[str, Role]) -> Iterator[str]:
+    for use in survey.uses:
+        _, owner, _, attribute = use.owners[0]
+        guessed = use.name not in role_of and modules.axis_sides(owner, attribute, use.narrow) is None
+        if guessed and use.growing and len(use.narrow_shape) == 2:
+            yield f'{use.name}: taken for a vector, which produces its width; if it is summed over, say roles={{"{use.name}": "readout"}}'
 
 
-def match_roles(declared: Roles, given: Roles, survey: Survey) -> dict[str, Role]:
+def match_roles(survey: Survey, model: nn.Module, given: Roles | None) -> dict[str, Role]:
     """Roles by parameter name: what model classes declare, overridden by what the caller gives; the last match wins."""
     names = survey.parameter_names()
     answer: dict[str, Role] = {}
-    for pattern, role in [*declared.items(), *given.items()]:
+    for pattern, role in [*_declared(model, "width_roles"), *_pairs("roles", given)]:
         if role not in get_args(Role):
             raise ValueError(f"roles: {pattern!r} has role {role!r}; the roles are {', '.join(get_args(Role))}")
         matched = [first for name, first in names.items() if matches(name, pattern)]
@@ -147,17 +153,12 @@ def match_roles(declared: Roles, given: Roles, survey: Survey) -> dict[str, Role
     return answer
 
 
-def assign_sides(
-    survey: Survey, use: Use, role: Role | None, *, readouts: Iterable[float] = (), averaging: bool = False
-) -> tuple[Role, tuple[Side, ...]]:
-    """The role of a parameter and the side of each of its axes, from an override or from the modules that hold it.
+def _sides_found(survey: Survey, use: Use, carried: Iterable[float], averaging: bool) -> tuple[Role, tuple[Side, ...]]:
+    """The role of a parameter and the side of each of its axes, from the modules that hold it.
 
-    `readouts` are the width factors that norms declared as `readout` carry: they resolve an embedding tied to a plain readout.
-    `averaging` takes it for granted that muP readouts have, or will be given, their 1/width multiplier.
+    `carried` are the width factors that norms in role `readout` carry: they resolve an embedding tied to a plain readout.
     """
-    width = [axis for axis in range(len(use.narrow_shape)) if survey.is_width(use, axis)]
-    if role is not None:
-        return role, _sides_of_role(use, width, role)
+    width = survey.width_of(use)
     found: dict[tuple[float, float], tuple[Role, tuple[Side, ...]]] = {}
     uses = []
     for module_name, before, after, attribute in use.owners:
@@ -173,7 +174,7 @@ def assign_sides(
     if len(found) == 1:
         return next(iter(found.values()))
     for (k_out, k_in), answer in found.items():
-        if k_in == 1 and k_out in readouts and set(found) == {(k_out, 1), (1, k_out)}:
+        if k_in == 1 and k_out in carried and set(found) == {(k_out, 1), (1, k_out)}:
             return answer
     raise ValueError(_TIED.format(names=" = ".join(map(repr, use.names)), uses=", ".join(uses)))
 
@@ -184,25 +185,26 @@ def role_name(sides: Sequence[Side]) -> Role:
     return "vector" if "out" in sides else "readout" if "in" in sides else "scalar"
 
 
-def _all_sides(survey: Survey, role_of: Mapping[str, Role]) -> dict[str, tuple[Role, tuple[Side, ...]]]:
-    sides = {}
-    for use in survey.uses:
-        if use.name in role_of:
-            sides[use.name] = assign_sides(survey, use, role_of[use.name])
-    carried = {growth(use, sides[use.name][1], "in") for use in survey.uses if role_of.get(use.name) == "readout"}
-    for use in survey.uses:
-        if use.name not in role_of:
-            sides[use.name] = assign_sides(survey, use, None, readouts=carried)
-    return sides
+def all_sides(survey: Survey, role_of: Mapping[str, Role], *, averaging: bool = False) -> dict[str, tuple[Role, tuple[Side, ...]]]:
+    """The role and the sides of every parameter; `averaging` takes for granted that muP readouts will have their multiplier."""
+    told = {use.name: (role_of[use.name], _sides_of_role(survey, use, role_of[use.name])) for use in survey.uses if use.name in role_of}
+    carried = {growth(use, told[use.name][1], "in") for use in survey.uses if role_of.get(use.name) == "readout"}
+    return {use.name: told.get(use.name) or _sides_found(survey, use, carried, averaging) for use in survey.uses}
 
 
-def _sides_of_role(use: Use, width: Sequence[int], role: Role) -> tuple[Side, ...]:
+def _sides_of_role(survey: Survey, use: Use, role: Role) -> tuple[Side, ...]:
+    width = survey.width_of(use)
     wanted: dict[int, Side]
     if role in ("matrix", "transposed_matrix"):
         if len(width) > 2:
             raise ValueError(f"roles: {use.name!r} {use.narrow_shape} → {use.wide_shape} is no {role}: {len(width)} axes are width")
-        if len(width) == 1 and len(use.narrow_shape) >= 2:  # the other width does not grow: the place of this axis tells its side
-            wanted = {width[0]: "in" if width[0] == len(use.narrow_shape) - 1 else "out"}
+        if len(width) == 1:
+            if len(use.narrow_shape) != 2:
+                raise ValueError(
+                    f"roles: only one axis of {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, and {role!r} does not tell its "
+                    'side: say "vector" if it is produced, "readout" if it is summed over'
+                )
+            wanted = {width[0]: "out" if width[0] == 0 else "in"}
         else:
             wanted = dict(zip(width, ("out", "in"), strict=False))
         if role == "transposed_matrix":
@@ -271,11 +273,7 @@ def growth(use: Use, sides: Sequence[Side], side: Side) -> float:
 def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout, ...]) -> TensorPlan:
     _, before, _, attribute = use.owners[0]
     known = modules.axis_sides(before, attribute, use.narrow)
-    axes: tuple[int, ...] = ()
-    if known and "in" in known and "out" in known:
-        axes = known.index("out"), known.index("in")
-    elif "in" in sides and "out" in sides:
-        axes = sides.index("out"), sides.index("in")
+    axes = next(((s.index("out"), s.index("in")) for s in (known, sides) if s and s.count("in") == 1 and "out" in s), None)
     fan_in = math.prod(size for size, side in zip(use.wide_shape, sides, strict=True) if side == "in")
     return TensorPlan(
         names=use.names,
@@ -286,9 +284,18 @@ def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout,
         sides=sides,
         layouts=layouts,
         fan_in=fan_in,
-        matrix_axes=(axes[0], axes[1]) if len(axes) == 2 else None,
+        matrix_axes=axes,
         zero_initialised=any(getattr(owner, "readout_zero_init", False) for _, owner, _, _ in use.owners),
     )
+
+
+def _refuse_mixed_norm(use: Use, entry: TensorPlan) -> None:
+    _, owner, _, _ = use.owners[0]
+    if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+        raise ValueError(
+            f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors: its average would weigh them "
+            "anew. Normalise the pieces apart"
+        )
 
 
 def _layouts(name: str, narrow: tuple[int, ...], wide: tuple[int, ...], spec: Mapping[int, LayoutSpec]) -> tuple[Layout, ...]:
@@ -342,7 +349,7 @@ def _declared(model: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
             yield (f"{prefix}.{pattern}" if prefix else pattern), value
 
 
-def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks) -> dict[str, dict[int, LayoutSpec]]:
+def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks | None) -> dict[str, dict[int, LayoutSpec]]:
     """Blocks by tensor name: what module types imply, then what model classes declare, then what the caller gives."""
     shapes = {name: use.narrow_shape for use in survey.uses for name in use.names}
     shapes |= {name: tuple(buffer.shape) for name, buffer, _ in survey.buffers}
@@ -352,10 +359,9 @@ def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks) -> dict[s
             name = f"{prefix}.{attribute}" if prefix else attribute
             if name in shapes:
                 answer.setdefault(name, {}).update(spec)
-    declared = dict(_declared(narrow, "width_blocks"))
-    for pattern, axes in [*declared.items(), *given.items()]:
-        if not isinstance(axes, Mapping):
-            raise ValueError(f"blocks: {pattern!r} must map to {{axis: block}}, got {axes!r}")
+    for pattern, axes in [*_declared(narrow, "width_blocks"), *_pairs("blocks", given)]:
+        if not isinstance(axes, Mapping) or not all(isinstance(axis, int) for axis in axes):
+            raise ValueError(f"blocks: {pattern!r} must map to {{axis: block}} with whole numbers, got {axes!r}")
         matched = [name for name in shapes if matches(name, pattern)]
         if not matched:
             raise ValueError(f"blocks: the pattern {pattern!r} matches no parameter or buffer; there are {some_names(shapes)}")
@@ -368,6 +374,12 @@ def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks) -> dict[s
             for name in holders:
                 answer.setdefault(name, {})[axis % len(shapes[name])] = spec
     return answer
+
+
+def _pairs(keyword: str, given: Mapping[str, Any] | None) -> Iterable[tuple[str, Any]]:
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"{keyword} must map name patterns to values, got {given!r}")
+    return (given or {}).items()
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -52,7 +52,8 @@ def test_memory_formats_and_scalars():
         (4, "a block of 4 does not divide 6"),
         (0, "at least 1"),
         ([(6, 1, 3)], r"cover 6 → 18 entries, the axis has 6 → 12"),
-        ([(6, 1)], "must be"),
+        ([(6, 1)], r"a list of \(length, block, factor\)"),
+        (2.0, "in whole numbers"),
     ],
 )
 def test_bad_layouts(spec, message: str):

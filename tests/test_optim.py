@@ -153,7 +153,7 @@ def test_a_schedule_continues():
     for index in range(10):
         step(narrow, optimizer, schedule, index)
     wide_opt = mupscale.upscale(narrow, wide, optimizer).optimizer
-    wide_schedule = torch.optim.lr_scheduler.LambdaLR(wide_opt, cosine, last_epoch=schedule.last_epoch)
+    wide_schedule = torch.optim.lr_scheduler.LambdaLR(wide_opt, cosine, last_epoch=schedule.last_epoch - 1)
     for index in range(10, 60):
         a, b = step(narrow, optimizer, schedule, index), step(wide, wide_opt, wide_schedule, index)
         assert b == pytest.approx(a, rel=1e-10)
