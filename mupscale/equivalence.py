@@ -81,8 +81,8 @@ def verify(
     again, under the width-invariant clip where `clip` is given. Every module's outputs, every gradient and every weight are
     compared with their duplicated narrow counterparts. The arguments are not changed.
 
-    The default tolerance is 1e-8 for activations and 1e-10 for the loss; 1e-4 and 1e-6 for a model that computes in float32
-    inside, whatever the dtype of its weights.
+    The default tolerance is 1e-8 for activations and 1e-10 for the loss; 1e-4 and 1e-6 for a model, or an
+    optimizer, that computes in float32 inside, whatever the dtype of the weights.
     """
     if steps < 1:
         raise ValueError(f"verify: steps must be at least 1, got {steps}")
@@ -108,7 +108,8 @@ def _verify(
     made = make_optimizer(list(narrow.parameters()))
     narrow_opts: list[Optimizer] = [made] if isinstance(made, Optimizer) else list(made)
     if tolerance is None:
-        tolerance = TOLERANCE_FLOAT32 if _computes_in_float32(narrow, batches[0], loss) else TOLERANCE
+        rounds = _computes_in_float32(narrow, batches[0], loss) or any(_steps_in_float32(optimizer) for optimizer in narrow_opts)
+        tolerance = TOLERANCE_FLOAT32 if rounds else TOLERANCE
     for step in range(WARM_UP):
         _backward(narrow, batches[step], loss, step)
         _flush(narrow, _vanishing(narrow))
@@ -363,6 +364,14 @@ def _computes_in_float32(model: nn.Module, batch: Any, loss: Callable[[nn.Module
         for name, buffer in model.named_buffers():
             buffer.copy_(state[name])
     return watch.seen
+
+
+def _steps_in_float32(optimizer: Optimizer) -> bool:
+    """Capturable optimizers compute their bias correction in float32; a float32 learning rate is rounded when it is rescaled."""
+    return any(
+        group.get("capturable") or any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in group.values())
+        for group in optimizer.param_groups
+    )
 
 
 def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], seed: int) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-_DIRECT = 48
+_DIRECT = 128
 """Below this many singular values a direct SVD is cheaper than the iteration."""
 _CHECK_EVERY = 8
 """Iterations between convergence checks: each reads the small bidiagonal back to the host."""

@@ -29,7 +29,7 @@ def test_adamw_variants_are_exact(settings: dict[str, bool], tensor_lr: bool):
 
     verdict = mupscale.verify(narrow, wide, optimizer=optimizer, batches=batches(case), loss=cross_entropy, steps=50, clip=0.05)
     assert verdict.passed, verdict
-    assert verdict.loss_drift <= 1e-10
+    assert verdict.loss_drift <= (1e-7 if "capturable" in settings else 1e-10)  # capturable counts steps in float32
 
 
 @pytest.mark.parametrize("name", CASES)
