@@ -3,8 +3,13 @@
 Shapes: B batch, T positions, D model width, H heads, E head_dim = D / H, V vocabulary.
 """
 
+from typing import Any
+
+import torch
+from mupscale.models.base import WidthScalable
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics.text import Perplexity
 
 from mupscale.readout import Readout
 
@@ -64,3 +69,70 @@ class GPT2Net(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTD = self.wte(tokens_BT) + self.wpe.weight[: tokens_BT.shape[1]]
         return self.readout(self.ln_f(self.blocks(x_BTD)))
+
+
+class GPT2(WidthScalable):
+    """The paper's GPT-2, trained on batches of token rows: each position predicts the next."""
+
+    init = "constant"
+
+    def __init__(
+        self,
+        width: int,
+        base_width: int | None = None,
+        layers: int = 12,
+        heads: int = 12,
+        vocabulary: int = 50304,
+        context: int = 1024,
+        tied: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            width: d_model; a multiple of `heads`, which stay.
+            base_width: The width at which the optimizer's hyperparameters mean what they say; by default 2 per head.
+            layers: Transformer blocks.
+            heads: Attention heads, the same at every width.
+            vocabulary: Tokens.
+            context: Positions.
+            tied: Share the embedding with the readout.
+        """
+        base_width = 2 * heads if base_width is None else base_width
+        for name, value in (("width", width), ("base_width", base_width)):
+            if value % heads:
+                raise ValueError(f"model.{name} = {value} is not divisible by model.heads = {heads}")
+        super().__init__(width, base_width, **kwargs)
+        self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
+
+    def build(self, width: int) -> nn.Module:
+        shape = {name: self.hparams[name] for name in ("layers", "heads", "vocabulary", "context", "tied")}
+        return GPT2Net(width, **shape)
+
+    def shard(self, net: nn.Module, mesh: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        assert isinstance(net, GPT2Net)
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+
+    def batch_size(self, batch: Tensor) -> int:
+        return batch[:, 1:].numel()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_perplexity)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_perplexity)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return torch.log_softmax(self(batch), dim=-1)
+
+    def _evaluate(self, batch: Tensor, stage: str, perplexity: Perplexity) -> None:
+        logits, targets = self(batch[:, :-1]), batch[:, 1:]
+        perplexity(logits.float(), targets)
+        self.log(f"{stage}/loss", F.cross_entropy(logits.flatten(0, 1), targets.flatten()), batch_size=len(batch), sync_dist=True)
+        self.log(f"{stage}/perplexity", perplexity, batch_size=len(batch), prog_bar=True)

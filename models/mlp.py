@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
+from mupscale.models.classifier import Classifier
 from torch import Tensor, nn
 
 from mupscale.readout import Readout
@@ -22,3 +24,34 @@ class MLPNet(nn.Module):
         for layer in self.layers:
             x = self.activation(layer(x))
         return self.readout(x)
+
+
+class MLP(Classifier):
+    """The paper's MLP: four layers, ReLU, biases."""
+
+    def __init__(
+        self,
+        width: int | list[int],
+        base_width: int | list[int] = 1,
+        inputs: int = 54,
+        outputs: int = 7,
+        hidden_layers: int = 3,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            width: Hidden units of every hidden layer, or a list with those of each.
+            base_width: The width at which the optimizer's hyperparameters mean what they say.
+            inputs: Features of a sample.
+            outputs: Classes.
+            hidden_layers: Hidden layers, where `width` is one number.
+        """
+        super().__init__(width, base_width, **kwargs)
+
+    @property
+    def classes(self) -> int:
+        return self.hparams["outputs"]
+
+    def build(self, width: int | list[int]) -> nn.Module:
+        hidden = width if isinstance(width, list) else [width] * self.hparams["hidden_layers"]
+        return MLPNet(self.hparams["inputs"], hidden, self.hparams["outputs"])

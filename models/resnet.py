@@ -1,5 +1,8 @@
 """ResNet-18 for 32 × 32 images: a 3 × 3 stem without pooling, BatchNorm, basic blocks, and a zero-initialised muP readout."""
 
+from typing import Any
+
+from mupscale.models.classifier import Classifier
 from torch import Tensor, nn
 
 from mupscale.readout import Readout
@@ -40,3 +43,23 @@ class ResNet18Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.readout(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class ResNet18(Classifier):
+    """The paper's CIFAR ResNet-18."""
+
+    def __init__(self, width: int = 64, base_width: int = 64, outputs: int = 100, **kwargs: Any) -> None:
+        """
+        Args:
+            width: Channels of the stem; 64 is the usual ResNet-18, the paper's 1×.
+            base_width: The width at which the optimizer's hyperparameters mean what they say.
+            outputs: Classes.
+        """
+        super().__init__(width, base_width, **kwargs)
+
+    @property
+    def classes(self) -> int:
+        return self.hparams["outputs"]
+
+    def build(self, width: int) -> nn.Module:
+        return ResNet18Net(width, self.hparams["outputs"])

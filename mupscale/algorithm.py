@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mupscale.noise import AdditiveNoise, Constants, Noise, RecordedNoise, SignalNoise, add_noise_, save_constants
+from mupscale.noise import Constants, Noise, add_noise_, save_constants
 from mupscale.optim import check_transfer, continued_optimizer, keep_reference_units, off_the_rule, transfer_state
-from mupscale.widen import release_, remember_widths, widen_buffers_, widen_parameter_
+from mupscale.sharding import gathered, whole
+from mupscale.widen import materialise_, refuse_held, release_, remember_widths, widen_, widen_buffers_
 from mupscale.widths import Blocks, Plan, Roles
 from mupscale.widths import plan as make_plan
 
@@ -75,23 +76,31 @@ def upscale(
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         check_transfer(plan, narrow, before, wide, after)
     if noise is not None:
-        if not isinstance(noise, AdditiveNoise | SignalNoise | RecordedNoise):
+        if not isinstance(noise, Noise):
             raise ValueError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
         noise.check(plan)
     _refuse_non_finite(narrow)
+    refuse_held(wide)
 
     constants: Constants = {}
     targets = dict(wide.named_parameters())
     for name, source in narrow.named_parameters():
         entry, target = plan.parameters[name], targets[name]
         assert isinstance(target, nn.Parameter)
-        widen_parameter_(entry, source, target)
-        constants[name] = add_noise_(target, entry, noise, source, seed) if noise is not None else 0.0
+        if target.is_meta:
+            materialise_(target, source.device)
+        narrow_weight = gathered(source)
+        with whole(target) as weight:
+            widen_(weight, narrow_weight, entry)
+            constants[name] = add_noise_(weight, entry, noise, narrow_weight, seed) if noise is not None else 0.0
+        del narrow_weight
         if consume:
             release_(source)
     widen_buffers_(plan, narrow, wide)
+    kept = {id(buffer) for buffer in wide.buffers()}
     for buffer in narrow.buffers() if consume else ():
-        release_(buffer)
+        if id(buffer) not in kept:
+            release_(buffer)
     remember_widths(plan, narrow, wide)
     optimizers: list[Optimizer] = []
     notes = list(plan.notes)
@@ -126,11 +135,11 @@ def _as_list(optimizers: Optimizers) -> list[Optimizer]:
 def _refuse_non_finite(model: nn.Module) -> None:
     named = [(name, p) for name, p in model.named_parameters() if p.numel() and p.is_floating_point()]
     if any(parameter.is_meta for _, parameter in named):
-        raise ValueError("the narrow model is on the meta device: it has no weights to widen")
+        raise ValueError("the narrow model is on the meta device: it has no weights to widen. Load them first")
     if not named:
         return
     device = named[0][1].device
-    largest = [torch.linalg.vector_norm(parameter, ord=math.inf).to(device, torch.float64) for _, parameter in named]
+    largest = [gathered(torch.linalg.vector_norm(parameter, ord=math.inf)).to(device, torch.float64) for _, parameter in named]
     finite = torch.isfinite(torch.stack(largest)).tolist()  # one wait for the device
     for (name, parameter), good in zip(named, finite, strict=True):
         if not good:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from mupscale.sharding import gathered
 from mupscale.tables import Width, merged_table
 
 
@@ -24,7 +25,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         values = gradient.to_dense() if gradient.is_sparse else gradient
         if width.relative:
             values = values * (width.relative_scale("out", values) / width.relative_scale("in", values)).sqrt()
-        norms.append(torch.linalg.vector_norm(values) * (width.m_out / width.m_in) ** 0.5)
+        norms.append(gathered(torch.linalg.vector_norm(values)) * (width.m_out / width.m_in) ** 0.5)
         gradients.append(gradient)
     if not gradients:
         return torch.tensor(0.0)

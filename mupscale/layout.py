@@ -32,7 +32,7 @@ def interleaved(length: int, factor: int) -> Layout:
 def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
     """The layout a user's `spec` means for an axis growing from `narrow` to `wide` entries; ValueError says what is off."""
     if isinstance(spec, int) and not isinstance(spec, bool):
-        if wide % narrow:
+        if narrow == 0 or wide % narrow:
             raise ValueError(f"{wide} is not a multiple of {narrow}")
         pieces: Layout = (Piece(narrow, spec, wide // narrow),)
     else:

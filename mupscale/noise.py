@@ -11,38 +11,44 @@ without a width axis and no readout that is initialised at zero; `where={"patter
 import hashlib
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mupscale.spectral import spectral_norms
+from mupscale.survey import some_names
 from mupscale.widths import Plan, TensorPlan, matches
 
 Constants = dict[str, float | list[Any]]
 """σ̄ of every parameter: 0 where it gets no noise; nested lists where each kernel position has its own."""
 
 
-class Noise(Protocol):
+class Noise(ABC):
+    """How strong the noise on each parameter is."""
+
+    @abstractmethod
     def check(self, plan: Plan) -> None:
         """Raises ValueError where this noise cannot be added under `plan`; runs before anything is written."""
 
+    @abstractmethod
     def applies(self, entry: TensorPlan) -> bool:
         """Whether this parameter gets noise."""
 
+    @abstractmethod
     def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
         """σ̄ of one parameter, or of each of its positions, given its narrow and widened values and the draw Δ at σ̄ = 1."""
 
 
-@dataclass(frozen=True)
-class AdditiveNoise:
+class AdditiveNoise(Noise):
     """One σ̄ for all weights: `std`."""
 
-    std: float
-    where: Mapping[str, bool] | None = None
+    def __init__(self, std: float, where: Mapping[str, bool] | None = None) -> None:
+        self.std = std
+        self.where = where
 
     def check(self, plan: Plan) -> None:
         _check_level("AdditiveNoise: std", self.std)
@@ -55,16 +61,16 @@ class AdditiveNoise:
         return self.std
 
 
-@dataclass(frozen=True)
-class SignalNoise:
+class SignalNoise(Noise):
     """σ̄_W = t · ‖W̃‖ / ‖Δ‖ in spectral norms: at t = 1 the noise is as strong as the signal, layer by layer.
 
     Each kernel position of a convolution is a matrix of its own. t itself does not transfer between widths; the constants it
     yields do: save them with `report.save_noise(path)` and apply them at the target width with `RecordedNoise(path)`.
     """
 
-    t: float
-    where: Mapping[str, bool] | None = None
+    def __init__(self, t: float, where: Mapping[str, bool] | None = None) -> None:
+        self.t = t
+        self.where = where
 
     def check(self, plan: Plan) -> None:
         _check_level("SignalNoise: t", self.t)
@@ -80,7 +86,7 @@ class SignalNoise:
         return ratio.reshape(_positions(entry))
 
 
-class RecordedNoise:
+class RecordedNoise(Noise):
     """The per-weight constants σ̄_W that an earlier upscale, at a small width, saved to `path`."""
 
     def __init__(self, path: str | Path) -> None:
@@ -174,6 +180,8 @@ def widened_norms(entry: TensorPlan, narrow: Tensor) -> Tensor:
 def _matrices(tensor: Tensor, entry: TensorPlan) -> Tensor:
     """(positions, rows, columns): one matrix per kernel position."""
     rows, columns = _axes(entry)
+    if tensor.ndim == 0:
+        return tensor.detach().reshape(1, 1, 1)
     if columns is None:
         return tensor.detach().movedim(rows, 0).reshape(1, tensor.shape[rows], -1)
     return tensor.detach().movedim((rows, columns), (-2, -1)).flatten(0, -3) if tensor.ndim > 2 else tensor.detach()[None]
@@ -215,6 +223,8 @@ def _check_level(what: str, value: float) -> None:
 
 
 def _check_patterns(plan: Plan, where: Mapping[str, bool] | None) -> None:
+    if where is not None and not (isinstance(where, Mapping) and all(isinstance(wanted, bool) for wanted in where.values())):
+        raise ValueError(f"noise: give `where` as name patterns mapped to True or False, got {where!r}")
     for pattern in where or {}:
         if not any(matches(name, pattern) for entry in plan.parameters.values() for name in entry.names):
-            raise ValueError(f"noise: the pattern {pattern!r} of `where` matches no parameter")
+            raise ValueError(f"noise: the pattern {pattern!r} of `where` matches no parameter; there are {some_names(plan.parameters)}")

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mupscale.layout import duplicate_
 from mupscale.rules import Factors, Group, OptimizerRule, Scaling, is_number, rule_of
+from mupscale.sharding import gathered, whole
 from mupscale.tables import Width, merged_table
 from mupscale.widths import Plan, TensorPlan
 
@@ -150,14 +151,20 @@ def check_transfer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: n
             if name is None:
                 raise ValueError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the narrow model: "
-                    "it belongs to another model, or to a copy of this one"
+                    "it belongs to another model, or to a copy of this one. Pass the optimizer built over narrow.parameters()"
                 )
             if plan.parameters[name].mixed and not rule.entrywise:
-                raise ValueError(f"parameter {name!r} is made of unlike pieces, which {type(narrow_opt).__name__} cannot continue exactly")
+                raise ValueError(
+                    f"parameter {name!r} is made of unlike pieces, which {type(narrow_opt).__name__} cannot continue exactly; "
+                    "give it to AdamW in a second optimizer"
+                )
             _check_state(name, parameter, narrow_opt.state.get(parameter, {}), group, rule)
     strangers = {id(p) for p in narrow_opt.state} - {id(p) for g in narrow_opt.param_groups for p in g["params"]}
     if strangers:
-        raise ValueError("the optimizer has state for parameters that are in none of its groups")
+        shapes = ", ".join(str(tuple(p.shape)) for p in narrow_opt.state if id(p) in strangers)
+        raise ValueError(
+            f"the optimizer has state for parameters (of shape {shapes}) in none of its groups: remove it, or add them to a group"
+        )
     if wide_opt is None:
         try:
             inspect.signature(type(narrow_opt)).bind([], **_settings(narrow_opt))
@@ -180,8 +187,8 @@ def check_transfer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: n
                 raise ValueError(f"parameter {name!r} has optimizer state, but wide_opt does not hold it: build it over all parameters")
 
 
-def continued_optimizer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module) -> Optimizer:
-    """A new optimizer of the same class over the wide parameters, its hyperparameters rescaled relative to `narrow_opt`'s."""
+def continued_groups(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module) -> list[Group]:
+    """The parameter groups that continue `narrow_opt` on the wide model, hyperparameters rescaled relative to its own."""
     names = _names(narrow)
     wide_named = dict(wide.named_parameters())
 
@@ -189,8 +196,12 @@ def continued_optimizer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wi
         entry = plan.parameters[names[id(parameter)]]
         return wide_named[entry.name], Factors(entry.k_out, entry.k_in, entry.narrow_shape, entry.wide_shape)
 
-    groups = split_groups(narrow_opt.param_groups, rule_of(narrow_opt), target)
-    optimizer = type(narrow_opt)(groups, **_settings(narrow_opt))
+    return split_groups(narrow_opt.param_groups, rule_of(narrow_opt), target)
+
+
+def continued_optimizer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module) -> Optimizer:
+    """A new optimizer of the same class over the wide parameters, with those groups."""
+    optimizer = type(narrow_opt)(continued_groups(plan, narrow, narrow_opt, wide), **_settings(narrow_opt))
     optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
     return optimizer
 
@@ -221,9 +232,10 @@ def off_the_rule(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.
 def transfer_state(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer, *, consume: bool) -> None:
     """Moves all state by parameter name; with `consume`, freeing the narrow tensors one by one."""
     wide_named = dict(wide.named_parameters())
+    names = _names(narrow)
     for group in narrow_opt.param_groups:
         for parameter in group["params"]:  # what wide_opt may hold from before is of another run
-            wide_opt.state.pop(wide_named[_names(narrow)[id(parameter)]], None)
+            wide_opt.state.pop(wide_named[names[id(parameter)]], None)
     group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
     rule = rule_of(narrow_opt)
     for name, source in narrow.named_parameters():
@@ -248,8 +260,9 @@ def _moved(key: str, value: Any, entry: TensorPlan, source: Tensor, target: Tens
         return value.detach().clone().to(target.device if on_device else value.device)
     dtype = target.dtype if value.dtype == source.dtype else value.dtype
     tensor = torch.empty_like(target, dtype=dtype, memory_format=torch.preserve_format)
-    # one factor for all, also where pieces grow differently: such state is kept in reference units
-    duplicate_(tensor, value, entry.layouts, scale=entry.k_out ** -rule.state[key])
+    with whole(tensor) as state:
+        # one factor for all, also where pieces grow differently: such state is kept in reference units
+        duplicate_(state, gathered(value), entry.layouts, scale=entry.k_out ** -rule.state[key])
     return tensor
 
 
@@ -268,7 +281,7 @@ def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Gro
             if isinstance(value, Tensor) and value.shape != parameter.shape:
                 raise ValueError(
                     f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}: "
-                    "it does not belong to this model"
+                    "it does not belong to this model. Load the state that was saved with it"
                 )
         elif not is_number(value):
             raise ValueError(

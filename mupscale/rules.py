@@ -99,7 +99,9 @@ def _radam_ready(group: Group, state: Mapping[str, Any]) -> str | None:
         return None
     off = f"RAdam's variance term is still off (ρ = {rho:.2f} ≤ 5 at its next step, {step:.0f})"
     never = 2 / (1 - beta2) - 1 <= 5
-    return f"{off}, and with β₂ = {beta2} it never switches on" if never else f"{off}; train a few more steps first"
+    return (
+        f"{off}, and with β₂ = {beta2} it never switches on; use a larger β₂, or Adam" if never else f"{off}; train a few more steps first"
+    )
 
 
 _REGISTRY: dict[type, OptimizerRule] = {}

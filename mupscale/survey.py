@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from mupscale import modules
 from mupscale.tables import merged_table
@@ -104,7 +104,8 @@ def _pair_modules(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, nn.Modu
     for name, before, after in pairs:
         if type(before).__qualname__ != type(after).__qualname__:
             raise ValueError(
-                f"module {name!r} is a {type(before).__qualname__} in the narrow model, a {type(after).__qualname__} in the wide one"
+                f"module {name!r} is a {type(before).__qualname__} in the narrow model, a {type(after).__qualname__} in the wide one. "
+                "Build both from the same class and options"
             )
     return pairs
 
@@ -116,7 +117,7 @@ def _pair_parameters(pairs: list[tuple[str, nn.Module, nn.Module]], narrow: nn.M
     names_of: dict[int, list[str]] = {}
     for name, parameter in narrow_named.items():
         names_of.setdefault(id(parameter), []).append(name)
-        if isinstance(parameter, UninitializedParameter) or isinstance(wide_named[name], UninitializedParameter):
+        if is_lazy(parameter) or is_lazy(wide_named[name]):
             raise ValueError(f"parameter {name!r} is a lazy one without a shape: run a batch through both models first")
     owners: dict[int, list[tuple[str, nn.Module, nn.Module, str]]] = {}
     for module_name, before, after in pairs:
@@ -133,7 +134,8 @@ def _pair_parameters(pairs: list[tuple[str, nn.Module, nn.Module]], narrow: nn.M
             raise ValueError(f"parameter {names[0]!r} belongs to both models: build the wide one by itself")
         if source.ndim != target.ndim:
             raise ValueError(
-                f"parameter {names[0]!r} has shape {tuple(source.shape)} in the narrow model, {tuple(target.shape)} in the wide one"
+                f"parameter {names[0]!r} has shape {tuple(source.shape)} in the narrow model, {tuple(target.shape)} in the wide one. "
+                "Build both from the same class and options"
             )
         uses.append(Use(tuple(names), source, target, tuple(owners[key])))
     return uses
@@ -144,9 +146,12 @@ def _pair_buffers(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, Tensor,
     narrow_named = dict(narrow.named_buffers())
     _same_names("buffer", narrow_named, wide_named)
     for name, buffer in narrow_named.items():
+        if is_lazy(buffer) or is_lazy(wide_named[name]):
+            raise ValueError(f"buffer {name!r} is a lazy one without a shape: run a batch through both models first")
         if buffer.ndim != wide_named[name].ndim:
             raise ValueError(
-                f"buffer {name!r} has shape {tuple(buffer.shape)} in the narrow model, {tuple(wide_named[name].shape)} in the wide one"
+                f"buffer {name!r} has shape {tuple(buffer.shape)} in the narrow model, {tuple(wide_named[name].shape)} in the wide one. "
+                "Build both from the same class and options"
             )
     return [(name, buffer, wide_named[name]) for name, buffer in narrow_named.items()]
 

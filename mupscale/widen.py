@@ -1,5 +1,8 @@
 """Weights and buffers (Step 1 of the paper's meta-algorithm): duplicated along width axes, weights divided by k_in."""
 
+import weakref
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
@@ -9,10 +12,8 @@ from mupscale.tables import Table, Width, merged_table, store_table
 from mupscale.widths import Plan, TensorPlan
 
 
-def widen_parameter_(entry: TensorPlan, source: Tensor, target: nn.Parameter) -> None:
-    """Writes the widened `source` into `target`: dup / k_in (Table 1, first column)."""
-    if target.is_meta:
-        materialise_(target, source.device)
+def widen_(target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+    """Writes the widened weight into `target`: dup / k_in (Table 1, first column)."""
     duplicate_(target, source, entry.layouts, entry.scales(out_power=0, in_power=-1))
 
 
@@ -35,6 +36,16 @@ def materialise_(parameter: nn.Parameter, device: torch.device) -> None:
     real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, real)
+
+
+def refuse_held(model: nn.Module) -> None:
+    """ValueError where a meta parameter cannot be given memory, because a graph or a weak reference holds on to it."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and (weakref.getweakrefcount(parameter) or cast(Any, parameter)._use_count() > 1):
+            raise ValueError(
+                f"parameter {name!r} {tuple(parameter.shape)} of the wide model is on the meta device, and something refers to it (an "
+                "output of the model, a weak reference), so it cannot be given memory. Drop that, or build the wide model anew"
+            )
 
 
 def release_(tensor: Tensor) -> None:

@@ -117,7 +117,7 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
         layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec)
     for use in survey.uses:
         entries[use.name] = _entry(use, *sides[use.name], layouts[use.name])
-        _refuse_mixed_norm(use, entries[use.name])
+        _refuse_entry(use, entries[use.name])
 
     buffers: dict[str, TensorPlan] = {}
     for name, source, target in survey.buffers:
@@ -289,8 +289,18 @@ def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout,
     )
 
 
-def _refuse_mixed_norm(use: Use, entry: TensorPlan) -> None:
+def _refuse_entry(use: Use, entry: TensorPlan) -> None:
     _, owner, _, _ = use.owners[0]
+    if entry.k_in > 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
+        raise ValueError(
+            f"{use.name!r} {use.narrow_shape} → {use.wide_shape} holds whole numbers ({use.narrow.dtype}), which cannot be divided by "
+            f"{entry.k_in}. Give both models floating-point weights"
+        )
+    if entry.mixed and entry.role == "mu_readout":
+        raise ValueError(
+            f"readout {use.name!r} {use.narrow_shape} → {use.wide_shape} averages over pieces that grow by different factors, with one "
+            "multiplier for all. Read the pieces with two readouts"
+        )
     if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
         raise ValueError(
             f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors: its average would weigh them "

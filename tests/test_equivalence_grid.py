@@ -72,8 +72,11 @@ def assert_exact(verdict: mupscale.Verdict) -> None:
     assert verdict.activation_drift <= 1e-8
 
 
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("case", CASES)
+# the convolutional ones have no hidden matrix of two axes
+GRID = [(case, name) for case in CASES for name in OPTIMIZERS if not (name == "muon" and case in ("resnet18", "convnet"))]
+
+
+@pytest.mark.parametrize(("case", "optimizer_name"), GRID)
 def test_plain_model_with_clipping(case: str, optimizer_name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", float64_newton_schulz)
     assert_exact(check(CASES[case], OPTIMIZERS[optimizer_name], mup=False))

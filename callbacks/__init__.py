@@ -1,0 +1,1 @@
+"""Callbacks: upscaling in the middle of a run, and the curves that show it."""

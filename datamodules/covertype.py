@@ -1,0 +1,140 @@
+"""Forest Covertype: 54 cartographic features, seven kinds of forest. See README.md beside this file for source and licence."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from mupscale.datamodules.resident import ResidentLoader
+from torch import Tensor
+
+CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
+FEATURES, CLASSES = 54, 7
+SAMPLE = Path(__file__).with_name("covertype_sample.npz")
+
+
+class Covertype(LightningDataModule):
+    """Forest Covertype, resident on the training device, 80 % for training and 20 % held out.
+
+    The split is stratified. Continuous columns are standardised with mean and deviation of the training part, binary ones are left
+    as they are; labels are 0..6. Validation and test see the held-out rows, prediction their features alone. Training drops the
+    ragged last batch. The order resumes exactly, from the state that the training loader leaves in Lightning's checkpoints.
+
+    Args:
+        data_dir: Folder with the full set as covertype.npz (X: int16 [581012, 54], y: 1..7). Left out: the embedded sample of
+            7,500 real rows.
+        batch_size: Rows per optimizer step over all devices together; each of N devices takes one N-th.
+        seed: Decides the split and the order of the batches.
+    """
+
+    num_features = FEATURES
+    num_classes = CLASSES
+
+    def __init__(self, data_dir: str | None = None, batch_size: int = 2000, seed: int = 0) -> None:
+        super().__init__()
+        self.data_dir = data_dir
+        self.batch_size = batch_size
+        self.seed = seed
+        self._train: tuple[Tensor, Tensor] | None = None
+        self._held_out: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def samples(self) -> int:
+        """The number of training rows; needs the file, not `setup`."""
+        if self._train is not None:
+            return len(self._train[1])
+        rows = len(_read(self._file())[1])
+        return rows - _held_out_rows(rows)
+
+    def prepare_data(self) -> None:
+        self._file()
+
+    def setup(self, stage: str | None = None) -> None:
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        if self._train is not None and self._train[0].device == device:
+            return
+        features, labels = _read(self._file())
+        held_out = stratified(labels, _held_out_rows(len(labels)), self.seed)
+        is_train = torch.ones(len(labels), dtype=torch.bool)
+        is_train[held_out] = False
+        x = features.float()
+        # in float64: over half a million rows of metres, float32 sums lose digits
+        continuous = features[:, :CONTINUOUS].double()
+        deviation, mean = torch.std_mean(continuous[is_train], dim=0, correction=0)
+        x[:, :CONTINUOUS] = ((continuous - mean) / deviation.where(deviation > 0, 1.0)).float()
+        self._train, self._held_out = ((x[rows].to(device), labels[rows].to(device)) for rows in (is_train.nonzero().squeeze(1), held_out))
+
+    def train_dataloader(self) -> ResidentLoader:
+        assert self._train is not None
+        # Lightning cannot switch the shuffling of a loader of ours off, which overfitting needs
+        overfit = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
+        return self._loader(self._train, shuffle=not overfit, drop_last=True)
+
+    def val_dataloader(self) -> ResidentLoader:
+        assert self._held_out is not None
+        return self._loader(self._held_out)
+
+    def test_dataloader(self) -> ResidentLoader:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> ResidentLoader:
+        assert self._held_out is not None
+        return self._loader(self._held_out[:1])
+
+    def _loader(self, tensors: tuple[Tensor, ...], *, shuffle: bool = False, drop_last: bool = False) -> ResidentLoader:
+        # not global_rank: under tensor parallelism several ranks share their data
+        shares = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {"rank": 0, "num_replicas": 1}
+        return ResidentLoader(
+            tensors,
+            self.batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            drop_last=drop_last,
+            rank=shares["rank"],
+            world_size=shares["num_replicas"],
+        )
+
+    def _file(self) -> Path:
+        """The file to read, or one error that says what to put where."""
+        if self.data_dir is None:
+            return SAMPLE
+        file = Path(self.data_dir).expanduser() / "covertype.npz"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"data_dir: there is no {file}. Put the Covertype set (https://doi.org/10.24432/C50K5N) there by"
+                " numpy.savez_compressed(file, X=int16 [581012, 54] with the columns in UCI's order, y=uint8 labels 1..7),"
+                " or leave data_dir out to use the embedded sample of 7,500 rows"
+            )
+        return file
+
+
+def stratified(labels: Tensor, rows: int, seed: int) -> Tensor:
+    """The indices, ascending, of `rows` random rows in which every class has its share (largest remainders round it)."""
+    counts = torch.bincount(labels)
+    exact = counts * rows  # over len(labels): in integers, so that no rounding decides
+    shares = exact // len(labels)
+    by_remainder = torch.argsort(exact % len(labels), descending=True, stable=True)
+    shares[by_remainder[: rows - int(shares.sum())]] += 1
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    picked = [shuffled[labels[shuffled] == label][:share] for label, share in enumerate(shares.tolist())]
+    return torch.cat(picked).sort().values
+
+
+def _held_out_rows(rows: int) -> int:
+    return round(rows / 5)
+
+
+def _read(file: Path) -> tuple[Tensor, Tensor]:
+    """Features as stored, int16 [rows, 54], and labels 0..6."""
+    try:
+        with file.open("rb") as stream, np.load(stream) as arrays:
+            features, labels = arrays["X"], arrays["y"]
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"data_dir: {file} is not a whole npz file with arrays X and y ({error})") from error
+    if features.ndim != 2 or features.shape[1] != FEATURES or labels.shape != features.shape[:1]:
+        raise ValueError(f"data_dir: {file} has X {features.shape} and y {labels.shape}, wanted [rows, {FEATURES}] and [rows]")
+    if not len(labels) or labels.min() < 1 or labels.max() > CLASSES:
+        raise ValueError(f"data_dir: {file} must have labels 1..{CLASSES}, has {np.unique(labels)[:20].tolist()}")
+    return torch.from_numpy(features), torch.from_numpy(labels.astype(np.int64)) - 1

@@ -1,0 +1,129 @@
+"""Batches of tensors that already lie on the training device: one index operation each, no workers, no copies from the host."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+class ResidentLoader:
+    """The batches of one epoch after another, the same for any number of ranks, resumable at any batch.
+
+    `batch_size` is the global batch. Every rank draws the same order of rows, a function of `seed` and the epoch alone, and rank r
+    of N takes the r-th contiguous share of each global batch. Without `drop_last` the last batch may be ragged: its shares then
+    differ by at most one row, and every rank still gets as many batches as the others. That is exact for sums over rows
+    (evaluation), not for the mean of per-rank means (training), so training wants `drop_last=True`.
+
+    A batch is a tuple with one part of each tensor, or a bare tensor when there is only one. It is a copy: writing to it leaves
+    the resident data alone.
+
+    `iter` starts the next epoch if the current one was drawn from, and otherwise changes nothing, because Lightning calls it
+    more often than it draws. All iterators of one loader share its position. `state_dict` holds epoch and position, with what
+    the order depends on; `load_state_dict` refuses a state of other data or another order, and the next `iter` goes on with the very
+    next batch, on any number of ranks.
+    """
+
+    batch_sampler = None  # Lightning reads it from whatever has a `sampler`
+
+    def __init__(
+        self,
+        tensors: tuple[Tensor, ...],
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        sizes = [len(tensor) for tensor in tensors]
+        if not sizes or len(set(sizes)) > 1:
+            raise ValueError(f"tensors must be one or more of equal length, got lengths {sizes}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must lie in 0..{world_size - 1} for world_size={world_size}, got {rank}")
+        if batch_size < 1 or batch_size % world_size:
+            raise ValueError(f"batch_size={batch_size} is the global batch: it must be a positive multiple of the {world_size} ranks")
+        rows, ragged = sizes[0], 0 if drop_last else sizes[0] % batch_size
+        if rows < (batch_size if drop_last else 1):
+            raise ValueError(f"batch_size={batch_size} leaves no batch of {rows} rows: choose a smaller one")
+        if 0 < ragged < world_size:
+            raise ValueError(
+                f"batch_size={batch_size} leaves {ragged} of {rows} rows for the last batch, too few for {world_size} ranks:"
+                " choose another batch_size, or drop_last"
+            )
+        self.tensors, self.rank, self.world_size = tensors, rank, world_size
+        self._order_depends_on = {"rows": rows, "batch_size": batch_size, "seed": seed, "shuffle": shuffle, "drop_last": drop_last}
+        self._batches = (rows + bool(ragged) * (batch_size - ragged)) // batch_size
+        self._epoch = self._position = 0
+        self._drawn_from = False
+        self._order: tuple[int, Tensor] | None = None  # the epoch it belongs to, and its rows
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._drawn_from or self._position == len(self):
+            self.set_epoch(self._epoch + 1)
+        return self._draw()
+
+    @property
+    def sampler(self) -> Self:
+        """What Lightning tells the epoch to: it calls `loader.sampler.set_epoch` before each."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the beginning of `epoch`; inside that epoch already, stays where it is.
+
+        The state alone is not enough: Lightning does not load it from a checkpoint written after an epoch's end, and under
+        `limit_train_batches` the loader cannot see that an epoch has ended.
+        """
+        if epoch != self._epoch:
+            self._epoch, self._position, self._drawn_from = epoch, 0, False
+
+    def state_dict(self) -> dict[str, int | bool]:
+        return {**self._order_depends_on, "epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state_dict: dict[str, int | bool]) -> None:
+        for name, ours in self._order_depends_on.items():
+            if state_dict.get(name) != ours:
+                raise ValueError(
+                    f"the checkpoint's data order has {name}={state_dict.get(name)}, this run's loader {name}={ours}:"
+                    f" resume with the {name} of the interrupted run"
+                )
+        self._epoch, self._position, self._drawn_from = int(state_dict["epoch"]), int(state_dict["position"]), False
+
+    def _draw(self) -> Iterator[Any]:
+        # the state is read at every step, not kept in this frame: Lightning sets the epoch after it has called iter
+        while self._position < len(self):
+            rows = self._rows_of(self._position)
+            # before the batch leaves: a checkpoint written while it is trained on must count it as seen
+            self._position += 1
+            self._drawn_from = True
+            parts = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
+            yield parts if len(parts) > 1 else parts[0]
+
+    def _rows_of(self, position: int) -> Tensor:
+        """The rows of this rank's share of the global batch at `position`."""
+        batch_size = self._order_depends_on["batch_size"]
+        start = position * batch_size
+        size = min(batch_size, self._order_depends_on["rows"] - start)
+        first, last = (size * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        return self._epoch_order()[start + first : start + last]
+
+    def _epoch_order(self) -> Tensor:
+        if self._order is None or self._order[0] != self._epoch:
+            rows, seed = self._order_depends_on["rows"], self._order_depends_on["seed"]
+            if self._order_depends_on["shuffle"]:
+                # drawn on the CPU, so that the order is the same on every type of device
+                order = torch.randperm(rows, generator=torch.Generator().manual_seed(_mixed(seed, self._epoch)))
+            else:
+                order = torch.arange(rows)
+            self._order = self._epoch, order.to(self.tensors[0].device)
+        return self._order[1]
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    """A 63-bit seed for one epoch; a hash, so that epoch 1 of seed 0 is not epoch 0 of seed 1."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8], "big") >> 1

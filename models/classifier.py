@@ -1,0 +1,44 @@
+"""A width-scalable classifier: cross-entropy and accuracy."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from mupscale.models.base import WidthScalable
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class Classifier(WidthScalable):
+    """Trains on batches (inputs, labels); validates and tests with loss and accuracy; predicts class probabilities."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # outside the network, so that widening leaves them alone
+        self.val_accuracy = MulticlassAccuracy(self.classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(self.classes, average="micro")
+
+    @property
+    @abstractmethod
+    def classes(self) -> int:
+        """The number of classes."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_accuracy)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_accuracy)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs = batch[0] if isinstance(batch, tuple | list) else batch
+        return torch.softmax(self(inputs), dim=-1)
+
+    def _evaluate(self, batch: tuple[Tensor, Tensor], stage: str, accuracy: MulticlassAccuracy) -> None:
+        logits = self(batch[0])
+        accuracy(logits, batch[1])
+        self.log(f"{stage}/loss", F.cross_entropy(logits, batch[1]), batch_size=len(batch[1]), sync_dist=True)
+        self.log(f"{stage}/accuracy", accuracy, batch_size=len(batch[1]), prog_bar=True)

@@ -1,0 +1,41 @@
+"""`python -m mupscale COMMAND …`: which command there is, before anything heavy is imported."""
+
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "fit": ("fit", "train, upscaling on the way, as a configuration says"),
+    "resume": ("resume", "go on with an interrupted run, from its newest checkpoint"),
+    "validate": ("fit", "evaluate a checkpoint on the validation set"),
+    "test": ("fit", "evaluate a checkpoint on the test set"),
+    "predict": ("fit", "predict with a checkpoint"),
+    "plan": ("plan", "show how a configured model would be widened, parameter by parameter"),
+    "verify": ("verify", "tell whether a configured model can be widened exactly, or which layer cannot"),
+    "upscale": ("upscale", "widen a checkpoint, offline"),
+}
+
+USAGE = """usage: python -m mupscale COMMAND [options]
+
+Grow neural networks: widen a trained model so that it computes and trains exactly as before, then let it use its new width.
+
+commands:
+{commands}
+
+python -m mupscale COMMAND --help tells more.
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    usage = USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()))
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage)
+        return
+    name, *rest = arguments
+    if name not in COMMANDS:
+        sys.exit(f"there is no command {name!r}\n\n{usage}")
+    import_module(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
+
+
+if __name__ == "__main__":
+    main()
