@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python docs/walkthrough.py
+	$(BIN)/python -m mupscale fit --config configs/quickstart.yaml
 
 test: lint
 	$(BIN)/python -m pytest -n auto

@@ -7,9 +7,9 @@ import argparse
 import time
 
 import torch
-from mupscale.models.resnet import ResNet18Net
 from torch import nn
 
+from mupscale.models.resnet import ResNet18Net
 from mupscale.spectral import spectral_norms
 
 

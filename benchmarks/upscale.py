@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 import torch
-from mupscale.models.gpt2 import GPT2Net
 from torch import nn
 
 import mupscale
+from mupscale.models.gpt2 import GPT2Net
 
 # target parameters: width and layers of the wide model; vocabulary 50,304, context 1024, tied embedding
 SIZES = {"125M": (768, 12), "630M": (1920, 12), "2.3B": (3840, 12)}

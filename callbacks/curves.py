@@ -1,5 +1,6 @@
 """The curves of a run: against steps, against samples or tokens seen, and against training FLOPs; and its throughput."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,12 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from mupscale.models.base import WidthScalable
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
-_AXES = {"samples": 1, "flops": 10**9}
-"""What the further axes count, and in which unit: samples (or tokens), and 10⁹ floating-point operations."""
+from mupscale.models.base import WidthScalable
+
+_AXES = {"samples": 1, "flops": 10**6}
+"""What the further axes count, and in which unit: samples (or tokens), and 10⁶ floating-point operations."""
 
 _PEAK_BF16 = {"h200": 989.4e12}
 """Dense bfloat16 FLOP/s of devices that Lightning does not know."""
@@ -22,21 +23,19 @@ _PEAK_BF16 = {"h200": 989.4e12}
 class Curves(Callback):
     """Logs loss, width and throughput every `trainer.log_every_n_steps` optimizer steps, on every logger.
 
-    In TensorBoard the sub-runs `by_samples` and `by_flops` hold the same curves with samples (tokens) seen, and 10⁹ training FLOPs, on
+    In TensorBoard the groups `by_samples` and `by_flops` show the same curves with samples (tokens) seen, and 10⁶ training FLOPs, on
     the horizontal axis, so that a run that grew can be compared fairly with one from scratch.
 
-    A step's values are written before its checkpoint is, and flushed with it, so an interrupted run that is resumed from the
-    checkpoint shows the curve of an uninterrupted one: what was logged after the checkpoint is purged.
+    A run that is resumed cuts its event files back to what they held when the checkpoint was written, and so shows the curves of an
+    uninterrupted one.
 
-    Saved: samples seen and FLOPs spent.
+    Saved: samples seen, FLOPs spent, and the lengths of the event files.
     """
 
     def __init__(self) -> None:
         self.spent = {"samples": 0.0, "flops": 0.0}
         self._window: list[Tensor] = []
         self._flops: dict[Any, float] = {}
-        self._writers: dict[str, SummaryWriter] = {}
-        self._purge_step: int | None = None
         self._mark = (0.0, 0, 0.0, 0.0)
         self._peak: float | None = None
 
@@ -46,17 +45,23 @@ class Curves(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.spent = dict(state_dict["spent"])
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A resumed run drops what it had logged after its checkpoint."""
-        if trainer.state.fn != "fit":
-            return
-        self._purge_step = checkpoint["global_step"]
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger._kwargs["purge_step"] = self._purge_step
-                if logger._experiment is not None:
-                    logger._experiment.close()
-                    logger._experiment = None
+            flush = getattr(logger.experiment, "flush", None)
+            if flush is not None:
+                flush()
+        if trainer.is_global_zero:
+            folders = [event_files(logger) for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+            checkpoint["callbacks"][self.state_key]["events"] = [
+                {name: path.stat().st_size for name, path in files.items()} for files in folders
+            ]
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != "fit" or not trainer.is_global_zero:
+            return
+        lengths = checkpoint["callbacks"].get(self.state_key, {}).get("events", [])
+        for logger, files in zip((x for x in trainer.loggers if isinstance(x, TensorBoardLogger)), lengths, strict=False):
+            cut_back(logger, files)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._peak = peak_flops(pl_module.device)
@@ -84,19 +89,6 @@ class Curves(Callback):
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
             self._log_by_cost(trainer, metrics)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        for writer in self._writers.values():
-            writer.flush()
-        for logger in trainer.loggers:
-            flush = getattr(logger.experiment, "flush", None)
-            if flush is not None:
-                flush()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
-
     def _throughput(self, trainer: Trainer) -> dict[str, float]:
         now, step, samples, flops = self._mark
         self._mark = time.perf_counter(), trainer.global_step, self.spent["samples"], self.spent["flops"]
@@ -118,18 +110,30 @@ class Curves(Callback):
         return self._flops[key]
 
     def _log_by_cost(self, trainer: Trainer, values: dict[str, float]) -> None:
-        if not trainer.is_global_zero:
-            return
-        folder = next((logger.log_dir for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
-        if folder is None:
-            return
-        for axis, unit in _AXES.items():
-            at = int(self.spent[axis] / unit)
-            if axis not in self._writers:
-                purge = at if self._purge_step is not None else None
-                self._writers[axis] = SummaryWriter(Path(folder) / f"by_{axis}", purge_step=purge)
-            for name, value in values.items():
-                self._writers[axis].add_scalar(name, value, at)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):  # other loggers want one axis for all
+                for axis, unit in _AXES.items():
+                    for name, value in values.items():
+                        logger.experiment.add_scalar(f"by_{axis}/{name}", value, int(self.spent[axis] / unit))
+
+
+def event_files(logger: TensorBoardLogger) -> dict[str, Path]:
+    return {path.name: path for path in Path(logger.log_dir).glob("events.out.tfevents.*")}
+
+
+def cut_back(logger: TensorBoardLogger, lengths: dict[str, int]) -> None:
+    """Takes out of a run's folder what was logged after a checkpoint; a folder that is not the checkpoint's is left alone."""
+    files = event_files(logger)
+    if not lengths or any(name not in files or files[name].stat().st_size < length for name, length in lengths.items()):
+        return
+    if logger._experiment is not None:
+        logger._experiment.close()
+        logger._experiment = None
+    for name, path in event_files(logger).items():
+        if name in lengths:
+            os.truncate(path, lengths[name])
+        else:
+            path.unlink()
 
 
 def stepped(trainer: Trainer) -> bool:

@@ -1,24 +1,46 @@
-"""What a run did, said at its end; and width and loss on the way."""
+"""What a run does, said at its beginning and end; and width and loss on the way."""
+
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models.base import WidthScalable
 
 
-class Summary(Callback):
-    """Shows the width in the progress bar, and prints at the end of a run what its upscales did and where its curves are."""
+class WidthBar(TQDMProgressBar):
+    """A progress bar that shows the width, the loss, and what the module logs to it."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        assert isinstance(pl_module, WidthScalable)
-        width = pl_module.width
-        pl_module.log("width", float(max(width) if isinstance(width, list) else width), prog_bar=True, logger=False)
+    def __init__(self, refresh_rate: int = 10) -> None:  # every refresh waits for the device
+        super().__init__(refresh_rate)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if trainer.fit_loop.restarted_mid_epoch:  # whose beginning, which sets these, was in another process
+            self.train_progress_bar.total = trainer.num_training_batches
+            self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        shown = super().get_metrics(trainer, pl_module)
+        shown.pop("v_num", None)
+        return {"width": pl_module.width, **shown} if isinstance(pl_module, WidthScalable) else shown
+
+
+class Summary(Callback):
+    """Prints what a run is about to do, and at its end what its upscales did and where its curves are."""
+
+    @rank_zero_only
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        upscales = sorted((c for c in trainer.callbacks if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
+        growth = "".join(f", width {c.width} from step {c.at_step}" for c in upscales if c.at_step >= trainer.global_step)
+        print(f"step {trainer.global_step}: {type(pl_module).__name__}, {size(pl_module)}{growth}", flush=True)
 
     @rank_zero_only
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, WidthScalable)
-        lines = [f"{trainer.global_step} steps, width {pl_module.width}, {sum(p.numel() for p in pl_module.parameters()):,} parameters"]
+        lines = [f"{trainer.global_step} steps, {size(pl_module)}"]
         for callback in trainer.callbacks:
             if isinstance(callback, UpscaleCallback) and callback.summary:
                 s = callback.summary
@@ -26,7 +48,7 @@ class Summary(Callback):
                     f"  step {s['step']}: width {s['before']} → {s['after']} in {s['seconds']:.2f} s; "
                     f"loss {s['loss_before']:.6f} just before, {s['loss_after']:.6f} just after"
                 )
-        if pl_module.train_loss is not None:
+        if isinstance(pl_module, WidthScalable) and pl_module.train_loss is not None:
             lines.append(f"  training loss of the last batch {float(pl_module.train_loss):.6f}")
         for name, value in trainer.callback_metrics.items():
             if name.startswith("val/"):
@@ -34,4 +56,9 @@ class Summary(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 lines.append(f"  curves: tensorboard --logdir {logger.log_dir}")
-        print("\n".join(lines))
+        print("\n".join(lines), flush=True)
+
+
+def size(module: LightningModule) -> str:
+    width = f"width {module.width}, " if isinstance(module, WidthScalable) else ""
+    return f"{width}{sum(parameter.numel() for parameter in module.parameters()):,} parameters"

@@ -1,23 +1,23 @@
 """Upscaling in the middle of a run."""
 
+import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lightning.pytorch.utilities import rank_zero_info
-from mupscale.models.base import Width, WidthScalable
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from mupscale.algorithm import upscale
-from mupscale.noise import Noise
+from mupscale.models.base import Width, WidthScalable, averaged_copy, averaging_callbacks, init_contexts
+from mupscale.noise import Constants, Noise, RecordedNoise
 from mupscale.optim import check_transfer, continued_groups, transfer_state
+from mupscale.schedule import continue_schedule
 from mupscale.widths import Plan, plan
 
 
@@ -26,7 +26,8 @@ class UpscaleCallback(Callback):
 
     The swap happens when the first batch after `at_step` optimizer steps comes in, so checkpoints of that step are still narrow, and
     a run resumed from one replays it. A network that has the target width already is left alone. Before anything is
-    consumed the plan and the noise are validated and `pre-upscale-<step>.ckpt` is written beside the run's checkpoints.
+    consumed the plan and the noise are validated and `pre-upscale-<step>.ckpt` is written beside the run's checkpoints, unless
+    the run was resumed from a checkpoint of that very step.
 
     Saved: what it did, for the summary; width and state are the module's and the optimizer's.
     """
@@ -53,6 +54,8 @@ class UpscaleCallback(Callback):
             raise ValueError(f"UpscaleCallback.at_step must be at least 0, got {at_step}")
         if lr is not None and lr <= 0:
             raise ValueError(f"UpscaleCallback.lr must be positive, got {lr}")
+        if noise is not None and not isinstance(noise, Noise):
+            raise ValueError(f"UpscaleCallback.noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
         self.at_step = at_step
         self.width = width
         self.noise = noise
@@ -80,28 +83,38 @@ class UpscaleCallback(Callback):
             return
         if not isinstance(pl_module, WidthScalable):
             raise ValueError(f"UpscaleCallback needs a WidthScalable module, model is a {type(pl_module).__name__}")
-        if 0 < trainer.max_steps <= self.at_step:
+        if 0 < trainer.max_steps <= self.at_step and not trainer.fast_dev_run:
             raise ValueError(f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}")
+        self.checkpoint = None
+        # what it saves before a swap must hold what the other callbacks (EMA, curves) did after the step
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback)))
         before = self._width_before(trainer, pl_module)
-        with _quietly_built(pl_module):
+        if not _narrower(before, self.width):  # right for a run that is resumed after the swap; whether it is one is not known yet
+            return
+        with torch.random.fork_rng(devices=[]):  # building a network must not move the run's random numbers
             try:
                 growth = plan(pl_module.network(before, meta=True), pl_module.network(self.width, meta=True))
             except ValueError as error:
                 raise ValueError(f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}") from error
         if self.noise is not None:
-            self.noise.check(growth)
+            try:
+                self.noise.check(growth)
+            except ValueError as error:
+                raise ValueError(f"UpscaleCallback.noise: {error}") from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.max_steps <= self.at_step and trainer.estimated_stepping_batches <= self.at_step:
-            raise ValueError(
-                f"UpscaleCallback.at_step = {self.at_step} is never reached: the run has {trainer.estimated_stepping_batches} steps"
-            )
+        steps = trainer.estimated_stepping_batches
+        if 0 < steps <= self.at_step and not trainer.fast_dev_run:
+            raise ValueError(f"UpscaleCallback.at_step = {self.at_step} is never reached: the run has {steps} steps")
+        before = self._width_before(trainer, pl_module)
+        if trainer.ckpt_path is None and not _narrower(before, self.width) and before != self.width:
+            raise ValueError(f"UpscaleCallback.width = {self.width} is not wider than the width before it, {before}")
         if self.is_due(trainer, pl_module):
-            self._save(trainer)
+            self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.is_due(trainer, pl_module) and self.checkpoint is None:
-            self._save(trainer)  # here loops and data stand between two steps, as after a swap they would not
+            self.checkpoint = self._saved(trainer)  # here loops and data can be resumed exactly, in the middle of a step they cannot
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.is_due(trainer, pl_module):
@@ -109,6 +122,7 @@ class UpscaleCallback(Callback):
             try:
                 self._swap(trainer, pl_module, batch)
             except Exception as error:
+                pl_module.net = None  # it may be neither narrow nor wide, and Lightning would fail on it before it tells of the error
                 raise RuntimeError(
                     f"upscaling to width {self.width} at step {trainer.global_step} failed ({type(error).__name__}: {error}). "
                     f"Nothing is lost: the run before it is saved in {self.checkpoint}"
@@ -127,19 +141,20 @@ class UpscaleCallback(Callback):
         assert narrow is not None
         narrow_opts = list(trainer.optimizers)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        seed = _seed(trainer.global_step)
+        seed = trainer.strategy.broadcast(_seed(trainer.global_step))
 
-        averaged = self._widened_average(trainer, module, seed)
         if module.hparams["compile"]:
             torch.compiler.reset()
-        with _init_contexts(trainer):
+        with torch.random.fork_rng(devices=[]), init_contexts(trainer):  # building must not move the run's random numbers
             module.net = wide = module.network(self.width, meta=True)
             module.prepare_network()
-        if module.device_mesh is not None:
-            wide.to_empty(device=module.device)
+        for part in wide.modules():
+            if module.device_mesh is not None or isinstance(part, nn.RNNBase):  # these cannot be given memory weight by weight
+                part.to_empty(device=module.device, recurse=False)
         growth = plan(narrow, wide)
         for optimizer in narrow_opts if self.transfer_state else ():
             check_transfer(growth, narrow, optimizer, wide, None)
+        _copy_modes(narrow, wide)
         report = upscale(narrow, wide, noise=self.noise, seed=seed, consume=True)
         module.hparams["width"] = self.width
         trainer.strategy.connect(module)
@@ -151,66 +166,72 @@ class UpscaleCallback(Callback):
                 )
             self._continue(growth, narrow, before, wide, after)
         for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
-            if not self.restart_schedule:
-                continue_schedule(old, config.scheduler)
-        for callback, model in averaged:
-            callback._average_model = AveragedModel(module, device=callback._device, use_buffers=callback._use_buffers, **callback._kwargs)
-            callback._average_model.n_averaged.copy_(model.n_averaged)
-            callback._average_model.module.net = model.module
+            continue_schedule(config.scheduler if self.restart_schedule else old, config.scheduler)
+        self._widen_averages(module, report.noise, seed)
         for monitor in (c for c in trainer.callbacks if isinstance(c, LearningRateMonitor)):
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
         del narrow, narrow_opts, schedulers
-        seconds = time.perf_counter() - start
-        self._log(trainer, module, narrow_width, growth, loss_before, _loss(trainer, module, batch), seconds)
+        losses = float(loss_before), float(_loss(trainer, module, batch))  # waits for the device
+        self._log(trainer, module, narrow_width, growth, *losses, time.perf_counter() - start)
         if report.notes:
             rank_zero_info("\n".join(report.notes))
 
     def _continue(self, growth: Plan, narrow: nn.Module, before: Optimizer, wide: nn.Module, after: Optimizer) -> None:
-        """State by name, and each group's rate: the narrow one's by the rule, or the schedule's start at a new base constant."""
-        ratio = 1.0 if self.lr is None else self.lr / float(before.defaults["lr"])
+        """Each group's rate, and state by name.
+
+        A rate is the base rate (the narrow one's by the rule, or that of the new constant) times how far the schedule is.
+        """
         rates = {id(p): group for group in continued_groups(growth, narrow, before, wide) for p in group["params"]}
         for group in after.param_groups:
             source = rates[id(group["params"][0])]
-            for key in ("lr", "initial_lr"):
-                if key in group:
-                    value = source.get("initial_lr", source["lr"]) if self.restart_schedule else source.get(key, source["lr"])
-                    group[key] = value * ratio
-        after.defaults["lr"] = before.defaults["lr"] * ratio
+            at = group if self.restart_schedule else source
+            factor = at["lr"] / at["initial_lr"] if at.get("initial_lr") else 1.0
+            base: Any
+            if self.lr is None:
+                base = source.get("initial_lr", source["lr"])
+            else:  # relative to the configured constant: an earlier swap may have left that of the narrow run
+                base = group.get("initial_lr", group["lr"]) * (self.lr / float(after.defaults["lr"]))
+            group["lr"] = base * factor
+            if "initial_lr" in group:
+                group["initial_lr"] = base
         if self.transfer_state:
             transfer_state(growth, narrow, before, wide, after, consume=True)
 
-    def _widened_average(self, trainer: Trainer, module: WidthScalable, seed: int) -> list[tuple[WeightAveraging, Any]]:
-        """For each EMA callback its widened average, with the noise that the model gets."""
-        answer = []
-        for callback in trainer.callbacks:
-            if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-                average = callback._average_model
-                with _init_contexts(trainer):
-                    wide = module.network(self.width, meta=True)
-                upscale(average.module.net, wide, noise=self.noise, seed=seed)
-                average.module = wide
-                answer.append((callback, average))
-        return answer
+    def _widen_averages(self, module: WidthScalable, noise: Constants, seed: int) -> None:
+        """Each EMA callback gets its average widened, with the very noise that the model got."""
+        assert module.net is not None
+        for callback in averaging_callbacks(module):
+            old, new = callback._average_model, averaged_copy(callback, module)
+            assert old is not None
+            # the draw depends on device and precision; the average may have been kept elsewhere, or in another precision
+            kept = next(old.module.net.parameters()).dtype
+            dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
+            narrow, wide = (model.module.net.to(module.device, dtype) for model in (old, new))
+            upscale(narrow, wide, noise=_Same(noise), seed=seed)
+            wide.to(callback._device or module.device, kept)
+            new.n_averaged.copy_(old.n_averaged)
+            callback._average_model = new
 
-    def _save(self, trainer: Trainer) -> None:
-        checkpointing = trainer.checkpoint_callback
-        folder = getattr(checkpointing, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
-        self.checkpoint = Path(trainer.strategy.broadcast(str(folder))) / f"pre-upscale-{trainer.global_step}.ckpt"
-        trainer.save_checkpoint(self.checkpoint)
+    def _saved(self, trainer: Trainer) -> Path:
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
+        path = Path(trainer.strategy.broadcast(str(folder))) / f"pre-upscale-{trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        return path
 
     def _log(
-        self, trainer: Trainer, module: WidthScalable, before: Width, growth: Plan, loss_before: Tensor, loss_after: Tensor, seconds: float
+        self, trainer: Trainer, module: WidthScalable, before: Width, growth: Plan, loss_before: float, loss_after: float, seconds: float
     ) -> None:
         parameters = sum(p.numel() for p in module.parameters())
         self.summary = {
             "step": trainer.global_step, "before": before, "after": self.width, "parameters": parameters, "seconds": seconds,
-            "loss_before": float(loss_before), "loss_after": float(loss_after),
+            "loss_before": loss_before, "loss_after": loss_after,
         }  # fmt: skip
         values = {
-            "upscale/loss_before": float(loss_before),
-            "upscale/loss_after": float(loss_after),
+            "upscale/loss_before": loss_before,
+            "upscale/loss_after": loss_after,
             "upscale/pause_seconds": seconds,
             "upscale/parameters": parameters,
+            "upscale/width": max(self.width) if isinstance(self.width, list) else self.width,
         }
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
@@ -219,42 +240,44 @@ class UpscaleCallback(Callback):
                 logger.experiment.add_text("upscale/plan", f"```\n{growth}\n```", trainer.global_step)
         rank_zero_info(
             f"step {trainer.global_step}: upscaled width {before} → {self.width}, {parameters:,} parameters, "
-            f"loss {float(loss_before):.6f} → {float(loss_after):.6f}, {seconds:.2f} s"
+            f"loss {loss_before:.6f} → {loss_after:.6f}, {seconds:.2f} s"
         )
 
-    def _width_before(self, trainer: Trainer, module: WidthScalable) -> Width:
+    def _width_before(self, trainer: Trainer, module: LightningModule) -> Width:
         """The width this swap will start from: the model's, or that of the swap before it."""
+        assert isinstance(module, WidthScalable)
         earlier = [c for c in trainer.callbacks if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
         return max(earlier, key=lambda c: c.at_step).width if earlier else module.width
 
 
-def continue_schedule(old: Any, new: Any) -> None:
-    """Loads the old schedule's position into the new one, whose groups, and so rates, are its own."""
-    state = old.state_dict()
-    _replace_rates(state, new)
-    new.load_state_dict(state)
+class _Same(RecordedNoise):
+    """The noise of a report, without the way over a file."""
+
+    def __init__(self, constants: Constants) -> None:
+        self.constants = constants
+
+    def check(self, plan: Plan) -> None:
+        pass
 
 
-def _replace_rates(state: dict[str, Any], new: Any) -> None:
-    for key in ("base_lrs", "min_lrs"):
-        if key in state:
-            state[key] = list(getattr(new, key))
-    if "_last_lr" in state:
-        state["_last_lr"] = [group["lr"] for group in new.optimizer.param_groups]
-    if "lr_lambdas" in state:
-        state["lr_lambdas"] = [None] * len(new.lr_lambdas)
-    for part, scheduler in zip(state.get("_schedulers", ()), getattr(new, "_schedulers", ()), strict=True):
-        _replace_rates(part, scheduler)
+def _copy_modes(narrow: nn.Module, wide: nn.Module) -> None:
+    """What was frozen or set to evaluate stays so."""
+    for name, parameter in narrow.named_parameters():
+        wide.get_parameter(name).requires_grad_(parameter.requires_grad)
+    modules = dict(narrow.named_modules())
+    for name, module in wide.named_modules():
+        module.training = modules[name].training
 
 
 @torch.no_grad()
 def _loss(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
-    """The loss of a batch, leaving buffers (running statistics) and the random state as they were."""
+    """The loss of a batch over all ranks, leaving buffers (running statistics) and the random state as they were."""
     assert module.net is not None
     buffers = {name: buffer.clone() for name, buffer in module.net.named_buffers()}
     devices = [module.device] if module.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), trainer.precision_plugin.forward_context():
-        loss = module.loss(batch).detach()
+    eager = torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()  # not worth compiling for
+    with torch.random.fork_rng(devices), trainer.precision_plugin.forward_context(), eager:
+        loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
     for name, buffer in module.net.named_buffers():
         buffer.copy_(buffers[name])
     for part in module.net.modules():
@@ -263,32 +286,12 @@ def _loss(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
     return loss
 
 
-@contextmanager
-def _init_contexts(trainer: Trainer) -> Iterator[None]:
-    """The contexts in which Lightning itself calls `configure_model`."""
-    with ExitStack() as stack:
-        stack.enter_context(trainer.strategy.tensor_init_context())
-        stack.enter_context(trainer.strategy.model_sharded_context())
-        stack.enter_context(trainer.precision_plugin.module_init_context())
-        yield
-
-
-@contextmanager
-def _quietly_built(module: WidthScalable) -> Iterator[None]:
-    """Building on the meta device must not move the run's random numbers."""
-    with torch.random.fork_rng(devices=[]):
-        yield
-
-
 def _narrower(width: Width, target: Width) -> bool:
-    widths, targets = ([w] if isinstance(w, int) else w for w in (width, target))
-    if len(widths) != len(targets):
-        return True
-    return any(a < b for a, b in zip(widths, targets, strict=True))
+    layers = max(len(w) if isinstance(w, list) else 1 for w in (width, target))
+    widths, targets = (w if isinstance(w, list) else [w] * layers for w in (width, target))
+    return any(a < b for a, b in zip(widths, targets, strict=False))  # of lists of unequal length `plan` tells
 
 
 def _seed(step: int) -> int:
     """The noise of a run depends on its seed and the step, not on how often it was interrupted."""
-    import os
-
     return int(os.environ.get("PL_GLOBAL_SEED", "0")) * 1_000_003 + step

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from mupscale.datamodules.resident import ResidentLoader
 from torch import Tensor
+
+from mupscale.datamodules.resident import ResidentLoader
 
 CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
 FEATURES, CLASSES = 54, 7

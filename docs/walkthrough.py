@@ -4,12 +4,12 @@ python docs/walkthrough.py
 """
 
 import torch
-from mupscale.models.gpt2 import GPT2Net
-from mupscale.models.mlp import MLPNet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mupscale
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
 
 
 def spirals(count: int, classes: int = 5) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,11 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from mupscale.models.base import WidthScalable
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
+
+from mupscale.models.base import WidthScalable
 
 
 class Classifier(WidthScalable):

@@ -6,11 +6,11 @@ Shapes: B batch, T positions, D model width, H heads, E head_dim = D / H, V voca
 from typing import Any
 
 import torch
-from mupscale.models.base import WidthScalable
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.text import Perplexity
 
+from mupscale.models.base import WidthScalable
 from mupscale.readout import Readout
 
 ATTENTION_SCALE = 8.0

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from mupscale.models.classifier import Classifier
 from torch import Tensor, nn
 
+from mupscale.models.classifier import Classifier
 from mupscale.readout import Readout
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from mupscale.models.classifier import Classifier
 from torch import Tensor, nn
 
+from mupscale.models.classifier import Classifier
 from mupscale.readout import Readout
 
 

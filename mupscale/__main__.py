@@ -1,5 +1,6 @@
 """`python -m mupscale COMMAND …`: which command there is, before anything heavy is imported."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -34,6 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     name, *rest = arguments
     if name not in COMMANDS:
         sys.exit(f"there is no command {name!r}\n\n{usage}")
+    # read when torch is loaded: on a busy machine OpenMP threads that spin for long make small operations fifty times slower
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     import_module(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
 
 

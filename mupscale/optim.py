@@ -25,12 +25,15 @@ _LEARNING_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 # --- hyperparameters -------------------------------------------------------------------------------------------------------
 
 
-def apply_mup(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
     """Turns a plain optimizer over `model` into its muP-scaled self, in place, and returns it.
 
     Its hyperparameters become base constants: what they are at the base width of `set_base_shapes`. Groups are split where
-    their parameters scale differently; each part remembers its origin under the key "source_group".
+    their parameters scale differently; each part remembers its origin under the key "source_group". Without the model, widths
+    are read off the parameters themselves, which copies of a model do not carry.
     """
+    if model is None:
+        return _scaled_from_base(optimizer, _own_width)
     table = merged_table(model, mup_only=True)
     if not table:
         raise ValueError("apply_mup: the model has no base shapes. Call mupscale.set_base_shapes(model, base, delta) first")
@@ -63,16 +66,16 @@ def MuAdamW(params: nn.Module | Iterable[Any], **settings: Any) -> Optimizer:
 def _mu_optimizer(kind: type[Optimizer], params: nn.Module | Iterable[Any], settings: dict[str, Any]) -> Optimizer:
     if isinstance(params, nn.Module):
         return apply_mup(kind(params.parameters(), **settings), params)
+    return apply_mup(kind(params, **settings))
 
-    def width(parameter: Tensor) -> Width:
-        if not hasattr(parameter, "mup_width"):
-            raise ValueError(
-                f"Mu{kind.__name__}: a parameter of shape {tuple(parameter.shape)} has no base shape (copies of a model lose it). "
-                f"Call mupscale.set_base_shapes, or pass the model itself: Mu{kind.__name__}(model, ...)"
-            )
-        return parameter.mup_width
 
-    return _scaled_from_base(kind(params, **settings), width)
+def _own_width(parameter: Tensor) -> Width:
+    if not hasattr(parameter, "mup_width"):
+        raise ValueError(
+            f"muP: a parameter of shape {tuple(parameter.shape)} has no base shape (copies of a model lose it). "
+            "Call mupscale.set_base_shapes, or pass the model itself: apply_mup(optimizer, model), MuAdamW(model, ...)"
+        )
+    return parameter.mup_width
 
 
 def _scaled_from_base(optimizer: Optimizer, width_of: Callable[[Tensor], Width]) -> Optimizer:

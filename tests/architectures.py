@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,6 @@ from itertools import chain, pairwise
 
 import pytest
 import torch
-from mupscale.models.gpt2 import GPT2Net
-from mupscale.models.mlp import MLPNet
-from mupscale.models.resnet import ResNet18Net
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -18,6 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import mupscale
 from mupscale.layout import duplicate
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
+from mupscale.models.resnet import ResNet18Net
 
 
 class Net(nn.Module):

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mupscale.models.gpt2 import GPT2Net
-from mupscale.models.mlp import MLPNet
-from mupscale.models.resnet import ResNet18Net
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import mupscale
 from architectures import ViT
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
+from mupscale.models.resnet import ResNet18Net
 
 
 def gpt2(width: int, tied: bool = True) -> nn.Module:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from mupscale.models.gpt2 import GPT2Net
-from mupscale.models.mlp import MLPNet
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, AdamW, Muon, Optimizer, RAdam
 
 import mupscale
 from mupscale import rules
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
 
 Input = tuple[nn.Module, nn.Module, dict[str, Any]]
 """The narrow model, the wide one, and the further arguments of `upscale`."""

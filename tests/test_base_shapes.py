@@ -8,13 +8,13 @@ import pickle
 import mup
 import pytest
 import torch
-from mupscale.models.gpt2 import GPT2Net
-from mupscale.models.mlp import MLPNet
-from mupscale.models.resnet import ResNet18Net
 from torch import nn
 
 import mupscale
 from architectures import CASES
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
+from mupscale.models.resnet import ResNet18Net
 from mupscale.tables import merged_table
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from mupscale.datamodules.covertype import SAMPLE, Covertype, stratified
 from torch import Tensor
+
+from mupscale.datamodules.covertype import SAMPLE, Covertype, stratified
+from mupscale.datamodules.resident import ResidentLoader
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -124,6 +126,14 @@ def test_split_follows_the_seed():
         held_out.append(rows(module.val_dataloader())[0])
     assert torch.equal(held_out[0], held_out[1])
     assert not torch.equal(held_out[0], held_out[2])
+
+
+def test_order_follows_the_seed():
+    data = Covertype(seed=3)
+    data.setup()
+    loader = data.train_dataloader()
+    order = next(iter(ResidentLoader((torch.arange(6000),), 2000, shuffle=True, seed=3)))
+    assert torch.equal(next(iter(loader))[1], loader.tensors[1][order])
 
 
 # ---- values
@@ -284,9 +294,10 @@ def test_a_truncated_file_is_refused(tmp_path: Path):
         Covertype(str(tmp_path)).setup()
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("place", [70_000, 1000])  # a wrong checksum, and a stream that cannot be unpacked
+def test_a_damaged_file_is_refused(tmp_path: Path, place: int):
     content = bytearray(SAMPLE.read_bytes())
-    content[70_000:70_100] = bytes(100)
+    content[place : place + 100] = bytes(100)
     (tmp_path / "covertype.npz").write_bytes(content)
     with pytest.raises(ValueError, match=r"covertype\.npz is not a whole npz file"):
         Covertype(str(tmp_path)).setup()

@@ -24,12 +24,15 @@ def test_adamw_variants_are_exact(settings: dict[str, bool], tensor_lr: bool):
     narrow, wide = case.build(8).cuda(), case.build(24).cuda()
 
     def optimizer(params):
-        lr = torch.tensor(0.003, dtype=torch.float64, device="cuda") if tensor_lr else 0.003
+        # the fused kernel takes a float32 rate only
+        dtype = torch.float32 if "fused" in settings else torch.float64
+        lr = torch.tensor(0.003, dtype=dtype, device="cuda") if tensor_lr else 0.003
         return torch.optim.AdamW(params, lr=lr, eps=1e-3, amsgrad=True, **settings)
 
     verdict = mupscale.verify(narrow, wide, optimizer=optimizer, batches=batches(case), loss=cross_entropy, steps=50, clip=0.05)
     assert verdict.passed, verdict
-    assert verdict.loss_drift <= (1e-7 if "capturable" in settings else 1e-10)  # capturable counts steps in float32
+    rounds = "capturable" in settings or (tensor_lr and "fused" in settings)  # counts steps, or keeps its rate, in float32
+    assert verdict.loss_drift <= (1e-7 if rounds else 1e-10)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,6 +76,7 @@ def test_from_the_cpu_to_the_gpu():
     assert {state["exp_avg"].device.type for state in report.optimizer.state.values()} == {"cuda"}
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_clipping_never_waits_for_the_device():
     case = CASES["gpt2_untied"]
     narrow, wide = case.build(8).cuda(), case.build(16).cuda()

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from mupscale.models.gpt2 import GPT2Net
-from mupscale.models.mlp import MLPNet
-from mupscale.models.resnet import ResNet18Net
 from torch import nn
 
 import mupscale
 from architectures import CASES, ConvNet
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
+from mupscale.models.resnet import ResNet18Net
 from mupscale.spectral import spectral_norms
 
 

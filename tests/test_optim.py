@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from mupscale.models.mlp import MLPNet
 from torch import nn
 
 import mupscale
 from architectures import CASES, cross_entropy
+from mupscale.models.mlp import MLPNet
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
@@ -174,7 +174,7 @@ def test_sparse_adam():
 def test_muP_needs_base_shapes_and_is_applied_once():
     with pytest.raises(ValueError, match="has no base shapes"):
         mupscale.apply_mup(torch.optim.SGD((model := mlp(4)).parameters()), model)
-    with pytest.raises(ValueError, match=r"pass the model itself: MuAdam\(model"):
+    with pytest.raises(ValueError, match="pass the model itself"):
         mupscale.MuAdam(copy.deepcopy(mup_mlp(8)).parameters())
     model = mup_mlp(8)
     optimizer = mupscale.apply_mup(torch.optim.SGD(model.parameters()), model)

@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from mupscale.datamodules.resident import ResidentLoader
 from torch import Tensor
+
+from mupscale.datamodules.resident import ResidentLoader
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -136,10 +137,7 @@ def test_a_resumed_loader_yields_the_very_next_batch(seen: int, world_size: int)
     for rank in ranks:
         epoch(rank)  # whatever it did before is forgotten
         rank.load_state_dict(state)
-        share = []
-        while len(share) < len(expected) - seen:
-            share += epoch(rank)
-        shares.append(share)
+        shares.append([*epoch(rank), *epoch(rank), *epoch(rank)][: len(expected) - seen])
     assert [[*chain(*parts)] for parts in zip(*shares, strict=True)] == expected[seen:]
 
 

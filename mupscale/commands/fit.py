@@ -1,58 +1,180 @@
 """fit, validate, test and predict: a LightningCLI with short class names and sensible defaults."""
 
 import importlib
+import logging
+import os
 import pkgutil
-import sys
+import warnings
+from argparse import ArgumentError
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from traceback import walk_tb
+from typing import Any, NoReturn
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from mupscale import callbacks, datamodules, models, noise
+from mupscale import callbacks, datamodules, models
+from mupscale import noise as noise
 from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.summary import Summary
+from mupscale.callbacks.exact_resume import ExactResume
+from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.callbacks.summary import Summary, WidthBar
 from mupscale.models.base import WidthScalable
 
-LOGGER = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "runs", "name": "default"}}
+LOGGER = {
+    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+    "init_args": {"save_dir": "runs", "name": "default", "default_hp_metric": False},
+}
+
+LOOPS = ("training_epoch_loop.py", "evaluation_loop.py", "prediction_loop.py")
+"""Where Lightning handles batches."""
+
+GENERIC = (
+    "- Expected a path but",
+    "- Does not validate against",
+    "Does not validate against",
+    "- Expected a <class 'NoneType'>",
+    "Subtypes:",
+    "Errors:",
+    "Given value",
+)
+"""What jsonargparse says of every class that it cannot make."""
+
+DESCRIPTION = """{what} Options override the files, and later files earlier ones; in YAML, `callbacks+:` adds to a list.
+--print_config shows the result; --model.help MLP (or --data.help, --trainer.callbacks.help, with a class) what a class takes."""
+
+WHAT = {
+    "fit": "Train, upscaling on the way, as a configuration says.",
+    "validate": "Evaluate a checkpoint (--ckpt_path), narrow or wide, on the validation set.",
+    "test": "Evaluate a checkpoint (--ckpt_path), narrow or wide, on the test set.",
+    "predict": "Predict with a checkpoint (--ckpt_path), narrow or wide; writes predictions.pt.",
+}
 
 
-class ConfigAsText(SaveConfigCallback):
-    """Saves config.yaml beside the run's logs, and its text in TensorBoard."""
+class SaveConfig(SaveConfigCallback):
+    """Saves config.yaml in the run's folder, and its text in TensorBoard. A run that is resumed has both."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit" or trainer.log_dir is None:
+            return
+        path = Path(trainer.log_dir) / self.config_filename
+        if path.exists() and not self.overwrite:
+            raise ValueError(f"trainer.logger: {path.parent} has a run already; go on with it: python -m mupscale resume {path.parent}")
         text = self.parser.dump(self.config, skip_none=False)
+        if path.exists() and path.read_text() == text:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text)
+        temporary.replace(path)
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and stage == "fit":
+            if isinstance(logger, TensorBoardLogger) and not self.overwrite:
                 logger.experiment.add_text("config", f"```yaml\n{text}\n```")
 
 
+class Parser(LightningArgumentParser):
+    """One that tells what is wrong in a line, and not after two hundred of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if "JSONARGPARSE_DEBUG" in os.environ or not self.exit_on_error:
+            super().error(message, ex)
+        lines = [line.strip() for line in message.splitlines()]
+        text = " ".join(line.removeprefix("- ") for line in lines if line and not line.startswith(GENERIC))
+        key, quoted, rest = text.removeprefix('Parser key "').partition('":')
+        text = f"{key}: {rest.strip()}" if quoted else text
+        kind = {"model": WidthScalable, "data": LightningDataModule}.get(key)
+        if kind is not None and "import path" in text:
+            text += f". There are {', '.join(sorted(short_names(kind)))}; other classes go by their import path"
+        raise SystemExit(f"error: {text}")
+
+
 class CLI(LightningCLI):
+    """`folder` is that of the run to resume."""
+
+    def __init__(self, *args: Any, folder: Path | None = None, **kwargs: Any) -> None:
+        self.folder = folder
+        super().__init__(*args, **kwargs)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.set_defaults({"checkpoint.save_last": True, "checkpoint.every_n_train_steps": 500})
+        parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
+        # a link, because the copy of a large model costs time; no version counter, because the folder is the run's own
+        parser.set_defaults(
+            {"checkpoint.save_last": "link", "checkpoint.every_n_train_steps": 500, "checkpoint.enable_version_counter": False}
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        assert isinstance(args, list)
+        self.config = parser.parse_args(args)  # without Lightning's warning that there is a command line, too
+
+    def _parse_ckpt_path(self) -> None:
+        """The configuration stays what was given: Lightning would put the checkpoint's class and arguments over it.
+
+        A checkpoint of another width is no reason, for the module rebuilds itself, unless it is sharded, which loads too late.
+        """
+        self.given = deepcopy(self.config)
+        path = self.config.get(self.config.get("subcommand", ""), {}).get("ckpt_path")
+        if path is None:
+            return
+        if path in ("last", "best", "hpc") or not Path(path).exists():
+            raise ValueError(f"ckpt_path: there is no checkpoint {path}. Name one, or go on with a run: python -m mupscale resume RUN")
+        if Path(path).is_dir() and not (Path(path) / "meta.pt").is_file():
+            raise ValueError(f"ckpt_path: {path} is not a checkpoint. If it is the folder of a run: python -m mupscale resume {path}")
+        if Path(path).is_dir():
+            saved = torch.load(Path(path) / "meta.pt", map_location="cpu", weights_only=True)
+            self.config[f"{self.config.subcommand}.model.init_args.width"] = saved["hyper_parameters"]["width"]
 
     def before_instantiate_classes(self) -> None:
-        assert self.subcommand is not None
-        path = self.config[self.subcommand].get("ckpt_path")
-        if path in ("last", "best", "hpc") or (path and not Path(path).exists()):
-            raise SystemExit(
-                f"--ckpt_path {path}: there is no such checkpoint. Name a file, or go on with a run: python -m mupscale resume RUN"
-            )
+        if self.folder is None:
+            return
+        loggers = self._get(self.config, "trainer")["logger"]
+        for logger in loggers if isinstance(loggers, list) else [loggers]:
+            arguments = getattr(logger, "init_args", {})
+            if all(name in arguments for name in ("save_dir", "name", "version")):
+                # where it is now, from where we are now
+                arguments["save_dir"], arguments["name"], arguments["version"] = str(self.folder.parent), "", self.folder.name
+
+    def _instantiate_trainer(self, config: Any, callbacks: list[Callback]) -> Trainer:
+        given = config["callbacks"] or []
+        given = given if isinstance(given, list) else [given]
+        self.trainer_defaults["callbacks"] = default_callbacks(given, config)
+        if self.subcommand is not None:
+            self.given[f"{self.subcommand}.ckpt_path"] = None
+            self.given[f"{self.subcommand}.seed_everything"] = self._get(self.config, "seed_everything")
+            config["callbacks"] = [
+                *given,
+                SaveConfig(self._parser(self.subcommand), self.given[self.subcommand], **self.save_config_kwargs),
+            ]
+        return super()._instantiate_trainer(config, callbacks)
+
+    def predict(self, **arguments: Any) -> None:
+        predictions = self.trainer.predict(**arguments)
+        path = Path(self.trainer.log_dir or self.trainer.default_root_dir) / "predictions.pt"
+        if predictions and self.trainer.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(predictions, path)
+            print(f"predictions of {len(predictions)} batches: {path}")
 
 
 def main(command: str, arguments: list[str]) -> None:
-    run([command, *arguments])
+    parsed([command, *arguments])
 
 
-def run(arguments: list[str], *, overwrite: bool = False) -> CLI:
-    """Parses and runs a command; `overwrite` lets a resumed run write its config again."""
-    for package in (models, datamodules, callbacks):
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{package.__name__}.{module.name}")  # so that their classes go by short names
-    assert noise
+def parsed(arguments: list[str], *, run: bool = True, parser_kwargs: dict[str, Any] | None = None, folder: Path | None = None) -> CLI:
+    """Parses a command line and runs its command; without `run`, its model, data and trainer are made and that is all."""
+    import_classes()
+    quieten()
+    texts = {
+        command: {
+            "description": DESCRIPTION.format(what=what),
+            "usage": f"python -m mupscale {command} --config FILE [--config FILE …] [options]",
+        }
+        for command, what in WHAT.items()
+    }
     try:
         return CLI(
             WidthScalable,
@@ -60,18 +182,59 @@ def run(arguments: list[str], *, overwrite: bool = False) -> CLI:
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,  # constructor arguments as they are do for that
             seed_everything_default=0,
-            save_config_callback=ConfigAsText,
-            save_config_kwargs={"overwrite": overwrite},
-            trainer_defaults={"logger": LOGGER, "callbacks": default_callbacks(), "log_every_n_steps": 10},
-            parser_kwargs={"prog": "python -m mupscale"},
+            save_config_callback=None,
+            save_config_kwargs={"overwrite": folder is not None, "save_to_log_dir": False},
+            trainer_defaults={"logger": LOGGER, "log_every_n_steps": 10, "enable_model_summary": False},
+            parser_class=Parser,
+            parser_kwargs={"prog": "python -m mupscale", **(texts if run else {}), **(parser_kwargs or {})},
             args=arguments,
+            run=run,
+            folder=folder,
         )
-    except ValueError as error:
-        if "--debug" in sys.argv:
+    except (ValueError, OSError, MisconfigurationException, ArgumentError) as error:
+        # a mistake in the configuration is told in a line; what fails on a batch is not one, and keeps its traceback
+        if (
+            any(Path(frame.f_code.co_filename).name in LOOPS for frame, _ in walk_tb(error.__traceback__))
+            or "JSONARGPARSE_DEBUG" in os.environ
+        ):
             raise
         raise SystemExit(f"error: {error}") from error
 
 
-def default_callbacks() -> list[Any]:
-    return [LearningRateMonitor(logging_interval="step"), Curves(), Summary()]
+def import_classes() -> None:
+    """Imports what goes by short names in a configuration."""
+    for package in (models, datamodules, callbacks):
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def short_names(kind: type[Any]) -> set[str]:
+    """The classes of ours that a configuration can name, of a kind."""
+    deeper = (name for child in kind.__subclasses__() for name in short_names(child))
+    ours = (c for c in kind.__subclasses__() if c.__module__.startswith("mupscale."))
+    return {*deeper, *(c.__name__ for c in ours if not getattr(getattr(c, "build", None), "__isabstractmethod__", False))}
+
+
+def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:
+    """What every run has, unless it brings one of the kind along or has switched it off."""
+    answer: list[tuple[type, Callback]] = [(Curves, Curves()), (Summary, Summary()), (ExactResume, ExactResume())]
+    if trainer["logger"]:
+        answer.append((LearningRateMonitor, LearningRateMonitor(logging_interval="step")))
+    if trainer["enable_progress_bar"] is not False and not trainer["barebones"]:
+        answer.append((ProgressBar, WidthBar()))
+    return [default for kind, default in answer if not any(isinstance(callback, kind) for callback in given)]
+
+
+def quieten() -> None:
+    """Drops what Lightning says that is advertising, or about its own internals."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(no_tips)
+    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's calls
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    warnings.filterwarnings("ignore", r"Checkpoint directory .* exists and is not empty")
+
+
+def no_tips(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("💡")

@@ -1,0 +1,36 @@
+"""verify: whether a configured model can be widened exactly, or which layer cannot: float64 copies, trained side by side on its data."""
+
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from mupscale.commands.configured import configured, growths
+from mupscale.equivalence import verify
+from mupscale.optim import apply_mup
+
+STEPS = 50
+BATCHES = 8
+
+
+def main(command: str, arguments: list[str]) -> None:
+    module, data, trainer = configured(command, arguments, __doc__)
+    data.prepare_data()
+    data.setup("fit")
+    batches = list(islice(iter(data.train_dataloader()), BATCHES))
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        module.net = net
+        return module.loss(batch)
+
+    passed = True
+    for before, after in growths(module, trainer):
+        verdict = verify(
+            module.network(before), module.network(after, meta=True),
+            optimizer=lambda params: apply_mup(module.optimizer_callable(params)),
+            batches=batches, loss=loss, steps=STEPS, clip=trainer.gradient_clip_val,
+        )  # fmt: skip
+        print(f"width {before} → {after}: {verdict}", flush=True)
+        passed &= verdict.passed
+    if not passed:
+        raise SystemExit(1)
