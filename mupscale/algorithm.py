@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mupscale.noise import Constants, Noise, add_noise_, save_constants
 from mupscale.optim import check_transfer, continued_optimizer, keep_reference_units, off_the_rule, transfer_state
 from mupscale.sharding import gathered, whole
-from mupscale.widen import materialise_, refuse_held, release_, remember_widths, widen_, widen_buffers_
+from mupscale.widen import materialise_, materialise_recurrent_, refuse_held, release_, remember_widths, widen_, widen_buffers_
 from mupscale.widths import Blocks, Plan, Roles
 from mupscale.widths import plan as make_plan
 
@@ -80,8 +80,9 @@ def upscale(
             raise ValueError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
         noise.check(plan)
     _refuse_non_finite(narrow)
-    refuse_held(wide)
+    refuse_held(wide, wide_opts)
 
+    materialise_recurrent_(wide, narrow)
     constants: Constants = {}
     targets = dict(wide.named_parameters())
     for name, source in narrow.named_parameters():

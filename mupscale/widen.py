@@ -1,14 +1,16 @@
 """Weights and buffers (Step 1 of the paper's meta-algorithm): duplicated along width axes, weights divided by k_in."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mupscale.layout import duplicate, duplicate_, reference_factor
 from mupscale.modules import Side
-from mupscale.tables import Table, Width, merged_table, store_table
+from mupscale.tables import Table, Width, merged_table, restore_infshapes, store_table
 from mupscale.widths import Plan, TensorPlan
 
 
@@ -38,13 +40,26 @@ def materialise_(parameter: nn.Parameter, device: torch.device) -> None:
     torch.utils.swap_tensors(parameter, real)
 
 
-def refuse_held(model: nn.Module) -> None:
+def materialise_recurrent_(wide: nn.Module, narrow: nn.Module) -> None:
+    """Recurrent layers hold weak references to their parameters, which must be made anew; the layers see to that themselves."""
+    for name, module in wide.named_modules():
+        if isinstance(module, nn.RNNBase) and any(parameter.is_meta for parameter in module.parameters()):
+            module.to_empty(device=next(narrow.get_submodule(name).parameters()).device)
+    restore_infshapes(wide)
+
+
+def refuse_held(wide: nn.Module, optimizers: Sequence[Optimizer | None]) -> None:
     """ValueError where a meta parameter cannot be given memory, because a graph or a weak reference holds on to it."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta and (weakref.getweakrefcount(parameter) or cast(Any, parameter)._use_count() > 1):
+    anew = {id(p) for module in wide.modules() if isinstance(module, nn.RNNBase) for p in module.parameters()}
+    kept = {id(p) for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in wide.named_parameters():
+        if not parameter.is_meta or (id(parameter) in anew and id(parameter) not in kept):
+            continue
+        if weakref.getweakrefcount(parameter) or cast(Any, parameter)._use_count() > 1:
             raise ValueError(
                 f"parameter {name!r} {tuple(parameter.shape)} of the wide model is on the meta device, and something refers to it (an "
-                "output of the model, a weak reference), so it cannot be given memory. Drop that, or build the wide model anew"
+                "output of the model, a weak reference), so it cannot be given memory. Drop that, or call wide.to_empty(device=...) "
+                "before the optimizer is made"
             )
 
 

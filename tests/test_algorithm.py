@@ -569,3 +569,20 @@ def test_factors_are_applied_in_the_wider_dtype():
     mupscale.upscale(narrow, wide)
     source = narrow.layers[1].weight.detach().double().repeat_interleave(3, 0).repeat_interleave(3, 1) / 3
     torch.testing.assert_close(wide.layers[1].weight.detach().double(), source, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_on_the_meta_device(kind: type[nn.RNNBase]):
+    """They keep weak references to their parameters, and flat copies of the list, that must follow."""
+
+    def build(width: int) -> nn.Module:
+        return nn.ModuleDict({"rnn": kind(3, width, 2), "head": nn.Linear(width, 2)})
+
+    torch.manual_seed(0)
+    narrow = build(4)
+    with torch.device("meta"):
+        wide = build(8)
+    mupscale.upscale(narrow, wide)
+    x = torch.randn(5, 2, 3)
+    outputs = [model["head"](model["rnn"](x)[0]) for model in (narrow, wide)]
+    torch.testing.assert_close(outputs[1], outputs[0])

@@ -148,22 +148,22 @@ class Moments:
 
     def __init__(self, run: Path, temporary: Path) -> None:
         self.run, self.temporary = run, temporary
-        self.chance = random.Random(int(os.environ.get("SEED", 0)))
+        self.chance = random.Random(0)
         self.in_swap = {FIRST_SWAP: 3, SECOND_SWAP: 3}
 
     def wait(self, pid: int, kill: int, step: int) -> None:
         swap = next((at for at, left in self.in_swap.items() if left and step <= at <= step + 20), None)
         if swap is not None:
             self.in_swap[swap] -= 1
-            path = self.run / "checkpoints" / f"pre-upscale-{swap}.ckpt"
-            before = self.modified(path)
-            self.until(pid, lambda: self.modified(path) != before or self.saved() > swap)
+            # its checkpoint is there, or the run that goes on from it has begun to log
+            path, logged = self.run / "checkpoints" / f"pre-upscale-{swap}.ckpt", self.logged()
+            self.until(pid, lambda: path.exists() and (step < swap or self.logged() - logged != set()))
         elif kill % 5 == 4:
             self.until(pid, lambda: any(self.temporary.iterdir()) or self.saved() > step)
         else:
             goal = step + self.chance.randint(1, 2 * (STEPS - step) // (KILLS + 1 - kill))
             self.until(pid, lambda: self.saved() >= min(goal, STEPS - 10))
-        time.sleep(self.chance.choice([0.0, 0.002, 0.01, 0.03]))
+        time.sleep(self.chance.choice([0.0, 0.005, 0.02, 0.04]))
 
     def until(self, pid: int, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + 120
@@ -175,8 +175,8 @@ class Moments:
     def saved(self) -> int:
         return max((int(path.stem.rpartition("=")[2]) for path in self.run.glob("checkpoints/epoch=*.ckpt")), default=0)
 
-    def modified(self, path: Path) -> int:
-        return path.stat().st_mtime_ns if path.exists() else 0
+    def logged(self) -> set[Path]:
+        return set(self.run.glob("events.*"))
 
 
 def test_kill_many_times(server: Server, uninterrupted: Path, tmp_path: Path) -> None:

@@ -59,10 +59,14 @@ WHAT = {
 class SaveConfig(SaveConfigCallback):
     """Saves config.yaml in the run's folder, and its text in TensorBoard. A run that is resumed has both."""
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.folder = trainer.log_dir  # which all ranks must ask for, and only the first one saves
+        super().setup(trainer, pl_module, stage)
+
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit" or trainer.log_dir is None:
+        if stage != "fit" or self.folder is None:
             return
-        path = Path(trainer.log_dir) / self.config_filename
+        path = Path(self.folder) / self.config_filename
         if path.exists() and not self.overwrite:
             raise ValueError(f"trainer.logger: {path.parent} has a run already; go on with it: python -m mupscale resume {path.parent}")
         text = self.parser.dump(self.config, skip_none=False)

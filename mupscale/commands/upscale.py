@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mupscale.algorithm import UpscaleReport, upscale
 from mupscale.commands.fit import import_classes
-from mupscale.models.base import CHECKPOINT_KEY, WidthScalable, load_checkpoint, optimizer_names
+from mupscale.models.base import CHECKPOINT_KEY, WidthScalable, load_checkpoint, mixed_widths, optimizer_names
 from mupscale.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
 from mupscale.optim import SOURCE_GROUP, apply_mup, continued_groups
 from mupscale.schedule import rescale_schedule_state
@@ -79,6 +79,7 @@ def upscale_checkpoint(checkpoint: dict[str, Any], width: Any, noise: Noise | No
     checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in wide_opts]
     saved["optimizer_names"] = [optimizer_names(wide, optimizer, "net.") for optimizer in wide_opts]
     saved["optimizer_classes"] = saved["optimizer_classes"][: len(wide_opts)]
+    saved["mixed_widths"] = mixed_widths(wide)
     for state, after in zip(checkpoint.get("lr_schedulers", []), wide_opts, strict=False):
         rescale_schedule_state(state, after.param_groups)
     return report
@@ -97,9 +98,9 @@ def module_of(checkpoint: dict[str, Any]) -> WidthScalable:
 def _networks(module: WidthScalable, width: Any, weights: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
     own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
     dtype = next(value.dtype for value in own.values() if value.is_floating_point())
-    narrow, wide = (module.network(w, meta=True).to(dtype) for w in (module.width, width))
-    narrow.to_empty(device="cpu").load_state_dict(own)
-    return narrow, wide
+    narrow = module.network(module.width).to(dtype)  # built for real: buffers that no checkpoint holds are needed too
+    narrow.load_state_dict(own)
+    return narrow, module.network(width, meta=True).to(dtype)
 
 
 def _store(weights: dict[str, Tensor], net: nn.Module) -> None:
