@@ -246,6 +246,6 @@ def test_10_no_online_account_is_needed():
     """They cannot be installed, and log to an online service."""
     requirements = importlib.metadata.requires("mupscale") or []
     always = {re.match(r"[A-Za-z0-9_.-]+", line).group().lower() for line in requirements if "extra ==" not in line}
-    assert always == {"torch", "torchvision", "lightning", "mup", "torchmetrics", "tensorboard"}
+    assert always == {"jsonargparse", "lightning", "mup", "tensorboard", "torch", "torchmetrics", "torchvision"}
     online = re.compile(r"wandb|mlflow|comet|neptune|clearml|swanlab|huggingface", re.IGNORECASE)
     assert not [line for line in requirements if online.search(line)]
