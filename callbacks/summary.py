@@ -26,7 +26,9 @@ class WidthBar(TQDMProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         shown = super().get_metrics(trainer, pl_module)
         shown.pop("v_num", None)
-        return {"width": pl_module.width, **shown} if isinstance(pl_module, WidthScalable) else shown
+        if isinstance(pl_module, WidthScalable) and pl_module.train_loss is not None:
+            return {"width": pl_module.width, "loss": float(pl_module.train_loss), **shown}
+        return shown
 
 
 class Summary(Callback):

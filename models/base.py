@@ -94,8 +94,8 @@ class WidthScalable(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        self.train_loss = loss.detach()  # for the Curves callback, which writes it before the step's checkpoint
-        self.log("loss", self.train_loss, prog_bar=True, logger=False)
+        # for the curves, which write it before the step's checkpoint, and the progress bar: `self.log` would cost every step
+        self.train_loss = loss.detach()
         return loss
 
     # --- the network
