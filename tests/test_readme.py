@@ -67,3 +67,26 @@ def test_the_readme_names_what_there_is():
         assert hasattr(mupscale, name), name
     for path in re.findall(r"(?:configs|docs|benchmarks|models)/[\w./]+\.(?:yaml|py|md)", README):
         assert (ROOT / path).exists(), path
+
+
+def quickstart(command: str) -> None:
+    from mupscale.__main__ import main
+
+    main([command, "--config", str(ROOT / "configs/quickstart.yaml")])
+
+
+def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]):
+    quickstart("plan")
+    told = capsys.readouterr().out
+    assert told.startswith("width 64 → 256")
+    assert re.search(r"layers.1.weight +matrix +64×64 → 256×256 +4 +4 +dup / 4", told)
+
+
+def test_the_quickstart_is_exact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    quickstart("verify")
+    assert "width 64 → 256: exact" in capsys.readouterr().out
+    monkeypatch.setattr("mupscale.rules.lr_factor", lambda *_: 1.0)  # a broken rule: the verdict is no, and so is the exit code
+    with pytest.raises(SystemExit) as caught:
+        quickstart("verify")
+    assert caught.value.code == 1
+    assert "NOT exact" in capsys.readouterr().out
