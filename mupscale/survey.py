@@ -46,12 +46,13 @@ class Survey:
     def __init__(self, narrow: nn.Module, wide: nn.Module, width_axes: Mapping[str, Sequence[bool]] | None = None) -> None:
         self.modules = _pair_modules(narrow, wide)
         self.uses = _pair_parameters(self.modules, narrow, wide)
+        self._first_names = {alias: use.name for use in self.uses for alias in use.names}
         self.buffers = _pair_buffers(narrow, wide)
         self.width_axes = {**_known_width_axes(narrow), **_known_width_axes(wide), **(width_axes or {})}
 
     def parameter_names(self) -> dict[str, str]:
         """Every name a parameter goes by, and the first of them."""
-        return {alias: use.name for use in self.uses for alias in use.names}
+        return self._first_names
 
     def width_of(self, use: Use) -> list[int]:
         """The width axes of a parameter: those that grow, and those the muP table knows."""

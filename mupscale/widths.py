@@ -162,7 +162,7 @@ def _sides_found(survey: Survey, use: Use, carried: Iterable[float], averaging: 
     found: dict[tuple[float, float], tuple[Role, tuple[Side, ...]]] = {}
     uses = []
     for module_name, before, after, attribute in use.owners:
-        sides = _sides_of_module(use, width, module_name, before, after, attribute)
+        sides = _sides_of_module(use, width, before, after, attribute)
         named: Role = role_name(sides)
         if modules.is_readout(before) and attribute == "weight" and (averaging or _averages(use, module_name, before, after)):
             sides = tuple("out" if axis in width else None for axis in range(len(sides)))
@@ -218,9 +218,7 @@ def _sides_of_role(survey: Survey, use: Use, role: Role) -> tuple[Side, ...]:
     return tuple(wanted.get(axis) for axis in range(len(use.narrow_shape)))
 
 
-def _sides_of_module(
-    use: Use, width: Sequence[int], module_name: str, before: nn.Module, after: nn.Module, attribute: str
-) -> tuple[Side, ...]:
+def _sides_of_module(use: Use, width: Sequence[int], before: nn.Module, after: nn.Module, attribute: str) -> tuple[Side, ...]:
     known = modules.axis_sides(before, attribute, use.narrow)
     if known is None:
         if len(width) > 1:
