@@ -1,0 +1,158 @@
+"""Draws docs/theory.svg: networks of finite width, trained and upscaled by the library, approach the limits of mupscale/limits.py.
+
+python docs/theory_figure.py
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import mupscale
+from mupscale.limits import Limit, Run, four_layer_limit, three_layer_limit
+from mupscale.noise import Noise
+
+K = 2
+NOISE = 1.0
+SEEDS = {32: 48, 64: 48, 128: 48, 256: 48, 512: 48, 1024: 12}
+"""How many networks of each width the errors are averaged over; the upscaled ones are K times as wide."""
+
+
+class Example(NamedTuple):
+    layers: str
+    """The weights by the paper's letters, input first."""
+    run: Run
+    limit: Limit
+    undisturbed: Limit
+    """The limit of going on without an upscale."""
+
+
+def examples() -> dict[str, Example]:
+    """Both examples under the logistic loss of a positive sample, log(1 + e^-y)."""
+
+    def slope(y: float) -> float:
+        return -1 / (1 + math.exp(y))
+
+    # the noise multiplies the rate of three layers by (1 + 1)(1 + 1): divided by that, their limit goes on as if nothing had happened
+    three = Run(slope, lr=0.4, steps=6, lr_up=0.1, steps_up=8)
+    four = Run(slope, lr=0.1, steps=6, lr_up=0.05, steps_up=8)
+    return {
+        "three layers": Example(
+            "CBA", three, three_layer_limit(three, noise_A=NOISE, noise_C=NOISE), three_layer_limit(replace(three, lr_up=three.lr))
+        ),
+        "four layers": Example(
+            "DCBA",
+            four,
+            four_layer_limit(four, K, noise_A=NOISE, noise_B=NOISE, noise_C=NOISE, noise_D=NOISE),
+            four_layer_limit(replace(four, lr_up=four.lr), k=1),
+        ),
+    }
+
+
+def network(layers: str, width: int) -> nn.Module:
+    """The linear MLP with these weights under muP at base width 1, drawn with σ = 1; its first and last layer are frozen."""
+    first, *hidden, last = layers
+
+    def build(n: int) -> nn.Module:
+        between = [(name, nn.Linear(n, n, bias=False)) for name in hidden]
+        return nn.Sequential(OrderedDict([(first, nn.Linear(1, n, bias=False)), *between, (last, mupscale.Readout(n, 1, bias=False))]))
+
+    with torch.device("meta"):
+        base, delta = build(1), build(2)
+    net = build(width)
+    for name, weight in net.named_parameters():
+        nn.init.normal_(weight).requires_grad_(name[0] in hidden)
+    return mupscale.set_base_shapes(net, base, delta, init="constant")
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, run: Run, steps: int) -> list[float]:
+    """Gradient descent on the one sample; the output before each step and after the last."""
+    outputs = []
+    for step in range(steps + 1):
+        y = net(torch.tensor([run.x]))
+        outputs.append(y.item())
+        if step < steps:
+            optimizer.zero_grad()
+            y.backward(torch.tensor([run.slope(y.item())]))
+            optimizer.step()
+    return outputs
+
+
+def finite_width(layers: str, run: Run, width: int, k: int, noise: Noise, seed: int) -> Limit:
+    """What the limits are limits of: a network of this width is trained, upscaled by the factor k, and trained on."""
+    torch.manual_seed(seed)
+    narrow = network(layers, width)
+    narrow_opt = mupscale.MuSGD(narrow, lr=run.lr)
+    before = train(narrow, narrow_opt, run, run.steps)
+    with torch.device("meta"):
+        wide = network(layers, k * width)
+    wide_opt = mupscale.MuSGD(wide, lr=run.lr_up)
+    mupscale.upscale(narrow, wide, narrow_opt, wide_opt, noise=noise, seed=seed)
+    return Limit(before, train(wide, wide_opt, run, run.steps_up))
+
+
+def curves(example: Example, width: int, seeds: Iterable[int]) -> list[Limit]:
+    return [finite_width(example.layers, example.run, width, K, mupscale.AdditiveNoise(NOISE), seed) for seed in seeds]
+
+
+def errors(example: Example) -> tuple[Tensor, Tensor]:
+    """Root mean square distance from the limit, over steps and seeds, before and after the upscale, at each of the widths."""
+    distances = []
+    for width, seeds in SEEDS.items():
+        runs = curves(example, width, range(seeds))
+        distances.append([_rms(torch.tensor([run[phase] for run in runs]) - torch.tensor(example.limit[phase])) for phase in (0, 1)])
+    before, after = torch.tensor(distances, dtype=torch.float64).T
+    return before, after
+
+
+def _rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def log_log_slope(values: Tensor) -> float:
+    """The power of the width with which `values`, one for each of the widths, fall."""
+    x = torch.tensor(list(SEEDS), dtype=torch.float64).log()
+    x -= x.mean()
+    return (x @ values.log() / (x @ x)).item()
+
+
+def figure(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "theory"  # the same file every time
+    from matplotlib import pyplot as plt
+
+    fig, axes = plt.subplots(1, 3, figsize=(12.5, 3.7), layout="constrained")
+    for ax, (name, example) in zip(axes, examples().items(), strict=False):
+        before, after = range(example.run.steps + 1), range(example.run.steps, example.run.steps + example.run.steps_up + 1)
+        for width, colour in ((32, "#f2b380"), (512, "#2f6f9f")):
+            for seed, run in enumerate(curves(example, width, range(8))):
+                ax.plot(before, run.before, color=colour, lw=0.9, label=f"width {width}, then {K * width}" if seed == 0 else None)
+                ax.plot(after, run.after, color=colour, lw=0.9)
+        ax.plot(before, example.limit.before, "k--", lw=1.8, label="infinite width")
+        ax.plot(after, example.limit.after, "k--", lw=1.8)
+        ax.plot(after, example.undisturbed.after, color="#d62728", ls=":", lw=2, label="infinite width, no upscale")
+        ax.axvline(example.run.steps, color="grey", lw=0.8, ls=":")
+        ax.annotate("upscale, noise 1", (example.run.steps, 0.02), (4, 2), xycoords=("data", "axes fraction"), textcoords="offset points")
+        ax.set(title=name, xlabel="gradient step", ylabel="output", ylim=(-1.0, 1.5 * example.limit.after[-1]))
+        ax.legend(loc="upper left", frameon=False, fontsize=8)
+    widths = torch.tensor(list(SEEDS))
+    for (name, example), colour in zip(examples().items(), ("#7a4b94", "#2f8f5b"), strict=True):
+        for values, when, style in zip(errors(example), ("before", "after"), ("o--", "s-"), strict=True):
+            label = f"{name}, {when} (slope {log_log_slope(values):.2f})".replace("-", "−")
+            axes[2].loglog(widths, values, style, color=colour, lw=1, ms=4, label=label)
+    axes[2].loglog(widths, 4 * widths**-0.5, "k:", lw=1, label="∝ width$^{-1/2}$")
+    axes[2].set(title="distance from the limit", xlabel="width of the narrow network", ylabel="root mean square error")
+    axes[2].set_ylim(bottom=0.006)
+    axes[2].legend(loc="lower left", frameon=False, fontsize=8)
+    fig.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    figure(Path(__file__).with_name("theory.svg"))
