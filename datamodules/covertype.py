@@ -1,7 +1,7 @@
 """Forest Covertype: 54 cartographic features, seven kinds of forest. See README.md beside this file for source and licence."""
 
-import zipfile
-import zlib
+import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +9,17 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from mupscale.datamodules.resident import ResidentLoader
+from mupscale.datamodules.files import bytes_shown, check_digest, reaching, read_npz, temporary_folder
+from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, training_device
 
 CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
 FEATURES, CLASSES = 54, 7
 SAMPLE = Path(__file__).with_name("covertype_sample.npz")
+
+# scikit-learn's copy of UCI's file, with its checksum
+ARCHIVE = "covtype.data.gz"
+URL = "https://ndownloader.figshare.com/files/5976039"
+SHA256 = "614360d0257557dd1792834a85a1cdebfadc3c4f30b011d56afee7ffb5b15771"
 
 
 class Covertype(LightningDataModule):
@@ -24,8 +30,9 @@ class Covertype(LightningDataModule):
     ragged last batch. The order resumes exactly, from the state that the training loader leaves in Lightning's checkpoints.
 
     Args:
-        data_dir: Folder with the full set as covertype.npz (X: int16 [581012, 54], y: 1..7). Left out: the embedded sample of
-            7,500 real rows.
+        data_dir: Folder with the full set as covertype.npz (X: int16 [581012, 54], y: 1..7). Without that file, the first start
+            makes it from a covtype.data.gz lying there, as UCI publishes it, or fetches that (11 MB). Left out: the embedded
+            sample of 7,500 real rows.
         batch_size: Rows per optimizer step over all devices together; each of N devices takes one N-th.
         seed: Decides the split and the order of the batches.
     """
@@ -41,19 +48,11 @@ class Covertype(LightningDataModule):
         self._train: tuple[Tensor, Tensor] | None = None
         self._held_out: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def samples(self) -> int:
-        """The number of training rows; needs the file, not `setup`."""
-        if self._train is not None:
-            return len(self._train[1])
-        rows = len(_read(self._file())[1])
-        return rows - _held_out_rows(rows)
-
     def prepare_data(self) -> None:
         self._file()
 
     def setup(self, stage: str | None = None) -> None:
-        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        device = training_device(self.trainer)
         if self._train is not None and self._train[0].device == device:
             return
         features, labels = _read(self._file())
@@ -69,9 +68,7 @@ class Covertype(LightningDataModule):
 
     def train_dataloader(self) -> ResidentLoader:
         assert self._train is not None
-        # Lightning cannot switch the shuffling of a loader of ours off, which overfitting needs
-        overfit = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
-        return self._loader(self._train, shuffle=not overfit, drop_last=True)
+        return self._loader(self._train, shuffle=shuffles(self.trainer), drop_last=True)
 
     def val_dataloader(self) -> ResidentLoader:
         assert self._held_out is not None
@@ -85,30 +82,36 @@ class Covertype(LightningDataModule):
         return self._loader(self._held_out[:1])
 
     def _loader(self, tensors: tuple[Tensor, ...], *, shuffle: bool = False, drop_last: bool = False) -> ResidentLoader:
-        # not global_rank: under tensor parallelism several ranks share their data
-        shares = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {"rank": 0, "num_replicas": 1}
-        return ResidentLoader(
-            tensors,
-            self.batch_size,
-            shuffle=shuffle,
-            seed=self.seed,
-            drop_last=drop_last,
-            rank=shares["rank"],
-            world_size=shares["num_replicas"],
-        )
+        return ResidentLoader(tensors, self.batch_size, shuffle=shuffle, seed=self.seed, drop_last=drop_last, **ranks(self.trainer))
 
     def _file(self) -> Path:
-        """The file to read, or one error that says what to put where."""
+        """The file to read; if it is missing, it is made, or one error says what to put where."""
         if self.data_dir is None:
             return SAMPLE
         file = Path(self.data_dir).expanduser() / "covertype.npz"
         if not file.is_file():
-            raise FileNotFoundError(
-                f"data_dir: there is no {file}. Put the Covertype set (https://doi.org/10.24432/C50K5N) there by"
-                " numpy.savez_compressed(file, X=int16 [581012, 54] with the columns in UCI's order, y=uint8 labels 1..7),"
-                " or leave data_dir out to use the embedded sample of 7,500 rows"
-            )
+            make_npz(file)
         return file
+
+
+def make_npz(file: Path) -> None:
+    """Writes the full set to `file`, from UCI's archive beside it or, if there is none, from the network."""
+    archive = file.with_name(ARCHIVE)
+    with temporary_folder(file.parent) as temporary:
+        if archive.is_file():
+            check_digest(archive, "sha256", SHA256)
+        else:
+            sample = ", or leave data_dir out to use the embedded sample of 7,500 rows"
+            with reaching(URL, by_hand=archive, otherwise=sample):
+                from sklearn.datasets import fetch_file
+
+                with bytes_shown(temporary, ARCHIVE), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that it tries again
+                    archive = fetch_file(URL, folder=temporary, local_filename=ARCHIVE, sha256=SHA256, n_retries=1)
+        table = np.loadtxt(archive, dtype=np.int16, delimiter=",")
+        finished = temporary / file.name
+        np.savez_compressed(finished, X=table[:, :FEATURES], y=table[:, FEATURES].astype(np.uint8))
+        os.replace(finished, file)
 
 
 def stratified(labels: Tensor, rows: int, seed: int) -> Tensor:
@@ -124,16 +127,12 @@ def stratified(labels: Tensor, rows: int, seed: int) -> Tensor:
 
 
 def _held_out_rows(rows: int) -> int:
-    return round(rows / 5)
+    return -(-rows // 5)  # rounded up: of the full set 464,809 rows are left to train on, as in the paper
 
 
 def _read(file: Path) -> tuple[Tensor, Tensor]:
     """Features as stored, int16 [rows, 54], and labels 0..6."""
-    try:
-        with file.open("rb") as stream, np.load(stream) as arrays:
-            features, labels = arrays["X"], arrays["y"]
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"data_dir: {file} is not a whole npz file with arrays X and y ({error})") from error
+    features, labels = read_npz(file, ("X", "y"))
     if features.ndim != 2 or features.shape[1] != FEATURES or labels.shape != features.shape[:1]:
         raise ValueError(f"data_dir: {file} has X {features.shape} and y {labels.shape}, wanted [rows, {FEATURES}] and [rows]")
     if not len(labels) or labels.min() < 1 or labels.max() > CLASSES:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 
@@ -23,6 +24,8 @@ class ResidentLoader:
     more often than it draws. All iterators of one loader share its position. `state_dict` holds epoch and position, with what
     the order depends on; `load_state_dict` refuses a state of other data or another order, and the next `iter` goes on with the very
     next batch, on any number of ranks.
+
+    A subclass that makes its batches otherwise overrides `_batch`, and `_chances` if chance has a part in them.
     """
 
     batch_sampler = None  # Lightning reads it from whatever has a `sampler`
@@ -58,7 +61,7 @@ class ResidentLoader:
         self._batches = (rows + bool(ragged) * (batch_size - ragged)) // batch_size
         self._epoch = self._position = 0
         self._drawn_from = False
-        self._order: tuple[int, Tensor] | None = None  # the epoch it belongs to, and its rows
+        self._plan: tuple[int, tuple[Tensor, ...]] | None = None  # the epoch it belongs to; its rows in order, and their chances
 
     def __len__(self) -> int:
         return self._batches
@@ -97,31 +100,55 @@ class ResidentLoader:
     def _draw(self) -> Iterator[Any]:
         # the state is read at every step, not kept in this frame: Lightning sets the epoch after it has called iter
         while self._position < len(self):
-            rows = self._rows_of(self._position)
+            share = self._share_of(self._position)
             # before the batch leaves: a checkpoint written while it is trained on must count it as seen
             self._position += 1
             self._drawn_from = True
-            parts = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
+            parts = self._batch(*(entries[share] for entries in self._epoch_plan()))
             yield parts if len(parts) > 1 else parts[0]
 
-    def _rows_of(self, position: int) -> Tensor:
-        """The rows of this rank's share of the global batch at `position`."""
+    def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
+        """The parts of the batch of these rows."""
+        return tuple(tensor.index_select(0, rows) for tensor in self.tensors)
+
+    def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """What an epoch leaves to chance beside the order: tensors with one entry for each place in it."""
+        return ()
+
+    def _share_of(self, position: int) -> slice:
+        """The places in the epoch's order of this rank's share of the global batch at `position`."""
         batch_size = self._order_depends_on["batch_size"]
         start = position * batch_size
         size = min(batch_size, self._order_depends_on["rows"] - start)
         first, last = (size * rank // self.world_size for rank in (self.rank, self.rank + 1))
-        return self._epoch_order()[start + first : start + last]
+        return slice(start + first, start + last)
 
-    def _epoch_order(self) -> Tensor:
-        if self._order is None or self._order[0] != self._epoch:
+    def _epoch_plan(self) -> tuple[Tensor, ...]:
+        if self._plan is None or self._plan[0] != self._epoch:
             rows, seed = self._order_depends_on["rows"], self._order_depends_on["seed"]
-            if self._order_depends_on["shuffle"]:
-                # drawn on the CPU, so that the order is the same on every type of device
-                order = torch.randperm(rows, generator=torch.Generator().manual_seed(_mixed(seed, self._epoch)))
-            else:
-                order = torch.arange(rows)
-            self._order = self._epoch, order.to(self.tensors[0].device)
-        return self._order[1]
+            # drawn on the CPU, so that an epoch is the same on every type of device
+            generator = torch.Generator().manual_seed(_mixed(seed, self._epoch))
+            order = torch.randperm(rows, generator=generator) if self._order_depends_on["shuffle"] else torch.arange(rows)
+            plan = order, *self._chances(rows, generator)
+            self._plan = self._epoch, tuple(entries.to(self.tensors[0].device) for entries in plan)
+        return self._plan[1]
+
+
+def training_device(trainer: Trainer | None) -> torch.device:
+    """Where the trainer computes; without a trainer, the CPU."""
+    return trainer.strategy.root_device if trainer is not None else torch.device("cpu")
+
+
+def ranks(trainer: Trainer | None) -> dict[str, int]:
+    """The `rank` and `world_size` of a loader in this process."""
+    # not global_rank: under tensor parallelism several ranks share their data
+    shares = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {"rank": 0, "num_replicas": 1}
+    return {"rank": shares["rank"], "world_size": shares["num_replicas"]}
+
+
+def shuffles(trainer: Trainer | None) -> bool:
+    """Whether training batches come in random order: not when overfitting, for which Lightning cannot switch a loader of ours."""
+    return trainer is None or not trainer.overfit_batches  # type: ignore[attr-defined]
 
 
 def _mixed(seed: int, epoch: int) -> int:

@@ -160,7 +160,7 @@ def test_saved_configuration_is_what_was_given(tmp_path: Path) -> None:
         (["--model.width=48"], ["UpscaleCallback.width", "256", "48"]),
         (["--model.lr_scheduler=CosineAnnealingLR", "--model.lr_scheduler.T_max=9", "--model.lr_scheduler.eta_min=1e-4"],
          ["model.lr_scheduler", "eta_min"]),
-        (["--data.data_dir=/nowhere"], ["data_dir", "/nowhere"]),
+        (["--data.data_dir=/dev/null/nowhere"], ["data_dir", "/dev/null/nowhere"]),
         (["--ckpt_path=last"], ["ckpt_path", "last", "mupscale resume"]),
         (["--ckpt_path=/nowhere/x.ckpt"], ["ckpt_path", "/nowhere/x.ckpt", "mupscale resume"]),
         (["--ckpt_path=."], ["ckpt_path", "mupscale resume ."]),

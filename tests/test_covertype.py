@@ -1,19 +1,23 @@
 """Covertype: a genuine sample, a stratified split, standardised on its training part, resident on the trainer's device."""
 
+import gzip
 import hashlib
 import math
+import warnings
+from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from mupscale.datamodules import covertype
 from mupscale.datamodules.covertype import SAMPLE, Covertype, stratified
 from mupscale.datamodules.resident import ResidentLoader
+from stand_ins import names, quiet_trainer, serving, trainer_stub
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -109,13 +113,21 @@ def test_split_is_disjoint_whole_and_stratified(tmp_path: Path, sample):
     data.setup()
     parts = [rows(loader) for loader in (data.train_dataloader(), data.val_dataloader())]
     train, held_out = ((x[:, 10] * 100 + x[:, 11]).long() for x, _ in parts)
-    assert (len(train), len(held_out), data.samples) == (6000, 1500, 6000)
+    assert (len(train), len(held_out)) == (6000, 1500)
     assert torch.cat([train, held_out]).sort().values.tolist() == list(range(7500))
     for numbers, (_, labels) in zip((train, held_out), parts, strict=True):
         assert torch.equal(labels, torch.from_numpy(sample[1].astype(np.int64))[numbers] - 1)
     counts = np.bincount(sample[1])[1:]
     for count, share in zip(counts, torch.bincount(parts[1][1]).tolist(), strict=True):
         assert abs(share - count / 5) < 1
+
+
+def test_a_fifth_is_rounded_up(tmp_path: Path, sample):
+    """Of the full set's 581,012 rows that leaves the 464,809 that the paper trains on."""
+    data = Covertype(write(tmp_path, sample[0][:7492], sample[1][:7492]), batch_size=1)
+    data.setup()
+    assert (len(data.train_dataloader()), len(data.val_dataloader())) == (5993, 1499)
+    assert 581012 - covertype._held_out_rows(581012) == 464809
 
 
 def test_split_follows_the_seed():
@@ -144,7 +156,7 @@ def test_types_and_sizes(data: Covertype):
     assert (x.dtype, x.shape) == (torch.float32, (2000, data.num_features))
     assert (y.dtype, y.shape) == (torch.int64, (2000,))
     assert rows(data.train_dataloader())[1].unique().tolist() == list(range(data.num_classes))
-    assert (data.num_features, data.num_classes, data.samples, Covertype().samples) == (54, 7, 6000, 6000)
+    assert (data.num_features, data.num_classes) == (54, 7)
 
 
 def test_continuous_columns_are_standardised_on_the_training_part(data: Covertype, sample):
@@ -179,11 +191,6 @@ def test_evaluation_sees_every_held_out_row_once(data: Covertype):
 
 
 # ---- the trainer's device and ranks
-
-
-def trainer_stub(device: str = "cpu", **options) -> SimpleNamespace:
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    return SimpleNamespace(**{"strategy": strategy, "distributed_sampler_kwargs": None, "overfit_batches": 0, **options})
 
 
 def test_tensors_move_to_the_device_of_the_trainer_at_hand():
@@ -248,19 +255,14 @@ class Softmax(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.02)
 
 
-def trainer(**options) -> Trainer:
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    return Trainer(accelerator="cpu", devices=1, **off, enable_checkpointing="callbacks" in options, **options)
-
-
 def test_a_model_learns_resumes_exactly_tests_and_predicts(tmp_path: Path):
     whole, half, resumed = Softmax(), Softmax(), Softmax()
-    trainer(max_steps=60).fit(whole, datamodule=Covertype(batch_size=500))
+    quiet_trainer(max_steps=60).fit(whole, datamodule=Covertype(batch_size=500))
     # twelve batches an epoch: step 31 lies in the middle of the third
     saver = ModelCheckpoint(tmp_path / "run", "{step}", every_n_train_steps=31)
-    trainer(max_steps=31, callbacks=[saver]).fit(half, datamodule=Covertype(batch_size=500))
+    quiet_trainer(max_steps=31, callbacks=[saver]).fit(half, datamodule=Covertype(batch_size=500))
     checkpoint = (tmp_path / "run").rename(tmp_path / "saved") / "step=31.ckpt"  # Lightning warns of a folder that is not empty
-    second = trainer(max_steps=60, callbacks=[ModelCheckpoint(tmp_path / "run", "{step}", every_n_train_steps=31)])
+    second = quiet_trainer(max_steps=60, callbacks=[ModelCheckpoint(tmp_path / "run", "{step}", every_n_train_steps=31)])
     second.fit(resumed, datamodule=Covertype(batch_size=500), ckpt_path=checkpoint, weights_only=True)
     assert half.losses + resumed.losses == whole.losses
     assert torch.equal(resumed.net.weight, whole.net.weight)
@@ -273,19 +275,14 @@ def test_a_model_learns_resumes_exactly_tests_and_predicts(tmp_path: Path):
 
 
 def test_a_checkpoint_of_another_batch_size_is_refused(tmp_path: Path):
-    first, other = trainer(max_steps=3), Covertype(batch_size=600)
+    first, other = quiet_trainer(max_steps=3), Covertype(batch_size=600)
     first.fit(Softmax(), datamodule=Covertype(batch_size=500))
     first.save_checkpoint(tmp_path / "three.ckpt")
     with pytest.raises(ValueError, match="batch_size=500, this run's loader batch_size=600"):
-        trainer(max_steps=6).fit(Softmax(), datamodule=other, ckpt_path=tmp_path / "three.ckpt", weights_only=True)
+        quiet_trainer(max_steps=6).fit(Softmax(), datamodule=other, ckpt_path=tmp_path / "three.ckpt", weights_only=True)
 
 
 # ---- files of the user's
-
-
-def test_a_missing_file_says_what_to_put_where(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"data_dir: there is no .*covertype\.npz\. Put .* labels 1\.\.7.* leave data_dir out"):
-        Covertype(str(tmp_path)).prepare_data()
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path):
@@ -305,7 +302,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, place: int):
 
 def test_a_file_of_other_arrays_is_refused(tmp_path: Path):
     np.savez(tmp_path / "covertype.npz", data=np.zeros(3))
-    with pytest.raises(ValueError, match="arrays X and y"):
+    with pytest.raises(ValueError, match="arrays X, y"):
         Covertype(str(tmp_path)).setup()
 
 
@@ -328,3 +325,105 @@ def test_a_batch_larger_than_the_training_part_is_refused():
     data.setup()
     with pytest.raises(ValueError, match="batch_size=6001 leaves no batch of 6000 rows"):
         data.train_dataloader()
+
+
+# ---- what UCI publishes
+
+
+@pytest.fixture
+def archive(sample, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """The first hundred rows of the sample in the published format; their checksum is the published one for the time being."""
+    table = np.column_stack([sample[0][:100], sample[1][:100]])
+    content = gzip.compress("".join(",".join(map(str, row)) + "\n" for row in table.tolist()).encode())
+    monkeypatch.setattr(covertype, "SHA256", hashlib.sha256(content).hexdigest())
+    return content
+
+
+def check_made(folder: Path, sample) -> None:
+    with np.load(folder / "covertype.npz") as arrays:
+        assert (arrays["X"].dtype, arrays["y"].dtype) == (np.int16, np.uint8)
+        assert np.array_equal(arrays["X"], sample[0][:100])
+        assert np.array_equal(arrays["y"], sample[1][:100])
+
+
+def test_the_published_file_put_there_by_hand_is_taken(tmp_path: Path, archive: bytes, sample):
+    (tmp_path / "covtype.data.gz").write_bytes(archive)
+    data = Covertype(str(tmp_path), batch_size=80)
+    data.prepare_data()
+    assert names(tmp_path) == ["covertype.npz", "covtype.data.gz"]
+    check_made(tmp_path, sample)
+    (tmp_path / "covtype.data.gz").unlink()
+    data.setup()
+    assert len(rows(data.train_dataloader())[1]) == 80
+
+
+def test_the_published_file_is_fetched_once(
+    tmp_path: Path, archive: bytes, sample, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with serving(archive) as url:
+        monkeypatch.setattr(covertype, "URL", url)
+        Covertype(str(tmp_path / "new")).prepare_data()
+    assert f"covtype.data.gz: {len(archive) / 1000:.2f}kB" in capsys.readouterr().err
+    assert names(tmp_path / "new") == ["covertype.npz"]
+    check_made(tmp_path / "new", sample)
+    Covertype(str(tmp_path / "new")).prepare_data()  # the server is gone
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>please log in</html>"])
+def test_a_download_of_another_checksum_is_refused(tmp_path: Path, archive: bytes, content: bytes, monkeypatch: pytest.MonkeyPatch):
+    with serving(content) as url:
+        monkeypatch.setattr(covertype, "URL", url)
+        with pytest.raises(FileNotFoundError, match=r"SHA256 checksum of covtype\.data\.gz .* differs"):
+            Covertype(str(tmp_path / "new")).prepare_data()
+    assert names(tmp_path) == []
+
+
+def test_a_download_that_breaks_off_is_refused(tmp_path: Path, archive: bytes, monkeypatch: pytest.MonkeyPatch):
+    with serving(archive[:500], promised=len(archive)) as url:
+        monkeypatch.setattr(covertype, "URL", url)
+        with pytest.raises(FileNotFoundError, match=rf"got only 500 out of {len(archive)} bytes"):
+            Covertype(str(tmp_path)).prepare_data()
+    assert names(tmp_path) == []
+
+
+def test_without_a_network_one_error_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with serving(b"") as url:
+        monkeypatch.setattr(covertype, "URL", url)
+    told = rf"data_dir: .*new lacks .* fetching {url} failed .*refused.*covtype\.data\.gz, or leave data_dir out"
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(FileNotFoundError, match=told):
+        Covertype(str(tmp_path / "new")).prepare_data()
+    assert not warned
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, archive: bytes, monkeypatch: pytest.MonkeyPatch):
+    def half(file: Path, **arrays: np.ndarray) -> None:
+        file.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    (tmp_path / "covtype.data.gz").write_bytes(archive)
+    monkeypatch.setattr(np, "savez_compressed", half)
+    with pytest.raises(OSError, match="No space left"):
+        Covertype(str(tmp_path)).prepare_data()
+    assert names(tmp_path) == ["covtype.data.gz"]
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: content + b"x", lambda content: b""])
+def test_another_file_put_there_by_hand_is_refused(tmp_path: Path, archive: bytes, damage):
+    (tmp_path / "covtype.data.gz").write_bytes(damage(archive))
+    with pytest.raises(ValueError, match=r"covtype\.data\.gz is cut short, damaged or another file: its sha256 is"):
+        Covertype(str(tmp_path)).prepare_data()
+    assert names(tmp_path) == ["covtype.data.gz"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_processes_that_start_together_read_one_whole_file(tmp_path: Path, archive: bytes, sample):
+    (tmp_path / "covtype.data.gz").write_bytes(archive)
+    processes = [get_context("fork").Process(target=Covertype(str(tmp_path)).setup) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert names(tmp_path) == ["covertype.npz", "covtype.data.gz"]
+    check_made(tmp_path, sample)

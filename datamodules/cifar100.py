@@ -1,0 +1,207 @@
+"""CIFAR-100: 60,000 images of 32 × 32 pixels in 100 classes, cropped, mirrored and normalised on the training device.
+
+Shapes: N images, B of them in a batch, 3 channels; stored N × height × width × 3, delivered B × 3 × height × width in channels-last.
+"""
+
+import os
+import warnings
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.datasets import CIFAR100 as Published
+
+from mupscale.datamodules.files import check_digest, reaching, read_npz, temporary_folder
+from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, training_device
+
+CLASSES, SIZE = 100, 32
+PADDING = 4  # black pixels on every side, of which a crop may show some
+OFFSETS = 2 * PADDING + 1  # where a crop can begin, in rows and in columns
+NPZ = "cifar100.npz"
+
+
+class CIFAR100(LightningDataModule):
+    """CIFAR-100, resident as uint8 on the training device; batches of normalised float32 images, channels last, with labels 0..99.
+
+    Training crops every image at random from one padded by 4 black pixels, and mirrors it with probability 1/2. Which pixels it
+    gets depends on the seed, the epoch and its place in the order alone: not on the number of devices or their type, nor on where a
+    run was resumed. Mean and deviation of the channels are those of the training images. Validation and test see the test images as
+    they are, prediction these without labels. Training drops the ragged last batch. The order resumes exactly, from the state that
+    the training loader leaves in Lightning's checkpoints.
+
+    Args:
+        data_dir: Folder with the set as cifar100.npz (x_train, x_test: uint8 [images, 32, 32, 3]; y_train, y_test: 0..99) or
+            unpacked as cifar-100-python. With neither, the first start unpacks a cifar-100-python.tar.gz lying there, or fetches
+            it (169 MB).
+        batch_size: Images per optimizer step over all devices together; each of N devices takes one N-th.
+        seed: Decides the order of the batches, crops and flips.
+    """
+
+    num_classes = CLASSES
+
+    def __init__(self, data_dir: str = "data", batch_size: int = 128, seed: int = 0) -> None:
+        super().__init__()
+        self.data_dir = data_dir
+        self.batch_size = batch_size
+        self.seed = seed
+        self._train: tuple[Tensor, Tensor] | None = None
+        self._test: tuple[Tensor, Tensor] | None = None
+        self._table: Tensor | None = None
+
+    def prepare_data(self) -> None:
+        self._folder()
+
+    def setup(self, stage: str | None = None) -> None:
+        device = training_device(self.trainer)
+        if self._train is not None and self._train[0].device == device:
+            return
+        (images, labels), (test_images, test_labels) = read(self._folder())
+        self._table = normalisation_table(*channel_statistics(images)).to(device)
+        self._train = padded(images.to(device)), labels.to(device)
+        self._test = test_images.to(device), test_labels.to(device)
+
+    def train_dataloader(self) -> ResidentLoader:
+        assert self._train is not None
+        return self._loader(AugmentingLoader, self._train, shuffle=shuffles(self.trainer), drop_last=True)
+
+    def val_dataloader(self) -> ResidentLoader:
+        assert self._test is not None
+        return self._loader(NormalisingLoader, self._test, shuffle=False)
+
+    def test_dataloader(self) -> ResidentLoader:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> ResidentLoader:
+        assert self._test is not None
+        return self._loader(NormalisingLoader, self._test[:1], shuffle=False)
+
+    def _loader(self, kind: type["NormalisingLoader"], tensors: tuple[Tensor, ...], **options: bool) -> ResidentLoader:
+        assert self._table is not None
+        return kind(self._table, tensors, self.batch_size, seed=self.seed, **options, **ranks(self.trainer))
+
+    def _folder(self) -> Path:
+        """The folder to read; what it lacks is put there, or one error says what to put where."""
+        folder = Path(self.data_dir).expanduser()
+        if not (folder / NPZ).is_file() and not (folder / Published.base_folder).is_dir():
+            unpack(folder)
+        return folder
+
+
+class NormalisingLoader(ResidentLoader):
+    """Batches of normalised images, with labels if there are any."""
+
+    def __init__(self, table: Tensor, tensors: tuple[Tensor, ...], batch_size: int, **options: Any) -> None:
+        super().__init__(tensors, batch_size, **options)
+        self.table = table
+
+    def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
+        images, *labels = super()._batch(rows)
+        return normalise(images, self.table), *labels
+
+
+class AugmentingLoader(NormalisingLoader):
+    """Batches of normalised random crops of padded images, half of them mirrored, with labels."""
+
+    def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        tops, lefts = torch.randint(OFFSETS, (2, rows), generator=generator)
+        return tops, lefts, torch.randint(2, (rows,), generator=generator).bool()
+
+    def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
+        (images, labels), (tops, lefts, flips) = self.tensors, chances
+        return augment(images, rows, tops, lefts, flips, self.table), labels.index_select(0, rows)
+
+
+def padded(images: Tensor) -> Tensor:
+    """Images [N, 32, 32, 3] with a black frame: [N, 40, 40, 3]."""
+    return F.pad(images, (0, 0, PADDING, PADDING, PADDING, PADDING))
+
+
+def augment(images: Tensor, rows: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor, table: Tensor) -> Tensor:
+    """Normalised float32 [B, 3, 32, 32], channels last: of images[rows[i]], padded, the crop at tops[i], lefts[i], mirrored if flips[i].
+
+    A handful of kernels, no synchronisation and no shape that depends on values: a CUDA graph can capture it.
+    """
+    windows = images.unfold(1, SIZE, 1).unfold(2, SIZE, 1).movedim(3, -1)  # a view: [N, 9, 9, 32, 32, 3]
+    crops = windows[rows, tops, lefts]
+    return normalise(torch.where(flips[:, None, None, None], crops.flip(2), crops), table)
+
+
+def normalise(images: Tensor, table: Tensor) -> Tensor:
+    """float32 [B, 3, 32, 32], channels last, of uint8 [B, 32, 32, 3].
+
+    Every value is looked up: exactly torchvision's number, where arithmetic on a GPU may round another way.
+    """
+    channels = torch.arange(0, table.numel(), 256, dtype=torch.int32, device=table.device)  # where each one's values begin
+    places = images.flatten(1) + channels.repeat(SIZE * SIZE)
+    return table.flatten().index_select(0, places.flatten()).view(images.shape).permute(0, 3, 1, 2)
+
+
+def normalisation_table(mean: Tensor, deviation: Tensor) -> Tensor:
+    """float32 [3, 256]: what becomes of each value of each channel; computed as torchvision's to_tensor and normalize do."""
+    values = torch.arange(256).float().div(255)
+    mean, deviation = (statistic.float()[:, None] for statistic in (mean, deviation))
+    return (values - mean) / deviation
+
+
+def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel in 0..1, as float64 [3]; the sums are in integers, so exact. Constant: 1."""
+    counts = torch.stack([torch.bincount(images[..., channel].flatten(), minlength=256) for channel in range(3)])
+    values = torch.arange(256)
+    pixels, total, squares = (int(counts[0].sum()), (counts * values).sum(1), (counts * values**2).sum(1))
+    # n Σv² − (Σv)² may pass 2⁶³: in Python's integers
+    spread = [pixels * square - one**2 for one, square in zip(total.tolist(), squares.tolist(), strict=True)]
+    deviation = torch.tensor(spread, dtype=torch.float64).sqrt() / pixels / 255
+    return total.double() / pixels / 255, deviation.where(deviation > 0, 1.0)
+
+
+def unpack(folder: Path) -> None:
+    """Puts cifar-100-python into `folder`, from its archive lying there or, if there is none, from the network."""
+    archive = folder / Published.filename
+    with temporary_folder(folder) as temporary:
+        if archive.is_file():
+            check_digest(archive, "md5", Published.tgz_md5)
+            (temporary / archive.name).symlink_to(archive.resolve())
+        with reaching(Published.url, by_hand=archive), _old_pickles():
+            Published(temporary, download=True)
+        try:
+            os.rename(temporary / Published.base_folder, folder / Published.base_folder)
+        except OSError:
+            if not (folder / Published.base_folder).is_dir():  # or another process was faster
+                raise
+
+
+def read(folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Images, uint8 [N, 32, 32, 3], and labels, int64 [N]: those for training, and those for tests."""
+    file = folder / NPZ
+    if file.is_file():
+        x_train, y_train, x_test, y_test = read_npz(file, ("x_train", "y_train", "x_test", "y_test"))
+        return [_checked(file, "train", x_train, y_train), _checked(file, "test", x_test, y_test)]
+    unpacked = folder / Published.base_folder
+    try:
+        with _old_pickles():
+            parts = [Published(folder, train=train) for train in (True, False)]
+    except RuntimeError as error:
+        raise ValueError(
+            f"data_dir: {unpacked} is damaged or incomplete: its checksums are not the published ones. Delete it to have it fetched"
+        ) from error
+    return [_checked(unpacked, name, part.data, np.array(part.targets)) for name, part in zip(("train", "test"), parts, strict=True)]
+
+
+def _checked(file: Path, part: str, images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+    if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE, 3) or not len(images):
+        raise ValueError(f"data_dir: {file} has x_{part} {images.dtype} {images.shape}, wanted uint8 [images, {SIZE}, {SIZE}, 3]")
+    if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
+        raise ValueError(f"data_dir: {file} has y_{part} {labels.dtype} {labels.shape}, wanted integers [{len(images)}]")
+    if labels.min() < 0 or labels.max() >= CLASSES:
+        raise ValueError(f"data_dir: {file} must have y_{part} in 0..{CLASSES - 1}, has {labels.min()}..{labels.max()}")
+    return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels.astype(np.int64))
+
+
+def _old_pickles() -> AbstractContextManager[Any]:
+    """Silence about the published files, of whose age NumPy 2.4.0 to 2.4.4 warns."""
+    return warnings.catch_warnings(action="ignore", category=np.exceptions.VisibleDeprecationWarning)

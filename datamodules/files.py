@@ -1,0 +1,109 @@
+"""The files of a data set: read whole or refused by name, fetched whole or not at all."""
+
+import hashlib
+import os
+import socket
+import tempfile
+import threading
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
+from pathlib import Path
+
+import numpy as np
+
+TIMEOUT = 30.0
+"""Seconds of silence after which a server counts as out of reach; urllib by itself would wait for ever."""
+
+
+def read_npz(file: Path, names: tuple[str, ...]) -> list[np.ndarray]:
+    """The named arrays of an npz file; a ValueError names a file that is cut short, damaged or without them."""
+    try:
+        with file.open("rb") as stream, np.load(stream) as arrays:
+            return [arrays[name] for name in names]
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"data_dir: {file} is not a whole npz file with arrays {', '.join(names)} ({error})") from error
+
+
+def check_digest(file: Path, algorithm: str, published: str) -> None:
+    """Refuses a file that is not the published one, byte by byte."""
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, algorithm).hexdigest()
+    if found != published:
+        raise ValueError(
+            f"data_dir: {file} is cut short, damaged or another file: its {algorithm} is {found}, that of the published one"
+            f" {published}. Download it again, or delete it to have it fetched"
+        )
+
+
+@contextmanager
+def temporary_folder(folder: Path) -> Iterator[Path]:
+    """A folder inside `folder`, which is made if it is missing: what is finished is moved out, the rest vanishes, come what may.
+
+    On one file system a move is atomic, so other processes see a whole file or none; and each works in a folder of its own.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder)
+        except OSError as error:
+            raise FileNotFoundError(f"data_dir: {folder} lacks the data set, and cannot be written to ({error})") from error
+        with temporary as path:
+            yield Path(path)
+    except BaseException:
+        for made in missing:
+            with suppress(OSError):  # not made after all, or no longer empty
+                made.rmdir()
+        raise
+
+
+@contextmanager
+def reaching(url: str, by_hand: Path, otherwise: str = "") -> Iterator[None]:
+    """Makes one error of whatever goes wrong when `url` is fetched: it says what to download, and to put it where `by_hand` says."""
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(TIMEOUT)
+    try:
+        yield
+    except (OSError, HTTPException, RuntimeError, ImportError) as error:  # RuntimeError: torchvision's for a wrong checksum
+        raise FileNotFoundError(
+            f"data_dir: {by_hand.parent} lacks the data set, and fetching {url} failed ({error})."
+            f" Download it by hand and put it there as {by_hand.name}{otherwise}"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(timeout)
+
+
+@contextmanager
+def bytes_shown(folder: Path, title: str) -> Iterator[None]:
+    """Shows how many bytes lie in `folder`, for a download that shows nothing itself."""
+    from tqdm import tqdm
+
+    finished = threading.Event()
+
+    def watch() -> None:
+        with tqdm(desc=title, unit="B", unit_scale=True) as bar:
+            over = False
+            while not over:
+                over = finished.wait(0.2)
+                if grown := size(folder) - bar.n:
+                    bar.update(grown)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        watcher.join()
+
+
+def size(folder: Path) -> int:
+    """The bytes of the files in a folder."""
+    total = 0
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):  # renamed meanwhile
+            total += entry.stat().st_size
+    return total
