@@ -1,5 +1,6 @@
 """What a run does, said at its beginning and end; and width and loss on the way."""
 
+import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,10 +13,19 @@ from mupscale.models.base import WidthScalable
 
 
 class WidthBar(TQDMProgressBar):
-    """A progress bar that shows the width, the loss, and what the module logs to it."""
+    """A progress bar that shows the width, the loss, and what the module logs to it, drawn once a second."""
 
-    def __init__(self, refresh_rate: int = 10) -> None:  # every refresh waits for the device
-        super().__init__(refresh_rate)
+    def __init__(self) -> None:
+        super().__init__(refresh_rate=1)
+        self._drawn = 0.0
+
+    def _should_update(self, current: int, total: int | float) -> bool:
+        # by the clock, not by steps: to show the loss is to wait for the device
+        now = time.monotonic()
+        if not self.is_enabled or (now < self._drawn + 1 and current != total):
+            return False
+        self._drawn = now
+        return True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

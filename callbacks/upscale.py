@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.algorithm import upscale
+from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.models.base import Width, WidthScalable, averaged_copy, averaging_callbacks, init_contexts
 from mupscale.noise import Constants, Noise, RecordedNoise
 from mupscale.optim import check_transfer, continued_groups, transfer_state
@@ -143,6 +144,8 @@ class UpscaleCallback(Callback):
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         seed = trainer.strategy.broadcast(_seed(trainer.global_step))
 
+        if isinstance(trainer.fit_loop.epoch_loop, LeanEpochLoop):
+            trainer.fit_loop.epoch_loop.release()  # a captured step would keep the narrow network's memory
         if module.hparams["compile"]:
             torch.compiler.reset()
         with torch.random.fork_rng(devices=[]), init_contexts(trainer):  # building must not move the run's random numbers

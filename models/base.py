@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale.base_shapes import Init, set_base_shapes
 from mupscale.clip import clip_grad_norm_
-from mupscale.optim import apply_mup, keep_reference_units
+from mupscale.optim import apply_mup, keep_reference_units, use_fused
 from mupscale.sharding import is_sharded, whole
 from mupscale.tables import Table, merged_table, store_table
 from mupscale.tables import Width as WidthFactors
@@ -120,7 +120,11 @@ class WidthScalable(LightningModule):
         if mesh is not None:
             self.shard(self.net, mesh["data_parallel"])
         if self.hparams["compile"]:
-            self.net.compile()
+            self.compile_network(self.net)
+
+    def compile_network(self, net: nn.Module) -> None:
+        """Compiles the network in place; override to compile it in parts."""
+        net.compile()
 
     def shard(self, net: nn.Module, mesh: Any) -> None:
         """Shards the network over the data-parallel mesh (ModelParallelStrategy); override to shard block by block."""
@@ -154,6 +158,7 @@ class WidthScalable(LightningModule):
     def configure_optimizers(self) -> Any:
         assert self.net is not None
         optimizer = apply_mup(self.optimizer_callable(self.net.parameters()), self.net)
+        use_fused(optimizer)
         keep_reference_units(self.net, optimizer)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]  # ReduceLROnPlateau does not keep it, and a swap must know how far it is

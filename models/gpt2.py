@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics.text import Perplexity
 
 from mupscale.models.base import WidthScalable
@@ -15,6 +16,9 @@ from mupscale.readout import Readout
 
 ATTENTION_SCALE = 8.0
 """c in the logit scale c / head_dim: at head_dim 64 it is the usual 1 / sqrt(head_dim)."""
+
+ATTENTION_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""In the order of their speed on a GPU; the first that can is taken. At head_dim > 256 that is the third."""
 
 
 class CausalAttention(nn.Module):
@@ -27,7 +31,8 @@ class CausalAttention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         q_BHTE, k_BHTE, v_BHTE = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True, scale=ATTENTION_SCALE / q_BHTE.shape[-1])
+        with sdpa_kernel(ATTENTION_KERNELS, set_priority=True):
+            y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True, scale=ATTENTION_SCALE / q_BHTE.shape[-1])
         return self.project(y_BHTE.transpose(1, 2).flatten(2))
 
 
@@ -44,6 +49,46 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.ln_2(x_BTD))
 
 
+class ReadoutLoss(torch.autograd.Function):
+    """The mean cross-entropy of logits x Wᵀ.
+
+    Its forward pass makes the gradient of the logits beside the loss, while they are at hand: with a vocabulary of 50,304 they are
+    the largest tensor there is, and read once less.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+        logits_NV = (x_ND @ weight_VD.T).to(torch.promote_types(x_ND.dtype, torch.float32))
+        normaliser_N1 = logits_NV.logsumexp(-1, keepdim=True)
+        is_target_NV = torch.arange(len(weight_VD), device=x_ND.device) == targets_N[:, None]
+        slope_NV = (logits_NV - normaliser_N1).exp() - is_target_NV.to(logits_NV.dtype)
+        ctx.save_for_backward(x_ND, weight_VD, slope_NV.to(x_ND.dtype))
+        return (normaliser_N1 - logits_NV.gather(1, targets_N[:, None])).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_ND, weight_VD, slope_NV = ctx.saved_tensors
+        scale = gradients[0] / len(x_ND)  # last, where a small number does no harm to low precision
+        return ((slope_NV @ weight_VD) * scale).to(x_ND.dtype), ((slope_NV.T @ x_ND) * scale).to(weight_VD.dtype), None
+
+
+class Head(nn.Module):
+    """The last norm and the readout; given targets, their mean loss. In one module, which can be compiled as one."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.ln_f = nn.LayerNorm(width)
+        self.readout = Readout(width, vocabulary, bias=False)
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        x_BTD = self.ln_f(x_BTD)
+        if targets_BT is None:
+            return self.readout(x_BTD)
+        dtype = autocast_dtype(x_BTD)
+        x_ND = (self.readout.multiplier * x_BTD).flatten(0, 1).to(dtype)
+        return ReadoutLoss.apply(x_ND, self.readout.weight.to(dtype), targets_BT.flatten())
+
+
 class GPT2Net(nn.Module):
     """Width grows through head_dim at a fixed number of heads. Weights are drawn with std 0.02 (0.02 / sqrt(2 · layers) into the
     residual stream) whatever the width: pass init="constant" to `set_base_shapes`."""
@@ -55,10 +100,9 @@ class GPT2Net(nn.Module):
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.ln_f = nn.LayerNorm(width)
-        self.readout = Readout(width, vocabulary, bias=False)
+        self.head = Head(width, vocabulary)
         if tied:
-            self.readout.weight = self.wte.weight
+            self.head.readout.weight = self.wte.weight
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -66,9 +110,19 @@ class GPT2Net(nn.Module):
                 into_stream = name.endswith(("project.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if into_stream else 0.02)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits; given targets, their mean loss."""
         x_BTD = self.wte(tokens_BT) + self.wpe.weight[: tokens_BT.shape[1]]
-        return self.readout(self.ln_f(self.blocks(x_BTD)))
+        # embeddings are not autocast, and a residual stream in float32 is twice the traffic of all that happens between matmuls
+        x_BTD = x_BTD.to(autocast_dtype(x_BTD))
+        return self.head(self.blocks(x_BTD), targets_BT)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The precision in which matmuls of x are computed."""
+    kind = x.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
 
 class GPT2(WidthScalable):
@@ -116,11 +170,17 @@ class GPT2(WidthScalable):
             fully_shard(block, mesh=mesh)
         fully_shard(net, mesh=mesh)
 
+    def compile_network(self, net: nn.Module) -> None:
+        # by parts: the blocks share one compilation, which takes half the time of the whole, and runs as fast
+        assert isinstance(net, GPT2Net)
+        for part in (*net.blocks, net.head):
+            part.compile()
+
     def batch_size(self, batch: Tensor) -> int:
         return batch[:, 1:].numel()
 
     def loss(self, batch: Tensor) -> Tensor:
-        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        return self(batch[:, :-1], batch[:, 1:])
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self._evaluate(batch, "val", self.val_perplexity)

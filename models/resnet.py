@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mupscale.models.classifier import Classifier
@@ -63,3 +64,9 @@ class ResNet18(Classifier):
 
     def build(self, width: int) -> nn.Module:
         return ResNet18Net(width, self.hparams["outputs"])
+
+    def prepare_network(self) -> None:
+        assert self.net is not None
+        if self.device_mesh is None:  # FSDP2 wants its parameters contiguous
+            self.net.to(memory_format=torch.channels_last)  # what tensor cores convolve, and the data module delivers
+        super().prepare_network()

@@ -16,22 +16,28 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     model; without either this is `torch.nn.utils.clip_grad_norm_`. Nothing waits for the device.
     """
     table = merged_table(model)
-    gradients, norms = [], []
+    gradients, values, factors = [], [], []
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if gradient is None:
             continue
         width = table.get(name, Width())
-        values = gradient.to_dense() if gradient.is_sparse else gradient
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
         if width.relative:
-            values = values * (width.relative_scale("out", values) / width.relative_scale("in", values)).sqrt()
-        norms.append(gathered(torch.linalg.vector_norm(values)) * (width.m_out / width.m_in) ** 0.5)
+            dense = dense * (width.relative_scale("out", dense) / width.relative_scale("in", dense)).sqrt()
         gradients.append(gradient)
+        values.append(dense)
+        factors.append((width.m_out / width.m_in) ** 0.5)
     if not gradients:
         return torch.tensor(0.0)
+    # a kernel for many gradients, not one for each: a large network has hundreds
+    norms = [gathered(norm) for norm in torch._foreach_norm(values)]
     device = norms[0].device
-    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in torch._foreach_mul(norms, factors)]))
     coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
-        gradient.mul_(coefficient.to(gradient.device))
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, there in by_device.items():
+        torch._foreach_mul_(there, coefficient.to(device))
     return total

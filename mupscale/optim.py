@@ -296,6 +296,18 @@ def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Gro
 # --- parameters whose pieces grow by different factors -----------------------------------------------------------------------
 
 
+def use_fused(optimizer: Optimizer) -> None:
+    """Lets the optimizer do its step in one kernel a group, where torch has one for its class and nothing else was asked for."""
+    for group in optimizer.param_groups:
+        on_gpu = all(p.is_cuda and p.is_floating_point() for p in group["params"])
+        if on_gpu and group.get("fused", True) is None and group.get("foreach") is None:
+            group["fused"] = True
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), Tensor):  # a fused step counts on the device
+                    state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
 def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
     """Makes `optimizer` exact for parameters whose pieces grew by different factors, with hooks around its step.
 

@@ -207,7 +207,7 @@ def _gpt2(tied: bool) -> Callable[[int], nn.Module]:
 CASES = {
     "mlp": Case(lambda hidden: MLPNet(10, hidden, 5, readout_zero_init=False), (4, 4, 4), (8, 12, 6), (16, 36, 24), _features),
     "resnet18": Case(lambda width: ResNet18Net(width, 5, readout_zero_init=False), 1, 2, 4, _images(16)),
-    "gpt2_tied": Case(_gpt2(True), 4, 8, 24, _tokens, plain_roles={"ln_f.*": "readout"}, init="constant"),
+    "gpt2_tied": Case(_gpt2(True), 4, 8, 24, _tokens, plain_roles={"head.ln_f.*": "readout"}, init="constant"),
     "gpt2_untied": Case(_gpt2(False), 4, 8, 16, _tokens, init="constant"),
     "llama": Case(Llama, (4, 1, 8), (4, 2, 12), (8, 4, 36), _tokens),
     "vit": Case(ViT, 4, 8, 16, _images()),

@@ -125,7 +125,7 @@ def test_wide_on_the_meta_device():
     report = mupscale.upscale(narrow, wide, narrow_opt, wide_opt)
     assert report.optimizer is wide_opt
     assert {id(p) for p in wide.parameters()} == held
-    assert wide.gpt.readout.weight is wide.gpt.wte.weight
+    assert wide.gpt.head.readout.weight is wide.gpt.wte.weight
     assert wide.twin.mask is wide.mask
     assert "mask" not in wide.state_dict()
     assert torch.equal(wide.mask, torch.arange(11.0))

@@ -69,7 +69,7 @@ def test_copies_lose_nothing(how: str):
     wanted_rates = rates(model)
     twin = COPIES[how](model)
     assert torch.equal(twin(tokens), wanted)
-    assert twin.readout.multiplier == 0.25
+    assert twin.head.readout.multiplier == 0.25
     assert all(wanted_rates[name] == rate for name, rate in rates(twin).items())
     assert merged_table(twin) == merged_table(mup_gpt2(32))
 
@@ -84,10 +84,10 @@ def rates(model: nn.Module) -> dict[str, tuple[float, float]]:
 def test_the_readout_averages(width: int):
     """Below, at and above the base width of 8."""
     model = mup_gpt2(width, tied=False)
-    assert model.readout.multiplier == 8 / width
-    model.readout.output_mult = 3.0
+    assert model.head.readout.multiplier == 8 / width
+    model.head.readout.output_mult = 3.0
     x = torch.randn(5, width)
-    torch.testing.assert_close(model.readout(x), x @ model.readout.weight.T * 8 / width)
+    torch.testing.assert_close(model.head.readout(x), x @ model.head.readout.weight.T * 8 / width)
 
 
 def std(model: nn.Module, name: str) -> float:
@@ -127,8 +127,8 @@ def test_init_gpt2(tied: bool):
         assert std(model, "wpe.weight") == pytest.approx(0.02, rel=0.15)
         assert std(model, "blocks.0.attention.qkv.weight") == pytest.approx(0.02 / math.sqrt(width / 8), rel=0.15)
         assert std(model, "blocks.0.mlp.2.weight") == pytest.approx(0.02 / 2 / math.sqrt(width / 8), rel=0.15)
-        assert std(model, "readout.weight") == pytest.approx(0.02, rel=0.15)
-        assert (model.readout.weight is model.wte.weight) == tied
+        assert std(model, "head.readout.weight") == pytest.approx(0.02, rel=0.15)
+        assert (model.head.readout.weight is model.wte.weight) == tied
 
 
 def test_the_norm_of_a_tied_multiplier_free_readout_carries_the_width():

@@ -174,7 +174,7 @@ def test_in_bfloat16_the_curves_differ_by_rounding(model: str, optimizer: str, p
     )
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     assert {p.dtype for p in wide.module.net.parameters()} == {dtype}
-    assert wide.module.train_loss.dtype == dtype
+    assert wide.module.train_loss.dtype == (torch.float32 if model == "gpt2" else dtype)  # GPT-2 makes its loss in float32
     # two curves that rounding moved may lie on either side; a loss in bfloat16 is itself rounded
     assert gap(narrow, wide) <= 2 * gap(narrow, nudged) + float(narrow.losses.max()) * torch.finfo(dtype).eps
 
@@ -238,6 +238,8 @@ def test_the_trainer_does_what_it_does(variant: str, optimizer: str, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which dynamo reads
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which dynamo does
 @pytest.mark.parametrize("model", ["mlp", "resnet18", "gpt2"])
 def test_compiled(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
@@ -251,7 +253,8 @@ def test_compiled(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     narrow = fit(make(optimizer=ADAMW), tmp_path, steps=10, limit_val_batches=0)
     wide = fit(make(optimizer=ADAMW, compile=True), tmp_path, UpscaleCallback(5, target), steps=10, limit_val_batches=0)
     assert gap(narrow, wide) < 1e-9
-    assert len(compiled) == 2, "once narrow, once wide"
+    parts = 2 if model == "gpt2" else 1  # a block, for all of them, and the head
+    assert len(compiled) == 2 * parts, "once narrow, once wide"
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from mupscale import callbacks, datamodules, models
 from mupscale import noise as noise
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
+from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.summary import Summary, WidthBar
 from mupscale.models.base import WidthScalable
@@ -105,6 +106,7 @@ class CLI(LightningCLI):
         super().__init__(*args, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(FastLoop, "loop")
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         # a link, because the copy of a large model costs time; no version counter, because the folder is the run's own
         parser.set_defaults(

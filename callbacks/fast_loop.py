@@ -1,0 +1,204 @@
+"""The steps of a fit without the time that a general training loop spends between them, and as CUDA graphs."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from mupscale.cuda_graph import CapturedStep
+from mupscale.models.base import WidthScalable
+
+WARM_UP = 3
+"""Steps before a capture: the first ones make optimizer state, compile, and choose kernels."""
+
+_INSIDE_A_STEP = (
+    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "backward", "optimizer_step", "optimizer_zero_grad",
+)  # fmt: skip
+"""Hooks of modules and callbacks that a captured step cannot call."""
+
+_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class FastLoop(Callback):
+    """Takes the time between steps out of a fit on one device. Counters, hooks, logs and checkpoints are those of any fit.
+
+    Lightning prepares and profiles every hook of every callback around every step: half a millisecond and more. Here the hooks that
+    are overridden are called, and nothing else. What this loop does not know (several devices, gradient accumulation, a profiler,
+    manual optimization) goes through Lightning's own, step by step.
+    """
+
+    def __init__(self, cuda_graph: bool = False, tf32: bool = False) -> None:
+        """
+        Args:
+            cuda_graph: On one GPU, replay the whole step, from the loss to the optimizer, as one CUDA graph. It pays where a step
+                takes less than about ten milliseconds. `loss` must do the same work for every batch, and hooks inside a step
+                (on_after_backward and the like) do not exist.
+            tf32: On a GPU, let matmuls of float32 round what they multiply to TF32, ten bits instead of 23, and run several times as
+                fast. Nothing else is rounded; bf16-mixed has no use for it.
+        """
+        self.cuda_graph = cuda_graph
+        self.tf32 = tf32
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.tf32:
+            torch.set_float32_matmul_precision("high")
+        if stage != "fit":
+            return
+        loop = trainer.fit_loop.epoch_loop
+        if not isinstance(loop, LeanEpochLoop):
+            loop = trainer.fit_loop.epoch_loop = LeanEpochLoop(loop)
+        loop.cuda_graph = self.cuda_graph and trainer.strategy.root_device.type == "cuda"
+        if loop.cuda_graph:
+            refuse_capture(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(trainer.fit_loop.epoch_loop, LeanEpochLoop):
+            trainer.fit_loop.epoch_loop.release()
+
+
+class LeanEpochLoop(_TrainingEpochLoop):
+    """Lightning's loop over batches, with the plain case written out."""
+
+    cuda_graph = False
+
+    def __init__(self, loop: _TrainingEpochLoop) -> None:
+        super().__init__(loop.trainer, loop.min_steps, loop.max_steps)
+        self.__dict__.update(loop.__dict__)  # it may have data, and counters, already
+        self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        self.release()
+
+    def release(self) -> None:
+        """Drops the captured step, and with it the memory it holds."""
+        self._captured: CapturedStep | None = None
+        self._network: torch.nn.Module | None = None
+        self._since_swap = 0
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        super().on_run_start(data_fetcher)
+        trainer, module = self.trainer, self.trainer.lightning_module
+        self._plain = plain(trainer)
+        for hook in ("on_train_batch_start", "on_train_batch_end"):
+            self._hooks[hook] = [partial(getattr(c, hook), trainer, module) for c in trainer.callbacks if is_overridden(hook, c)]
+        if is_overridden("on_train_batch_end", module):
+            self._hooks["on_train_batch_end"].append(module.on_train_batch_end)
+
+    def advance(self, data_fetcher: Any) -> None:
+        if self.restarting or not self._plain:
+            super().advance(data_fetcher)
+            return
+        trainer, progress = self.trainer, self.batch_progress
+        module, connector = trainer.lightning_module, trainer._logger_connector
+        self.val_loop.restarting = False
+        batch, _, _ = next(data_fetcher)
+        batch_idx = self.batch_idx + 1
+        progress.is_last_batch = data_fetcher.done
+        if not resident(batch, trainer.strategy.root_device):
+            batch = trainer.strategy.batch_to_device(batch)
+        progress.increment_ready()
+        connector.on_batch_start(batch)
+        self._call(module, "on_train_batch_start", batch, batch_idx)
+        progress.increment_started()
+        outputs = self._step(trainer, module, batch, batch_idx)
+        progress.increment_processed()
+        if trainer.lr_scheduler_configs:
+            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if self._num_ready_batches_reached():
+                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        self._call(module, "on_train_batch_end", outputs, batch, batch_idx)
+        connector.on_batch_end()
+        progress.increment_completed()
+        connector.update_train_step_metrics()
+
+    def _call(self, module: LightningModule, hook: str, *arguments: Any) -> None:
+        outer, module.__dict__["_current_fx_name"] = module._current_fx_name, hook  # what `self.log` goes by
+        for function in self._hooks[hook]:
+            function(*arguments)
+        module.__dict__["_current_fx_name"] = outer
+
+    def _step(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Any:
+        captured = self._captured_for(trainer, module, batch) if self.cuda_graph else None
+        if captured is None:
+            return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, self._build_kwargs(OrderedDict(), batch, batch_idx))
+        optimizer = self.automatic_optimization.optim_progress.optimizer
+        optimizer.step.increment_ready()
+        for count in (optimizer.zero_grad.increment_ready, optimizer.zero_grad.increment_started, optimizer.zero_grad.increment_completed):
+            count()
+        module.__dict__["train_loss"] = loss = captured(batch)
+        optimizer.step.increment_completed()
+        return {"loss": loss}
+
+    def _captured_for(self, trainer: Trainer, module: LightningModule, batch: Any) -> CapturedStep | None:
+        """The graph of a step on this batch; None where Lightning must take the step, to warm up or because it is an odd batch."""
+        assert isinstance(module, WidthScalable)
+        if module.net is not self._network:
+            self.release()  # a swap has put in another network
+            self._network = module.net
+        self._since_swap += 1
+        if self._since_swap <= WARM_UP:
+            return None
+        if self._captured is None:
+            self._captured = CapturedStep(lambda inputs: gradients(trainer, module, inputs), trainer.optimizers[0], batch)
+        return self._captured if self._captured.fits(batch) else None
+
+
+def gradients(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
+    """The loss of a batch; its gradients, clipped, are left in the parameters."""
+    outer, module.__dict__["_current_fx_name"] = module._current_fx_name, None  # `self.log` in a captured step is an error
+    try:
+        with trainer.precision_plugin.train_step_context(), torch.enable_grad():
+            loss = module.loss(batch)
+        loss.backward()
+        module.configure_gradient_clipping(trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    finally:
+        module.__dict__["_current_fx_name"] = outer
+    return loss
+
+
+def plain(trainer: Trainer) -> bool:
+    """Whether a step is one batch of one device, taken as it comes, with nobody watching how it is made."""
+    module = trainer.lightning_module
+    return (
+        isinstance(trainer.strategy, SingleDeviceStrategy)
+        and module.automatic_optimization
+        and trainer.accumulate_grad_batches == 1
+        and isinstance(trainer.profiler, PassThroughProfiler)
+        and type(trainer.precision_plugin).convert_input is Precision.convert_input
+        and not is_overridden("on_train_batch_start", module)  # which may end the epoch
+        and not any(is_overridden(hook, owner) for hook in _TRANSFER for owner in (module, trainer.datamodule))
+    )
+
+
+def resident(batch: Any, device: torch.device) -> bool:
+    """Whether a batch lies on the device already."""
+    parts = batch if type(batch) in (tuple, list) else (batch,)
+    return all(isinstance(part, Tensor) and part.device == device for part in parts)
+
+
+def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
+    """ValueError where a step cannot be one graph, with what is in the way."""
+    if not isinstance(module, WidthScalable):
+        raise ValueError(f"FastLoop.cuda_graph needs a WidthScalable module, model is a {type(module).__name__}")
+    if not plain(trainer):
+        raise ValueError(
+            "FastLoop.cuda_graph needs one device, trainer.accumulate_grad_batches = 1, no trainer.profiler, a precision that leaves"
+            " inputs alone, and no hook that transfers batches"
+        )
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        raise ValueError("FastLoop.cuda_graph does not know the loss scaling of precision 16-mixed; use bf16-mixed")
+    if type(module).training_step is not WidthScalable.training_step:
+        raise ValueError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} has a training_step of its own")
+    for hook in _INSIDE_A_STEP:
+        for owner in (*trainer.callbacks, module):
+            if hasattr(owner, hook) and is_overridden(hook, owner):
+                raise ValueError(f"FastLoop.cuda_graph has no {hook} inside its steps, but {type(owner).__name__} has one")
