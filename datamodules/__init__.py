@@ -1,1 +1,1 @@
-"""Data that is resident on the training device and resumes exactly where a run stopped."""
+"""Data on the training device, or mapped from disk, that resumes exactly where a run stopped."""

@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": ("plan", "show how a configured model would be widened, parameter by parameter"),
     "verify": ("verify", "tell whether a configured model can be widened exactly, or which layer cannot"),
     "upscale": ("upscale", "widen a checkpoint, offline"),
+    "prepare": ("prepare", "tokenise FineWeb-Edu or text of your own, for the data module FineWeb"),
 }
 
 USAGE = """usage: python -m mupscale COMMAND [options]

@@ -1,0 +1,232 @@
+"""Where documents come from: local files, or FineWeb-Edu as a stream. Both can go on from where they were left."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from mupscale.datamodules.shards import sha256
+
+REPOSITORY = "HuggingFaceFW/fineweb-edu"
+SEPARATOR = "<|endoftext|>"
+BATCH = 2**20
+"""Characters of text, about, that are handed on at once."""
+
+Position = Any
+"""Where a source is to go on after a batch, as JSON has it."""
+
+Batches = Generator[tuple[list[str], Position], None, None]
+
+
+class Unusable(ValueError):
+    """Of a source that must be changed before anything can be made of it."""
+
+
+class Source(Protocol):
+    def described(self) -> dict[str, Any]:
+        """What determines the documents, under the names of the command's options."""
+
+    def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
+        """What is settled when a preparation begins, and stays as it was `recorded` when it goes on."""
+
+    def batches(self, position: Position) -> Batches:
+        """Documents from a position on (None: the beginning), each batch with the position after it."""
+
+    def progress(self, position: Position) -> tuple[int, int] | None:
+        """Of how many bytes how many lie before a position, where that is known."""
+
+
+class TextFiles:
+    """The documents of local files, in the order of the files, empty ones left out.
+
+    A .parquet file has them in the rows of its column `text`, .jsonl, .ndjson and .json in the field `text` of an object per line.
+    Any other file is plain UTF-8 text, in which a line that is `separator` and nothing else stands between two documents. All
+    but parquet may be compressed (.gz).
+    """
+
+    def __init__(self, files: Sequence[Path], separator: str = SEPARATOR) -> None:
+        self.files, self.separator = files, separator
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(f"{file} is a folder: name its files" if file.is_dir() else f"there is no file {file}")
+        self._sizes = [file.stat().st_size for file in files]
+
+    def __str__(self) -> str:
+        names = [file.name for file in self.files]
+        return ", ".join(names if len(names) < 5 else [*names[:3], f"… ({len(names)} files)"])
+
+    def described(self) -> dict[str, Any]:
+        files = [{"name": file.name, "bytes": size, "sha256": sha256(file)} for file, size in zip(self.files, self._sizes, strict=True)]
+        return {"source": "text", "files": files, "separator": self.separator}
+
+    def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
+        return {}
+
+    def batches(self, position: Position) -> Batches:
+        first, begin = position or (0, 0)
+        batch, size = [], 0
+        for number in range(first, len(self.files)):
+            for document, offset in self._documents(self.files[number], begin if number == first else 0):
+                if document.strip():
+                    batch.append(document)
+                    size += len(document)
+                if size >= BATCH:
+                    yield batch, (number, offset)
+                    batch, size = [], 0
+        if batch:
+            yield batch, (len(self.files), 0)
+
+    def progress(self, position: Position) -> tuple[int, int]:
+        number, offset = position or (0, 0)
+        in_bytes = number < len(self.files) and self.files[number].suffix not in (".gz", ".parquet")
+        return sum(self._sizes[:number]) + (offset if in_bytes else 0), sum(self._sizes)
+
+    def _documents(self, file: Path, offset: int) -> Iterator[tuple[str, int]]:
+        """Documents from an offset on, each with the offset after it: rows of a parquet file, uncompressed bytes of others."""
+        compressed = file.suffix == ".gz"
+        suffix = file.with_suffix("").suffix if compressed else file.suffix
+        try:
+            if suffix == ".parquet":
+                yield from _parquet_rows(file, offset)
+                return
+            with gzip.open(file) if compressed else file.open("rb") as stream:
+                stream.seek(offset)
+                if suffix in (".jsonl", ".ndjson", ".json"):
+                    yield from _json_lines(stream, offset)
+                else:
+                    yield from _separated(stream, offset, self.separator.encode())
+        except (ValueError, EOFError, zlib.error, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the operating system's; those of gzip and pyarrow about a damaged file have no number
+            raise Unusable(f"{file} cannot be read: {error}") from error
+
+
+class FineWebEdu:
+    """The documents of a subset of FineWeb-Edu, streamed from the Hugging Face Hub, of one revision from the beginning to the end."""
+
+    def __init__(self, subset: str) -> None:
+        self.subset = subset
+        self._revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{REPOSITORY} {self.subset}"
+
+    def described(self) -> dict[str, Any]:
+        return {"source": REPOSITORY, "subset": self.subset}
+
+    def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
+        self._revision = recorded["revision"] if recorded else _newest_revision(self.subset)
+        return {"revision": self._revision}
+
+    def batches(self, position: Position) -> Batches:
+        from datasets import load_dataset
+
+        try:
+            stream = load_dataset(REPOSITORY, name=self.subset, revision=self._revision, split="train", streaming=True)
+        except Exception as error:  # of many kinds: the Hub's, the http client's, the operating system's
+            if isinstance(error, ValueError) and "BuilderConfig" in str(error):
+                raise Unusable(f"--subset {self.subset}: {REPOSITORY} has no such subset ({reason(error)})") from error
+            raise out_of_reach(self.subset, error) from error
+        stream = stream.select_columns(["text"])
+        if position is not None:
+            stream.load_state_dict(position)
+        batch, size = [], 0
+        rows = iter(stream)
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:
+                raise out_of_reach(self.subset, error) from error
+            if row is not None and row["text"].strip():
+                batch.append(row["text"])
+                size += len(row["text"])
+            if batch and (row is None or size >= BATCH):
+                yield batch, stream.state_dict()
+                batch, size = [], 0
+            if row is None:
+                return
+
+    def progress(self, position: Position) -> None:
+        return None
+
+
+def _newest_revision(subset: str) -> str:
+    from huggingface_hub import HfApi
+
+    try:
+        revision = HfApi().dataset_info(REPOSITORY, timeout=30).sha
+    except Exception as error:  # as above
+        raise out_of_reach(subset, error) from error
+    assert revision is not None
+    return revision
+
+
+def out_of_reach(subset: str, error: Exception) -> ConnectionError:
+    folder = f"sample/{subset.removeprefix('sample-')}" if subset.startswith("sample-") else f"data/{subset}"
+    return ConnectionError(
+        f"streaming {REPOSITORY} failed ({reason(error)}). With a network, the same command goes on where it stopped. Without one,"
+        f" download parquet files from https://huggingface.co/datasets/{REPOSITORY}/tree/main/{folder} elsewhere, and give them to"
+        " `python -m mupscale prepare text FILES…`"
+    )
+
+
+def reason(error: Exception) -> str:
+    """An error of somebody else's in a line."""
+    return " ".join((str(error) or type(error).__name__).split())[:200]
+
+
+def _separated(stream: Any, offset: int, separator: bytes) -> Iterator[tuple[str, int]]:
+    lines: list[bytes] = []
+    begin = offset
+
+    def document() -> str:
+        content = b"".join(lines)
+        content = content.removesuffix(b"\n").removesuffix(b"\r")  # the separator's own line, or the end of the file
+        try:
+            return content.removeprefix(b"\xef\xbb\xbf" if begin == 0 else b"").decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"byte {begin + error.start} is not UTF-8") from error
+
+    for line in stream:
+        offset += len(line)
+        if line.rstrip(b"\r\n") == separator:
+            yield document(), offset
+            lines, begin = [], offset
+        else:
+            lines.append(line)
+    yield document(), offset
+
+
+def _json_lines(stream: Any, offset: int) -> Iterator[tuple[str, int]]:
+    for line in stream:
+        begin, offset = offset, offset + len(line)
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"].encode(errors="replace").decode()  # JSON can spell halves of a surrogate pair
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the line at byte {begin} is not a JSON object with a string `text` ({error!r})") from error
+        yield text, offset
+
+
+def _parquet_rows(file: Path, row: int) -> Iterator[tuple[str, int]]:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(file) as table:
+        kinds = [str(field.type) for field in table.schema_arrow if field.name == "text"]
+        if kinds not in (["string"], ["large_string"]):
+            raise ValueError(f"it wants a column `text` of strings, and has {table.schema_arrow.names}")
+        begin = 0
+        for group in range(table.num_row_groups):
+            rows = table.metadata.row_group(group).num_rows
+            if begin + rows > row:
+                for batch in table.iter_batches(256, row_groups=[group], columns=["text"]):
+                    texts = batch.column("text").to_pylist()
+                    for text in texts[max(row - begin, 0) :]:
+                        row += 1
+                        yield text or "", row
+                    begin += len(texts)
+            else:
+                begin += rows

@@ -1,0 +1,169 @@
+"""Rows of tokens from a prepared folder: FineWeb-Edu, or any text. See shards.py for the format, README.md for the embedded sample."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, training_device
+from mupscale.datamodules.shards import SPLITS, TOKEN, Index, MappedTokens, read_index
+
+JARGON = Path(__file__).with_name("jargon")
+RESIDENT_SHARE = 1 / 8
+"""Tokens that take no more than this of a GPU's memory are kept there, unless `resident` says otherwise."""
+
+Order = Literal["random", "sequential"]
+
+
+class FineWeb(LightningDataModule):
+    """Tokens of FineWeb-Edu, or of text of your own, from a folder made by `python -m mupscale prepare`.
+
+    A batch is int64 [rows, context + 1]: each position predicts the next. Training sees random crops or, in order, every token
+    as a target once an epoch; an epoch has as many rows either way, and drops the ragged last batch. Validation and test see
+    the held-out documents in order, the last window left out if it is not full; prediction their inputs alone. Documents follow each
+    other, an end-of-text token after each, and a row may reach over several. Batches are the same on any device and for
+    any number of devices, and resume exactly, from the state that the training loader leaves in Lightning's checkpoints.
+
+    Args:
+        data_dir: The prepared folder. Left out: the embedded sample, the Jargon File (0.4 M tokens, vocabulary 4,096).
+        batch_size: Rows per optimizer step over all devices together; each of N devices takes one N-th.
+        context: Tokens that a row predicts.
+        order: random: crops of the training text. sequential: its windows one after another.
+        resident: Keep the tokens on the training device. By default on a GPU if they take at most an eighth of its memory;
+            otherwise they are read from disk as they are needed, by memory map.
+        seed: Decides the crops.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | None = None,
+        batch_size: int = 32,
+        context: int = 1024,
+        order: Order = "random",
+        resident: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.data_dir = data_dir
+        self.batch_size = batch_size
+        self.context = context
+        self.order: Order = order
+        self.resident = resident
+        self.seed = seed
+        self._windows: dict[str, ResidentWindows | MappedWindows] = {}
+
+    def prepare_data(self) -> None:
+        try:
+            self._index().verify()
+        except ValueError as error:
+            raise ValueError(f"data_dir: {error}") from error
+
+    def setup(self, stage: str | None = None) -> None:
+        index, device = self._index(), training_device(self.trainer)
+        self._refuse_unfit(index)
+        if any(windows.device == device for windows in self._windows.values()):
+            return
+        splits = {split: index.tokens(split) for split in SPLITS}
+        resident = self.resident
+        if resident is None:
+            held = sum(map(len, splits.values())) * TOKEN.itemsize
+            resident = device.type == "cuda" and held <= RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory
+        kind = ResidentWindows if resident else MappedWindows
+        self._windows = {split: kind(tokens, self.context + 1, device) for split, tokens in splits.items()}
+
+    def train_dataloader(self) -> "WindowLoader":
+        return self._loader("train", self.order if shuffles(self.trainer) else "sequential", drop_last=True)
+
+    def val_dataloader(self) -> "WindowLoader":
+        return self._loader("val", "sequential")
+
+    def test_dataloader(self) -> "WindowLoader":
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> "WindowLoader":
+        return self._loader("val", "sequential", targets=False)
+
+    def _loader(self, split: str, order: Order, **options: Any) -> "WindowLoader":
+        return WindowLoader(self._windows[split], self.batch_size, order=order, seed=self.seed, **options, **ranks(self.trainer))
+
+    def _index(self) -> Index:
+        try:
+            return read_index(Path(self.data_dir).expanduser() if self.data_dir is not None else JARGON)
+        except (ValueError, FileNotFoundError) as error:
+            raise type(error)(f"data_dir: {error}") from error
+
+    def _refuse_unfit(self, index: Index) -> None:
+        """A ValueError where data, context and model do not go together."""
+        for split in SPLITS:
+            tokens = index.content[split]["tokens"]
+            if not 0 < self.context < tokens:
+                raise ValueError(f"data.context = {self.context}: {index.folder} has {tokens} tokens for {split}, wanted 1 to {tokens - 1}")
+        model = self.trainer.lightning_module.hparams if self.trainer is not None else {}
+        if model.get("vocabulary", index.vocabulary) < index.vocabulary:
+            raise ValueError(
+                f"model.vocabulary = {model['vocabulary']}: the tokens of {index.folder} are of a vocabulary of {index.vocabulary};"
+                f" set model.vocabulary: {index.vocabulary}, or more"
+            )
+        if model.get("context", self.context) < self.context:
+            raise ValueError(f"data.context = {self.context}: the model has model.context = {model['context']} positions; make them agree")
+
+
+class ResidentWindows:
+    """The windows of tokens that lie on the training device: a batch is one index operation, and one into int64."""
+
+    def __init__(self, tokens: MappedTokens, size: int, device: torch.device) -> None:
+        self.tokens, self.size, self.device = len(tokens), size, device
+        self.starts_device = device
+        # the bits of uint16, of which torch indexes hardly any
+        content = torch.empty(len(tokens), dtype=torch.int16, device=device)
+        for begin, shard in tokens.shards():
+            content[begin : begin + len(shard)] = torch.from_numpy(shard.view("<i2"))
+        self._windows = content.unfold(0, size, 1)  # a view: each row is the window that begins there
+
+    def rows(self, starts: Tensor) -> Tensor:
+        return self._windows.index_select(0, starts).view(torch.uint16).to(torch.int64)
+
+
+class MappedWindows:
+    """The windows of tokens on disk. The copy to a GPU does not wait for it, nor does the GPU's work for the next one."""
+
+    starts_device = torch.device("cpu")
+
+    def __init__(self, tokens: MappedTokens, size: int, device: torch.device) -> None:
+        self.tokens, self.size, self.device = len(tokens), size, device
+        self._mapped = tokens
+
+    def rows(self, starts: Tensor) -> Tensor:
+        # pinned memory comes from torch's cache, which gives a block out again only when its copy is over
+        rows = torch.empty(len(starts), self.size, dtype=torch.int16, pin_memory=self.device.type == "cuda")
+        for start, row in zip(starts.tolist(), rows.numpy().view(TOKEN), strict=True):
+            self._mapped.read(start, row)
+        return rows.to(self.device, non_blocking=True).view(torch.uint16).to(torch.int64)
+
+
+class WindowLoader(ResidentLoader):
+    """The loader of windows of tokens; of ResidentLoader's data, which are the starts of the windows, it is the reader.
+
+    Sequential windows overlap by a token, which one predicts and the next one begins with. Random ones begin anywhere.
+    """
+
+    def __init__(
+        self, windows: ResidentWindows | MappedWindows, batch_size: int, *, order: Order, targets: bool = True, **options: Any
+    ) -> None:
+        context = windows.size - 1
+        starts = torch.arange(0, windows.tokens - context, context, device=windows.starts_device)
+        super().__init__((starts,), batch_size, shuffle=False, **options)
+        self._order_depends_on |= {"order": order, "tokens": windows.tokens, "context": context}
+        self.windows, self.order, self.targets = windows, order, targets
+
+    def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+        if self.order == "sequential":
+            return ()
+        return (torch.randint(self.windows.tokens - self.windows.size + 1, (rows,), generator=generator),)
+
+    def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
+        starts = chances[0] if chances else self.tensors[0].index_select(0, rows)
+        tokens = self.windows.rows(starts)
+        return (tokens if self.targets else tokens[:, :-1],)

@@ -1,0 +1,243 @@
+"""Tokens on disk: shards of whole documents, an index that vouches for them, and one array over all of them by memory map.
+
+A prepared folder holds, for each split S (train, val) and shard number N, little-endian:
+
+    S-N.tokens       uint16: the documents of the shard one after another, each with the end-of-text token as its last
+    S-N.documents    uint64: where in the shard each document begins
+    tokenizer.tiktoken    what the numbers stand for: a line for each token but end-of-text, its bytes in base64 and its number
+    index.json       version, vocabulary, counts, checksums, and what the folder was prepared from. Written last: no index, no data
+"""
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+VERSION = 1
+INDEX = "index.json"
+TOKENIZER = "tokenizer.tiktoken"
+SPLITS = ("train", "val")
+TOKEN, START = np.dtype("<u2"), np.dtype("<u8")
+LARGEST_VOCABULARY = 2**16  # what TOKEN can count
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a prepared folder holds. Every file is there in its full length; `verify` tells whether their bytes are right, too."""
+
+    folder: Path
+    content: dict[str, Any]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.content["vocabulary"]
+
+    def files(self) -> dict[str, tuple[int, str]]:
+        """The size in bytes and the sha256 of every file but the index."""
+        shards = [shard for split in SPLITS for shard in self.content[split]["shards"]]
+        entries = [self.content["tokenizer"], *(shard[kind] for shard in shards for kind in ("tokens", "documents"))]
+        return {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in entries}
+
+    def verify(self) -> None:
+        """Reads every byte; a ValueError names a file that is damaged."""
+        files = self.files()
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            digests = pool.map(sha256, (self.folder / name for name in files))
+        for (name, (_, expected)), found in zip(files.items(), digests, strict=True):
+            if found != expected:
+                raise ValueError(
+                    f"{self.folder / name} is damaged: its sha256 is {found}, {INDEX} says {expected}. Prepare the folder again"
+                )
+
+    def tokens(self, split: str) -> "MappedTokens":
+        shards = self.content[split]["shards"]
+        return MappedTokens(*([self.folder / shard[kind]["file"] for shard in shards] for kind in ("tokens", "documents")))
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a prepared folder, its files checked for presence and size; an error says what is wrong with which file."""
+    path = folder / INDEX
+    if not path.is_file():
+        if any(folder.glob("*.tokens")):
+            raise ValueError(f"{folder} is not finished: run the same `python -m mupscale prepare` command again, and it goes on")
+        raise FileNotFoundError(f"there is no {path}: prepare the folder by `python -m mupscale prepare`")
+    try:
+        index = Index(folder, json.loads(path.read_bytes()))
+        version = index.content["version"]
+        files = index.files() if version == VERSION else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged, or is not the index of a prepared folder ({error!r})") from error
+    if version != VERSION:
+        raise ValueError(f"{path} is of version {version}, this mupscale reads version {VERSION}: delete the folder and prepare it anew")
+    for name, (size, _) in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing: delete the folder and prepare it anew")
+        if file.stat().st_size != size:
+            raise ValueError(f"{file} has {file.stat().st_size} bytes, {INDEX} says {size}: delete the folder and prepare it anew")
+    return index
+
+
+class MappedTokens:
+    """The tokens of a split as if its shards were one array. Nothing is read before it is asked for, and nothing is kept."""
+
+    def __init__(self, token_files: Sequence[Path], document_files: Sequence[Path]) -> None:
+        # "c", because torch complains of arrays that cannot be written to; as plain arrays, which are cut twice as fast
+        self._shards = [np.memmap(file, TOKEN, "c").view(np.ndarray) for file in token_files]
+        self._document_files = document_files
+        self._ends = list(accumulate(len(shard) for shard in self._shards))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def shards(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Where each shard begins, and its tokens."""
+        return zip([0, *self._ends], self._shards, strict=False)
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Fills `out`, of any integer type, with the tokens from `start` on, across shards where it must."""
+        number = bisect_right(self._ends, start)
+        offset = start - (self._ends[number - 1] if number else 0)
+        filled = 0
+        while filled < len(out):
+            part = self._shards[number][offset : offset + len(out) - filled]
+            out[filled : filled + len(part)] = part
+            filled, number, offset = filled + len(part), number + 1, 0
+
+    @cached_property
+    def document_starts(self) -> np.ndarray:
+        """Where each document begins, and last where the tokens end."""
+        starts = [np.fromfile(file, START) + np.uint64(begin) for file, begin in zip(self._document_files, [0, *self._ends], strict=False)]
+        return np.concatenate([*starts, np.array([len(self)], START)]).astype(np.int64)
+
+    def document(self, number: int) -> np.ndarray:
+        """The tokens of a document, end-of-text included."""
+        start, end = self.document_starts[number : number + 2]
+        out = np.empty(end - start, TOKEN)
+        self.read(int(start), out)
+        return out
+
+
+class ShardWriter:
+    """Appends documents to the shards of a split; a shard that has reached `shard_tokens` is followed by the next.
+
+    `commit` makes what was appended durable and returns the tokens and documents of every shard. A writer made with that cuts
+    the files back to it, whatever was written or lost after: the shards depend on the documents alone, not on how often one stopped.
+    """
+
+    def __init__(self, folder: Path, split: str, shard_tokens: int, committed: Sequence[tuple[int, int]] = ()) -> None:
+        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+        self.counts = [(tokens, documents) for tokens, documents in committed]
+        self._open: tuple[BinaryIO, BinaryIO] | None = None
+        kept = [path for number, counts in enumerate(self.counts) for path in self._cut_back(number, *counts)]
+        for path in (*folder.glob(f"{split}-*.tokens"), *folder.glob(f"{split}-*.documents")):
+            if path not in kept:
+                path.unlink()
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for tokens, _ in self.counts)
+
+    @property
+    def documents(self) -> int:
+        return sum(documents for _, documents in self.counts)
+
+    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """`tokens` of documents one after another, `lengths[i]` of them in the i-th."""
+        ends = lengths.cumsum()
+        first = 0
+        while first < len(lengths):
+            if not self.counts or self.counts[-1][0] >= self.shard_tokens:
+                self.close()
+                self.counts.append((0, 0))
+            held, documents = self.counts[-1]
+            begin = int(ends[first - 1]) if first else 0
+            # the document that fills the shard is its last
+            last = min(first + int(np.searchsorted(ends[first:] - begin, self.shard_tokens - held)) + 1, len(lengths))
+            end = int(ends[last - 1])
+            token_file, document_file = self._files()
+            token_file.write(tokens[begin:end].astype(TOKEN, copy=False).tobytes())
+            document_file.write((ends[first:last] - lengths[first:last] - begin + held).astype(START).tobytes())
+            self.counts[-1] = held + end - begin, documents + last - first
+            first = last
+
+    def commit(self) -> list[tuple[int, int]]:
+        self.close()
+        return list(self.counts)
+
+    def close(self) -> None:
+        for stream in self._open or ():
+            stream.flush()
+            os.fsync(stream.fileno())
+            stream.close()
+        self._open = None
+
+    def index(self) -> dict[str, Any]:
+        """What the index says of a finished split."""
+        self.close()
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            shards = list(pool.map(lambda n: [file_entry(path) for path in self._paths(n)], range(len(self.counts))))
+        return {
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "shards": [
+                {"tokens": {"count": counts[0], **tokens}, "documents": {"count": counts[1], **documents}}
+                for counts, (tokens, documents) in zip(self.counts, shards, strict=True)
+            ],
+        }
+
+    def _paths(self, number: int) -> tuple[Path, Path]:
+        name = f"{self.split}-{number:05d}"
+        return self.folder / f"{name}.tokens", self.folder / f"{name}.documents"
+
+    def _files(self) -> tuple[BinaryIO, BinaryIO]:
+        if self._open is None:
+            tokens, documents = self._paths(len(self.counts) - 1)
+            self._open = tokens.open("ab"), documents.open("ab")
+        return self._open
+
+    def _cut_back(self, number: int, tokens: int, documents: int) -> tuple[Path, Path]:
+        paths = self._paths(number)
+        for path, size in zip(paths, (tokens * TOKEN.itemsize, documents * START.itemsize), strict=True):
+            found = path.stat().st_size if path.is_file() else 0
+            if found < size:
+                raise ValueError(f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it anew")
+            os.truncate(path, size)
+        return paths
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replaces a file, so that whatever happens there is the old one or the new one, whole and durable."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

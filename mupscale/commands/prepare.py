@@ -1,0 +1,83 @@
+"""prepare: tokenise FineWeb-Edu, or text of your own, into a folder that the data module FineWeb trains on.
+
+Interrupted, the same command goes on where it stopped, and the result is the same to the byte.
+"""
+
+import argparse
+from pathlib import Path
+
+from mupscale.datamodules.documents import SEPARATOR, FineWebEdu, TextFiles
+from mupscale.datamodules.preparation import TRAINING_BYTES, prepare
+from mupscale.datamodules.shards import Index
+
+UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
+
+
+def main(command: str, arguments: list[str]) -> None:
+    options = parser().parse_args(arguments)
+    try:
+        source = FineWebEdu(options.subset) if options.kind == "fineweb" else TextFiles(options.files, options.separator)
+        index = prepare(
+            source,
+            options.out,
+            vocabulary=options.vocab,
+            tokens=options.tokens,
+            val_fraction=options.val_fraction,
+            workers=options.workers,
+        )
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit(f"interrupted: the same command goes on where it stopped in {options.out}") from None
+    print(told(index))
+
+
+def parser() -> argparse.ArgumentParser:
+    answer = argparse.ArgumentParser(prog="python -m mupscale prepare", description=__doc__)
+    kinds = answer.add_subparsers(dest="kind", required=True, metavar="fineweb|text")
+    fineweb = kinds.add_parser("fineweb", help="stream FineWeb-Edu", description="Streams FineWeb-Edu from the Hugging Face Hub.")
+    fineweb.add_argument("--subset", required=True, help="a subset of HuggingFaceFW/fineweb-edu: CC-MAIN-2013-20, sample-10BT, …")
+    text = kinds.add_parser("text", help="tokenise local files", description=f"Tokenises local files. {TextFiles.__doc__}")
+    text.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    separator_help = "the line between two documents of a plain text ('' for empty lines; default %(default)s)"
+    text.add_argument("--separator", default=SEPARATOR, metavar="LINE", help=separator_help)
+    for kind in (fineweb, text):
+        vocab_help = f"GPT-2's vocabulary, or a byte-level BPE of N tokens trained on the first {TRAINING_BYTES >> 20} MiB of training text"
+        tokens_help = "stop after the document that reaches this number (100M, 2.5B)" + ("" if kind is fineweb else "; by default all")
+        kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or one to go on with")
+        kind.add_argument("--vocab", type=vocabulary, required=True, metavar="gpt2|N", help=vocab_help)
+        kind.add_argument("--tokens", type=number_of_tokens, required=kind is fineweb, metavar="N", help=tokens_help)
+        kind.add_argument("--val-fraction", type=float, default=0.01, metavar="F", help="documents to hold out (default %(default)s)")
+        kind.add_argument("--workers", type=positive, metavar="N", help="threads that tokenise; by default one for each core")
+    return answer
+
+
+def told(index: Index) -> str:
+    train, val = (f"{part['tokens']:,} tokens of {part['documents']:,} documents" for part in map(index.content.get, ("train", "val")))
+    folder = index.folder
+    return f"{folder}: {train} to train on, {val} held out, vocabulary {index.vocabulary:,}. Use it by data.data_dir: {folder}"
+
+
+def vocabulary(text: str) -> int | None:
+    if text == "gpt2":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted gpt2 or a number of tokens, got {text!r}") from None
+
+
+def number_of_tokens(text: str) -> int:
+    try:
+        tokens = round(float(text.rstrip("kMB")) * UNITS.get(text[-1:], 1))
+    except (ValueError, OverflowError):
+        tokens = 0
+    if tokens < 1:
+        raise argparse.ArgumentTypeError(f"wanted a number like 500k, 100M or 2.5B, got {text!r}")
+    return tokens
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"wanted a number of threads, got {text!r}")
+    return int(text)
