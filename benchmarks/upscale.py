@@ -1,9 +1,10 @@
-"""Time and peak memory of `upscale` for GPT-2 shapes with AdamW state, beside a plain copy of as many bytes.
+"""Time and peak memory of `upscale` for GPT-2 shapes with AdamW state, beside a plain copy of as many bytes; and of the swap in a fit.
 
-    python -m benchmarks.upscale [--device cuda] [--sizes 125M,630M,2.3B] [--out upscale.json]
+    python -m benchmarks upscale [--quick] [--device cuda] [--sizes 125M,630M,2.3B] [--out upscale.json]
 
 Each size doubles the width of a half-size model that has AdamW state, with the wide model on the meta device. The final
-footprint is weights plus both moments. "copy" is one contiguous device-to-device copy of that many bytes.
+footprint is weights plus both moments. "copy" is one contiguous device-to-device copy of that many bytes. "in fit" is the pause of
+UpscaleCallback, without noise, two evaluations of the loss included, the checkpoint before it and compilation not.
 """
 
 import argparse
@@ -12,17 +13,23 @@ import json
 import multiprocessing
 import resource
 import statistics
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 import mupscale
-from mupscale.models.gpt2 import GPT2Net
+from benchmarks.training import quieten
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.gpt2 import GPT2, GPT2Net
 
 # target parameters: width and layers of the wide model; vocabulary 50,304, context 1024, tied embedding
-SIZES = {"125M": (768, 12), "630M": (1920, 12), "2.3B": (3840, 12)}
+SIZES = {"tiny": (48, 2), "125M": (768, 12), "630M": (1920, 12), "2.3B": (3840, 12)}
 HEADS = 12
 
 
@@ -118,13 +125,54 @@ def measure(name: str, device: torch.device, noise: float | None, consume: bool)
     return row
 
 
-def main() -> None:
+class Swapped(Callback):
+    """The memory at its peak in the swap, and what it is made of afterwards."""
+
+    def __init__(self) -> None:
+        self.peak = self.footprint = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            pl_module.zero_grad()
+            gc.collect()
+            if pl_module.device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        if trainer.global_step == 3:
+            self.peak = peak_bytes(pl_module.device)
+            states = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+            self.footprint = sum(t.numel() * t.element_size() for t in (*pl_module.parameters(), *states))
+
+
+def swapped(name: str, device: torch.device) -> dict[str, object]:
+    """The same growth in the middle of a fit."""
+    width, layers = SIZES[name]
+    swap, watch = UpscaleCallback(3, width), Swapped()
+    tokens = ResidentLoader((torch.randint(50304, (8, 129), device=device),), 1, shuffle=False)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            max_steps=5, accelerator=device.type, devices=1, precision="bf16-mixed", callbacks=[swap, watch], logger=False,
+            default_root_dir=folder, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(GPT2(width // 2, layers=layers, heads=HEADS), tokens)
+    return {
+        "size": name, "in_fit": True, "parameters": swap.summary["parameters"], "seconds": swap.summary["seconds"],
+        "footprint_gb": watch.footprint / 1e9, "peak_gb": watch.peak / 1e9, "peak_over_footprint": watch.peak / watch.footprint,
+    }  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="a tiny size: whether it runs, not how fast")
     parser.add_argument("--sizes", default="125M,630M,2.3B", help="a comma-separated part of 125M,630M,2.3B")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
+    quieten()
+    options.sizes = "tiny" if options.quick else options.sizes
     unknown = set(options.sizes.split(",")) - set(SIZES)
     if unknown:
         parser.error(f"--sizes: no such size {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
@@ -141,10 +189,9 @@ def main() -> None:
                 f"{row['footprint_gb']:>7.2f} GB {row['peak_gb']:>6.2f} GB {row['peak_over_footprint']:>6.3f}",
                 flush=True,
             )
+        rows.append(swapped(name, device))
+        told = {key: rows[-1][key] for key in ("parameters", "seconds", "footprint_gb", "peak_gb", "peak_over_footprint")}
+        print(f"{name:>5} in fit: " + ", ".join(f"{key} {value:,.3f}" for key, value in told.items()), flush=True)
     if options.out:
         machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         options.out.write_text(json.dumps({"machine": machine, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

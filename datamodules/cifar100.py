@@ -38,7 +38,7 @@ class CIFAR100(LightningDataModule):
         data_dir: Folder with the set as cifar100.npz (x_train, x_test: uint8 [images, 32, 32, 3]; y_train, y_test: 0..99) or
             unpacked as cifar-100-python. With neither, the first start unpacks a cifar-100-python.tar.gz lying there, or fetches
             it (169 MB).
-        batch_size: Images per optimizer step over all devices together; each of N devices takes one N-th.
+        batch_size: Images per batch over all devices together; each of N devices takes one N-th.
         seed: Decides the order of the batches, crops and flips.
     """
 

@@ -33,7 +33,7 @@ class Covertype(LightningDataModule):
         data_dir: Folder with the full set as covertype.npz (X: int16 [581012, 54], y: 1..7). Without that file, the first start
             makes it from a covtype.data.gz lying there, as UCI publishes it, or fetches that (11 MB). Left out: the embedded
             sample of 7,500 real rows.
-        batch_size: Rows per optimizer step over all devices together; each of N devices takes one N-th.
+        batch_size: Rows per batch over all devices together; each of N devices takes one N-th.
         seed: Decides the split and the order of the batches.
     """
 

@@ -28,7 +28,7 @@ class FineWeb(LightningDataModule):
 
     Args:
         data_dir: The prepared folder. Left out: the embedded sample, the Jargon File (0.4 M tokens, vocabulary 4,096).
-        batch_size: Rows per optimizer step over all devices together; each of N devices takes one N-th.
+        batch_size: Rows per batch over all devices together; each of N devices takes one N-th.
         context: Tokens that a row predicts.
         order: random: crops of the training text. sequential: its windows one after another.
         resident: Keep the tokens on the training device. By default on a GPU if they take at most an eighth of its memory;

@@ -1,7 +1,26 @@
 """One thread a test process: the suite runs one process per core."""
 
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
 
 import mupscale  # noqa: F401  first, so that torchvision can be imported beside a CPU-only torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    # a filter and a level of a logger outlast a test
+    loggers = [
+        logging.getLogger(f"lightning.pytorch.{name}") for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector")
+    ]
+    before = [(logger, logger.level, list(logger.filters)) for logger in loggers]
+    yield
+    for logger, level, filters in before:
+        logger.setLevel(level)
+        logger.filters = filters

@@ -1,10 +1,8 @@
 """The command line: shipped configurations, composition, every command from narrow and wide checkpoints, and bad input."""
 
-import logging
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +21,11 @@ QUICKSTART = str(CONFIGS / "quickstart.yaml")
 BRIEF = ["--trainer.max_steps=6", "--trainer.limit_val_batches=1", "--trainer.val_check_interval=2", "--trainer.enable_progress_bar=false"]
 
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
 class Marker(Callback):
     """One to be found in a list."""
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    # a filter and a level of a logger outlast a test
-    loggers = [
-        logging.getLogger(f"lightning.pytorch.{name}") for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector")
-    ]
-    before = [(logger, logger.level, list(logger.filters)) for logger in loggers]
-    yield
-    for logger, level, filters in before:
-        logger.setLevel(level)
-        logger.filters = filters
 
 
 def upscale(at_step: int, width: int) -> dict[str, Any]:
@@ -71,7 +58,7 @@ def refused(*arguments: str) -> str:
     return exit.value.code
 
 
-@pytest.mark.parametrize("config", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configuration_runs(config: Path, tmp_path: Path) -> None:
     settings = yaml.safe_load(config.read_text())
     for index, callback in enumerate(c for c in settings["trainer"].get("callbacks", []) if c["class_path"].endswith("UpscaleCallback")):
@@ -240,3 +227,15 @@ def test_help_does_not_wait_for_torch() -> None:
     assert all(command in told for command in ("fit", "resume", "validate", "plan", "verify", "upscale"))
     with pytest.raises(SystemExit, match="there is no command"):
         main(["nope"])
+
+
+def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew() -> None:
+    named = ["--config", QUICKSTART, *BRIEF, "--trainer.logger.version=one", "--trainer.callbacks=[]"]
+    assert "there is no checkpoint" in refused("fit", *named, "--model.init_from=missing.ckpt")
+    folder = Path("runs/quickstart/one")
+    (folder / "events.out.tfevents.1.dead").write_text("what it logged")
+    assert (folder / "config.yaml").is_file()
+    main(["fit", *named])
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]["init_from"] is None
+    assert "dead" not in " ".join(path.name for path in folder.iterdir())
+    assert "has a run already" in refused("fit", *named)

@@ -40,6 +40,10 @@ GENERIC = (
     "- Does not validate against",
     "Does not validate against",
     "- Expected a <class 'NoneType'>",
+    "- Not a valid subclass of",
+    "Subclass types expect one of",
+    "- a class path (str)",
+    "- a dict with",
     "Subtypes:",
     "Errors:",
     "Given value",
@@ -68,11 +72,15 @@ class SaveConfig(SaveConfigCallback):
         if stage != "fit" or self.folder is None:
             return
         path = Path(self.folder) / self.config_filename
-        if path.exists() and not self.overwrite:
+        # an attempt that died before its first checkpoint is no run to go on with
+        if path.exists() and not self.overwrite and any(path.parent.rglob("*.ckpt")):
             raise ValueError(f"trainer.logger: {path.parent} has a run already; go on with it: python -m mupscale resume {path.parent}")
         text = self.parser.dump(self.config, skip_none=False)
         if path.exists() and path.read_text() == text:
             return
+        if path.exists() and not self.overwrite:
+            for events in path.parent.glob("events.out.tfevents.*"):  # or its curves would lie under ours
+                events.unlink()
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(text)
@@ -88,8 +96,7 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if "JSONARGPARSE_DEBUG" in os.environ or not self.exit_on_error:
             super().error(message, ex)
-        lines = [line.strip() for line in message.splitlines()]
-        text = " ".join(line.removeprefix("- ") for line in lines if line and not line.startswith(GENERIC))
+        text = in_a_line(message)
         key, quoted, rest = text.removeprefix('Parser key "').partition('":')
         text = f"{key}: {rest.strip()}" if quoted else text
         kind = {"model": WidthScalable, "data": LightningDataModule}.get(key)
@@ -206,7 +213,13 @@ def parsed(arguments: list[str], *, run: bool = True, parser_kwargs: dict[str, A
             or "JSONARGPARSE_DEBUG" in os.environ
         ):
             raise
-        raise SystemExit(f"error: {error}") from error
+        raise SystemExit(f"error: {in_a_line(str(error))}") from error
+
+
+def in_a_line(message: str) -> str:
+    """A message without what jsonargparse says of every class that it cannot make."""
+    lines = [line.strip() for line in message.splitlines()]
+    return " ".join(line.removeprefix("- ") for line in lines if line and not line.startswith(GENERIC))
 
 
 def import_classes() -> None:

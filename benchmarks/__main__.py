@@ -1,0 +1,27 @@
+"""`python -m benchmarks NAME [--quick] [options]`: measures, prints a table, writes JSON."""
+
+import sys
+from importlib import import_module
+
+NAMES = {
+    "gpt2": "GPT-2 inside Trainer.fit, beside a bare loop and a first draft",
+    "mlp": "the MLP on Covertype, likewise",
+    "resnet": "ResNet-18 on CIFAR-100, likewise",
+    "upscale": "`upscale` at up to 2.3 B parameters, and its pause inside a fit",
+    "spectral": "the spectral norms of a ResNet-18",
+    "data": "the data modules, beside a plain DataLoader",
+}
+
+
+def main(arguments: list[str]) -> None:
+    usage = "usage: python -m benchmarks NAME [--quick] [options]\n\n" + "\n".join(f"  {name:<9} {text}" for name, text in NAMES.items())
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage)
+    elif arguments[0] not in NAMES:
+        sys.exit(f"there is no benchmark {arguments[0]!r}\n\n{usage}")
+    else:
+        import_module(f"benchmarks.{arguments[0]}").main(arguments[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
