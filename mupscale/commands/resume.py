@@ -4,10 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mupscale.commands.fit import parsed
-
 
 def main(command: str, arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
@@ -27,6 +23,9 @@ def main(command: str, arguments: list[str]) -> None:
         print(f"{options.run} is finished: {path} is of its last step, {checkpoint['global_step']}")
         return
     print(f"resuming from {path}", flush=True)
+
+    from mupscale.commands.fit import parsed  # Lightning takes seconds to load, which a mistake need not wait for
+
     parsed(["fit", "--config", str(config), *overrides, "--ckpt_path", str(path)], folder=options.run)
 
 
@@ -44,6 +43,8 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, dict[str, Any]]:
 
 def readable(path: Path) -> dict[str, Any] | None:
     """What a checkpoint holds, its tensors mapped and not read; None for the remains of one."""
+    import torch
+
     file = path / "meta.pt" if path.is_dir() else path  # sharded ones are folders
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -1,0 +1,90 @@
+"""What starting up loads, counted rather than timed: nothing that is not needed, no data, no CUDA."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {
+    "datasets", "lightning", "matplotlib", "optuna", "pandas", "scipy", "sklearn",
+    "tensorboard", "tiktoken", "tokenizers", "torchmetrics", "torchvision", "transformers",
+}  # fmt: skip
+
+PROBE = """
+import json, runpy, sys
+opened = []
+def watch(event, arguments):
+    if event == "open" and not str(arguments[0]).endswith((".py", ".pyc", ".so")):
+        opened.append(str(arguments[0]))
+before = set(sys.modules)
+sys.addaudithook(watch)
+try:
+    {statement}
+except SystemExit as end:
+    code = end.code
+else:
+    code = None
+torch = sys.modules.get("torch")
+print(json.dumps({{
+    "modules": sorted(set(sys.modules) - before),
+    "opened": opened,
+    "code": code,
+    "cuda": torch is not None and torch.cuda.is_initialized(),
+}}))
+"""
+
+EVERYTHING = "import mupscale; [getattr(mupscale, name) for name in mupscale.__all__]"
+
+
+def started(statement: str) -> dict:
+    """What a fresh interpreter has loaded and opened after `statement`."""
+    run = subprocess.run([sys.executable, "-c", PROBE.format(statement=statement)], capture_output=True, text=True, check=True)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def command(*arguments: str) -> str:
+    return f"sys.argv[1:] = {list(arguments)}; runpy.run_module('mupscale', run_name='__main__')"
+
+
+def packages(modules: list[str]) -> set[str]:
+    return {name.partition(".")[0] for name in modules}
+
+
+def data(opened: list[str]) -> list[str]:
+    return [path for path in opened if path.endswith((".bin", ".ckpt", ".csv", ".gz", ".npy", ".npz", ".parquet", ".pt", ".yaml"))]
+
+
+def test_importing_the_package_loads_nothing():
+    after = started("import mupscale")
+    assert [name for name in after["modules"] if name.startswith("mupscale")] == ["mupscale", "mupscale._torchvision"]
+    assert not packages(after["modules"]) & (HEAVY | {"torch", "numpy", "mup"})
+    assert after["opened"] == []
+
+
+def test_the_whole_library_loads_torch_and_little_else():
+    torch, everything = started("import torch"), started(EVERYTHING)
+    assert not packages(everything["modules"]) & HEAVY
+    added = {*everything["modules"]} - {*torch["modules"]}
+    assert len([name for name in added if not name.startswith("mupscale")]) <= 30  # mup and yaml
+    assert not data(everything["opened"])
+    assert not everything["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [((), None), (("--help",), None), (("nonsense",), "there is no command 'nonsense'"), (("resume", "--help"), 0),
+     (("resume", "nowhere"), "error: nowhere is not the folder of a run")],
+)  # fmt: skip
+def test_help_and_mistakes_need_no_torch(arguments: tuple[str, ...], code: str | int | None):
+    after = started(command(*arguments))
+    assert str(after["code"]).startswith(str(code))
+    assert not packages(after["modules"]) & (HEAVY | {"torch", "numpy", "mup"})
+    assert after["opened"] == []
+
+
+def test_the_help_of_fit_reads_no_data_and_leaves_cuda_alone():
+    after = started(command("fit", "--help"))
+    assert after["code"] == 0
+    assert not data(after["opened"])
+    assert not after["cuda"]
