@@ -12,7 +12,9 @@ COMMANDS = {
     "predict": ("fit", "predict with a checkpoint"),
     "plan": ("plan", "show how a configured model would be widened, parameter by parameter"),
     "verify": ("verify", "tell whether a configured model can be widened exactly, or which layer cannot"),
+    "coord-check": ("coord_check", "tell whether outputs and updates keep their size as the width grows, or which layer's do not"),
     "upscale": ("upscale", "widen a checkpoint, offline"),
+    "sweep": ("sweep", "run a configuration with many values of some of its keys, and find the best"),
     "prepare": ("prepare", "tokenise FineWeb-Edu or text of your own, for the data module FineWeb"),
 }
 
@@ -29,7 +31,7 @@ python -m mupscale COMMAND --help tells more.
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    usage = USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()))
+    usage = USAGE.format(commands="\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()))
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage)
         return

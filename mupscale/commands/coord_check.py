@@ -1,0 +1,143 @@
+"""coord-check: whether outputs of layers and their updates keep their size as the width grows, before and across an upscale."""
+
+import argparse
+import csv
+import math
+from itertools import islice
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from mupscale.coord import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
+
+ROWS = 16
+"""Of each batch. Slopes do not depend on it, and time does."""
+
+MOST_IN_LEGEND = 16
+RED = "#d62728"
+
+
+def main(command: str, arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m mupscale coord-check",
+        description=__doc__,
+        epilog=f"--config FILE and further options are those of fit. Trains, on a CPU, up to {FACTORS[0]} times the widest. "
+        "Exit status 1 tells that a layer fails.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--widths", type=numbers, required=True, metavar="N,N,N", help="at least three, as 64,128,256,512")
+    parser.add_argument("--steps", type=int, default=4, help="training steps before the upscale, and as many after it (default 4)")
+    parser.add_argument("--seeds", type=int, default=3, help="networks of every width to average over (default 3)")
+    parser.add_argument("--out", type=Path, default=Path("runs/coord-check"), metavar="DIR", help="where figure and table go (%(default)s)")
+    options, configuration = parser.parse_known_args(arguments)
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} is not a folder")
+
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        check = checked(command, configuration, options)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+    print(check, flush=True)
+    write_sizes(check, options.out / "coord_check.csv")
+    draw(check, options.out / "coord_check.png")
+    print(f"figure and sizes: {options.out}/coord_check.png, coord_check.csv")
+    if not check.passed:
+        raise SystemExit(1)
+
+
+def numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"wanted widths like 64,128,256,512, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def checked(command: str, configuration: list[str], options: argparse.Namespace) -> CoordCheck:
+    """The check of the configured model, with its optimizer, its data, and the noise of its first upscale."""
+    from lightning.pytorch.core.optimizer import _configure_optimizers
+
+    from mupscale.callbacks.upscale import UpscaleCallback
+    from mupscale.commands.configured import configured
+
+    module, data, trainer = configured(command, configuration, __doc__)
+    for width in sorted({factor * width for width in options.widths for factor in (1, *FACTORS)}):
+        try:
+            module.network(width, meta=True)
+        except ValueError as error:
+            raise ValueError(f"--widths: {error}") from error
+    given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    upscales = sorted((c for c in given if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
+    data.prepare_data()
+    data.setup("fit")
+    batches = list(islice(iter(data.train_dataloader()), 2 * options.steps))
+
+    def optimizers(net: nn.Module) -> list[Optimizer]:
+        module.net = net
+        made, _, _ = _configure_optimizers(module.configure_optimizers())
+        for group in (group for optimizer in made for group in optimizer.param_groups):
+            group["lr"] = group.get("initial_lr", group["lr"])  # a schedule may begin with none at all
+        return made
+
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        module.net = net
+        return module.loss(batch)
+
+    return coord_check(
+        module.network, options.widths, optimizer=optimizers, loss=loss, steps=options.steps, seeds=options.seeds,
+        batches=tree_map(lambda x: x[:ROWS] if isinstance(x, Tensor) and x.ndim else x, batches),
+        noise=upscales[0].noise if upscales else DEFAULT_NOISE, clip=trainer.gradient_clip_val,
+    )  # fmt: skip
+
+
+def write_sizes(check: CoordCheck, path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["scan", "layer", "width", "step", "output", "update"])
+        for scan in check.scans:
+            for layer in check.layers:
+                for width, steps in zip(scan.widths, scan.mean(layer).tolist(), strict=True):
+                    writer.writerows([scan.name, layer, width, step, *size] for step, size in enumerate(steps))
+
+
+def draw(check: CoordCheck, path: Path) -> None:
+    """Sizes against width, a column a scan: outputs at its start, and their change after every step. What fails is red."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+    layers = list(check.layers)
+    colours = dict(zip(layers, plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(layers)).numpy()), strict=True))
+    fig, axes = plt.subplots(2, len(check.scans), figsize=(13, 6.6), sharex="col", sharey="row", layout="constrained")
+    for (above, below), scan in zip(axes.T, check.scans, strict=True):
+        for layer in layers:
+            sizes, slopes = scan.mean(layer), check.layers[layer][scan.name]
+            for ax, values, fails in ((above, sizes[:, 0, 0], slopes.output_fails), (below, sizes[:, -1, 1], slopes.update_fails)):
+                if values.all():  # zeros have no logarithm
+                    colour = RED if fails else colours[layer]
+                    ax.loglog(scan.widths, values, "o-", color=colour, ms=3, lw=1.2, zorder=3 if fails else 2)
+                    if fails:
+                        ax.annotate(f" {layer}", (scan.widths[-1], values[-1].item()), color=RED, fontsize=7, va="center")
+            for earlier in sizes[:, 1:-1, 1].T:
+                below.loglog(scan.widths, earlier.where(earlier > 0, math.nan), ":", color=colours[layer], lw=0.7)
+        above.set_title(fill(f"{scan.name}: {scan.title}", 50), fontsize=9)
+        below.set_xlabel("width")
+        below.xaxis.set(major_locator=FixedLocator(scan.widths), minor_locator=NullLocator(), major_formatter=StrMethodFormatter("{x:g}"))
+        below.set_xlim(scan.widths[0] / 1.2, scan.widths[-1] * (1.2 if check.passed else 2))  # with room for names
+    last = [scan.mean(layer)[:, -1, 1] for scan in check.scans for layer in layers]
+    smallest = min((values.min().item() for values in last if values.all()), default=1.0)
+    axes[1, 0].set_ylim(bottom=smallest / 10)  # behind a readout that is zero, the first step is next to nothing
+    axes[0, 0].set_ylabel("size of the outputs, at the start")
+    axes[1, 0].set_ylabel("size of their change, after all steps\n(dotted: after fewer)")
+    every = max(1, math.ceil(len(layers) / MOST_IN_LEGEND))
+    shown = [plt.Line2D([], [], color=colours[layer], marker="o", ms=3, label=layer) for layer in layers[::every]]
+    fig.legend(handles=shown, loc="outside right center", frameon=False, fontsize=7, title="layers" if every == 1 else "some layers")
+    fig.savefig(path, dpi=100)
+    plt.close(fig)
