@@ -11,11 +11,13 @@ import gc
 import io
 import json
 import logging
+import re
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,18 @@ from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import WidthScalable
 
 CLIP = 1.0
+
+KERNELS = {  # kind: what the names of its kernels contain
+    "attention": r"sdpa|flash|fmha|cudnn::fusion",
+    "convolution": r"conv|dgrad|wgrad|fprop|xmma|implicit_gemm|nchwTo|nhwcTo",
+    "matmul": r"nvjet|gemm|cutlass|cublas|splitk|gemv",
+    "loss": r"softmax|nll",
+    "activation": r"gelu|relu",
+    "norm": r"norm",
+    "optimizer and clipping": r"multi_tensor|adam|sgd|foreach",
+    "copies": r"copy|memcpy|memset|fill",
+    "sums and pointwise": r"triton|reduce|elementwise|index",
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,8 @@ class Case:
 
 @dataclass
 class Row:
-    """One line of the table. Memory in GB at its peak; `grown` in MB from the end of the warm-up to the last step."""
+    """One line of the table. Memory in GB at its peak; `grown` in MB from the end of the warm-up to the last step; of the bare loop
+    also the shares of the device's time."""
 
     case: str
     side: str
@@ -66,6 +81,7 @@ class Row:
     grown: float
     first_step_seconds: float
     last_loss: float
+    kernels: dict[str, float]
 
 
 class Watch(Callback):
@@ -75,6 +91,7 @@ class Watch(Callback):
         self.warm_up, self.steps = warm_up, steps
         self.started = time.perf_counter()
         self.first = self.seconds = self.grown = 0.0
+        self.kernels: dict[str, float] = {}
         self._since, self._held = 0.0, 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -158,8 +175,23 @@ def bare(case: Case, device: torch.device) -> tuple[Watch, float]:
         loss = step(batch)
         watch.after(count)
         if count == case.warm_up + case.steps:
+            watch.kernels = kernel_shares(partial(step, batch)) if device.type == "cuda" else {}
             return watch, float(loss)
     raise AssertionError("no batches")
+
+
+def kernel_shares(step: Callable[[], object]) -> dict[str, float]:
+    """The fraction of the device's time that each kind of kernel takes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    spent: dict[str, float] = {}
+    for event in profile.key_averages():
+        kind = next((kind for kind, names in KERNELS.items() if re.search(names, event.key, re.IGNORECASE)), "other")
+        spent[kind] = spent.get(kind, 0.0) + event.self_device_time_total
+    total = sum(spent.values()) or 1.0
+    return {kind: round(time / total, 3) for kind, time in sorted(spent.items(), key=lambda item: -item[1]) if time > 0}
 
 
 def endless(loader: Any) -> Iterator[Any]:
@@ -198,7 +230,18 @@ def measured(case: Case, side: Callable[[Case, torch.device], tuple[Watch, float
     memory = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
     module = case.module()
     flops = module.training_flops(next(iter(case.batches(torch.device("cpu")))))
-    return Row(case.name, side.__name__, steps, steps * case.units_per_step, steps * flops / 1e12, memory, watch.grown, watch.first, loss)
+    return Row(
+        case.name,
+        side.__name__,
+        steps,
+        steps * case.units_per_step,
+        steps * flops / 1e12,
+        memory,
+        watch.grown,
+        watch.first,
+        loss,
+        watch.kernels,
+    )
 
 
 def quieten() -> None:
@@ -252,6 +295,9 @@ def run(description: str, cases: Callable[[argparse.Namespace], list[Case]], arg
                     f"{row.tflops:>8.1f} {ratios[0]:>8} {ratios[1]:>7} {row.memory:>7.2f} {row.grown:>9.2f} {row.first_step_seconds:>8.1f}",
                     flush=True,
                 )
+    for row in rows:
+        if row.kernels:
+            print(f"{row.case}: " + ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in row.kernels.items()))
     peaks.append(matmul_peak(device))
     print(f"bf16 matmul before and after: {peaks[0]:.0f} and {peaks[1]:.0f} TFLOP/s")
     if options.out:

@@ -81,10 +81,10 @@ class Head(nn.Module):
         self.readout = Readout(width, vocabulary, bias=False)
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        dtype = x_BTD.dtype  # of the residual stream, in which matmuls are computed; autocast makes the norm float32
         x_BTD = self.ln_f(x_BTD)
         if targets_BT is None:
             return self.readout(x_BTD)
-        dtype = autocast_dtype(x_BTD)
         x_ND = (self.readout.multiplier * x_BTD).flatten(0, 1).to(dtype)
         return ReadoutLoss.apply(x_ND, self.readout.weight.to(dtype), targets_BT.flatten())
 

@@ -137,7 +137,7 @@ def another_number_of_axes() -> Input:
     return Bare(4), Bare(8, 1), {}
 
 
-@bad("'wte.weight' = 'readout.weight'", "vector in 'wte' (Embedding)", "readout in 'readout'", "multiplier", '"readout"', "untie")
+@bad("'wte.weight' = 'head.readout.weight'", "vector in 'wte' (Embedding)", "readout in 'head.readout'", "multiplier", '"readout"', "untie")
 def embedding_tied_to_a_plain_readout() -> Input:
     return *(GPT2Net(width, layers=1, heads=2, vocabulary=12, context=5) for width in (4, 8)), {}
 

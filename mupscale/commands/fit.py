@@ -119,10 +119,22 @@ class CLI(LightningCLI):
         parser.set_defaults(
             {"checkpoint.save_last": "link", "checkpoint.every_n_train_steps": 500, "checkpoint.enable_version_counter": False}
         )
+        parser.add_argument(
+            "--callback_args",
+            type=dict[str, dict[str, Any]] | None,
+            default=None,
+            help="arguments laid over those of the callbacks in trainer.callbacks, by class: what best.yaml of a sweep has to say of them",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         assert isinstance(args, list)
         self.config = parser.parse_args(args)  # without Lightning's warning that there is a command line, too
+        command = self.config.get("subcommand")
+        config = self.config[command] if command else self.config
+        if config["callback_args"]:
+            # the same as if the callbacks had been given so: in the run's config.yaml, too
+            values = {"trainer": {"callbacks": with_callback_args(config)}, "callback_args": None}
+            self.config = parser.parse_object({command: values} if command else values, cfg_base=self.config)
 
     def _parse_ckpt_path(self) -> None:
         """The configuration stays what was given: Lightning would put the checkpoint's class and arguments over it.
@@ -236,6 +248,19 @@ def short_names(kind: type[Any]) -> set[str]:
     return {*deeper, *(c.__name__ for c in ours if not getattr(getattr(c, "build", None), "__isabstractmethod__", False))}
 
 
+def with_callback_args(config: Any) -> list[dict[str, Any]]:
+    """The configured callbacks, as plain values, with `callback_args` laid over their arguments."""
+    given = config["trainer"]["callbacks"] or []
+    answer = [callback.as_dict() for callback in (given if isinstance(given, list) else [given])]
+    for name, arguments in config["callback_args"].items():
+        named = [callback for callback in answer if callback["class_path"].rpartition(".")[2] == name]
+        if not named:
+            raise ValueError(f"callback_args.{name}: there is no {name} in trainer.callbacks for it")
+        for callback in named:
+            callback["init_args"] = callback.get("init_args", {}) | arguments
+    return answer
+
+
 def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:
     """What every run has, unless it brings one of the kind along or has switched it off."""
     answer: list[tuple[type, Callback]] = [(Curves, Curves()), (Summary, Summary()), (ExactResume, ExactResume())]
@@ -256,4 +281,4 @@ def quieten() -> None:
 
 
 def no_tips(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("💡")
+    return not str(record.msg).startswith(("💡", "You are using a CUDA device"))  # the latter is what loop.tf32 is for

@@ -1,0 +1,210 @@
+"""What a trial of a sweep is judged by, and when it is given up."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from mupscale.callbacks.curves import stepped
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.models.base import Width, WidthScalable, init_contexts
+from mupscale.noise import Constants, Noise, SignalNoise, save_constants
+from mupscale.widths import Plan, TensorPlan
+
+DIVERGED = 10
+"""How many times the loss of an untrained network, or of the network just after a swap, is divergence, if it stays there."""
+
+PATIENCE = 5
+"""Checks in a row that must find it there. A check looks at the mean over a hundredth of the run."""
+
+
+class TrialMetric(Callback):
+    """Computes a trial's metric, stops it if it diverges, and records the constants of signal-normalised noise.
+
+    A trial has diverged if its loss is not finite, or stays ten times above what an untrained network has and above what it had just
+    after a swap. A bad loss alone is no reason to stop: good noise levels start far worse than bad ones.
+
+    Noise constants are written to `noise-<step>.json` in the run's folder, which `RecordedNoise` reads.
+
+    Saved: the sums so far, and whether it has diverged.
+    """
+
+    def __init__(self, metric: str = "last_epoch") -> None:
+        """
+        Args:
+            metric: `last_epoch` or `last_N%`: the mean training loss over the steps of the last epoch, or the last N % of the steps;
+                otherwise the name of a metric that the module logs (val/loss): its last value.
+        """
+        self.metric = metric
+        self.diverged = False
+        self.sum: Tensor | float = 0.0
+        self.count = 0
+        self.window = 0
+        self._steps = 0
+        self._recent: Tensor | float = 0.0
+        self._recent_count = 0
+        self._strikes = 0
+        self._reference = 0.0
+        self._width: Width | None = None
+        self._logged: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sum": float(self.sum), "count": self.count, "window": self.window, "diverged": self.diverged, "strikes": self._strikes,
+            "recent": float(self._recent), "recent_count": self._recent_count, "reference": self._reference, "width": self._width,
+            "logged": self._logged,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.sum, self.count, self.window = state_dict["sum"], state_dict["count"], state_dict["window"]
+        self.diverged, self._strikes, self._reference = state_dict["diverged"], state_dict["strikes"], state_dict["reference"]
+        self._recent, self._recent_count, self._width = state_dict["recent"], state_dict["recent_count"], state_dict["width"]
+        self._logged = state_dict["logged"]
+
+    @property
+    def value(self) -> float:
+        """The metric of a run that is over; infinite if it diverged."""
+        if self.diverged:
+            return math.inf
+        value = self._logged if window_of(self.metric) is None else float(self.sum) / self.count
+        assert value is not None
+        return value if math.isfinite(value) else math.inf
+
+    # --- hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.world_size > 1:
+            raise ValueError(f"trainer.devices: a trial of a sweep runs on one device, got {trainer.world_size}; start more processes")
+        for callback in trainer.callbacks:
+            if isinstance(callback, UpscaleCallback) and isinstance(callback.noise, SignalNoise):
+                callback.noise = Recording(callback.noise)
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.metric.startswith("val/"):
+            self._look_up(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.metric.startswith("val/") and not trainer.sanity_checking:
+            self._look_up(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        total = trainer.estimated_stepping_batches
+        if not math.isfinite(total) or total <= 0:
+            raise ValueError(f"trainer.max_steps, trainer.max_epochs: a trial must end, got {trainer.max_steps}, {trainer.max_epochs}")
+        self._steps = int(total)
+        share = window_of(self.metric)
+        if share == "epoch":
+            self.window = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            if self.window > self._steps:
+                raise ValueError(
+                    f"metric last_epoch: an epoch has {self.window} steps, but the run {self._steps}; "
+                    "take last_2%, or raise trainer.max_steps"
+                )
+        elif share is not None:
+            self.window = math.ceil(share * self._steps)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert isinstance(pl_module, WidthScalable)
+        if self._width is None:
+            self._reference = untrained_loss(trainer, pl_module, batch)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert isinstance(pl_module, WidthScalable)
+        loss = pl_module.train_loss
+        assert loss is not None
+        loss = loss.double()
+        step = trainer.global_step - stepped(trainer)  # the one that this batch belongs to, counted from 0
+        if step >= self._steps - self.window:
+            self.sum = self.sum + loss
+            self.count += 1
+        self._recent = self._recent + loss
+        self._recent_count += 1
+        if pl_module.width != self._width:  # the first batch, or the first after a swap
+            self._width = pl_module.width
+            self._reference = max(self._reference, float(loss)) if math.isfinite(loss) else self._reference
+            self._save_noise(trainer)
+        if stepped(trainer) and (trainer.global_step % max(5, self._steps // 100) == 0 or trainer.global_step == self._steps):
+            self._check(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.diverged:
+            return
+        if window_of(self.metric) is None:
+            self._logged = self._look_up(trainer)
+        elif trainer.global_step < self._steps:
+            raise ValueError(f"metric {self.metric}: the run ended at step {trainer.global_step}, but was to have {self._steps}")
+
+    # --- parts
+
+    def _check(self, trainer: Trainer) -> None:
+        """Waits for the device, a hundred times a run."""
+        mean = float(self._recent) / self._recent_count
+        self._recent, self._recent_count = 0.0, 0
+        self._strikes = self._strikes + 1 if mean > DIVERGED * self._reference else 0
+        if not math.isfinite(mean) or self._strikes == PATIENCE:
+            self.diverged = True
+            trainer.should_stop = True
+
+    def _look_up(self, trainer: Trainer) -> float:
+        metrics = trainer.callback_metrics
+        if self.metric not in metrics:
+            raise ValueError(
+                f"metric {self.metric} is never logged; there are last_epoch, last_2%, {', '.join(sorted(metrics)) or 'and no others'}"
+            )
+        return float(metrics[self.metric])
+
+    def _save_noise(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, UpscaleCallback) and isinstance(callback.noise, Recording) and callback.width == self._width:
+                assert trainer.log_dir is not None
+                save_constants(callback.noise.constants, Path(trainer.log_dir) / f"noise-{callback.at_step}.json")
+
+
+class Recording(Noise):
+    """A noise, whose constants can be had afterwards."""
+
+    def __init__(self, noise: Noise) -> None:
+        self.noise = noise
+        self.constants: Constants = {}
+
+    def check(self, plan: Plan) -> None:
+        self.noise.check(plan)
+        self.constants = dict.fromkeys(plan.parameters, 0.0)
+
+    def applies(self, entry: TensorPlan) -> bool:
+        return self.noise.applies(entry)
+
+    def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
+        value = self.noise.constant(entry, narrow, widened, delta)
+        self.constants[entry.name] = torch.as_tensor(value, dtype=torch.float64).tolist()
+        return value
+
+
+def window_of(metric: str) -> float | str | None:
+    """Which part of the run's steps a metric is the mean training loss of: a share, or "epoch"; None for a metric that is logged."""
+    if metric == "last_epoch":
+        return "epoch"
+    percent = re.fullmatch(r"last_(\d+(?:\.\d+)?)%", metric)
+    if percent is None:
+        return None
+    share = float(percent[1]) / 100
+    if not 0 < share <= 1:
+        raise ValueError(f"metric {metric}: the share must be above 0 and at most 100 %")
+    return share
+
+
+@torch.no_grad()
+def untrained_loss(trainer: Trainer, module: WidthScalable, batch: Any) -> float:
+    """What a network of the module's width has on a batch before any training; the run's random numbers stay as they were."""
+    net = module.net
+    devices = [module.device] if module.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), init_contexts(trainer), trainer.precision_plugin.forward_context():
+        module.net = module.network(module.width).to(module.device)
+        try:
+            return float(module.loss(batch))
+        finally:
+            module.net = net

@@ -1,0 +1,199 @@
+"""sweep: run a configuration with many values of some of its keys, and find the best.
+
+Start the same command again, on this machine or on others that share the folder --out, and the processes share the trials. Interrupted,
+the same command goes on where it stopped. It ends in trials.csv, figures, and best.yaml, which holds the swept values alone:
+fit --config TARGET.yaml --config OUT/best.yaml.
+"""
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mupscale.commands.sweep_results import Results
+    from mupscale.commands.sweep_study import Settings, Study, Taken
+
+WAIT = 1.0
+"""Seconds between two looks at what other processes do."""
+
+EPILOG = """--config FILE and all other options are those of fit: they make the configuration that every trial starts from.
+
+A key is that of fit's options (model.optimizer.lr), or starts with the class of a callback in trainer.callbacks
+(UpscaleCallback.noise.std). docs/sweeps.md tells more."""
+
+
+def main(command: str, arguments: list[str]) -> None:
+    options, rest = parser().parse_known_args(arguments)
+    try:
+        sweep(options, rest)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt as interrupt:
+        raise SystemExit("interrupted; the same command goes on where it stopped") from interrupt
+
+
+def parser() -> argparse.ArgumentParser:
+    answer = argparse.ArgumentParser(
+        prog="python -m mupscale sweep",
+        usage="%(prog)s --config FILE [--config FILE …] --sweep KEY=VALUES [--sweep …] --out FOLDER [options]",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    answer.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=VALUES",
+        help="V1,V2,… are values; LOW:HIGH:N are N values, evenly by ratio; LOW:HIGH is a range to draw from (random, tpe)",
+    )  # fmt: skip
+    answer.add_argument("--out", type=Path, required=True, help="the folder of the sweep")
+    answer.add_argument("--seeds", default=None, metavar="S1,S2,…", help="run each trial with these seeds; their mean decides")
+    answer.add_argument("--sampler", choices=["grid", "random", "tpe"], default="grid", help="how values are chosen (default grid)")
+    answer.add_argument("--trials", type=int, help="how many, if not by a grid")
+    answer.add_argument(
+        "--metric", default="last_epoch",
+        help="what is minimised: last_epoch, last_2%% (mean training loss over the last epoch, or 2 %% of the steps; the former is the "
+        "default), or a metric that is logged, such as val/loss (its last value)",
+    )  # fmt: skip
+    answer.add_argument("--storage", metavar="URL", help="keep the study in this database (postgresql://…), not in a file in --out")
+    return answer
+
+
+def sweep(options: argparse.Namespace, rest: list[str]) -> None:
+    from mupscale.commands.sweep_space import labels, told
+    from mupscale.commands.sweep_study import Study
+    from mupscale.commands.sweep_trial import without_announcements
+
+    with without_announcements():
+        settings = settings_of(options, rest)
+        study = Study(options.out, settings, options.storage)
+        names, said = labels(settings.axes), False
+        while True:
+            taken = study.take()
+            if taken is not None:
+                point = told(taken.point, names)
+                value, seconds = complete(study, taken)
+                print_progress(results_of(study), point, value, seconds)
+                said = False
+                continue
+            left = settings.trials - len(study.outcomes())
+            if left == 0:
+                break
+            if not said:
+                print(f"waiting for other processes: {left} of {settings.trials} left", flush=True)
+                said = True
+            time.sleep(WAIT)
+        conclude(study)
+
+
+def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
+    """What the command line asks for, checked as far as can be without a run."""
+    from mupscale.callbacks.trial_metric import window_of
+    from mupscale.commands.sweep_results import signal_swap
+    from mupscale.commands.sweep_space import at, grid, parsed_axis
+    from mupscale.commands.sweep_study import Settings
+    from mupscale.commands.sweep_trial import described, for_trials, refuse_invalid
+
+    axes = [parsed_axis(text) for text in options.sweep]
+    if not axes:
+        raise ValueError("--sweep: the grid is empty, name a key and its values: --sweep model.optimizer.lr=0.01,0.02,0.04")
+    if len({axis.key for axis in axes}) < len(axes):
+        raise ValueError(f"--sweep: a key is there twice in {', '.join(axis.key for axis in axes)}")
+    ranges = [axis.key for axis in axes if axis.bounds]
+    if options.sampler == "grid" and ranges:
+        raise ValueError(f"--sweep {ranges[0]}=LOW:HIGH is a range; give LOW:HIGH:N for a grid, or --sampler random or tpe")
+    if (options.sampler == "grid") != (options.trials is None):
+        raise ValueError("--trials: give it with --sampler random or tpe, and only then")
+    if options.trials is not None and options.trials < 1:
+        raise ValueError(f"--trials must be at least 1, got {options.trials}")
+    window_of(options.metric)
+    config = for_trials(described(rest))
+    signal_swap(config)
+    if not (options.out / "sweep.json").exists():  # or it was checked before
+        for axis in axes:
+            for value in axis.bounds or axis.values:
+                refuse_invalid(at(config, {axis.key: value}), axis.key, value)
+    seeds = [config["seed_everything"]] if options.seeds is None else seeds_of(options.seeds)
+    config["seed_everything"] = seeds[0]
+    trials = options.trials or len(list(grid(axes)))
+    return Settings(config, axes, options.sampler, trials, seeds, options.metric)
+
+
+def seeds_of(text: str) -> list[int]:
+    try:
+        seeds = [int(seed) for seed in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--seeds {text}: give whole numbers, separated by commas") from error
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds {text}: a seed is there twice")
+    return seeds
+
+
+def complete(study: "Study", taken: "Taken") -> tuple[float, float]:
+    """Runs a trial that was taken; its value and the seconds it took. If it cannot be finished it goes back."""
+    from mupscale.commands.sweep_space import at, told
+    from mupscale.commands.sweep_trial import run_trial
+
+    results = results_of(study)
+    folders = results.folders(taken.cell, taken.point)
+    try:
+        values, seconds = run_trial(at(study.settings.config, taken.point), study.settings.metric, folders)
+    except BaseException as error:
+        study.give_back(taken)
+        if isinstance(error, SystemExit) and isinstance(error.code, str):
+            raise ValueError(f"the trial {told(taken.point, results.names)}: {error.code.removeprefix('error: ')}") from error
+        failed = isinstance(error, Exception)
+        what = f"failed; its log is in {next(iter(folders.values()))}" if failed else "was interrupted; the same command goes on with it"
+        print(f"the trial {told(taken.point, results.names)} {what}", file=sys.stderr)
+        raise
+    study.finish(taken, values, seconds)
+    tidy(study)
+    return sum(values) / len(values), seconds
+
+
+def tidy(study: "Study") -> None:
+    """The table as of now; and of all finished trials only the best keeps its checkpoints."""
+    from mupscale.commands.sweep_trial import drop_checkpoints
+
+    with study.locked():
+        results = results_of(study)
+        results.write_table()
+        for outcome in results.outcomes:
+            if outcome != results.best:
+                for folder in results.runs(outcome):
+                    drop_checkpoints(folder)
+
+
+def results_of(study: "Study") -> "Results":
+    from mupscale.commands.sweep_results import Results
+
+    return Results(study.out, study.settings, study.outcomes())
+
+
+def print_progress(results: "Results", point: str, value: float, seconds: float) -> None:
+    from mupscale.commands.sweep_space import told
+
+    best = results.best
+    done = f"{value:.5g}" if math.isfinite(value) else "diverged"
+    leader = f"best {best.value:.5g} ({told(best.point, results.names)})" if best else "none has not diverged"
+    left = results.settings.trials - len(results.outcomes)
+    print(f"{point}: {done} in {seconds:.0f} s; {leader}; {left} of {results.settings.trials} left", flush=True)
+
+
+def conclude(study: "Study") -> None:
+    """Writes what the sweep ends in."""
+    with study.locked():
+        results = results_of(study)
+        results.write_table()
+        best = results.best
+        if best is None:
+            raise ValueError(
+                f"all {len(results.outcomes)} trials diverged; sweep smaller learning rates or less noise. "
+                f"{study.out / 'trials.csv'} lists them, and there is no best.yaml"
+            )
+        path = results.write_best(best)
+        drawn = results.draw(best)
+    print(path.read_text(), end="")
+    print(f"wrote {', '.join(str(p) for p in [path, study.out / 'trials.csv', *drawn])}")
