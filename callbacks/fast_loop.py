@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -14,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from mupscale.cuda_graph import CapturedStep
+from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.models.base import WidthScalable
 
 WARM_UP = 3
@@ -42,7 +43,7 @@ class FastLoop(Callback):
         Args:
             cuda_graph: On one GPU, replay the whole step, from the loss to the optimizer, as one CUDA graph. It pays where a step
                 takes less than about ten milliseconds. `loss` must do the same work for every batch, and hooks inside a step
-                (on_after_backward and the like) do not exist.
+                (on_after_backward and the like) do not exist. A ragged batch at the end of an epoch is a step like any other.
             tf32: On a GPU, let matmuls of float32 round what they multiply to TF32, ten bits instead of 23, and run several times as
                 fast. Nothing else is rounded; bf16-mixed has no use for it.
         """
@@ -81,12 +82,13 @@ class LeanEpochLoop(_TrainingEpochLoop):
         """Drops the captured step, and with it the memory it holds."""
         self._captured: CapturedStep | None = None
         self._network: torch.nn.Module | None = None
+        self._kind: tuple[Any, ...] | None = None
         self._since_swap = 0
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
         trainer, module = self.trainer, self.trainer.lightning_module
-        self._plain = plain(trainer)
+        self._plain = plain(trainer) and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
         for hook in ("on_train_batch_start", "on_train_batch_end"):
             self._hooks[hook] = [partial(getattr(c, hook), trainer, module) for c in trainer.callbacks if is_overridden(hook, c)]
         if is_overridden("on_train_batch_end", module):
@@ -106,18 +108,26 @@ class LeanEpochLoop(_TrainingEpochLoop):
             batch = trainer.strategy.batch_to_device(batch)
         progress.increment_ready()
         connector.on_batch_start(batch)
-        self._call(module, "on_train_batch_start", batch, batch_idx)
-        progress.increment_started()
-        outputs = self._step(trainer, module, batch, batch_idx)
+        outputs = None
+        if batch is None:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            self._call(module, "on_train_batch_start", batch, batch_idx)
+            progress.increment_started()
+            outputs = self._step(trainer, module, batch, batch_idx)
         progress.increment_processed()
         if trainer.lr_scheduler_configs:
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
             if self._num_ready_batches_reached():
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         self._call(module, "on_train_batch_end", outputs, batch, batch_idx)
-        connector.on_batch_end()
+        logged = bool(self._results)  # most runs log by callbacks, and `self.log` nothing but validations
+        if logged:
+            connector.on_batch_end()
+        self._results.batch = None
         progress.increment_completed()
-        connector.update_train_step_metrics()
+        if logged:
+            connector.update_train_step_metrics()
 
     def _call(self, module: LightningModule, hook: str, *arguments: Any) -> None:
         outer, module.__dict__["_current_fx_name"] = module._current_fx_name, hook  # what `self.log` goes by
@@ -138,17 +148,25 @@ class LeanEpochLoop(_TrainingEpochLoop):
         return {"loss": loss}
 
     def _captured_for(self, trainer: Trainer, module: LightningModule, batch: Any) -> CapturedStep | None:
-        """The graph of a step on this batch; None where Lightning must take the step, to warm up or because it is an odd batch."""
+        """The graph of a step on this batch; None where Lightning must take the step, to warm up or because it is an odd one.
+
+        A graph is made for the second step in a row of a kind: not for the ragged batch at the end of an epoch, nor for every value
+        of a weight decay that changes all the time.
+        """
         assert isinstance(module, WidthScalable)
         if module.net is not self._network:
             self.release()  # a swap has put in another network
             self._network = module.net
+        kind, before = step_kind(batch, trainer.optimizers[0]), self._kind
+        self._kind = kind
         self._since_swap += 1
-        if self._since_swap <= WARM_UP:
+        if self._captured is not None and self._captured.kind == kind:
+            return self._captured
+        if self._since_swap <= WARM_UP or kind != before:
             return None
-        if self._captured is None:
-            self._captured = CapturedStep(lambda inputs: gradients(trainer, module, inputs), trainer.optimizers[0], batch)
-        return self._captured if self._captured.fits(batch) else None
+        self._captured = None  # its memory, before the next takes as much
+        self._captured = CapturedStep(lambda inputs: gradients(trainer, module, inputs), trainer.optimizers[0], batch)
+        return self._captured
 
 
 def gradients(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
@@ -168,7 +186,7 @@ def plain(trainer: Trainer) -> bool:
     """Whether a step is one batch of one device, taken as it comes, with nobody watching how it is made."""
     module = trainer.lightning_module
     return (
-        isinstance(trainer.strategy, SingleDeviceStrategy)
+        type(trainer.strategy) is SingleDeviceStrategy
         and module.automatic_optimization
         and trainer.accumulate_grad_batches == 1
         and isinstance(trainer.profiler, PassThroughProfiler)
@@ -195,10 +213,12 @@ def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
         )
     plugin = trainer.precision_plugin
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        raise ValueError("FastLoop.cuda_graph does not know the loss scaling of precision 16-mixed; use bf16-mixed")
+        raise ValueError("FastLoop.cuda_graph does not know the loss scaling of trainer.precision 16-mixed; use bf16-mixed")
+    if trainer._detect_anomaly:
+        raise ValueError("FastLoop.cuda_graph cannot look for anomalies inside its steps; set trainer.detect_anomaly: false")
     if type(module).training_step is not WidthScalable.training_step:
         raise ValueError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} has a training_step of its own")
     for hook in _INSIDE_A_STEP:
-        for owner in (*trainer.callbacks, module):
-            if hasattr(owner, hook) and is_overridden(hook, owner):
+        for owner, kind in (*((callback, Callback) for callback in trainer.callbacks), (module, LightningModule)):
+            if hasattr(kind, hook) and is_overridden(hook, owner, kind):
                 raise ValueError(f"FastLoop.cuda_graph has no {hook} inside its steps, but {type(owner).__name__} has one")

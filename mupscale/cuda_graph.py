@@ -1,6 +1,7 @@
 """A whole training step as one CUDA graph: small networks spend most of a step launching kernels, a graph launches them at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +16,11 @@ _NOT_BAKED_IN = ("params", "param_names", "lr", "initial_lr")
 
 
 class CapturedStep:
-    """One step of `optimizer` on a batch, captured once and replayed for every further batch of the same shapes.
+    """One step of `optimizer` on a batch, captured once and replayed for every further step of the same kind.
 
-    Learning rates stay numbers in the optimizer's groups, where schedules change them; each replay uses what they are then. All else
-    about the groups is part of the graph: `fits` tells when a batch, or a group, asks for another one. The network must have
-    trained for a few steps before, so that optimizer state exists and kernels are chosen. Holds its gradients and activations for
-    as long as it lives.
+    Learning rates stay numbers in the optimizer's groups, where schedules change them; each replay uses what they are then. What
+    else a step depends on is part of the graph, and of its `kind`. The network must have trained for a few steps before, so that
+    optimizer state exists and kernels are chosen. Holds its gradients and activations for as long as it lives.
     """
 
     def __init__(self, gradients: Callable[[Any], Tensor], optimizer: Optimizer, batch: Any) -> None:
@@ -28,72 +28,96 @@ class CapturedStep:
         Args:
             gradients: Computes the loss of a batch and its gradients, clipped if they are to be; returns the loss. It runs once, here:
                 what it does beside work on the device is not repeated.
-            optimizer: Steps on them. One whose step can be captured: fused, or capturable from its first step.
+            optimizer: Steps on them. One that takes its learning rate from a tensor: fused, or one of torch's with `capturable`.
             batch: One like those to come.
         """
         use_fused(optimizer)
-        leaves, self._structure = tree_flatten(batch)
+        _count_on_device(optimizer)
+        self.kind = step_kind(batch, optimizer)
+        leaves, structure = tree_flatten(batch)
         self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        device = next(leaf.device for leaf in self._inputs if isinstance(leaf, Tensor))
-        self._optimizer = optimizer
-        self._baked_in = [_constants(group) for group in optimizer.param_groups]
+        self._optimizer, self._state = optimizer, optimizer.state  # held, so that no other state gets its id
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self._rates_on_device = torch.tensor(self._rates, dtype=torch.float32, device=device)
+        self._rates_on_device = torch.tensor(self._rates, dtype=torch.float32, device=parameters[0].device)
         self._graph = torch.cuda.CUDAGraph()
+        stream, cause = torch.cuda.current_stream(), None
         with _capturable(optimizer, self._rates_on_device):
             optimizer.zero_grad()
             try:
-                with torch.cuda.graph(self._graph):
-                    self._loss = gradients(tree_unflatten(self._inputs, self._structure)).detach()
-                    optimizer.step()
+                # thread_local: other threads, such as a loader's that pins memory, may go on with what they do
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                    try:
+                        self._loss = gradients(tree_unflatten(self._inputs, structure)).detach()
+                        optimizer.step()
+                    except Exception as error:
+                        cause = error  # the end of the capture will fail as well, and tell less
+                        raise
             except Exception as error:
+                torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
+                cause = cause or error
                 raise RuntimeError(
-                    f"a training step with {type(optimizer).__name__} cannot be captured in a CUDA graph: {error}"
-                ) from error
-
-    def fits(self, batch: Any) -> bool:
-        """Whether this graph is right for a batch, and for the optimizer as it is now."""
-        leaves, structure = tree_flatten(batch)
-        return (
-            structure == self._structure
-            and all(_alike(leaf, captured) for leaf, captured in zip(leaves, self._inputs, strict=True))
-            and [_constants(group) for group in self._optimizer.param_groups] == self._baked_in
-        )
+                    f"a training step with {type(optimizer).__name__} cannot be captured in a CUDA graph: {cause}"
+                ) from cause
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
 
     def __call__(self, batch: Any) -> Tensor:
-        """Takes the step on a batch that fits; the loss before it, on the device. Nothing waits."""
+        """Takes the step on a batch of the right kind; the loss before it, on the device. Nothing waits."""
         for captured, leaf in zip(self._inputs, tree_flatten(batch)[0], strict=True):
             if isinstance(leaf, Tensor):
                 captured.copy_(leaf, non_blocking=True)
         for index, group in enumerate(self._optimizer.param_groups):
-            if group["lr"] != self._rates[index]:
-                self._rates[index] = group["lr"]
-                self._rates_on_device[index].fill_(group["lr"])
+            rate = float(group["lr"])
+            if rate != self._rates[index]:
+                self._rates[index] = rate
+                self._rates_on_device[index].fill_(rate)
+        parameter, gradient = self._gradients[0]
+        if parameter.grad is not gradient:  # a step outside the graph, or a validation, has put others there, or none
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
         self._graph.replay()
         return self._loss.clone()
 
 
-class _capturable:
-    """While it lasts, the optimizer reads its learning rates from memory on the device, and may be captured."""
+def step_kind(batch: Any, optimizer: Optimizer) -> tuple[Any, ...]:
+    """What the steps of one graph have in common: shapes and precisions, whatever else is in a batch, and what an optimizer's step
+    depends on beside its learning rates. Equal for steps that one graph can take."""
+    leaves, structure = tree_flatten(batch)
+    parts = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
+    return structure, parts, [_constants(group) for group in optimizer.param_groups], id(optimizer.state)
 
-    def __init__(self, optimizer: Optimizer, rates: Tensor) -> None:
-        self.groups, self.rates = optimizer.param_groups, rates
 
-    def __enter__(self) -> None:
-        self.before = [{key: group[key] for key in ("lr", "capturable") if key in group} for group in self.groups]
-        for group, rate in zip(self.groups, self.rates.unbind(), strict=True):
-            group.update({key: {"lr": rate, "capturable": True}[key] for key in ("lr", "capturable") if key in group})
-
-    def __exit__(self, *_: object) -> None:
-        for group, before in zip(self.groups, self.before, strict=True):
-            group.update(before)
+def _constant(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, int | float | str):
+        return leaf
+    raise ValueError(f"a CUDA graph takes batches of tensors and numbers, in tuples, lists or dicts, but this has a {type(leaf).__name__}")
 
 
 def _constants(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_BAKED_IN}
+    constants = {key: value for key, value in group.items() if key not in _NOT_BAKED_IN}
+    return constants | {"trains": [parameter.requires_grad for parameter in group["params"]]}
 
 
-def _alike(leaf: Any, captured: Any) -> bool:
-    if isinstance(leaf, Tensor) and isinstance(captured, Tensor):
-        return leaf.shape == captured.shape and leaf.dtype == captured.dtype and leaf.stride() == captured.stride()
-    return type(leaf) is type(captured) and leaf == captured
+def _count_on_device(optimizer: Optimizer) -> None:
+    """Moves what the optimizer counts in to the device: on the host a graph would not count on."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = value.to(parameter.device)
+            elif isinstance(value, int | float):
+                raise ValueError(f"{type(optimizer).__name__} keeps {key!r} as a number, not a tensor: a CUDA graph would never change it")
+
+
+@contextmanager
+def _capturable(optimizer: Optimizer, rates: Tensor) -> Iterator[None]:
+    """While it lasts, the optimizer reads its learning rates from memory on the device, and may be captured."""
+    before = [{key: value for key, value in group.items() if key in ("lr", "capturable")} for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates.unbind(), strict=True):
+        group["lr"] = rate
+        if "capturable" in group:
+            group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update(values)

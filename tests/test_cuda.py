@@ -1,13 +1,51 @@
-"""What only a GPU shows: fused and capturable optimizers, state on the device, wide models made where the narrow one is."""
+"""What only a GPU shows: fused and capturable optimizers, state on the device, steps as CUDA graphs, wide models made where the narrow
+one is."""
+
+import gc
+import math
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 
 import mupscale
 from architectures import CASES, cross_entropy
+from interrupted import DropoutMLP
+from mupscale.callbacks import fast_loop
+from mupscale.callbacks.fast_loop import FastLoop
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands.fit import default_callbacks
+from mupscale.cuda_graph import CapturedStep
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.base import WidthScalable
+from mupscale.models.gpt2 import GPT2
+from mupscale.models.mlp import MLP
+from mupscale.models.resnet import ResNet18
+from mupscale.optim import use_fused
 from mupscale.spectral import spectral_norms
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings(
+        "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",  # Lightning itself
+        "ignore:The 'train_dataloader' does not have many workers",
+        "ignore:This process .* is multi-threaded, use of fork",  # a DataLoader with workers
+        "ignore:Synchronization debug mode is a prototype:UserWarning",
+    ),
+]
 
 
 def batches(case):
@@ -76,7 +114,6 @@ def test_from_the_cpu_to_the_gpu():
     assert {state["exp_avg"].device.type for state in report.optimizer.state.values()} == {"cuda"}
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_clipping_never_waits_for_the_device():
     case = CASES["gpt2_untied"]
     narrow, wide = case.build(8).cuda(), case.build(16).cuda()
@@ -94,3 +131,356 @@ def test_spectral_norms_against_svd():
     matrices = torch.randn(9, 512, 256, device="cuda")
     truth = torch.linalg.matrix_norm(matrices.double(), ord=2)
     torch.testing.assert_close(spectral_norms(matrices), truth, rtol=1e-4, atol=0)
+
+
+# --- training steps as CUDA graphs ---------------------------------------------------------------------------------------------------
+
+
+def mlp(width: int = 32, kind: type[MLP] = MLP, **arguments: Any) -> MLP:
+    return kind(width, **{"base_width": 8, "inputs": 6, "outputs": 3, "optimizer": ADAMW, **arguments})
+
+
+def resnet(**arguments: Any) -> ResNet18:
+    return ResNet18(8, base_width=8, outputs=3, **arguments)
+
+
+def gpt2(**arguments: Any) -> GPT2:
+    return GPT2(128, base_width=32, layers=2, heads=2, vocabulary=64, context=32, **arguments)
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=1e-2)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / 50)))
+
+
+def rows(module: WidthScalable, count: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(7)
+    if isinstance(module, GPT2):
+        return ((torch.randint(64, (count, 1), generator=generator) + torch.arange(33)) % 64,)
+    shape = (3, 16, 16) if isinstance(module, ResNet18) else (6,)
+    x = torch.randn(count, *shape, generator=generator)
+    return x, x.flatten(1)[:, :3].argmax(1)
+
+
+def resident(tensors: tuple[Tensor, ...], batch_size: int = 8, shuffle: bool = True) -> ResidentLoader:
+    return ResidentLoader(tuple(tensor.cuda() for tensor in tensors), batch_size, shuffle=shuffle)
+
+
+class AtEnds(Callback):
+    """Calls a function at the end of every batch."""
+
+    def __init__(self, function: Callable[[Trainer, Any], None]) -> None:
+        self.function = function
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.function(trainer, pl_module)
+
+
+def fit(module: WidthScalable, folder: Path, *callbacks: Callback, steps: int = 40, count: int = 80, **settings: Any) -> Any:
+    """A run on the GPU: its losses, and what else `watch` saw after every step."""
+    seed_everything(1, verbose=False)
+    loader, watch = settings.pop("loader", resident), settings.pop("watch", lambda trainer, module: None)
+    losses, seen = torch.zeros(steps, device="cuda"), []
+
+    def look(trainer: Trainer, module: Any) -> None:
+        losses[trainer.global_step - 1].copy_(module.train_loss)  # without waiting for it
+        seen.append(watch(trainer, module))
+
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(
+        accelerator="gpu", devices=1, max_steps=steps, num_sanity_val_steps=0, default_root_dir=folder,
+        callbacks=[*callbacks, AtEnds(look)], **(off | settings),
+    )  # fmt: skip
+    trainer.fit(module, loader(rows(module, count)), resident(rows(module, 16)))
+    return SimpleNamespace(module=module, trainer=trainer, losses=losses.double().cpu(), seen=seen)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often each graph that is captured is replayed; the graphs themselves are not held."""
+    replays: list[int] = []
+
+    class Counted(CapturedStep):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.index = len(replays)
+            replays.append(0)
+
+        def __call__(self, batch: Any) -> Tensor:
+            replays[self.index] += 1
+            return super().__call__(batch)
+
+    monkeypatch.setattr(fast_loop, "CapturedStep", Counted)
+    return replays
+
+
+def gap(ours: Any, theirs: Any) -> float:
+    assert len(ours.losses) == len(theirs.losses)
+    return float(((ours.losses - theirs.losses) / theirs.losses).abs().max())
+
+
+RUNS: dict[str, tuple[Callable[..., WidthScalable], dict[str, Any], int | None, float]] = {
+    # fused kernels read a learning rate from memory in float32, and nothing else is different; bfloat16 may show the order of sums
+    "adamw, cosine, clipping and a swap": (partial(mlp, lr_scheduler=cosine), {"gradient_clip_val": 0.5}, 64, 1e-6),
+    "sgd with momentum": (partial(mlp, optimizer=SGD, lr_scheduler=cosine), {}, None, 1e-6),
+    "sgd and a swap": (partial(mlp, optimizer=SGD), {}, 64, 1e-6),
+    "clipping by value": (mlp, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, None, 1e-6),
+    "resnet18 in bf16": (partial(resnet, optimizer=SGD, lr_scheduler=cosine), {"precision": "bf16-mixed"}, 16, 1e-3),
+    "gpt2 in bf16": (partial(gpt2, optimizer=ADAMW), {"precision": "bf16-mixed", "gradient_clip_val": 1.0}, None, 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_captured_run_is_the_run(name: str, graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, settings, width, tolerance = RUNS[name]
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    growth = partial(UpscaleCallback, 20, width, noise=mupscale.AdditiveNoise(0.1)) if width else None
+    theirs, fast, captured = (
+        fit(make(), tmp_path, *([growth()] if growth else []), *extra, **settings)
+        for extra in ([], [FastLoop()], [FastLoop(cuda_graph=True)])
+    )
+    assert graphs == ([17, 17] if width else [37]), "three steps before each are not captured"
+    assert theirs.losses.std() > 0.01, "something must happen"
+    assert torch.equal(fast.losses, theirs.losses) or tolerance == 1e-3
+    assert gap(fast, theirs) <= tolerance
+    assert gap(captured, theirs) <= tolerance
+    for ours, other in zip(captured.module.state_dict().values(), theirs.module.state_dict().values(), strict=True):
+        assert ours.shape == other.shape
+    if name.startswith("resnet18"):
+        convolutions = [part for part in captured.module.net.modules() if isinstance(part, nn.Conv2d)]
+        assert all(part.weight.is_contiguous(memory_format=torch.channels_last) for part in convolutions)
+        counters = [part.num_batches_tracked.item() for part in captured.module.net.modules() if isinstance(part, nn.BatchNorm2d)]
+        assert set(counters) == {40}
+    (optimizer,) = captured.trainer.optimizers
+    assert all(isinstance(group["lr"], float) for group in optimizer.param_groups)
+    assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} <= {40.0}
+
+
+def weights(trainer: Trainer, module: Any) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.net.parameters()]).cpu()
+
+
+def test_learning_rates_are_read_at_every_step(graphs: list[int], tmp_path: Path) -> None:
+    module = mlp(lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: float(not 10 <= step < 20)))
+    run = fit(module, tmp_path, FastLoop(cuda_graph=True), steps=30, watch=weights)
+    assert graphs == [27]
+    for step in range(30):  # counted from 0; `seen[n]` is what step n left
+        assert torch.equal(run.seen[step], run.seen[step - 1]) == (10 <= step < 20)
+
+
+def test_a_tensor_as_learning_rate_is_read_at_every_step() -> None:
+    net = nn.Linear(6, 3).cuda()
+    rate = torch.tensor(0.1, device="cuda")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=rate, fused=True)
+    batch = (torch.randn(8, 6, device="cuda"), torch.zeros(8, dtype=torch.long, device="cuda"))
+    for _ in range(3):
+        optimizer.zero_grad()
+        gradients(net, batch)
+        optimizer.step()
+    step = CapturedStep(partial(gradients, net), optimizer, batch)
+    assert optimizer.param_groups[0]["lr"] is rate
+    moved = []
+    for value in (0.1, 0.0, 0.1, 0.0):
+        rate.fill_(value)
+        before = net.weight.detach().clone()
+        step(batch)
+        moved.append(not torch.equal(net.weight, before))
+    assert moved == [True, False, True, False]
+
+
+def gradients(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss = F.cross_entropy(net(batch[0]), batch[1])
+    loss.backward()
+    return loss
+
+
+def test_a_ragged_batch_is_not_captured(graphs: list[int], tmp_path: Path) -> None:
+    def gradient(trainer: Trainer, module: Any) -> Tensor:
+        return module.net.layers[1].weight.grad.clone()
+
+    settings: Any = {"loader": partial(resident, batch_size=14), "steps": 25, "watch": gradient}
+    theirs, ours = (fit(mlp(), tmp_path, *extra, **settings) for extra in ([], [FastLoop(cuda_graph=True)]))
+    assert graphs == [25 - 3 - 4]  # 5 batches of 14 and one of 10 an epoch
+    assert gap(ours, theirs) <= 1e-6
+    for mine, other in zip(ours.seen, theirs.seen, strict=True):  # gradients are where they would be, whoever took the step
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_weight_decay_that_changes_is_captured_anew(graphs: list[int], tmp_path: Path) -> None:
+    class Decay(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            for group in trainer.optimizers[0].param_groups:
+                group["weight_decay"] = 0.1 if trainer.global_step < 12 else 5.0
+
+    theirs, ours = (fit(mlp(), tmp_path, Decay(), *extra, steps=25) for extra in ([], [FastLoop(cuda_graph=True)]))
+    assert graphs == [12 - 3, 13 - 1]
+    assert gap(ours, theirs) <= 1e-6
+    assert gap(ours, fit(mlp(), tmp_path, steps=25)) > 1e-3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_from_the_host(workers: int, graphs: list[int], tmp_path: Path) -> None:
+    def loader(tensors: tuple[Tensor, ...]) -> Any:  # a worker's batches are pinned by a thread, also while a step is captured
+        return DataLoader(TensorDataset(*tensors), 8, num_workers=workers, pin_memory=True, persistent_workers=workers > 0)
+
+    theirs, ours = (fit(mlp(), tmp_path, *extra, loader=loader, steps=20) for extra in ([], [FastLoop(cuda_graph=True)]))
+    assert graphs == [17]
+    assert gap(ours, theirs) <= 1e-6
+
+
+class RandomReadout(Callback):
+    """It starts at zero, where nothing before it shows."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        nn.init.normal_(pl_module.net.readout.weight)
+
+
+def test_dropout_draws_on_from_replay_to_replay(graphs: list[int], tmp_path: Path) -> None:
+    module, batch = mlp(64, DropoutMLP, optimizer=partial(torch.optim.SGD, lr=0.0)), partial(resident, shuffle=False)
+    run = fit(module, tmp_path, FastLoop(cuda_graph=True), RandomReadout(), loader=batch, count=8, steps=30)
+    assert graphs == [27]
+    assert len(set(run.losses.tolist())) == 30, "one batch, and weights that do not move: only chance is left"
+
+
+def test_dropout_draws_what_it_would_have_drawn(graphs: list[int], tmp_path: Path) -> None:
+    theirs, ours = (fit(mlp(64, DropoutMLP), tmp_path, *extra, steps=20) for extra in ([], [FastLoop(cuda_graph=True)]))
+    assert graphs == [17]
+    assert gap(ours, theirs) <= 1e-6
+
+
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
+    "sgd": (torch.optim.SGD, 1e-6),
+    "sgd, nesterov": (partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1), 1e-6),
+    "adam": (partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1), 1e-6),
+    "adamw": (torch.optim.AdamW, 1e-6),
+    "adam, capturable": (partial(torch.optim.Adam, capturable=True, foreach=True), 1e-6),
+    # without a kernel of their own; what they make of their counters on the device is in float32
+    "adam, foreach": (partial(torch.optim.Adam, foreach=True), 1e-4),
+    "nadam": (torch.optim.NAdam, 1e-4),
+    "nadam, decoupled": (partial(torch.optim.NAdam, decoupled_weight_decay=True, weight_decay=0.1), 1e-4),
+    "adamax": (torch.optim.Adamax, 1e-4),
+    "rmsprop": (torch.optim.RMSprop, 1e-4),
+    "rmsprop, centered": (partial(torch.optim.RMSprop, momentum=0.9, centered=True), 1e-4),
+}
+
+
+def trained(make: Callable[..., torch.optim.Optimizer], captured: bool) -> Tensor:
+    """The losses of 16 steps at a rate that falls, of which the last 12 may be captured."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3)).cuda()
+    optimizer = make(net.parameters(), lr=0.02)
+    use_fused(optimizer)
+    x, y = torch.randn(16, 32, 6, device="cuda"), torch.randint(3, (16, 32), device="cuda")
+    step, losses = None, []
+    for count, batch in enumerate(zip(x, y, strict=True)):
+        optimizer.param_groups[0]["lr"] *= 0.8
+        if captured and count >= 4:
+            step = step or CapturedStep(partial(gradients, net), optimizer, batch)
+            losses.append(step(batch))
+        else:
+            optimizer.zero_grad()
+            losses.append(gradients(net, batch).detach())
+            optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02 * 0.8**16)
+    return torch.stack(losses).double().cpu()
+
+
+@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_in_a_graph(name: str) -> None:
+    make, tolerance = OPTIMIZERS[name]
+    eager, captured = (trained(make, kind) for kind in (False, True))
+    assert float(((captured - eager) / eager).abs().max()) <= tolerance
+
+
+FAILING = """
+import torch
+from mupscale.cuda_graph import CapturedStep
+
+net = torch.nn.Linear(6, 3).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=True)
+
+def gradients(batch):
+    loss = net(batch).sum()
+    loss.backward()
+    return loss
+
+gradients(torch.ones(2, 6, device="cuda"))
+optimizer.step()
+try:
+    CapturedStep(gradients, optimizer, torch.ones(2, 6, device="cuda"))
+except RuntimeError as error:
+    print(error, flush=True)
+print("on the default stream:", torch.cuda.current_stream() == torch.cuda.default_stream(), flush=True)
+"""
+
+
+def test_an_optimizer_that_waits_for_its_rate_is_refused_by_name() -> None:
+    command = [sys.executable, "-c", FAILING]  # a capture that fails leaves the process's generator of random numbers unusable
+    told = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120)
+    assert "a training step with SGD cannot be captured in a CUDA graph: " in told.stdout, told.stderr
+    assert "on the default stream: True" in told.stdout
+
+
+# --- memory and waits ----------------------------------------------------------------------------------------------------------------
+
+
+def allocated(trainer: Trainer, module: Any) -> int:
+    if trainer.global_step % 50 == 0:
+        gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+def test_memory_does_not_grow_over_300_replays(graphs: list[int], tmp_path: Path) -> None:
+    run = fit(mlp(64), tmp_path, FastLoop(cuda_graph=True), steps=351, count=8 * 400, watch=allocated)
+    assert graphs == [348]
+    assert run.seen[349] == run.seen[49]
+
+
+def test_nothing_of_a_captured_narrow_network_is_left(graphs: list[int], tmp_path: Path) -> None:
+    """A swap to width 2048, against a run that had it from the start."""
+    narrow: list[weakref.ref[Any]] = []
+
+    def watch(trainer: Trainer, module: Any) -> tuple[int, int]:
+        if trainer.global_step == 5:
+            narrow.extend(weakref.ref(thing) for thing in (module.net, *module.net.parameters(), trainer.optimizers[0]))
+        return allocated(trainer, module), sum(thing() is not None for thing in narrow)
+
+    make = partial(mlp, base_width=64, lr_scheduler=cosine)
+    wide = fit(make(2048), tmp_path, FastLoop(cuda_graph=True), steps=50, watch=allocated).seen[-1]
+    gc.collect()
+    run = fit(make(1024), tmp_path, FastLoop(cuda_graph=True), UpscaleCallback(20, 2048), steps=50, watch=watch)
+    assert graphs == [47, 17, 27]
+    assert wide > 100e6
+    assert [alive for _, alive in run.seen][18:] == [10, 10] + [0] * 30
+    assert run.seen[-1][0] <= 1.02 * wide
+
+
+@pytest.fixture
+def waiting_is_an_error() -> Iterator[Callable[[Trainer, Any], None]]:
+    """To be called after every step: forbids the host to wait for the device, from step 12 to 18."""
+
+    def switch(trainer: Trainer, module: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error" if 11 <= trainer.global_step < 18 else "default")
+
+    yield switch
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("model", ["mlp", "resnet", "gpt2"])
+def test_the_host_does_not_wait_between_two_steps_that_log(
+    model: str, cuda_graph: bool, waiting_is_an_error: Callable[[Trainer, Any], None], graphs: list[int], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"precision": "32-true" if model == "mlp" else "bf16-mixed", "gradient_clip_val": 1.0}
+    defaults = default_callbacks([], {"logger": True, "enable_progress_bar": False, "barebones": False})
+    run = fit(
+        {"mlp": mlp, "resnet": resnet, "gpt2": gpt2}[model](optimizer=ADAMW, lr_scheduler=cosine), tmp_path, *defaults,
+        FastLoop(cuda_graph=cuda_graph), logger=TensorBoardLogger(tmp_path), log_every_n_steps=10, steps=25, count=8 * 40,
+        watch=waiting_is_an_error, **settings,
+    )  # fmt: skip
+    assert graphs == ([22] if cuda_graph else [])
+    assert run.trainer.global_step == 25

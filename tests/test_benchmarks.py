@@ -1,0 +1,59 @@
+"""`python -m benchmarks NAME --quick` runs anywhere: a table for people, JSON for programs."""
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import NAMES, main
+
+SIDES = ["draft", "bare", "ours"]
+
+
+@pytest.fixture(autouse=True)
+def settings_of_the_process() -> Iterator[None]:
+    """A benchmark sets them for itself, and its process ends."""
+    logger, backend = logging.getLogger("lightning.pytorch"), torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), logger.level, backend.benchmark
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    logger.setLevel(before[1])
+    backend.benchmark = before[2]
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet"])
+def test_three_ways_to_train(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([name, "--quick", "--device", "cpu", "--out", str(tmp_path / "rows.json")])
+    table = json.loads((tmp_path / "rows.json").read_text())
+    draft, bare, ours = table["rows"]
+    assert [row["side"] for row in table["rows"]] == SIDES
+    assert all(row["steps_per_second"] > 0 and row["units_per_second"] > row["steps_per_second"] for row in table["rows"])
+    assert ours["last_loss"] == pytest.approx(bare["last_loss"], rel=1e-6), "they train the same network on the same batches"
+    assert math.isfinite(ours["last_loss"])
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["case", "side", "steps/s"]
+    printed = [line for line in lines if line.startswith(draft["case"])]
+    assert [line.removeprefix(draft["case"]).split()[0] for line in printed] == SIDES
+    ratio = ours["steps_per_second"] / draft["steps_per_second"]
+    assert f" {ratio:.2f} " in printed[-1]
+
+
+def test_one_side_of_one_case(tmp_path: Path) -> None:
+    main(["mlp", "--quick", "--device", "cpu", "--only", "width 16", "--sides", "bare", "--out", str(tmp_path / "rows.json")])
+    assert [row["side"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["bare"]
+
+
+def test_an_unknown_benchmark_is_named() -> None:
+    with pytest.raises(SystemExit, match="there is no benchmark 'nope'") as refusal:
+        main(["nope"])
+    assert all(name in str(refusal.value) for name in NAMES)
+
+
+def test_help_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    told = capsys.readouterr().out
+    assert all(f"  {name} " in told and text in told for name, text in NAMES.items())

@@ -1,0 +1,296 @@
+"""The work of a training step, counted rather than timed, so that it cannot grow unseen where there is no GPU.
+
+What a CPU dispatches stands for what a GPU launches: optimizers are the fused ones, as they are there.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import mupscale
+from mupscale.callbacks import fast_loop, summary
+from mupscale.callbacks.fast_loop import FastLoop
+from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands.fit import default_callbacks
+from mupscale.cuda_graph import step_kind
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.base import WidthScalable
+from mupscale.models.gpt2 import GPT2
+from test_upscale_callback import gpt2, mlp, resnet, rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # Lightning itself
+
+LOG_EVERY = 10
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+SGD = partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
+cosine = partial(CosineAnnealingLR, T_max=1000)
+
+
+def fit(module: WidthScalable, folder: Path, *callbacks: Callback, steps: int = 25, batches: int = 100, **settings: Any) -> Trainer:
+    """A run with everything on that a run has by default."""
+    seed_everything(0, verbose=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        log_every_n_steps=LOG_EVERY,
+        logger=TensorBoardLogger(folder),
+        enable_model_summary=False,
+        callbacks=[
+            *default_callbacks([], {"logger": True, "enable_progress_bar": None, "barebones": False}),
+            RunCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=500),
+            *callbacks,
+        ],
+        **settings,
+    )
+    train, val = (ResidentLoader(rows(module, count, torch.float32), 8, shuffle=False, drop_last=True) for count in (8 * batches, 16))
+    trainer.fit(module, train, val)
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the progress bar, which is drawn by the clock."""
+    monkeypatch.setattr(summary.time, "monotonic", lambda: 100.0)
+
+
+class AtEnds(Callback):
+    """Calls a function at the end of every batch with the number of steps taken."""
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self.function = function
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.function(trainer.global_step)
+
+
+# --- kernels and waits -------------------------------------------------------------------------------------------------------------
+
+
+WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::unique_dim"}
+"""What a host can only know once the device is done."""
+
+NO_KERNEL = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::promote_types", "aten::_unsafe_view"}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched, step by step: `by_step[n]` is what happened between the ends of steps n and n + 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_step: dict[int, Counter[str]] = {0: Counter()}
+        self.now = self.by_step[0]
+
+    def begin(self, step: int) -> None:
+        self.now = self.by_step[step] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("aten::") and not func.is_view and name not in NO_KERNEL:
+            self.now[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+MODELS: dict[str, tuple[Callable[..., WidthScalable], dict[str, Any], int]] = {
+    # the batch 2, forward 8, the loss 4 (2 of them Lightning's), backward 19, clipping 9, a fused step and its counters for 3 groups 6
+    "mlp": (partial(mlp, optimizer=ADAMW), {"gradient_clip_val": 1.0}, 48),
+    # 20 convolutions and 20 norms, forth and back, 80, the norms' counters 20, ReLUs 34, residuals 16, casts to and from bfloat16 47,
+    # the batch 2, the mean over positions, the readout and the loss 16, one fused step for all 62 parameters
+    "resnet18": (partial(resnet, optimizer=SGD), {"precision": "bf16-mixed"}, 216),
+    # matmuls 27 with 9 sums over biases, casts 39, norms 10, attention 4, GELU 4, residuals 11, the rest embeddings and the loss;
+    # clipping 8, steps for 2 groups 4
+    "gpt2": (partial(gpt2, optimizer=ADAMW), {"precision": "bf16-mixed", "gradient_clip_val": 1.0}, 141),
+}
+"""Modules, settings, and how many kernels a step is at most."""
+
+
+def operations(model: str, folder: Path) -> list[Counter[str]]:
+    """Those of every step between the first and the second that log."""
+    make, settings, _ = MODELS[model]
+    counting = Operations()
+    with counting:
+        fit(make(lr_scheduler=cosine), folder, FastLoop(), AtEnds(counting.begin), **settings)
+    return [counting.by_step[step] for step in range(LOG_EVERY, 2 * LOG_EVERY - 1)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_of_a_step(model: str, tmp_path: Path) -> None:
+    steps = operations(model, tmp_path)
+    assert all(step == steps[0] for step in steps), "every step does the same"
+    assert not WAITS & steps[0].keys(), "the host waits for the device"
+    assert steps[0].total() <= MODELS[model][2], steps[0]
+
+
+def test_a_logging_step_waits_once(tmp_path: Path) -> None:
+    counting = Operations()
+    with counting:
+        fit(mlp(optimizer=ADAMW), tmp_path, FastLoop(), AtEnds(counting.begin))
+    waits = {step: sum(found[name] for name in WAITS) for step, found in counting.by_step.items() if 0 < step < 24}
+    assert {step for step, count in waits.items() if count} == {LOG_EVERY - 1, 2 * LOG_EVERY - 1}
+    assert max(waits.values()) == 1
+
+
+def clipping(layers: int) -> Counter[str]:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    model(torch.ones(1, 4)).sum().backward()
+    counting = Operations()
+    with counting:
+        mupscale.clip_grad_norm_(model, 0.1)
+    return counting.by_step[0]
+
+
+def test_clipping_is_a_few_kernels_for_any_number_of_parameters() -> None:
+    # norms, their factors, one vector of them, its norm, four for the coefficient, and the gradients by it
+    assert clipping(1).total() == clipping(100).total() == 9
+    assert not WAITS & clipping(100).keys()
+
+
+# --- the host ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_only_hooks_that_do_something_are_called(tmp_path: Path) -> None:
+    trainer = fit(mlp(), tmp_path, FastLoop(), UpscaleCallback(5, 16), steps=10)
+    hooks = trainer.fit_loop.epoch_loop._hooks
+    called = {hook: [function.func.__qualname__.partition(".")[0] for function in found] for hook, found in hooks.items()}
+    assert called == {
+        "on_train_batch_start": ["LearningRateMonitor", "UpscaleCallback"],
+        "on_train_batch_end": ["Curves", "TQDMProgressBar", "UpscaleCallback", "RunCheckpoint"],
+    }
+
+
+class Done:
+    """A captured step, replayed in no time."""
+
+    def __init__(self, gradients: Any, optimizer: Any, batch: Any) -> None:
+        self.kind = step_kind(batch, optimizer)
+        self.loss = torch.tensor(1.0)
+
+    def __call__(self, batch: Any) -> Tensor:
+        return self.loss
+
+
+def python_calls(folder: Path, *callbacks: Callback) -> int:
+    """Functions that Python calls in a step between two that log."""
+    counts: dict[int, int] = {}
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        fit(mlp(optimizer=ADAMW, lr_scheduler=cosine), folder, *callbacks, AtEnds(lambda step: counts.update({step: calls})))
+    finally:
+        sys.setprofile(None)
+    found = {counts[step + 1] - counts[step] for step in range(LOG_EVERY + 1, 2 * LOG_EVERY - 1)}
+    assert len(found) == 1, "every step does the same"
+    return found.pop()
+
+
+def test_a_fast_loop_calls_few_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside captured steps the loop is all that the host does: 315 calls a step; 1764 with Lightning's, 1333 of steps not captured."""
+    lightning, fast = python_calls(tmp_path / "lightning"), python_calls(tmp_path / "fast", FastLoop())
+    monkeypatch.setattr(fast_loop, "CapturedStep", Done)
+    setup = FastLoop.setup
+
+    def on_gpu(self: FastLoop, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        setup(self, trainer, pl_module, stage)
+        trainer.fit_loop.epoch_loop.cuda_graph = True
+
+    monkeypatch.setattr(FastLoop, "setup", on_gpu)
+    captured = python_calls(tmp_path / "captured", FastLoop(cuda_graph=True))
+    assert fast < 0.85 * lightning
+    assert captured < 0.2 * lightning
+
+
+# --- memory --------------------------------------------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of all tensors made under it that are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        for part in tree_iter(answer):
+            if isinstance(part, Tensor) and part.device.type == "cpu":
+                self._see(part.untyped_storage())
+        return answer
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._known[key]
+        self.now -= size
+
+
+def footprint(trainer: Trainer) -> int:
+    """Weights and optimizer state."""
+    state = [value for held in trainer.optimizers[0].state.values() for value in held.values()]
+    return sum(tensor.nbytes for tensor in (*trainer.lightning_module.net.parameters(), *state))
+
+
+class Weighed(UpscaleCallback):
+    """Weighs what is alive before, in and after its swap."""
+
+    def __init__(self, live: LiveBytes, at_step: int, width: int) -> None:
+        super().__init__(at_step, width)
+        self.live = live
+
+    def _swap(self, trainer: Trainer, module: WidthScalable, batch: Any) -> None:
+        assert module.net is not None
+        things = module.net, *module.net.modules(), *module.net.parameters(), *trainer.optimizers
+        self.narrow = [weakref.ref(thing) for thing in things]
+        self.before, self.live.peak = self.live.now, self.live.now
+        del things
+        super()._swap(trainer, module, batch)
+        self.after, self.peak, self.footprint = self.live.now, self.live.peak, footprint(trainer)
+
+
+def test_a_swap_peaks_at_the_final_footprint_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """38 MB, so that a megabyte's largest weight and the smaller things do not show."""
+    live = LiveBytes()
+    swap = Weighed(live, 4, 256)
+    module = GPT2(128, base_width=8, layers=4, heads=4, vocabulary=11, context=8, optimizer=ADAMW)
+    with live:
+        fit(module, tmp_path, FastLoop(), swap, steps=6)
+    assert swap.before > 0.3 * swap.footprint, "narrow weights, moments and gradients"
+    assert swap.peak <= 1.05 * swap.footprint
+    assert swap.after <= 1.005 * swap.footprint  # and the data
+    assert [thing() for thing in swap.narrow if thing() is not None] == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_memory_does_not_grow(model: str, tmp_path: Path) -> None:
+    make, settings, _ = MODELS[model]
+    live, seen = LiveBytes(), {}
+    watch = AtEnds(lambda step: seen.update({step: live.now}))
+    with live:
+        fit(make(lr_scheduler=cosine), tmp_path, FastLoop(), watch, steps=201, batches=20, **settings)
+    assert seen[100] == seen[200] > 0
+    assert seen[101] == seen[201]
