@@ -1,5 +1,6 @@
 """A fit with FastLoop is the fit without: weights, optimizer state, counters, curves, checkpoints, and the hooks in their order."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -342,6 +343,27 @@ def test_checkpoints_of_either_loop_are_resumed_by_either(interrupted: bool, res
         assert_equal({key: mine.get(key) for key in COMPARED}, {key: other.get(key) for key in COMPARED}, str(step))
 
 
+class AtValidations(ModelCheckpoint):
+    """One at the end of every validation, from which a run is resumed in the middle of a step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "validated-{step}", save_top_k=-1, save_on_train_epoch_end=False)
+
+
+def test_a_run_is_resumed_as_lightning_resumes_it(tmp_path: Path) -> None:
+    """Without ExactResume that leaves out some of what was to come."""
+    case = Case(partial(mlp, lr_scheduler=SCHEDULES["ReduceLROnPlateau"]), settings={"val_check_interval": 4})
+    fit(case, tmp_path / "whole", ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1), AtValidations(tmp_path))
+    for name in ("step=3", "step=8", "step=10", "validated-step=8", "validated-step=18"):
+        runs = []
+        for kind, extra in (("lightning", []), ("fast", [FastLoop()])):
+            watching = spy()
+            runs.append(fit(case, tmp_path / name / kind, *extra, watching, ckpt=tmp_path / f"{name}.ckpt"))
+            runs[-1].seen = watching.seen
+        assert_same_run(runs[1], runs[0])
+        assert runs[1].seen == runs[0].seen
+
+
 def test_two_fits_of_one_trainer(own_batches: list[int], tmp_path: Path) -> None:
     runs = []
     for name, extra in (("lightning", []), ("fast", [FastLoop()])):
@@ -438,12 +460,20 @@ def rewind(trainer: Trainer) -> None:
     trainer.optimizers[0].load_state_dict(trainer.optimizers[0].state_dict())
 
 
-@pytest.mark.parametrize("action", [partial(set_decay, value=0.3), freeze, rewind])
-def test_what_a_graph_cannot_follow_makes_a_new_one(action: Callable[[Trainer], None], captures: list[StandIn], tmp_path: Path) -> None:
+def replace(trainer: Trainer) -> None:
+    module = trainer.lightning_module
+    module.net = copy.deepcopy(module.net)
+    trainer.strategy.setup(trainer)
+
+
+@pytest.mark.parametrize(("action", "eager"), [(partial(set_decay, value=0.3), 1), (freeze, 1), (rewind, 1), (replace, 3)])
+def test_what_a_graph_cannot_follow_makes_a_new_one(
+    action: Callable[[Trainer], None], eager: int, captures: list[StandIn], tmp_path: Path
+) -> None:
     theirs = fit(Case(), tmp_path / "lightning", Watch(12, action))
     ours = fit(Case(), tmp_path / "captured", Watch(12, action), FastLoop(cuda_graph=True))
     assert_same_run(ours, theirs)
-    assert [step.calls for step in captures] == [12 - 3, 13 - 1]
+    assert [step.calls for step in captures] == [12 - 3, 13 - eager]
 
 
 def test_a_constant_that_changes_at_every_step_is_never_captured(captures: list[StandIn], tmp_path: Path) -> None:
