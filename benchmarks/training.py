@@ -80,7 +80,7 @@ class Row:
     memory: float
     grown: float
     first_step_seconds: float
-    last_loss: float
+    last_loss: float | None
     kernels: dict[str, float]
 
 
@@ -199,14 +199,14 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def draft(case: Case, device: torch.device) -> tuple[Watch, float]:
+def draft(case: Case, device: torch.device) -> tuple[Watch, None]:
     watch = Watch(case.warm_up, case.draft_steps)
     steps = case.draft(device)
     for count in range(1, case.warm_up + case.draft_steps + 1):
         next(steps)
         watch.after(count)
     steps.close()  # type: ignore[attr-defined]
-    return watch, float("nan")
+    return watch, None
 
 
 def plain_step(
@@ -223,7 +223,7 @@ def plain_step(
     return loss.item()
 
 
-def measured(case: Case, side: Callable[[Case, torch.device], tuple[Watch, float]], device: torch.device) -> Row:
+def measured(case: Case, side: Callable[[Case, torch.device], tuple[Watch, float | None]], device: torch.device) -> Row:
     fresh()
     watch, loss = side(case, device)
     steps = watch.steps / watch.seconds

@@ -298,6 +298,8 @@ def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Gro
 
 def use_fused(optimizer: Optimizer) -> None:
     """Lets the optimizer do its step in one kernel a group, where torch has one for its class and nothing else was asked for."""
+    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):  # AdamW is an Adam; Adagrad's kernel is the CPU's alone in torch 2.11
+        return
     for group in optimizer.param_groups:
         on_gpu = all(p.is_cuda and p.is_floating_point() for p in group["params"])
         if on_gpu and group.get("fused", True) is None and group.get("foreach") is None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
-from mupscale.models.gpt2 import GPT2, GPT2Net, Head, ReadoutLoss
+from mupscale.models.gpt2 import GPT2, Head, ReadoutLoss
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's compiler about itself
     "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
@@ -95,9 +95,11 @@ def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(prec
 # --- the network -------------------------------------------------------------------------------------------------------------------
 
 
-def network(tied: bool) -> GPT2Net:
+def network(tied: bool, compile: bool = False) -> GPT2:
     torch.manual_seed(0)
-    return GPT2Net(16, layers=2, heads=2, vocabulary=VOCABULARY, context=CONTEXT, tied=tied)
+    module = GPT2(16, base_width=4, layers=3, heads=2, vocabulary=VOCABULARY, context=CONTEXT, tied=tied, compile=compile)
+    module.configure_model()
+    return module
 
 
 def tokens() -> Tensor:
@@ -106,7 +108,9 @@ def tokens() -> Tensor:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_and_logits_of_a_network_agree(tied: bool) -> None:
-    net, rows = network(tied).double(), tokens()
+    net: Any = network(tied).double().net
+    rows = tokens()
+    assert net.head.readout.multiplier == 1 / 4
     assert (net.head.readout.weight is net.wte.weight) == tied
     parameters = dict(net.named_parameters())
     assert ("head.readout.weight" in parameters) != tied
@@ -123,12 +127,13 @@ def test_loss_and_logits_of_a_network_agree(tied: bool) -> None:
 
 @pytest.mark.parametrize(("enabled", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_the_residual_stream_has_the_precision_of_the_matmuls(enabled: bool, expected: torch.dtype) -> None:
-    net, rows, seen = network(tied=True), tokens(), []
+    net: Any = network(tied=True).net
+    rows, seen = tokens(), []
     for part in (*net.blocks, net.head):
         part.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
         net(rows[:, :-1], rows[:, 1:])
-    assert seen == [expected] * 3
+    assert seen == [expected] * 4
 
 
 # --- compiled ----------------------------------------------------------------------------------------------------------------------
@@ -166,13 +171,10 @@ def test_the_head_compiles_as_one_graph(enabled: bool, in_one_graph: None) -> No
 def test_compiling_by_parts_changes_nothing(tied: bool, in_one_graph: None) -> None:
     rows, results = tokens(), []
     for compiled in (False, True):
-        torch.manual_seed(0)
-        module = GPT2(16, base_width=4, layers=3, heads=2, vocabulary=VOCABULARY, context=CONTEXT, tied=tied, compile=compiled)
-        module.configure_model()
-        assert module.net is not None
-        results.append(with_gradients(module.loss(rows), *module.net.parameters()))
-        names: Any = [name for name, _ in module.net.named_parameters()]
-        assert not any("_orig_mod" in name for name in names)
-    for name, mine, other in zip(("loss", *names), results[1], results[0], strict=True):
+        module = network(tied, compiled)
+        parameters = dict(module.named_parameters())
+        results.append(with_gradients(module.loss(rows), *parameters.values()))
+        assert not any("_orig_mod" in name for name in parameters)
+    for name, mine, other in zip(("loss", *parameters), results[1], results[0], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8, msg=lambda told, name=name: f"{name}: {told}")
     assert counters["stats"]["unique_graphs"] == 2, "one for all blocks, one for the head"
