@@ -39,9 +39,9 @@ CLIP = 1.0
 
 KERNELS = {  # kind: what the names of its kernels contain
     "attention": r"sdpa|flash|fmha|cudnn::fusion",
-    "convolution": r"conv|dgrad|wgrad|fprop|xmma|implicit_gemm|nchwTo|nhwcTo",
+    "convolution": r"conv|dgrad|wgrad|fprop|implicit_gemm|nchwTo|nhwcTo",
     "matmul": r"nvjet|gemm|cutlass|cublas|splitk|gemv",
-    "loss": r"softmax|nll",
+    "loss": r"softmax|nll|logsumexp",
     "activation": r"gelu|relu",
     "norm": r"norm",
     "optimizer and clipping": r"multi_tensor|adam|sgd|foreach",

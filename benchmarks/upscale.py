@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 import mupscale
@@ -125,41 +125,36 @@ def measure(name: str, device: torch.device, noise: float | None, consume: bool)
     return row
 
 
-class Swapped(Callback):
-    """The memory at its peak in the swap, and what it is made of afterwards."""
+class Weighed(UpscaleCallback):
+    """One that knows the memory at its peak in the swap, and what it is made of afterwards."""
 
-    def __init__(self) -> None:
-        self.peak = self.footprint = 0
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 3:
-            pl_module.zero_grad()
-            gc.collect()
-            if pl_module.device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-
-    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        if trainer.global_step == 3:
-            self.peak = peak_bytes(pl_module.device)
-            states = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
-            self.footprint = sum(t.numel() * t.element_size() for t in (*pl_module.parameters(), *states))
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self.is_due(trainer, pl_module):
+            return
+        gc.collect()
+        if pl_module.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self.peak = peak_bytes(pl_module.device)
+        states = (v for state in trainer.optimizers[0].state.values() for v in state.values() if isinstance(v, torch.Tensor))
+        self.footprint = sum(t.numel() * t.element_size() for t in (*pl_module.parameters(), *states))
 
 
 def swapped(name: str, device: torch.device) -> dict[str, object]:
     """The same growth in the middle of a fit."""
     width, layers = SIZES[name]
-    swap, watch = UpscaleCallback(3, width), Swapped()
+    swap = Weighed(3, width)
     tokens = ResidentLoader((torch.randint(50304, (8, 129), device=device),), 1, shuffle=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            max_steps=5, accelerator=device.type, devices=1, precision="bf16-mixed", callbacks=[swap, watch], logger=False,
+            max_steps=5, accelerator=device.type, devices=1, precision="bf16-mixed", callbacks=[swap], logger=False,
             default_root_dir=folder, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(GPT2(width // 2, layers=layers, heads=HEADS), tokens)
     return {
         "size": name, "in_fit": True, "parameters": swap.summary["parameters"], "seconds": swap.summary["seconds"],
-        "footprint_gb": watch.footprint / 1e9, "peak_gb": watch.peak / 1e9, "peak_over_footprint": watch.peak / watch.footprint,
+        "footprint_gb": swap.footprint / 1e9, "peak_gb": swap.peak / 1e9, "peak_over_footprint": swap.peak / swap.footprint,
     }  # fmt: skip
 
 

@@ -272,13 +272,14 @@ class Weighed(UpscaleCallback):
         self.after, self.peak, self.footprint = self.live.now, self.live.peak, footprint(trainer)
 
 
-def test_a_swap_peaks_at_the_final_footprint_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """38 MB, so that a megabyte's largest weight and the smaller things do not show."""
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_swap_peaks_at_the_final_footprint_and_leaves_nothing_behind(precision: Any, tmp_path: Path) -> None:
+    """38 MB, so that a megabyte's largest weight and the smaller things do not show; autocast's copies of all weights would."""
     live = LiveBytes()
     swap = Weighed(live, 4, 256)
     module = GPT2(128, base_width=8, layers=4, heads=4, vocabulary=11, context=8, optimizer=ADAMW)
     with live:
-        fit(module, tmp_path, FastLoop(), swap, steps=6)
+        fit(module, tmp_path, FastLoop(), swap, steps=6, precision=precision)
     assert swap.before > 0.3 * swap.footprint, "narrow weights, moments and gradients"
     assert swap.peak <= 1.05 * swap.footprint
     assert swap.after <= 1.005 * swap.footprint  # and the data
