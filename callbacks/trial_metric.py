@@ -2,8 +2,9 @@
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -32,6 +33,9 @@ class TrialMetric(Callback):
 
     Saved: the sums so far, and whether it has diverged.
     """
+
+    progress: ClassVar[Callable[[int, int, float], None] | None] = None
+    """Told, a hundred times a run, the step, how many there are, and the mean loss of late."""
 
     def __init__(self, metric: str = "last_epoch") -> None:
         """
@@ -148,6 +152,8 @@ class TrialMetric(Callback):
         if not math.isfinite(mean) or self._strikes == PATIENCE:
             self.diverged = True
             trainer.should_stop = True
+        if TrialMetric.progress is not None:
+            TrialMetric.progress(trainer.global_step, self._steps, mean)
 
     def _look_up(self, trainer: Trainer) -> float:
         metrics = trainer.callback_metrics

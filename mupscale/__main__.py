@@ -15,6 +15,8 @@ COMMANDS = {
     "coord-check": ("coord_check", "tell whether outputs and updates keep their size as the width grows, or which layer's do not"),
     "upscale": ("upscale", "widen a checkpoint, offline"),
     "sweep": ("sweep", "run a configuration with many values of some of its keys, and find the best"),
+    "experiment": ("experiment", "the paper's protocol in one command: tune small, grow large, several seeds, on all devices"),
+    "report": ("report", "curves, costs and savings of runs, on one page"),
     "prepare": ("prepare", "tokenise FineWeb-Edu or text of your own, for the data module FineWeb"),
 }
 

@@ -21,6 +21,32 @@ class Curve(NamedTuple):
     y: Sequence[float]
 
 
+class Band(NamedTuple):
+    """A line with the range about it, in a place of the palette; `marks` are places on the horizontal axis."""
+
+    label: str
+    colour: int
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    marks: Sequence[float] = ()
+
+
+class Theme(NamedTuple):
+    """What a figure is drawn on, and with."""
+
+    paper: str
+    ink: str
+    grid: str
+    palette: Sequence[str]
+
+
+LIGHT = Theme("#ffffff", "#1c2026", "#d9dde3", ("#0072b2", "#d55e00", "#7a7f87", "#009e73", "#aa4499", "#b8860b", "#332288", "#88ccee"))
+DARK = Theme("#15181d", "#dfe3e8", "#333941", ("#56b4e9", "#ff8c42", "#9aa1ab", "#2fc79a", "#e58fc5", "#e6c34a", "#a79bff", "#bfe6f7"))
+"""Colours that are told apart by the colour-blind, too (after Okabe and Ito)."""
+
+
 def figure(width: float = 5.2, height: float = 4.0) -> "tuple[Figure, Axes]":
     """A figure that no window system knows of."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -31,11 +57,11 @@ def figure(width: float = 5.2, height: float = 4.0) -> "tuple[Figure, Axes]":
     return answer, answer.add_subplot()
 
 
-def save(drawn: "Figure", path: Path) -> list[Path]:
+def save(drawn: "Figure", path: Path, dpi: int = 160) -> list[Path]:
     """Writes `path`.png and `path`.pdf."""
     paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf")]
     for each in paths:
-        drawn.savefig(each, dpi=160)
+        drawn.savefig(each, dpi=dpi)
     return paths
 
 
@@ -153,6 +179,78 @@ def curves(path: Path, lines: Sequence[Curve], x_label: str, y_label: str, label
     ax.set_title(title, fontsize=9)
     ax.grid(alpha=0.3, which="both")
     return save(drawn, path)
+
+
+def bands(path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, higher_is_better: bool = False) -> tuple[list[Path], Path]:
+    """Lines with their ranges and marks; cut where the beginnings would hide the differences, and then the axis says so.
+
+    Written as PNG and PDF, and once more as PNG for a dark page, which is the second of the answer.
+    """
+    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+
+    low, high, is_cut = worth_showing(lines, higher_is_better)
+    scale = "log" if not higher_is_better and low > 0 and high > 4 * low else "linear"
+    for theme in (DARK, LIGHT):
+        drawn, ax = figure(5.4, 3.7)
+        for band in lines:
+            again, place = divmod(band.colour, len(theme.palette))
+            colour = theme.palette[place]
+            ax.fill_between(band.x, band.low, band.high, color=colour, alpha=0.22, linewidth=0)
+            marker = "o" if len(band.x) == 1 else None
+            ax.plot(
+                band.x, band.y, color=colour, linewidth=1.7, linestyle=("-", "--", ":", "-.")[again % 4], label=band.label, marker=marker
+            )
+            for mark in band.marks:
+                ax.axvline(mark, color=colour, linewidth=1.1, linestyle=":")
+                ax.annotate(
+                    "grows", (mark, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points", va="top", fontsize=8,
+                    color=colour, rotation=90,
+                )  # fmt: skip
+        ax.set_yscale(scale)
+        ax.set_ylim(low, high)
+        if scale == "log" and high < 1000 * low:
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 8 * low else (1, 2, 5)))
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_locator(NullLocator())
+        ax.set_xlim(0, max(max(band.x) for band in lines) * 1.02)
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.set_xlabel(x_label)
+        ax.set_ylabel(f"{y_label} (axis cut)" if is_cut else y_label)
+        ax.grid(color=theme.grid, linewidth=0.7)
+        ax.set_axisbelow(True)
+        size = 9 if len(lines) <= 5 else 6
+        ax.legend(fontsize=size, frameon=False, labelcolor=theme.ink, loc="lower right" if higher_is_better else "upper right")
+        dress(drawn, ax, theme)
+        if theme is DARK:
+            dark = path.with_name(f"{path.name}.dark.png")
+            drawn.savefig(dark, dpi=200)
+    return save(drawn, path, dpi=200), dark
+
+
+def dress(drawn: "Figure", ax: "Axes", theme: Theme) -> None:
+    drawn.set_facecolor(theme.paper)
+    ax.set_facecolor(theme.paper)
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme.ink)
+    ax.tick_params(which="both", colors=theme.ink, labelsize=10)
+    for label in (ax.xaxis.label, ax.yaxis.label):
+        label.set_color(theme.ink)
+        label.set_fontsize(11)
+
+
+def worth_showing(lines: Sequence[Band], higher_is_better: bool) -> tuple[float, float, bool]:
+    """The range of an axis that leaves out the first tenth of the lines where it would hide the rest; and whether it does."""
+    late = [band.y[len(band.y) // 10 :] for band in lines]
+    best, worst = (max, min) if higher_is_better else (min, max)
+    good = best(best(best(band.low), best(band.high)) for band in lines)
+    bad = worst(worst(values) for values in late)
+    margin = 0.06 * abs(good - bad) or 0.05 * abs(good) or 1.0
+    low, high = (bad - margin, good + margin) if higher_is_better else (good - margin, bad + margin)
+    if not higher_is_better and good > 0:
+        low = max(low, good / 1.15)
+    extremes = [value for band in lines for value in (*band.low, *band.high)]
+    return low, high, min(extremes) < low or max(extremes) > high
 
 
 def span(lines: Sequence[Sequence[float]]) -> tuple[float, float]:

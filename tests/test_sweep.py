@@ -117,9 +117,9 @@ def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_p
     if metric == "last_epoch":  # a trial is an ordinary run
         main(["fit", "--config", config, "--model.optimizer.lr=0.02", "--trainer.enable_progress_bar=false"])
         assert losses(Path("runs/default/version_0")) == expected
-        value, _ = sweep_trial.run({}, run)
+        value, _ = sweep_trial.run({}, run, "")
         (run / "result.json").unlink()  # a process that died between the last checkpoint and the result
-        assert sweep_trial.run({}, run)[0] == value
+        assert sweep_trial.run({}, run, "")[0] == value
         assert losses(run) == expected
 
 

@@ -7,7 +7,6 @@ fit --config TARGET.yaml --config OUT/best.yaml.
 
 import argparse
 import math
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,14 +84,16 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
                 print(f"waiting for other processes: {left} of {settings.trials} left", flush=True)
                 said = True
             time.sleep(WAIT)
-        conclude(study)
+        path, drawn = conclude(study)
+        print(path.read_text(), end="")
+        print(f"wrote {', '.join(str(p) for p in [path, study.out / 'trials.csv', *drawn])}")
 
 
 def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
     """What the command line asks for, checked as far as can be without a run."""
     from mupscale.callbacks.trial_metric import window_of
     from mupscale.commands.sweep_results import signal_swap
-    from mupscale.commands.sweep_space import at, grid, parsed_axis
+    from mupscale.commands.sweep_space import grid, parsed_axis
     from mupscale.commands.sweep_study import Settings
     from mupscale.commands.sweep_trial import described, for_trials, refuse_invalid
 
@@ -109,12 +110,10 @@ def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
     if options.trials is not None and options.trials < 1:
         raise ValueError(f"--trials must be at least 1, got {options.trials}")
     window_of(options.metric)
-    config = for_trials(described(rest))
+    config = for_trials(described(rest)[0])
     signal_swap(config)
     if not (options.out / "sweep.json").exists():  # or it was checked before
-        for axis in axes:
-            for value in axis.bounds or axis.values:
-                refuse_invalid(at(config, {axis.key: value}), axis.key, value)
+        refuse_invalid(config, axes, "--sweep")
     seeds = [config["seed_everything"]] if options.seeds is None else seeds_of(options.seeds)
     config["seed_everything"] = seeds[0]
     trials = options.trials or len(list(grid(axes)))
@@ -134,19 +133,16 @@ def seeds_of(text: str) -> list[int]:
 def complete(study: "Study", taken: "Taken") -> tuple[float, float]:
     """Runs a trial that was taken; its value and the seconds it took. If it cannot be finished it goes back."""
     from mupscale.commands.sweep_space import at, told
-    from mupscale.commands.sweep_trial import run_trial
+    from mupscale.commands.sweep_trial import explained, run_trial
 
     results = results_of(study)
     folders = results.folders(taken.cell, taken.point)
+    name = told(taken.point, results.names)
     try:
-        values, seconds = run_trial(at(study.settings.config, taken.point), study.settings.metric, folders)
-    except BaseException as error:
+        with explained(f"the trial {name}", next(iter(folders.values()))):
+            values, seconds = run_trial(at(study.settings.config, taken.point), study.settings.metric, folders, name)
+    except BaseException:
         study.give_back(taken)
-        if isinstance(error, SystemExit) and isinstance(error.code, str):
-            raise ValueError(f"the trial {told(taken.point, results.names)}: {error.code.removeprefix('error: ')}") from error
-        failed = isinstance(error, Exception)
-        what = f"failed; its log is in {next(iter(folders.values()))}" if failed else "was interrupted; the same command goes on with it"
-        print(f"the trial {told(taken.point, results.names)} {what}", file=sys.stderr)
         raise
     study.finish(taken, values, seconds)
     tidy(study)
@@ -182,8 +178,8 @@ def print_progress(results: "Results", point: str, value: float, seconds: float)
     print(f"{point}: {done} in {seconds:.0f} s; {leader}; {left} of {results.settings.trials} left", flush=True)
 
 
-def conclude(study: "Study") -> None:
-    """Writes what the sweep ends in."""
+def conclude(study: "Study") -> tuple[Path, list[Path]]:
+    """Writes what the sweep ends in: best.yaml, which is the last, and the figures."""
     with study.locked():
         results = results_of(study)
         results.write_table()
@@ -193,7 +189,5 @@ def conclude(study: "Study") -> None:
                 f"all {len(results.outcomes)} trials diverged; sweep smaller learning rates or less noise. "
                 f"{study.out / 'trials.csv'} lists them, and there is no best.yaml"
             )
-        path = results.write_best(best)
         drawn = results.draw(best)
-    print(path.read_text(), end="")
-    print(f"wrote {', '.join(str(p) for p in [path, study.out / 'trials.csv', *drawn])}")
+        return results.write_best(best), drawn

@@ -35,32 +35,39 @@ class Axis:
 def parsed_axis(text: str) -> Axis:
     """The axis of `KEY=V1,V2,…` (values), `KEY=LOW:HIGH:N` (N values, evenly by ratio) or `KEY=LOW:HIGH` (a range to draw from)."""
     key, equals, listed = text.partition("=")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+    if not equals:
         raise ValueError(f"--sweep {text}: give KEY=VALUE,VALUE,… with a key of the configuration, such as model.optimizer.lr=0.01,0.02")
+    return axis_of(key, listed, f"--sweep {text}")
+
+
+def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
+    """The axis of a key and its values: a list, or a text as in `KEY=…`. `where` is how messages name it."""
+    if not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise ValueError(f"{where}: {key!r} is no key of a configuration, such as model.optimizer.lr")
     if key == "seed_everything":
-        raise ValueError(f"--sweep {text}: seeds are no axis, their mean decides: --seeds {listed}")
-    span = re.fullmatch(r"([^,:\[\]]+):([^,:\[\]]+)(?::(\d+))?", listed)
+        raise ValueError(f"{where}: seeds are no axis, their mean decides: --seeds {listed}")
+    span = re.fullmatch(r"([^,:\[\]]+):([^,:\[\]]+)(?::(\d+))?", listed) if isinstance(listed, str) else None
     if span:
-        return _spanned(text, key, *span.groups())
+        return _spanned(where, key, *span.groups())
     try:
-        values = tuple(_number(value) for value in yaml.safe_load(f"[{listed}]"))
+        values = tuple(_number(value) for value in (yaml.safe_load(f"[{listed}]") if isinstance(listed, str) else listed))
     except yaml.YAMLError as error:
-        raise ValueError(f"--sweep {text}: its values cannot be read, separate them by commas") from error
+        raise ValueError(f"{where}: its values cannot be read, separate them by commas") from error
     if not values:
-        raise ValueError(f"--sweep {text}: the grid is empty, give at least one value for {key}")
+        raise ValueError(f"{where}: the grid is empty, give at least one value for {key}")
     if any(value in values[:index] for index, value in enumerate(values)):
-        raise ValueError(f"--sweep {text}: a value is there twice")
+        raise ValueError(f"{where}: a value is there twice")
     return Axis(key, values)
 
 
-def _spanned(text: str, key: str, low: str, high: str, count: str | None) -> Axis:
+def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Axis:
     ends = _number(yaml.safe_load(low)), _number(yaml.safe_load(high))
     if not all(isinstance(end, int | float) and end > 0 for end in ends) or not ends[0] < ends[1]:
-        raise ValueError(f"--sweep {text}: a range LOW:HIGH has 0 < LOW < HIGH, because it is drawn by ratio")
+        raise ValueError(f"{where}: a range LOW:HIGH has 0 < LOW < HIGH, because it is drawn by ratio")
     if count is None:
         return Axis(key, bounds=ends)
     if int(count) < 2:
-        raise ValueError(f"--sweep {text}: LOW:HIGH:N has at least 2 values, got {count}")
+        raise ValueError(f"{where}: LOW:HIGH:N has at least 2 values, got {count}")
     ratio = (ends[1] / ends[0]) ** (1 / (int(count) - 1))
     return Axis(key, tuple(float(f"{ends[0] * ratio**index:.6g}") for index in range(int(count))))
 
@@ -127,7 +134,7 @@ def places(config: Config, key: str) -> list[tuple[Config, str]]:
     if not found or not rest:
         classes = sorted({class_name(callback) for callback in config["trainer"]["callbacks"] or []})
         raise ValueError(
-            f"--sweep {key}: there is no {first!r}; a key starts with one of {', '.join(config)}, "
+            f"{key}: there is no {first!r}; a key starts with one of {', '.join(config)}, "
             f"or with a class in trainer.callbacks: {', '.join(classes) or 'there is none'}"
         )
     return [_descend(callback, rest, key) for callback in found]
@@ -148,10 +155,10 @@ def _descend(node: Any, parts: list[str], key: str) -> tuple[Config, str]:
             node = node.setdefault("init_args", {})
         if not isinstance(node, dict):
             there = ".".join(key.split(".")[: len(key.split(".")) - len(parts) + index])
-            raise ValueError(f"--sweep {key}: {there} is {node!r} in the configuration, which has no {part!r}; give it a value there first")
+            raise ValueError(f"{key}: {there} is {node!r} in the configuration, which has no {part!r}; give it a value there first")
         if index == len(parts) - 1:
             return node, part
         if part not in node:
-            raise ValueError(f"--sweep {key}: there is no {part!r}; there are {', '.join(node)}")
+            raise ValueError(f"{key}: there is no {part!r}; there are {', '.join(node)}")
         node = node[part]
     raise AssertionError(key)

@@ -91,7 +91,7 @@ class Study:
             if there is None:
                 self.study.set_user_attr("settings", settings.description())
             else:
-                refuse_difference(there, settings, f"--storage: its study {self.study.study_name}")
+                refuse_difference(there, settings.description(), f"--storage: its study {self.study.study_name} is of another sweep")
             if not (out / "sweep.json").exists():
                 write(out / "sweep.json", json.dumps(settings.description(), indent=1) + "\n")
             self._mend()
@@ -265,17 +265,16 @@ def refuse_other_folder(out: Path, storage: str | None) -> None:
 
 def refuse_other_settings(path: Path, settings: Settings) -> None:
     if path.exists():
-        refuse_difference(json.loads(path.read_text()), settings, f"--out {path.parent}")
+        refuse_difference(json.loads(path.read_text()), settings.description(), f"--out {path.parent} is of another sweep")
 
 
-def refuse_difference(there: dict[str, Any], settings: Settings, what: str) -> None:
+def refuse_difference(there: dict[str, Any], here: dict[str, Any], what: str) -> None:
     """ValueError with the settings that differ, if any do."""
-    ours = settings.description()
-    if there != ours:
-        pairs = differences(there, ours)
+    if there != here:
+        pairs = differences(there, here)
         told = "; ".join(f"{key.removeprefix('config.')} is {a!r} there and {b!r} here" for key, a, b in pairs[:4])
         more = f"; and {len(pairs) - 4} more" if len(pairs) > 4 else ""
-        raise ValueError(f"{what} is of another sweep: {told}{more}. Name another folder with --out, or delete that one")
+        raise ValueError(f"{what}: {told}{more}. Name another folder with --out, or delete that one")
 
 
 def differences(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, Any]]:

@@ -6,13 +6,13 @@ import logging
 import math
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -20,19 +20,22 @@ import yaml
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.fit import CLI, parsed
 from mupscale.commands.resume import newest_checkpoint
-from mupscale.commands.sweep_space import Config, Point, shown
+from mupscale.commands.sweep_space import Axis, Config, Point, at, shown
 from mupscale.commands.sweep_study import write
 
 RESULT = "result.json"
 """In the folder of a run that is finished: its metric, and how long it took."""
 
+TOLD = 60.0
+"""Seconds between two lines about one run."""
 
-def run_trial(config: Config, metric: str, folders: dict[int, Path]) -> tuple[list[float], float]:
+
+def run_trial(config: Config, metric: str, folders: dict[int, Path], name: str) -> tuple[list[float], float]:
     """Each seed's metric and the seconds they took, from runs in the folders by seed. A seed that diverges decides, and is the last."""
     values: list[float] = []
     seconds = 0.0
     for seed, folder in folders.items():
-        value, took = run(with_run(config, metric, seed, folder), folder)
+        value, took = run(with_run(config, metric, seed, folder), folder, f"{name}, seed {seed}" if len(folders) > 1 else name)
         values.append(value)
         seconds += took
         if math.isinf(value):
@@ -40,20 +43,22 @@ def run_trial(config: Config, metric: str, folders: dict[int, Path]) -> tuple[li
     return values, seconds
 
 
-def run(config: Config, folder: Path) -> tuple[float, float]:
-    """A run's metric and the seconds it took; one that is finished is not repeated, one that was interrupted is resumed."""
+def run(config: Config, folder: Path, name: str) -> tuple[float, float]:
+    """A run's metric and the seconds it took; one that is finished is not repeated, one that was interrupted is resumed.
+
+    If it takes long, how far it is is printed under its name.
+    """
     if (folder / RESULT).exists():
-        result = json.loads((folder / RESULT).read_text())
-        return float(result["value"]), result["seconds"]
+        return result_of(folder)
     start = time.monotonic()
     path, _ = newest_checkpoint(folder) if (folder / "config.yaml").exists() else (None, {})
     torch.compiler.reset()  # dynamo stops compiling after a few networks
     if path is None:
         shutil.rmtree(folder, ignore_errors=True)  # what it has cannot be resumed
-        with file_of(config) as file, logged(folder):
+        with file_of(config) as file, progress(name), logged(folder):
             cli = parsed(["fit", "--config", file])
     else:
-        with logged(folder):
+        with progress(name), logged(folder):
             cli = parsed(["fit", "--config", str(folder / "config.yaml"), "--ckpt_path", str(path)], folder=folder)
     value, took = metric_of(cli), time.monotonic() - start
     del cli
@@ -64,14 +69,37 @@ def run(config: Config, folder: Path) -> tuple[float, float]:
     return value, took
 
 
+def result_of(folder: Path) -> tuple[float, float]:
+    """The metric and the seconds of a run that is finished."""
+    result = json.loads((folder / RESULT).read_text())
+    return float(result["value"]), result["seconds"]
+
+
+@contextmanager
+def explained(name: str, folder: Path) -> Iterator[None]:
+    """A mistake in a run's configuration as a ValueError that names the run; an interruption, of which Lightning makes an exit, as one."""
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            raise ValueError(f"{name}: {error.code.removeprefix('error: ')}") from error
+        raise KeyboardInterrupt from error
+    except Exception:
+        print(f"{name} failed; its log is in {folder}", file=sys.stderr)
+        raise
+
+
 def metric_of(cli: CLI) -> float:
     return next(callback for callback in cli.trainer.callbacks if isinstance(callback, TrialMetric)).value  # type: ignore[attr-defined]
 
 
 def with_run(config: Config, metric: str, seed: int, folder: Path) -> Config:
-    """The configuration of one run: its seed, its folder, and what computes the metric."""
+    """The configuration of one run: its seed, its folder, and what computes the metric. {seed} in model.init_from becomes the seed."""
     answer = deepcopy(config)
     answer["seed_everything"] = seed
+    base = answer["model"]["init_args"].get("init_from")
+    if base is not None:
+        answer["model"]["init_args"]["init_from"] = base.replace("{seed}", str(seed))
     answer["trainer"]["logger"] = {
         "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
         "init_args": {"save_dir": str(folder.parent), "name": "", "version": folder.name, "default_hp_metric": False},
@@ -103,20 +131,26 @@ def for_trials(config: Config) -> Config:
     return answer
 
 
-def described(arguments: list[str]) -> Config:
-    """The whole configuration of a command line, defaults and all; made once, so that what cannot be made is told now."""
-    cli = parsed(arguments, run=False, parser_kwargs={"prog": "python -m mupscale sweep"})
-    return yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))
+def described(arguments: list[str], command: str = "sweep") -> tuple[Config, CLI]:
+    """The whole configuration of a command line, defaults and all, and what was made of it, so that what cannot be made is told now."""
+    cli = parsed(arguments, run=False, parser_kwargs={"prog": f"python -m mupscale {command}"})
+    return yaml.safe_load(cli.parser.dump(cli.config, skip_none=False)), cli
 
 
-def refuse_invalid(config: Config, key: str, value: Any) -> None:
-    """ValueError if `fit` would not take the configuration, in which `key` was set to `value`."""
-    with file_of(config) as file:
-        try:
-            parsed(["--config", file], run=False)
-        except SystemExit as error:
-            told = str(error.code).removeprefix("error: ")
-            raise ValueError(f"--sweep {key}={shown(value)}: {told}") from error
+def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
+    """ValueError, starting with `where`, if `fit` would not take the configuration with one of the axes' values in it."""
+    for axis in axes:
+        numbers = all(isinstance(value, float) for value in axis.values)
+        ends = (min(axis.values), max(axis.values)) if numbers and axis.values else axis.values
+        for value in axis.bounds or dict.fromkeys(ends):  # of numbers the ends are enough; and a parse takes a quarter of a second
+            try:
+                with file_of(at(config, {axis.key: value})) as file:
+                    parsed(["--config", file], run=False)
+            except ValueError as error:
+                raise ValueError(f"{where} {error}") from error
+            except SystemExit as error:
+                told = str(error.code).removeprefix("error: ")
+                raise ValueError(f"{where} {axis.key}={shown(value)}: {told}") from error
 
 
 def folder_name(cell: int, point: Point, names: dict[str, str]) -> str:
@@ -137,6 +171,29 @@ def file_of(config: Config) -> Iterator[str]:
         path = Path(folder) / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         yield str(path)
+
+
+@contextmanager
+def progress(name: str) -> Iterator[None]:
+    """Prints how far a run is, at most once a minute, to where this process prints now."""
+    stream, first, last = sys.stdout, (0.0, -1), time.monotonic()
+
+    def tell(step: int, steps: int, loss: float) -> None:
+        nonlocal first, last
+        now = time.monotonic()
+        if first[1] < 0:
+            first = now, step  # from here on: what comes before, compiling say, is no measure of the rest
+        elif now - last >= TOLD:
+            last = now
+            seconds = (steps - step) * (now - first[0]) / (step - first[1])
+            left = f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+            print(f"{name}: step {step:,} of {steps:,}, loss {loss:.4g}, {left}", file=stream, flush=True)
+
+    TrialMetric.progress = tell
+    try:
+        yield
+    finally:
+        TrialMetric.progress = None
 
 
 @contextmanager

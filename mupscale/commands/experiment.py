@@ -1,0 +1,115 @@
+"""experiment: what the paper does, in one command, as a file tells it.
+
+Protocol upscale: sweep a small base; train base and baseline with what it found; sweep the small growth; grow the base with what that
+found; several seeds; a report. Protocol transfer: whether the optima of upscaled runs stay where they are as the width grows.
+
+The folder --out is the state: interrupted, or started once more, here or on other machines that share it, the same command goes on.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mupscale.commands.experiment_protocols import Experiment
+
+WAIT = 1.0
+"""Seconds between two looks at what other processes do."""
+
+EPILOG = """All other options are those of fit, and are laid over the configuration of every run (--data.data_dir=…,
+--trainer.max_epochs=40). docs/experiments.md tells more."""
+
+
+def main(command: str, arguments: list[str]) -> None:
+    options, rest = parser().parse_known_args(arguments)
+    try:
+        experiment(options, rest, arguments)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+    except KeyboardInterrupt as interrupt:
+        raise SystemExit(1 if options.child else "interrupted; the same command goes on where it stopped") from interrupt
+
+
+def parser() -> argparse.ArgumentParser:
+    answer = argparse.ArgumentParser(
+        prog="python -m mupscale experiment",
+        usage="%(prog)s FILE [--out FOLDER] [--workers N] [--plan] [options of fit]",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    answer.add_argument("file", type=Path, metavar="FILE", help="the YAML file of the experiment (configs/experiments)")
+    answer.add_argument("--out", type=Path, help="its folder (default runs/experiments/NAME OF THE FILE)")
+    answer.add_argument(
+        "--workers", type=int, metavar="N",
+        help="processes on this machine, shared out over its GPUs (default: one for each; several for each pay for small networks)",
+    )  # fmt: skip
+    answer.add_argument("--plan", action="store_true", help="show which runs there are and which are done, and run nothing")
+    answer.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # started by another, which tells how it ends
+    return answer
+
+
+def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
+    if options.workers is not None and options.workers < 1:
+        raise ValueError(f"--workers must be at least 1, got {options.workers}")
+
+    from mupscale.commands.experiment_file import check, read
+    from mupscale.commands.experiment_protocols import Experiment
+    from mupscale.commands.experiment_workers import supervise, visible_gpus
+    from mupscale.commands.sweep_trial import without_announcements
+
+    description = read(options.file, rest)
+    out = options.out or Path("runs/experiments") / options.file.stem
+    whole = Experiment(out, description)
+    with without_announcements():
+        if options.plan:
+            whole.refuse_others()
+            check(description)
+            print_plan(whole)
+            return
+        whole.begin(["python", "-m", "mupscale", "experiment", *arguments])
+        if not options.child:
+            left, total = whole.left
+            todo = f"{left} of {total} runs left; tensorboard --logdir {out} shows them" if left else f"all {total} runs are done"
+            print(f"{out}: {todo}", flush=True)  # before the workers' first words
+        gpus = [] if description.config()["trainer"]["accelerator"] == "cpu" else visible_gpus()
+        workers = options.workers or max(1, len(gpus))
+        if workers > 1 and not whole.finished:
+            supervise(arguments, workers, gpus)
+        else:
+            work(whole, quiet=options.child)
+        if not options.child:
+            print(whole.conclude())
+
+
+def work(whole: "Experiment", quiet: bool) -> None:
+    """Makes one run after the other until all are done, by this process or by others."""
+    said = quiet
+    while True:
+        unit = whole.take()
+        if unit is not None:
+            print(f"{unit.name}: begins", flush=True)
+            end = unit.run()
+            left, total = whole.left
+            print(f"{unit.name}: {end}; {left} of {total} runs left", flush=True)
+            said = quiet
+            continue
+        if whole.finished:
+            return
+        if not said:
+            print("waiting for other processes", flush=True)
+            said = True
+        time.sleep(WAIT)
+
+
+def print_plan(whole: "Experiment") -> None:
+    width = max(len(part.name) for part in whole.parts)
+    print(f"{'':<{width}}  runs  done  running")
+    for part in whole.parts:
+        state = part.state()
+        after = f"  after {', '.join(need.name for need in part.needs)}" if part.needs else ""
+        print(f"{part.name:<{width}}  {state.total:>4}  {state.done:>4}  {state.running:>7}{after}")
+    left, total = whole.left
+    print(f"{left} of {total} runs left")

@@ -1,0 +1,179 @@
+"""The parts of an experiment: single runs, and sweeps. What is done, what runs and what can be taken is told by their folders."""
+
+import csv
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fcntl import LOCK_EX, flock
+from functools import cached_property
+from pathlib import Path
+
+from mupscale.callbacks.trial_metric import window_of
+from mupscale.commands.sweep import complete, conclude, results_of
+from mupscale.commands.sweep_results import Results
+from mupscale.commands.sweep_space import Config, told
+from mupscale.commands.sweep_study import Lease, Settings, Study, lapsed
+from mupscale.commands.sweep_trial import RESULT, explained, result_of, run, with_run
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A run that this process has taken: its name, and what runs it and tells how it ended."""
+
+    name: str
+    run: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class State:
+    """How many units of a part there are, are finished, and are being run."""
+
+    total: int
+    done: int
+    running: int
+
+
+class Part:
+    """Units of work that can be taken once all of `needs` is finished."""
+
+    def __init__(self, name: str, folder: Path, needs: "list[Part]") -> None:
+        self.name, self.folder, self.needs = name, folder, needs
+
+    @property
+    def finished(self) -> bool:
+        raise NotImplementedError
+
+    def state(self) -> State:
+        raise NotImplementedError
+
+    def take(self) -> Unit | None:
+        """A unit for this process alone, as long as it lives; None if others have all that are left."""
+        raise NotImplementedError
+
+
+class Run(Part):
+    """One run of one seed, in its own folder. `must_not_diverge`: others start from it."""
+
+    def __init__(
+        self, out: Path, role: str, seed: int, config: Callable[[], Config], metric: str, needs: list[Part], must_not_diverge: bool = False
+    ) -> None:
+        super().__init__(f"{role}, seed {seed}", out / role / f"seed={seed}", needs)
+        self.out, self.role, self.seed = out, role, seed
+        self._config, self._metric, self._must_not_diverge = config, metric, must_not_diverge
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoints" / "last.ckpt"
+
+    @property
+    def value(self) -> float:
+        return result_of(self.folder)[0]
+
+    @property
+    def finished(self) -> bool:
+        if not (self.folder / RESULT).exists():
+            return False
+        if self._must_not_diverge and math.isinf(self.value):
+            raise ValueError(
+                f"the run {self.folder} diverged, and others were to start from it; give it a smaller model.optimizer.lr in the "
+                "experiment's config, or smaller ones in sweep_1, and another --out"
+            )
+        return True
+
+    def state(self) -> State:
+        return State(1, int(self.finished), int(not self.finished and not lapsed(self._lease)))
+
+    def take(self) -> Unit | None:
+        with locked(self.out):
+            if self.finished or not lapsed(self._lease):
+                return None
+            self._lease.parent.mkdir(exist_ok=True)
+            lease = Lease(self._lease)
+        return Unit(self.name, lambda: self._run(lease))
+
+    def _run(self, lease: Lease) -> str:
+        try:
+            with explained(self.name, self.folder):
+                value, seconds = run(with_run(self._config(), self._metric, self.seed, self.folder), self.folder, self.name)
+        finally:
+            lease.release()
+        return f"{ended(self._metric, value)} in {seconds:.0f} s"
+
+    @property
+    def _lease(self) -> Path:
+        return self.out / "leases" / f"{self.role}-{self.seed}".replace("/", "-")
+
+
+class Sweep(Part):
+    """A sweep as the command of that name makes it. `settings` is asked for when the sweep can start; `trials` it has."""
+
+    def __init__(self, name: str, out: Path, settings: Callable[[], Settings], trials: int, needs: list[Part]) -> None:
+        super().__init__(name, out / name, needs)
+        self.out, self.trials, self._settings = out, trials, settings
+
+    @cached_property
+    def study(self) -> Study:
+        return Study(self.folder, self._settings())
+
+    @property
+    def results(self) -> Results:
+        return results_of(self.study)
+
+    @property
+    def best(self) -> Path:
+        return self.folder / "best.yaml"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Of the best trial, its first seed."""
+        best = self.results.best
+        assert best is not None
+        return self.results.runs(best)[0] / "checkpoints" / "last.ckpt"
+
+    @property
+    def finished(self) -> bool:
+        return self.best.exists()
+
+    def state(self) -> State:
+        table = self.folder / "trials.csv"
+        done = 0
+        if table.exists():
+            with open(table) as file:
+                done = len(list(csv.DictReader(file)))
+        leases = [path for path in (self.folder / "leases").glob("*") if not path.suffix] if not self.finished else []
+        return State(self.trials, done, sum(not lapsed(path) for path in leases))
+
+    def take(self) -> Unit | None:
+        taken = self.study.take()
+        if taken is None:
+            self._conclude()
+            return None
+
+        def run() -> str:
+            value, seconds = complete(self.study, taken)
+            self._conclude()
+            best = self.results.best
+            leader = f"; best {best.value:.5g} ({told(best.point, self.results.names)})" if best else ""
+            return f"{ended(self.study.settings.metric, value)} in {seconds:.0f} s{leader}"
+
+        return Unit(f"{self.name}, {told(taken.point, self.results.names)}", run)
+
+    def _conclude(self) -> None:
+        if len(self.study.outcomes()) == self.trials:
+            with locked(self.out):
+                if not self.finished:
+                    conclude(self.study)
+
+
+def ended(metric: str, value: float) -> str:
+    name = metric if window_of(metric) is None else "training loss"
+    return f"{name} {value:.5g}" if math.isfinite(value) else "diverged"
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Alone among the processes of the experiment."""
+    with open(out / "lock", "w") as file:
+        flock(file, LOCK_EX)
+        yield

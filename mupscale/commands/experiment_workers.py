@@ -1,0 +1,93 @@
+"""Several processes that work on one experiment, on this machine's devices."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PATIENCE = 5.0
+"""Seconds that a worker has to end before it is killed. Either way its run goes on from its newest checkpoint."""
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    count = torch.cuda.device_count()  # without starting CUDA here
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(index) for index in range(count)]
+
+
+def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
+    """Runs workers until all are finished, GPU by GPU in turn. ValueError if one fails: the others are stopped.
+
+    One that is killed leaves its run to the others. If this process is killed, the workers go on without it: what keeps two
+    from making the same run is in the folder, and not here.
+    """
+    command = [sys.executable, "-m", "mupscale", "experiment", *arguments, "--workers=1", "--child"]
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    with interruptions() as seen:
+        try:
+            for index in range(workers):
+                # a session of its own, so that Ctrl-C reaches this process alone, which stops them
+                running[index] = subprocess.Popen(command, env=environment(index, workers, gpus), start_new_session=True)
+            killed = 0
+            while running:
+                if seen:
+                    raise KeyboardInterrupt
+                for index, process in list(running.items()):
+                    code = process.poll()
+                    if code is None:
+                        continue
+                    del running[index]
+                    if code > 0:
+                        raise ValueError(f"worker {index} failed, as told above, and the others were stopped; the same command goes on")
+                    if code < 0:
+                        killed += 1
+                        print(f"worker {index} was killed (signal {-code}); its run is left to the others", file=sys.stderr, flush=True)
+                time.sleep(0.1)
+            if killed == workers:
+                raise ValueError("all workers were killed; the same command goes on where they stopped")
+        finally:
+            stop(list(running.values()))
+
+
+def environment(index: int, workers: int, gpus: list[str]) -> dict[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    answer = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    if gpus:
+        answer["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+    return answer
+
+
+def stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + PATIENCE
+    for process in processes:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def interruptions() -> Iterator[list[int]]:
+    """The signals so far that ask this process to end. They are noted only: an exception in the middle of a start would lose a worker."""
+    seen: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        seen.append(number)
+
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
