@@ -23,27 +23,31 @@ _PEAK_BF16 = {"h200": 989.4e12}
 class Curves(Callback):
     """Logs loss, width and throughput every `trainer.log_every_n_steps` optimizer steps, on every logger.
 
+    The loss is the mean over the steps since the last time: a curve of single steps shows which batches are hard.
+
     In TensorBoard the groups `by_samples` and `by_flops` show the same curves with samples (tokens) seen, and 10⁶ training FLOPs, on
     the horizontal axis, so that a run that grew can be compared fairly with one from scratch.
 
     A run that is resumed cuts its event files back to what they held when the checkpoint was written, and so shows the curves of an
     uninterrupted one.
 
-    Saved: samples seen, FLOPs spent, and the lengths of the event files.
+    Saved: samples seen, FLOPs spent, the sum of the losses since the last time, and the lengths of the event files.
     """
 
     def __init__(self) -> None:
         self.spent = {"samples": 0.0, "flops": 0.0}
-        self._window: list[Tensor] = []
+        self._sum: Tensor | float = 0.0
+        self._count = 0
         self._flops: dict[Any, float] = {}
         self._mark = (0.0, 0, 0.0, 0.0)
         self._peak: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"spent": dict(self.spent)}
+        return {"spent": dict(self.spent), "sum": float(self._sum), "count": self._count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.spent = dict(state_dict["spent"])
+        self._sum, self._count = state_dict["sum"], state_dict["count"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
@@ -72,17 +76,16 @@ class Curves(Callback):
         self.spent["samples"] += pl_module.batch_size(batch) * trainer.world_size
         self.spent["flops"] += self._batch_flops(pl_module, batch) * trainer.world_size
         assert pl_module.train_loss is not None
-        self._window.append(pl_module.train_loss)
-        if trainer.global_step == self._mark[1] or not stepped(trainer):
-            return
-        if trainer.global_step % trainer.log_every_n_steps == 0:
-            loss = trainer.strategy.reduce(torch.stack(self._window).mean(), reduce_op="mean")
+        self._sum = self._sum + pl_module.train_loss
+        self._count += 1
+        if trainer.global_step != self._mark[1] and stepped(trainer) and trainer.global_step % trainer.log_every_n_steps == 0:
+            loss = trainer.strategy.reduce(self._sum / self._count, reduce_op="mean")
+            self._sum, self._count = 0.0, 0
             values = {"train/loss": float(loss), "width": width_number(pl_module.width), **self._throughput(trainer)}
             step = trainer.global_step - 1  # the step whose loss this is, counted from 0
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
             self._log_by_cost(trainer, {"train/loss": values["train/loss"], "width": values["width"]})
-        self._window.clear()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":

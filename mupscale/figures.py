@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,10 +60,19 @@ def figure(width: float = 5.2, height: float = 4.0) -> "tuple[Figure, Axes]":
 
 def save(drawn: "Figure", path: Path, dpi: int = 160) -> list[Path]:
     """Writes `path`.png and `path`.pdf."""
-    paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf")]
-    for each in paths:
-        drawn.savefig(each, dpi=dpi)
-    return paths
+    png, pdf = (path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf"))
+    save_png(drawn, png, dpi)
+    drawn.savefig(pdf)
+    return [png, pdf]
+
+
+def save_png(drawn: "Figure", path: Path, dpi: int) -> None:
+    """With 256 colours, which lines and cells do not exceed, at a third of the size: pages carry their figures with them."""
+    from PIL import Image
+
+    whole = BytesIO()
+    drawn.savefig(whole, format="png", dpi=dpi)
+    Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def heatmap(
@@ -223,7 +233,7 @@ def bands(path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, high
         dress(drawn, ax, theme)
         if theme is DARK:
             dark = path.with_name(f"{path.name}.dark.png")
-            drawn.savefig(dark, dpi=200)
+            save_png(drawn, dark, 200)
     return save(drawn, path, dpi=200), dark
 
 

@@ -218,7 +218,7 @@ trainer:
   {limits}
   limit_train_batches: 4
   limit_val_batches: 1
-  log_every_n_steps: 1
+  log_every_n_steps: 3             # so that resuming falls into a window
   enable_progress_bar: false
   logger: {{init_args: {{save_dir: FOLDER, name: run}}}}
   callbacks:
