@@ -17,11 +17,12 @@ import yaml
 
 from mupscale.__main__ import main
 from mupscale.callbacks.trial_metric import TrialMetric
-from mupscale.commands import experiment_workers, sweep_trial
-from mupscale.commands.experiment_file import Growth, check, growths_of, read
-from mupscale.commands.experiment_protocols import Experiment, spread, verdict
-from mupscale.commands.experiment_transfer import Line, Panel, draw, shown_range
-from mupscale.commands.sweep_study import Lease
+from mupscale.commands.experiment import workers as experiment_workers
+from mupscale.commands.experiment.file import Growth, check, growths_of, read
+from mupscale.commands.experiment.protocols import Experiment, spread, verdict
+from mupscale.commands.experiment.transfer import Line, Panel, draw, shown_range
+from mupscale.commands.sweep import trial as sweep_trial
+from mupscale.commands.sweep.study import Lease
 from test_commands import refused
 from test_kill_and_resume import Server
 from test_sweep import LR, NOISE, losses, small, table
@@ -123,7 +124,8 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str]) ->
     assert described["sweeps"] == {"sweep_1": "sweep_1", "sweep_2": "sweep_2"}
     assert (out / "report/index.html").stat().st_size > 10_000
 
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "lock"}
+    kept = (path for path in out.rglob("*") if path.is_file() and path.name != "lock" and path.parent.name != "report")
+    before = {path: path.stat().st_mtime_ns for path in kept}
     main(["experiment", "e.yaml", "--data.batch_size=900"])
     again = capfd.readouterr().out
     assert f"{out}: all 10 runs are done" in again

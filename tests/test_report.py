@@ -92,7 +92,7 @@ def test_a_report_is_replaced_once_the_new_one_is_there(monkeypatch: pytest.Monk
         raise RuntimeError("in the last moment")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mupscale.commands.report_summary.as_csv", fails)
+        patch.setattr("mupscale.commands.report.summary.as_csv", fails)
         with pytest.raises(RuntimeError):
             report("runs/base")
     assert {path.name: path.read_bytes() for path in Path("report").iterdir()} == before

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from mupscale import figures
-from mupscale.commands.report_groups import find, grouped
-from mupscale.commands.report_numbers import Windows, computed, line
+from mupscale.commands.report.groups import find, grouped
+from mupscale.commands.report.numbers import Windows, computed, line
 from mupscale.commands.run_logs import Run
 from mupscale.flops import mlp_flops
 from synthetic_runs import UPSCALED, WIDE, Page, accuracy, base, epochs, report, scratch, upscale, upscaled, write_run

@@ -23,13 +23,14 @@ from mupscale.__main__ import main
 from mupscale.callbacks import trial_metric
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands import sweep_study, sweep_trial
 from mupscale.commands.fit import parsed
 from mupscale.commands.sweep import parser as sweep_parser
 from mupscale.commands.sweep import settings_of
-from mupscale.commands.sweep_results import Results
-from mupscale.commands.sweep_space import Axis, at, grid, labels, parsed_axis
-from mupscale.commands.sweep_study import Lease, Study, lapsed
+from mupscale.commands.sweep import study as sweep_study
+from mupscale.commands.sweep import trial as sweep_trial
+from mupscale.commands.sweep.results import Results
+from mupscale.commands.sweep.space import Axis, at, grid, labels, parsed_axis
+from mupscale.commands.sweep.study import Lease, Study, lapsed
 from mupscale.models.mlp import MLP
 from mupscale.noise import SignalNoise
 from test_commands import refused, upscale
@@ -376,7 +377,7 @@ def test_three_axes_draw_the_two_that_tell_most(tmp_path: Path, monkeypatch: pyt
     ]
     drawn: list[Any] = []
     monkeypatch.setattr(figures, "heatmap", lambda path, x, y, value, *names: drawn.append((names, value(1, 2))) or [])
-    monkeypatch.setattr("mupscale.commands.sweep_results.training_curve", lambda _: [(0, 1.0)])
+    monkeypatch.setattr("mupscale.commands.sweep.results.training_curve", lambda _: [(0, 1.0)])
     Results(tmp_path, settings, outcomes).draw(outcomes[0])
     assert drawn == [(("a", "c", "training loss, last epoch (best over 1 more)"), 23.1)]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from mupscale.commands.sweep_space import Config, callbacks_of
+from mupscale.commands.sweep.space import Config, callbacks_of
 
 LOSS, FLOPS, WIDTH, EPOCH, VALIDATION = "train/loss", "by_flops/train/loss", "upscale/width", "epoch", "val/"
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands.sweep import complete, conclude, results_of
-from mupscale.commands.sweep_results import Results
-from mupscale.commands.sweep_space import Config, told
-from mupscale.commands.sweep_study import Lease, Settings, Study, lapsed
-from mupscale.commands.sweep_trial import RESULT, explained, result_of, run, with_run
+from mupscale.commands.sweep.results import Results
+from mupscale.commands.sweep.space import Config, told
+from mupscale.commands.sweep.study import Lease, Settings, Study, lapsed
+from mupscale.commands.sweep.trial import RESULT, explained, result_of, run, with_run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mupscale.commands.experiment_protocols import Experiment
+    from mupscale.commands.experiment.protocols import Experiment
 
 WAIT = 1.0
 """Seconds between two looks at what other processes do."""
@@ -55,10 +55,10 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
     if options.workers is not None and options.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {options.workers}")
 
-    from mupscale.commands.experiment_file import check, read
-    from mupscale.commands.experiment_protocols import Experiment
-    from mupscale.commands.experiment_workers import supervise, visible_gpus
-    from mupscale.commands.sweep_trial import without_announcements
+    from mupscale.commands.experiment.file import check, read
+    from mupscale.commands.experiment.protocols import Experiment
+    from mupscale.commands.experiment.workers import supervise, visible_gpus
+    from mupscale.commands.sweep.trial import without_announcements
 
     description = read(options.file, rest)
     out = options.out or Path("runs/experiments") / options.file.stem

@@ -26,7 +26,7 @@ def main(command: str, arguments: list[str]) -> None:
         paths = write_report(options.runs, options.out)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
-    from mupscale.commands.report_page import plain_verdict
+    from mupscale.commands.report.page import plain_verdict
 
     verdict = plain_verdict(paths[0].read_text())
     print(f"{verdict}\n" if verdict else "", end="")
@@ -40,11 +40,11 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     has files but no report. A report that is there already is replaced once the new one is complete.
     """
     refuse_other_folder(out)
-    from mupscale.commands.report_draw import draw
-    from mupscale.commands.report_groups import find, grouped, refuse_other_tasks
-    from mupscale.commands.report_numbers import computed
-    from mupscale.commands.report_page import page
-    from mupscale.commands.report_summary import as_csv, as_json
+    from mupscale.commands.report.draw import draw
+    from mupscale.commands.report.groups import find, grouped, refuse_other_tasks
+    from mupscale.commands.report.numbers import computed
+    from mupscale.commands.report.page import page
+    from mupscale.commands.report.summary import as_csv, as_json
 
     found = find(folders)
     refuse_other_tasks(found.runs)

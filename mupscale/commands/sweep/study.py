@@ -25,7 +25,7 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from mupscale.commands.sweep_space import Axis, Config, Point, grid
+from mupscale.commands.sweep.space import Axis, Config, Point, grid
 
 RENEWED = 10.0
 """Seconds between two signs of life of a process."""

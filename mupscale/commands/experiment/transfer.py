@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mupscale import figures
-from mupscale.commands.experiment_file import Description, Growth
-from mupscale.commands.sweep_results import Results, in_order, metric_label, shown_value
-from mupscale.commands.sweep_space import shown
-from mupscale.commands.sweep_study import write
+from mupscale.commands.experiment.file import Description, Growth
+from mupscale.commands.sweep.results import Results, in_order, metric_label, shown_value
+from mupscale.commands.sweep.space import shown
+from mupscale.commands.sweep.study import write
 
 STAYS = 1
 """Grid cells that an optimum may move by and still count as one that transfers: its neighbours are as good as it, to within noise."""

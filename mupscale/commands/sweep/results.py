@@ -13,9 +13,10 @@ import yaml
 
 from mupscale import figures
 from mupscale.callbacks.trial_metric import window_of
-from mupscale.commands.sweep_space import Axis, Config, Point, at, callbacks_of, class_name, labels, shown, told
-from mupscale.commands.sweep_study import Outcome, Settings, write
-from mupscale.commands.sweep_trial import folder_name
+from mupscale.commands.run_logs import read_log
+from mupscale.commands.sweep.space import Axis, Config, Point, at, callbacks_of, class_name, labels, shown, told
+from mupscale.commands.sweep.study import Outcome, Settings, write
+from mupscale.commands.sweep.trial import folder_name
 
 POINTS = 60
 """A curve has at most so many: each is the mean of what it stands for."""
@@ -196,11 +197,7 @@ def signal_swap(config: Config) -> Config | None:
 
 def training_curve(run: Path) -> list[tuple[int, float]]:
     """The training loss by step, from a run's TensorBoard logs."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
-
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")] if "train/loss" in events.Tags()["scalars"] else []
+    return [(step - 1, loss) for step, loss in sorted(read_log(run).loss.items())]
 
 
 def mean_curve(curves: list[list[tuple[int, float]]]) -> tuple[list[float], list[float]]:

@@ -20,8 +20,8 @@ import yaml
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.fit import CLI, parsed
 from mupscale.commands.resume import newest_checkpoint
-from mupscale.commands.sweep_space import Axis, Config, Point, at, shown
-from mupscale.commands.sweep_study import write
+from mupscale.commands.sweep.space import Axis, Config, Point, at, shown
+from mupscale.commands.sweep.study import write
 
 RESULT = "result.json"
 """In the folder of a run that is finished: its metric, and how long it took."""

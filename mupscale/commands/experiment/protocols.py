@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mupscale.commands import experiment_transfer
-from mupscale.commands.experiment_file import Description, Growth, check, folder_name
-from mupscale.commands.experiment_parts import Part, Run, Sweep, Unit, locked
-from mupscale.commands.sweep_results import metric_label
-from mupscale.commands.sweep_space import Axis, Config, grid
-from mupscale.commands.sweep_study import Settings, refuse_difference, write
+from mupscale.commands.experiment.file import Description, Growth, check, folder_name
+from mupscale.commands.experiment.parts import Part, Run, Sweep, Unit, locked
+from mupscale.commands.experiment.transfer import write_transfer
+from mupscale.commands.sweep.results import metric_label
+from mupscale.commands.sweep.space import Axis, Config, grid
+from mupscale.commands.sweep.study import Settings, refuse_difference, write
 from mupscale.models.base import Width
 
 
@@ -77,12 +77,11 @@ class Experiment:
         """Writes what the experiment ends in; the result in words."""
         with locked(self.out):
             if self.description.protocol == "transfer":
-                return experiment_transfer.write_transfer(self.out, self.description, self._transferred())
+                return write_transfer(self.out, self.description, self._transferred())
             lines = self._table()
-            if not (self.out / "report" / "index.html").exists():
-                from mupscale.commands.report import write_report
+            from mupscale.commands.report import write_report
 
-                write_report([self.out], self.out / "report")
+            write_report([self.out], self.out / "report")
             return "\n".join([*lines, f"the report is {self.out / 'report' / 'index.html'}"])
 
     # --- the protocol upscale

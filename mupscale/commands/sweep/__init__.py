@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mupscale.commands.sweep_results import Results
-    from mupscale.commands.sweep_study import Settings, Study, Taken
+    from mupscale.commands.sweep.results import Results
+    from mupscale.commands.sweep.study import Settings, Study, Taken
 
 WAIT = 1.0
 """Seconds between two looks at what other processes do."""
@@ -61,9 +61,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sweep(options: argparse.Namespace, rest: list[str]) -> None:
-    from mupscale.commands.sweep_space import labels, told
-    from mupscale.commands.sweep_study import Study
-    from mupscale.commands.sweep_trial import without_announcements
+    from mupscale.commands.sweep.space import labels, told
+    from mupscale.commands.sweep.study import Study
+    from mupscale.commands.sweep.trial import without_announcements
 
     with without_announcements():
         settings = settings_of(options, rest)
@@ -92,10 +92,10 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
 def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
     """What the command line asks for, checked as far as can be without a run."""
     from mupscale.callbacks.trial_metric import window_of
-    from mupscale.commands.sweep_results import signal_swap
-    from mupscale.commands.sweep_space import grid, parsed_axis
-    from mupscale.commands.sweep_study import Settings
-    from mupscale.commands.sweep_trial import described, for_trials, refuse_invalid
+    from mupscale.commands.sweep.results import signal_swap
+    from mupscale.commands.sweep.space import grid, parsed_axis
+    from mupscale.commands.sweep.study import Settings
+    from mupscale.commands.sweep.trial import described, for_trials, refuse_invalid
 
     axes = [parsed_axis(text) for text in options.sweep]
     if not axes:
@@ -132,8 +132,8 @@ def seeds_of(text: str) -> list[int]:
 
 def complete(study: "Study", taken: "Taken") -> tuple[float, float]:
     """Runs a trial that was taken; its value and the seconds it took. If it cannot be finished it goes back."""
-    from mupscale.commands.sweep_space import at, told
-    from mupscale.commands.sweep_trial import explained, run_trial
+    from mupscale.commands.sweep.space import at, told
+    from mupscale.commands.sweep.trial import explained, run_trial
 
     results = results_of(study)
     folders = results.folders(taken.cell, taken.point)
@@ -151,7 +151,7 @@ def complete(study: "Study", taken: "Taken") -> tuple[float, float]:
 
 def tidy(study: "Study") -> None:
     """The table as of now; and of all finished trials only the best keeps its checkpoints."""
-    from mupscale.commands.sweep_trial import drop_checkpoints
+    from mupscale.commands.sweep.trial import drop_checkpoints
 
     with study.locked():
         results = results_of(study)
@@ -163,13 +163,13 @@ def tidy(study: "Study") -> None:
 
 
 def results_of(study: "Study") -> "Results":
-    from mupscale.commands.sweep_results import Results
+    from mupscale.commands.sweep.results import Results
 
     return Results(study.out, study.settings, study.outcomes())
 
 
 def print_progress(results: "Results", point: str, value: float, seconds: float) -> None:
-    from mupscale.commands.sweep_space import told
+    from mupscale.commands.sweep.space import told
 
     best = results.best
     done = f"{value:.5g}" if math.isfinite(value) else "diverged"

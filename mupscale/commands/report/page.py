@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mupscale.commands.report_draw import Drawn, colour_of
-from mupscale.commands.report_groups import Experiment, Found, Group, Sweep, differing
-from mupscale.commands.report_numbers import Comparison, Numbers, spread, told_width
-from mupscale.commands.report_style import STYLE
-from mupscale.commands.report_words import in_words, number, ranged, reach_told, teraflops, times, title, verdicts, within_told
-from mupscale.commands.sweep_space import shown
+from mupscale.commands.report.draw import Drawn, colour_of
+from mupscale.commands.report.groups import Experiment, Found, Group, Sweep, differing
+from mupscale.commands.report.numbers import Comparison, Numbers, spread, told_width
+from mupscale.commands.report.style import STYLE
+from mupscale.commands.report.words import in_words, number, ranged, reach_told, teraflops, times, title, verdicts, within_told
+from mupscale.commands.sweep.space import shown
 from mupscale.figures import DARK, LIGHT
 
 NUMBER = re.compile(r"(-?[0-9][0-9.,e+-]*×?( \(.*\))?|—)?")

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mupscale import figures
-from mupscale.commands.report_groups import Group, Role
-from mupscale.commands.report_numbers import Line, Numbers, higher_is_better, line, validations
-from mupscale.commands.report_words import capital, in_words
+from mupscale.commands.report.groups import Group, Role
+from mupscale.commands.report.numbers import Line, Numbers, higher_is_better, line, validations
+from mupscale.commands.report.words import capital, in_words
 from mupscale.commands.run_logs import Run
 
 POINTS = 600

@@ -5,8 +5,8 @@ import io
 import math
 from typing import Any
 
-from mupscale.commands.report_groups import Found, Group
-from mupscale.commands.report_numbers import Comparison, Numbers, Spread, Stand, spread
+from mupscale.commands.report.groups import Found, Group
+from mupscale.commands.report.numbers import Comparison, Numbers, Spread, Stand, spread
 
 
 def as_json(found: Found, groups: list[Group], numbers: Numbers | None, files: list[str], command: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import yaml
 
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.sweep_results import signal_swap
-from mupscale.commands.sweep_space import Axis, Config, axis_of, callbacks_of
-from mupscale.commands.sweep_trial import described, for_trials, refuse_invalid, without_announcements
+from mupscale.commands.sweep.results import signal_swap
+from mupscale.commands.sweep.space import Axis, Config, axis_of, callbacks_of
+from mupscale.commands.sweep.trial import described, for_trials, refuse_invalid, without_announcements
 from mupscale.models.base import Width
 from mupscale.widths import plan
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mupscale.commands.run_logs import Run
-from mupscale.commands.sweep_space import Config, class_name, shown
+from mupscale.commands.sweep.space import Config, class_name, shown
 
 Role = Literal["upscaled", "scratch", "base", "other"]
 NAMES: dict[Role, str] = {"upscaled": "upscaled", "scratch": "from scratch", "base": "base"}

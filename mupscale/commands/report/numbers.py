@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mupscale.commands.report_groups import Found, Group, Sweep, grows, init_from
+from mupscale.commands.report.groups import Found, Group, Sweep, grows, init_from
 from mupscale.commands.run_logs import Run
 from mupscale.flops import first_reach, speedup
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mupscale.commands.report_groups import Group
-from mupscale.commands.report_numbers import Comparison, Numbers, Spread, higher_is_better, spread
+from mupscale.commands.report.groups import Group
+from mupscale.commands.report.numbers import Comparison, Numbers, Spread, higher_is_better, spread
 from mupscale.commands.run_logs import Run
 
 
