@@ -321,7 +321,10 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """A checkpoint file on the CPU, tensors and primitives only."""
     if not Path(path).is_file():
         raise ValueError(f"there is no checkpoint {path}")
-    return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True))
+    try:
+        return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # torch raises many kinds
+        raise ValueError(f"{path} is not a checkpoint, or a damaged one ({type(error).__name__})") from error
 
 
 def checkpoint_width(checkpoint: dict[str, Any], module: str) -> Width:

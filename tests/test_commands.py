@@ -232,6 +232,8 @@ def test_help_does_not_wait_for_torch() -> None:
 def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew() -> None:
     named = ["--config", QUICKSTART, *BRIEF, "--trainer.logger.version=one", "--trainer.callbacks=[]"]
     assert "there is no checkpoint" in refused("fit", *named, "--model.init_from=missing.ckpt")
+    Path("half.ckpt").write_bytes(b"PK")
+    assert "half.ckpt is not a checkpoint, or a damaged one" in refused("fit", *named, "--model.init_from=half.ckpt")
     folder = Path("runs/quickstart/one")
     (folder / "events.out.tfevents.1.dead").write_text("what it logged")
     assert (folder / "config.yaml").is_file()

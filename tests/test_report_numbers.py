@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,25 @@ def test_tuning_is_every_trial_of_the_sweeps():
     assert len(report("runs/sweep_2/trials", out="trials")[1]["runs"]) == 4
 
 
+def test_trials_cost_what_they_ran_and_those_that_are_gone_are_told():
+    scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
+    upscaled(epochs(0.6, 0.3), validation=accuracy(0.75))
+    rarely = {"model.init_args.width": 100, "trainer.log_every_n_steps": 30}  # the last time at 180 of 200 steps
+    options = {"values": rarely, "flops": lambda step: step * 1e12, "validation": accuracy(0.7)}
+    write_run(Path("s/trials/000"), lambda step: 1.0, result=0.5, **options)
+    write_run(Path("s/trials/001"), lambda step: 1.0, result=math.inf, steps=100, **options)  # known of until 90
+    write_run(Path("s/trials/002"), lambda step: 1.0, steps=70, **options)  # runs: known of until 60
+    Path("s/sweep.json").write_text("{}")
+    Path("s/trials.csv").write_text("trial,last_epoch,run\n0,0.5,trials/000\n1,diverged,trials/001\n")
+    text, summary = report("runs", "s")
+    assert [(sweep["trials"], sweep["flops"]) for sweep in summary["tuning"]] == [(3, (200 + 90 + 60) * 1e12)]
+    assert "or are gone" not in text
+    shutil.rmtree("s/trials/000")
+    text, summary = report("runs", "s")
+    assert [(sweep["trials"], sweep["flops"]) for sweep in summary["tuning"]] == [(3, (90 + 60) * 1e12)]
+    assert "1 of 3 trials of s have logged no FLOPs, or are gone: tuning cost more than is said." in text
+
+
 def test_an_experiment_without_sweep_1_has_a_small_base_to_pay_for():
     scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
     upscaled(epochs(0.6, 0.3), validation=accuracy(0.75))
@@ -157,7 +177,7 @@ def test_an_experiment_without_sweep_1_has_a_small_base_to_pay_for():
     assert [(sweep["sweep"], sweep["flops"]) for sweep in summary["tuning"]] == [("small_base", 200e12)]
     assert "have logged no FLOPs" not in text
     write_run(Path("runs/small_base/seed=0"), lambda step: 1.0, values={"model.init_args.width": 100})
-    assert "1 of 1 trials of small_base have logged no FLOPs: tuning cost more than is said." in report()[0]
+    assert "1 of 1 trials of small_base have logged no FLOPs, or are gone: tuning cost more than is said." in report()[0]
 
 
 def test_windows_where_steps_are_counted():

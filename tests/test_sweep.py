@@ -313,6 +313,30 @@ def test_draws_do_not_depend_on_who_makes_them(tmp_path: Path) -> None:
     assert len(set(points[0])) == 12
 
 
+def test_a_damaged_study_goes_on_or_says_so() -> None:
+    arguments = ["--config", small(Path("c.yaml")), "--sweep", f"{LR}=0.01,0.02", "--out", "s"]
+    study = study_of(*arguments)
+    taken = study.take()
+    assert taken is not None
+    study.finish(taken, [0.5], 1.0)
+    journal, settings = Path("s/study.journal"), Path("s/sweep.json")
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-20])  # the machine went down while it was written that the trial is finished
+    again = study_of(*arguments)
+    assert again.outcomes() == []
+    while (taken := again.take()) is not None:
+        again.finish(taken, [0.5 + taken.cell], 1.0)
+    assert [(outcome.value, outcome.attempts) for outcome in study_of(*arguments).outcomes()] == [(0.5, 2), (1.5, 1)]
+
+    journal.write_bytes(b"{" + whole)
+    assert "s/study.journal is damaged" in refused("sweep", *arguments)
+    settings.write_text("")
+    assert "s/sweep.json is damaged" in refused("sweep", *arguments)
+    journal.unlink()
+    settings.unlink()
+    assert study_of(*arguments).outcomes() == []  # as told
+
+
 # --- what it ends in
 
 
@@ -426,6 +450,7 @@ def test_curves_show_what_matters(tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         ([], ["--sweep", "empty"]),
+        (["--sweep", f"{LR}=1", "--metric", "val/accuracy"], ["metric val/accuracy", "minimised", "val/loss"]),
         (["--sweep", f"{LR}="], ["--sweep", LR, "empty"]),
         (["--sweep", LR], ["--sweep", LR, "KEY=VALUE"]),
         (["--sweep", f"{LR}=1,1"], [LR, "twice"]),

@@ -72,6 +72,7 @@ def test_noise_options_and_files(tmp_path):
     ("arguments", "message"),
     [
         (["missing.ckpt", "--width", "16", "--out", "x.ckpt"], "there is no checkpoint missing.ckpt"),
+        (["half.ckpt", "--width", "16", "--out", "x.ckpt"], "half.ckpt is not a checkpoint, or a damaged one"),
         (["narrow.ckpt", "--width", "12", "--out", "x.ckpt"], "does not grow by a whole factor"),
         (["narrow.ckpt", "--width", "16", "--out", "narrow.ckpt"], "exists; --force overwrites it"),
         (["narrow.ckpt", "--width", "16", "--out", "x.ckpt", "--noise", "-1"], "std must be a finite number"),
@@ -80,6 +81,7 @@ def test_noise_options_and_files(tmp_path):
 def test_bad_input(arguments: list[str], message: str, tmp_path, monkeypatch, capsys):
     fit(tmp_path, 1).save_checkpoint(tmp_path / "narrow.ckpt")
     before = (tmp_path / "narrow.ckpt").read_bytes()
+    (tmp_path / "half.ckpt").write_bytes(before[: len(before) // 2])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         main(["upscale", *arguments])

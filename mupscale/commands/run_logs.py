@@ -167,6 +167,14 @@ def widths(config: Config) -> tuple[Any, Any]:
     return start, swaps[-1]["init_args"]["width"] if swaps else start
 
 
+def higher_is_better(metric: str) -> bool | None:
+    """None if the name does not tell."""
+    name = metric.lower()
+    if any(part in name for part in ("loss", "error", "perplexity", "ppl", "bpb")):
+        return False
+    return True if "acc" in name or "f1" in name or "auc" in name else None
+
+
 def read_log(folder: Path) -> Log:
     """What the event files of a folder hold; a file that breaks off is read up to there."""
     log = Log()

@@ -74,7 +74,7 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
             left, total = whole.left
             todo = f"{left} of {total} runs left; tensorboard --logdir {out} shows them" if left else f"all {total} runs are done"
             print(f"{out}: {todo}", flush=True)  # before the workers' first words
-        gpus = [] if description.config()["trainer"]["accelerator"] == "cpu" else visible_gpus()
+        gpus = [] if description.common["trainer"]["accelerator"] == "cpu" else visible_gpus()
         workers = options.workers or max(1, len(gpus))
         if workers > 1 and not whole.finished:
             supervise(arguments, workers, gpus)

@@ -2,15 +2,15 @@
 
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
 
-from mupscale.callbacks.trial_metric import window_of
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.sweep.results import signal_swap
+from mupscale.commands.sweep.results import checked_metric, signal_swap
 from mupscale.commands.sweep.space import Axis, Config, axis_of, callbacks_of
 from mupscale.commands.sweep.trial import described, for_trials, refuse_invalid, without_announcements
 from mupscale.models.base import Width
@@ -74,6 +74,11 @@ class Description:
                 config, cli = described([*arguments(own, "own"), *self.options, *arguments(laid, "laid")], "experiment")
             return for_trials(config), cli
 
+    @cached_property
+    def common(self) -> Config:
+        """The configuration that runs differ from only in what is laid over it."""
+        return self.config()
+
     @property
     def upscaled(self) -> Config:
         """What is laid over the upscaled runs only."""
@@ -87,7 +92,7 @@ class Description:
 
     def identity(self) -> dict[str, Any]:
         """What makes two experiments the same: the file, and the configuration that it and the options make."""
-        return {"experiment": self.told, "config": self.config()}
+        return {"experiment": self.told, "config": self.common}
 
 
 def read(path: Path, options: list[str]) -> Description:
@@ -120,8 +125,7 @@ def read(path: Path, options: list[str]) -> Description:
     seeds = told["seeds"]
     if not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds) or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds: give a list of different whole numbers, got {seeds!r}")
-    metric = told.get("metric", "last_epoch")
-    window_of(metric)
+    metric = checked_metric(told.get("metric", "last_epoch"))
     if not isinstance(told.get("upscaled") or {}, dict):
         raise ValueError(f"upscaled: give a mapping that is laid over the configuration of upscaled runs, got {told['upscaled']!r}")
     return Description(protocol, told, options, growths_of(told), sweeps_of(told), seeds, metric)
@@ -201,8 +205,7 @@ def axis(where: str, key: Any, values: Any) -> Axis:
 
 def check(description: Description) -> None:
     """ValueError if a run of the experiment could not be made, or a sweep's key does not exist. Takes seconds, and no data."""
-    config = description.config()
-    if callbacks_of(config, "UpscaleCallback"):
+    if callbacks_of(description.common, "UpscaleCallback"):
         raise ValueError("config: trainer.callbacks has an UpscaleCallback already; the experiment adds its own, so leave it out")
     for growth in description.growths:
         grown, cli = description.made(description.grown(growth, Path("base.ckpt")), description.upscaled)
@@ -210,7 +213,7 @@ def check(description: Description) -> None:
     signal_swap(grown)
     for name, axes in description.sweeps.items():
         prefix = f"{name}:" if description.protocol == "upscale" else f"sweeps.{name}:"
-        refuse_invalid(config if name == "sweep_1" and description.protocol == "upscale" else grown, axes, prefix)
+        refuse_invalid(description.common if name == "sweep_1" and description.protocol == "upscale" else grown, axes, prefix)
 
 
 def refuse_growth(growth: Growth, cli: Any) -> None:

@@ -9,6 +9,8 @@ from fcntl import LOCK_EX, flock
 from functools import cached_property
 from pathlib import Path
 
+import yaml
+
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands.sweep import complete, conclude, results_of
 from mupscale.commands.sweep.results import Results
@@ -94,8 +96,9 @@ class Run(Part):
 
     def _run(self, lease: Lease) -> str:
         try:
+            config = with_run(self._config(), self._metric, self.seed, self.folder)
             with explained(self.name, self.folder):
-                value, seconds = run(with_run(self._config(), self._metric, self.seed, self.folder), self.folder, self.name)
+                value, seconds = run(config, self.folder, self.name)
         finally:
             lease.release()
         return f"{ended(self._metric, value)} in {seconds:.0f} s"
@@ -121,8 +124,17 @@ class Sweep(Part):
         return results_of(self.study)
 
     @property
-    def best(self) -> Path:
-        return self.folder / "best.yaml"
+    def tuned(self) -> Path:
+        """The best.yaml. ValueError if it is not what the sweep found, for then neither would be what is made with it."""
+        best = self.results.best
+        assert best is not None
+        try:
+            whole = yaml.safe_load(self._best.read_text()) == self.results.tuned(best)
+        except (ValueError, yaml.YAMLError):
+            whole = False
+        if not whole:
+            raise ValueError(f"{self._best} is not what the sweep found; delete it, and the same command writes it again")
+        return self._best
 
     @property
     def checkpoint(self) -> Path:
@@ -133,7 +145,7 @@ class Sweep(Part):
 
     @property
     def finished(self) -> bool:
-        return self.best.exists()
+        return self._best.exists()
 
     def state(self) -> State:
         table = self.folder / "trials.csv"
@@ -158,6 +170,10 @@ class Sweep(Part):
             return f"{ended(self.study.settings.metric, value)} in {seconds:.0f} s{leader}"
 
         return Unit(f"{self.name}, {told(taken.point, self.results.names)}", run)
+
+    @property
+    def _best(self) -> Path:
+        return self.folder / "best.yaml"
 
     def _conclude(self) -> None:
         if len(self.study.outcomes()) == self.trials:

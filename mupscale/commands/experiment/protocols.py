@@ -11,7 +11,7 @@ from mupscale.commands.experiment.parts import Part, Run, Sweep, Unit, locked
 from mupscale.commands.experiment.transfer import write_transfer
 from mupscale.commands.sweep.results import metric_label
 from mupscale.commands.sweep.space import Axis, Config, grid
-from mupscale.commands.sweep.study import Settings, refuse_difference, write
+from mupscale.commands.sweep.study import Settings, read, refuse_difference, write
 from mupscale.models.base import Width
 
 
@@ -51,8 +51,8 @@ class Experiment:
         if self.out.is_dir() and any(self.out.iterdir()) and not path.exists() and not (self.out / "lock").exists():
             raise ValueError(f"--out {self.out} is not empty and has no experiment; name a new folder")
         if path.exists():
-            there, ours = json.loads(path.read_text()), json.loads(json.dumps(self.description.identity()))
-            refuse_difference({key: there[key] for key in ours}, ours, f"--out {self.out} is of another experiment")
+            there, ours = read(path), json.loads(json.dumps(self.description.identity()))
+            refuse_difference({key: there.get(key) for key in ours}, ours, f"--out {self.out} is of another experiment")
 
     def take(self) -> Unit | None:
         """A run that can be made now, and that nobody makes."""
@@ -89,38 +89,40 @@ class Experiment:
     def _upscale(self) -> Iterator[Part]:
         """Sweep 1 at the small width; base and baseline with its best; Sweep 2 on the small growth; the target growth with both."""
         told, (small, target), first = self.description, self.description.growths, self.description.seeds[0]
-        tuner: Part
+        tuner: Run | Sweep
         if "sweep_1" in told.sweeps:
-            sweep_1 = self._sweep("sweep_1", told.sweeps["sweep_1"], [first], lambda: told.config(of_width(small.before)), [])
-            tuner, tuned, needs = sweep_1, [sweep_1.best], [sweep_1]
+            tuner = self._sweep("sweep_1", told.sweeps["sweep_1"], [first], lambda: told.config(of_width(small.before)), [])
         else:
-            tuner, tuned, needs = self._run("small_base", first, lambda: told.config(of_width(small.before)), [], True), [], []
+            tuner = self._run("small_base", first, lambda: told.config(of_width(small.before)), [], True)
+        needs: list[Part] = [tuner] if isinstance(tuner, Sweep) else []
         yield tuner
 
+        def tuned() -> list[Path]:
+            return [tuner.tuned] if isinstance(tuner, Sweep) else []
+
         def narrow() -> Config:
-            return told.config(of_width(target.before), *tuned)
+            return told.config(of_width(target.before), *tuned())
 
         def wide() -> Config:
-            return told.config(of_width(target.after), *tuned)
+            return told.config(of_width(target.after), *tuned())
 
-        bases = [self._run("base", seed, narrow, [*needs], True) for seed in told.seeds]
+        bases = [self._run("base", seed, narrow, needs, True) for seed in told.seeds]
         yield from bases
 
         def small_growth() -> Config:
-            assert isinstance(tuner, Run | Sweep)
-            return told.config(told.grown(small, tuner.checkpoint), *tuned, told.upscaled)
+            return told.config(told.grown(small, tuner.checkpoint), *tuned(), told.upscaled)
 
         sweep_2 = self._sweep("sweep_2", told.sweeps["sweep_2"], [first], small_growth, [tuner])
         yield sweep_2
 
         def upscaled(base: Run) -> Run:
             def config() -> Config:
-                return told.config(told.grown(target, base.checkpoint), *tuned, told.upscaled, sweep_2.best)
+                return told.config(told.grown(target, base.checkpoint), *tuned(), told.upscaled, sweep_2.tuned)
 
             return self._run("upscale", base.seed, config, [base, sweep_2])
 
         for base in bases:  # the long runs seed by seed: stopped early, there are whole ones to compare
-            yield self._run("scratch", base.seed, wide, [*needs])
+            yield self._run("scratch", base.seed, wide, needs)
             yield upscaled(base)
 
     def _table(self) -> list[str]:

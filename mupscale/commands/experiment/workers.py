@@ -45,7 +45,8 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
                         continue
                     del running[index]
                     if code > 0:
-                        raise ValueError(f"worker {index} failed, as told above, and the others were stopped; the same command goes on")
+                        told = f"worker {index} failed, as told above, and the others were stopped"
+                        raise ValueError(f"{told}; with that put right, the same command goes on")
                     if code < 0:
                         killed += 1
                         print(f"worker {index} was killed (signal {-code}); its run is left to the others", file=sys.stderr, flush=True)

@@ -9,9 +9,9 @@ import numpy as np
 
 from mupscale import figures
 from mupscale.commands.report.groups import Group, Role
-from mupscale.commands.report.numbers import Line, Numbers, higher_is_better, line, validations
+from mupscale.commands.report.numbers import Line, Numbers, line, validations
 from mupscale.commands.report.words import capital, in_words
-from mupscale.commands.run_logs import Run
+from mupscale.commands.run_logs import Run, higher_is_better
 
 POINTS = 600
 """That a line is drawn with, at most: more than a screen shows."""

@@ -1,5 +1,6 @@
 """Which runs a report is about: found in folders, checked to be of one task, and grouped by what they are to each other."""
 
+import csv
 import json
 import math
 import re
@@ -43,6 +44,13 @@ class Sweep:
     def trials(self) -> list[Path]:
         inside = self.folder / "trials" if (self.folder / "sweep.json").is_file() else self.folder
         return sorted(path.parent for path in inside.glob("*/config.yaml"))
+
+    @property
+    def lost(self) -> int:
+        """How many finished trials have no folder any more."""
+        path = self.folder / "trials.csv"
+        rows = csv.DictReader(path.read_text().splitlines()) if path.is_file() else []
+        return sum(not (self.folder / row["run"] / "config.yaml").is_file() for row in rows)
 
     @property
     def best(self) -> str:

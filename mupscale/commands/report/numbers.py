@@ -89,10 +89,7 @@ class Stand:
 
     @property
     def in_progress(self) -> bool:
-        run = self.run
-        if run.result is not None or run.diverged_at is not None or self.planned is None:
-            return False
-        return run.last_step + run.interval <= self.planned
+        return in_progress(self.run, self.planned)
 
     @property
     def state(self) -> str:
@@ -105,6 +102,19 @@ class Stand:
     def last(self, metric: str) -> float:
         values = self.run.log.validation.get(metric, {})
         return values[max(values)] if values else math.nan
+
+
+def in_progress(run: Run, planned: int | None) -> bool:
+    if run.result is not None or run.diverged_at is not None or planned is None:
+        return False
+    return run.last_step + run.interval <= planned
+
+
+def spent(run: Run, planned: int | None) -> float:
+    """A run's FLOPs: to the end of its plan if it got there, and otherwise to the last step that is known of it."""
+    if planned is None or run.diverged_at is not None or in_progress(run, planned):
+        return run.flops_at(run.last_step)
+    return run.flops_at(planned)
 
 
 @dataclass
@@ -228,8 +238,7 @@ def computed(found: Found, groups: list[Group]) -> Numbers:
             if recorded and run.result is not None:
                 final = run.result
             planned = run.planned_steps(per_epoch)
-            stand = Stand(run, group, planned, ends, losses, final if run.diverged_at is None else math.nan, math.nan)
-            stand.flops = run.flops_at(run.last_step if stand.in_progress or run.diverged_at or not planned else planned)
+            stand = Stand(run, group, planned, ends, losses, final if run.diverged_at is None else math.nan, spent(run, planned))
             stands.append(stand)
             if run.diverged_at is not None or stand.in_progress:
                 out = ": it is left out of means" if run.diverged_at is not None else ""
@@ -242,9 +251,8 @@ def computed(found: Found, groups: list[Group]) -> Numbers:
     numbers.tuning = [tuning_of(sweep, groups) for sweep in found.sweeps]
     for each in numbers.tuning:
         if each.uncounted:
-            notes.append(
-                f"{each.uncounted} of {each.trials} trials of {each.sweep.name} have logged no FLOPs: tuning cost more than is said."
-            )
+            which = f"{each.uncounted} of {each.trials} trials of {each.sweep.name}"
+            notes.append(f"{which} have logged no FLOPs, or are gone: tuning cost more than is said.")
     for upscaled in (group for group in groups if group.role == "upscaled"):
         scratch = counterpart(upscaled, groups, numbers)
         if scratch is not None:
@@ -324,7 +332,7 @@ def base_of(run: Run, groups: list[Group]) -> Run | None:
 def tuning_of(sweep: Sweep, groups: list[Group]) -> Tuning:
     """The cost of a sweep's trials, as they logged it."""
     runs = [Run(folder) for folder in sweep.trials]
-    flops = [cost for run in runs if run.has_loss and math.isfinite(cost := run.flops_at(run.last_step))]
+    flops = [cost for run in runs if run.has_loss and math.isfinite(cost := spent(run, run.planned_steps(run.steps_per_epoch)))]
     like = next((run for run in runs if run.has_loss and grows(run)), next((run for run in runs if run.has_loss), None))
     ratio, width, target = None, "", ""
     if like is not None:
@@ -335,7 +343,8 @@ def tuning_of(sweep: Sweep, groups: list[Group]) -> Tuning:
             target = told_width(goal)
             value = speedup(goal.flops_per_step, like.flops_per_step)
             ratio = value if math.isfinite(value) else None
-    return Tuning(sweep, len(runs), len(runs) - len(flops), sum(flops), width, ratio, target)
+    trials = len(runs) + sweep.lost
+    return Tuning(sweep, trials, trials - len(flops), sum(flops), width, ratio, target)
 
 
 def told_width(run: Run) -> str:
@@ -376,11 +385,3 @@ def validations(metric: str) -> Callable[[Run], tuple[np.ndarray, np.ndarray]]:
         return np.array([float(step) for step, _ in pairs]), np.array([value for _, value in pairs])
 
     return curve
-
-
-def higher_is_better(metric: str) -> bool | None:
-    """None if the name does not tell."""
-    name = metric.lower()
-    if "acc" in name or "f1" in name or "auc" in name:
-        return True
-    return False if any(part in name for part in ("loss", "error", "perplexity", "ppl", "bpb")) else None

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mupscale.commands.report.groups import Group
-from mupscale.commands.report.numbers import Comparison, Numbers, Spread, higher_is_better, spread
-from mupscale.commands.run_logs import Run
+from mupscale.commands.report.numbers import Comparison, Numbers, Spread, spread
+from mupscale.commands.run_logs import Run, higher_is_better
 
 
 def number(value: float) -> str:

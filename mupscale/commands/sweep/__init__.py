@@ -91,8 +91,7 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
 
 def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
     """What the command line asks for, checked as far as can be without a run."""
-    from mupscale.callbacks.trial_metric import window_of
-    from mupscale.commands.sweep.results import signal_swap
+    from mupscale.commands.sweep.results import checked_metric, signal_swap
     from mupscale.commands.sweep.space import grid, parsed_axis
     from mupscale.commands.sweep.study import Settings
     from mupscale.commands.sweep.trial import described, for_trials, refuse_invalid
@@ -109,7 +108,7 @@ def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
         raise ValueError("--trials: give it with --sampler random or tpe, and only then")
     if options.trials is not None and options.trials < 1:
         raise ValueError(f"--trials must be at least 1, got {options.trials}")
-    window_of(options.metric)
+    checked_metric(options.metric)
     config = for_trials(described(rest)[0])
     signal_swap(config)
     if not (options.out / "sweep.json").exists():  # or it was checked before

@@ -13,7 +13,7 @@ import yaml
 
 from mupscale import figures
 from mupscale.callbacks.trial_metric import window_of
-from mupscale.commands.run_logs import read_log
+from mupscale.commands.run_logs import higher_is_better, read_log
 from mupscale.commands.sweep.space import Axis, Config, Point, at, callbacks_of, class_name, labels, shown, told
 from mupscale.commands.sweep.study import Outcome, Settings, write
 from mupscale.commands.sweep.trial import folder_name
@@ -61,8 +61,8 @@ class Results:
 
     # --- the best
 
-    def write_best(self, best: Outcome) -> Path:
-        """best.yaml: the swept values alone, to be laid over another configuration; and the constants of signal-normalised noise."""
+    def tuned(self, best: Outcome) -> Config:
+        """The swept values alone, to be laid over another configuration."""
         config = at(self.settings.config, best.point)
         tuned: Config = {}
         for key, value in best.point.items():
@@ -74,15 +74,21 @@ class Results:
                 tuned.setdefault("callback_args", {}).setdefault(name, {})[argument] = without_nulls(carried)
         swap = signal_swap(config)
         if swap is not None:
-            shutil.copyfile(self.runs(best)[0] / f"noise-{swap['init_args']['at_step']}.json", self.out / "noise.json")
             recorded = {"class_path": "mupscale.noise.RecordedNoise", "init_args": {"path": str(self.out / "noise.json")}}
             tuned.setdefault("callback_args", {}).setdefault("UpscaleCallback", {})["noise"] = recorded
+        return tuned
+
+    def write_best(self, best: Outcome) -> Path:
+        """best.yaml; and noise.json, the constants of signal-normalised noise."""
+        swap = signal_swap(self.settings.config)
+        if swap is not None:
+            shutil.copyfile(self.runs(best)[0] / f"noise-{swap['init_args']['at_step']}.json", self.out / "noise.json")
         seeds = f", mean of {len(best.values)} seeds" if len(best.values) > 1 else ""
         head = (
             f"# {told(best.point, self.names)}: {self.settings.metric} {best.value:.6g}{seeds}, the best of {len(self.outcomes)} trials.\n"
             f"#\n#     python -m mupscale fit --config TARGET.yaml --config {self.out / 'best.yaml'}\n"
         )
-        write(self.out / "best.yaml", head + yaml.safe_dump(tuned, sort_keys=False))
+        write(self.out / "best.yaml", head + yaml.safe_dump(self.tuned(best), sort_keys=False))
         return self.out / "best.yaml"
 
     # --- the figures
@@ -140,6 +146,15 @@ class Results:
 
 def shown_value(value: float) -> str:
     return repr(value) if math.isfinite(value) else "diverged"
+
+
+def checked_metric(metric: Any) -> str:
+    """A metric as it is. ValueError if it is none, or one of which less is worse."""
+    if not isinstance(metric, str):
+        raise ValueError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
+    if window_of(metric) is None and higher_is_better(metric):
+        raise ValueError(f"metric {metric}: it would be minimised, and more of it is better; give last_epoch, last_2%, or val/loss, say")
+    return metric
 
 
 def metric_label(metric: str) -> str:

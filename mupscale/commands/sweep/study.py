@@ -85,6 +85,7 @@ class Study:
         (out / "leases").mkdir(exist_ok=True)
         with self.locked():
             with quiet():
+                drop_unfinished_line(out / "study.journal")
                 name = "sweep" if storage is None else out.resolve().name  # a database has many
                 self.study = optuna.create_study(study_name=name, storage=store(out, storage), load_if_exists=True)
             there = self.study.user_attrs.get("settings")
@@ -213,8 +214,22 @@ def lapsed(path: Path) -> bool:
 # --- the storage
 
 
+def drop_unfinished_line(path: Path) -> None:
+    """Takes out of a journal the line that a machine went down over: the next one would be written behind it, and neither be read."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
 def store(out: Path, url: str | None) -> BaseStorage | str:
-    return url if url is not None else JournalStorage(JournalFileBackend(str(out / "study.journal")))
+    """The storage of a study. ValueError if its journal cannot be read."""
+    if url is not None:
+        return url
+    path = out / "study.journal"
+    try:
+        return JournalStorage(JournalFileBackend(str(path)))
+    except (ValueError, KeyError) as error:
+        told = f"{path} is damaged ({error}); delete it and {out / 'sweep.json'}, and the same command goes on: finished runs count"
+        raise ValueError(told) from error
 
 
 def sampler(name: Sampler, seed: int) -> optuna.samplers.BaseSampler:
@@ -265,7 +280,7 @@ def refuse_other_folder(out: Path, storage: str | None) -> None:
 
 def refuse_other_settings(path: Path, settings: Settings) -> None:
     if path.exists():
-        refuse_difference(json.loads(path.read_text()), settings.description(), f"--out {path.parent} is of another sweep")
+        refuse_difference(read(path), settings.description(), f"--out {path.parent} is of another sweep")
 
 
 def refuse_difference(there: dict[str, Any], here: dict[str, Any], what: str) -> None:
@@ -284,6 +299,17 @@ def differences(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, An
     if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         return [d for i, (a, b) in enumerate(zip(there, here, strict=True)) for d in differences(a, b, f"{key}.{i}")]
     return [] if there == here else [(key, there, here)]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a JSON file of ours holds. ValueError if it is damaged."""
+    try:
+        there = json.loads(path.read_text())
+        if not isinstance(there, dict) or not there:
+            raise ValueError(f"it holds {there!r}")
+        return there
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it, and the same command goes on") from error
 
 
 def write(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.fit import CLI, parsed
 from mupscale.commands.resume import newest_checkpoint
 from mupscale.commands.sweep.space import Axis, Config, Point, at, shown
-from mupscale.commands.sweep.study import write
+from mupscale.commands.sweep.study import read, write
 
 RESULT = "result.json"
 """In the folder of a run that is finished: its metric, and how long it took."""
@@ -71,7 +71,7 @@ def run(config: Config, folder: Path, name: str) -> tuple[float, float]:
 
 def result_of(folder: Path) -> tuple[float, float]:
     """The metric and the seconds of a run that is finished."""
-    result = json.loads((folder / RESULT).read_text())
+    result = read(folder / RESULT)
     return float(result["value"]), result["seconds"]
 
 
