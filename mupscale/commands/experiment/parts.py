@@ -161,15 +161,16 @@ class Sweep(Part):
         if taken is None:
             self._conclude()
             return None
+        name = f"{self.name}, {told(taken.point, self.results.names)}"
 
         def run() -> str:
-            value, seconds = complete(self.study, taken)
+            value, seconds = complete(self.study, taken, name)
             self._conclude()
             best = self.results.best
             leader = f"; best {best.value:.5g} ({told(best.point, self.results.names)})" if best else ""
             return f"{ended(self.study.settings.metric, value)} in {seconds:.0f} s{leader}"
 
-        return Unit(f"{self.name}, {told(taken.point, self.results.names)}", run)
+        return Unit(name, run)
 
     @property
     def _best(self) -> Path:

@@ -73,7 +73,7 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
             taken = study.take()
             if taken is not None:
                 point = told(taken.point, names)
-                value, seconds = complete(study, taken)
+                value, seconds = complete(study, taken, point)
                 print_progress(results_of(study), point, value, seconds)
                 said = False
                 continue
@@ -129,14 +129,12 @@ def seeds_of(text: str) -> list[int]:
     return seeds
 
 
-def complete(study: "Study", taken: "Taken") -> tuple[float, float]:
-    """Runs a trial that was taken; its value and the seconds it took. If it cannot be finished it goes back."""
-    from mupscale.commands.sweep.space import at, told
+def complete(study: "Study", taken: "Taken", name: str) -> tuple[float, float]:
+    """Runs a trial that was taken, and that messages call `name`; its value and the seconds it took. Unfinished, it goes back."""
+    from mupscale.commands.sweep.space import at
     from mupscale.commands.sweep.trial import explained, run_trial
 
-    results = results_of(study)
-    folders = results.folders(taken.cell, taken.point)
-    name = told(taken.point, results.names)
+    folders = results_of(study).folders(taken.cell, taken.point)
     try:
         with explained(f"the trial {name}", next(iter(folders.values()))):
             values, seconds = run_trial(at(study.settings.config, taken.point), study.settings.metric, folders, name)
