@@ -11,9 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from mupscale.flops import LOGGED
 from mupscale.models.base import WidthScalable
 
-_AXES = {"samples": 1, "flops": 10**6}
+_AXES = {"samples": 1, "flops": LOGGED}
 """What the further axes count, and in which unit: samples (or tokens), and 10⁶ floating-point operations."""
 
 _PEAK_BF16 = {"h200": 989.4e12}

@@ -14,6 +14,9 @@ tokens (GPT-2, for which its text says 10,000).
 
 from collections.abc import Sequence
 
+LOGGED = 10**6
+"""FLOPs in a unit of the horizontal axis of the curves `by_flops`."""
+
 
 def mlp_flops(width: int, *, inputs: int = 54, outputs: int = 7, layers: int = 4) -> int:
     """FLOPs of training an MLP on one sample; biases are not charged."""

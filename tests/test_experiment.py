@@ -184,6 +184,7 @@ def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
     assert lr_of(Path("o/upscale/seed=3")) == 0.01  # without sweep 1 the configuration's
     model = config_of(next(Path("o/sweep_2/trials").iterdir()))["model"]["init_args"]
     assert model["init_from"] == "o/small_base/seed=3/checkpoints/last.ckpt"
+    assert json.loads(Path("o/experiment.json").read_text())["sweeps"] == {"small_base": "small_base", "sweep_2": "sweep_2"}
     assert config_of(Path("o/small_base/seed=3"))["model"]["init_args"]["width"] == 8
 
 

@@ -172,7 +172,9 @@ def test_an_experiment_without_sweep_1_has_a_small_base_to_pay_for():
     upscaled(epochs(0.6, 0.3), validation=accuracy(0.75))
     write_run(Path("runs/small_base/seed=0"), lambda step: 1.0, values={"model.init_args.width": 100}, flops=lambda step: step * 1e12)
     runs = [{"role": "scratch", "seed": 0, "folder": "scratch/seed=0"}, {"role": "upscale", "seed": 0, "folder": "upscale/seed=0"}]
-    Path("runs/experiment.json").write_text(json.dumps({"protocol": "upscale", "runs": runs, "sweeps": {"sweep_2": "sweep_2"}}))
+    Path("runs/experiment.json").write_text(
+        json.dumps({"protocol": "upscale", "runs": runs, "sweeps": {"small_base": "small_base", "sweep_2": "sweep_2"}})
+    )
     text, summary = report()
     assert [(sweep["sweep"], sweep["flops"]) for sweep in summary["tuning"]] == [("small_base", 200e12)]
     assert "have logged no FLOPs" not in text

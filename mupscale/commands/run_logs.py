@@ -14,14 +14,12 @@ import numpy as np
 import yaml
 
 from mupscale.commands.sweep.space import Config, callbacks_of
+from mupscale.flops import LOGGED
 
 LOSS, FLOPS, WIDTH, EPOCH, VALIDATION = "train/loss", "by_flops/train/loss", "upscale/width", "epoch", "val/"
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The former, where it is built, is ten times faster."""
-
-FLOPS_UNIT = 10**6
-"""That of the horizontal axis of `by_flops`."""
 
 
 @dataclass
@@ -202,7 +200,7 @@ def read_file(path: Path) -> Log:
                 step = at + 1
                 log.loss[step] = value
             elif tag == FLOPS and step is not None:  # comes right after the loss, with FLOPs for the step
-                log.flops[step] = float(at * FLOPS_UNIT)
+                log.flops[step] = float(at * LOGGED)
             elif tag == WIDTH:
                 log.widths[at + 1] = value
             elif tag == EPOCH:

@@ -14,6 +14,9 @@ from mupscale.commands.sweep.space import Axis, Config, grid
 from mupscale.commands.sweep.study import Settings, read, refuse_difference, write
 from mupscale.models.base import Width
 
+SMALL_BASE = "small_base"
+"""The narrow run that sweep 2 starts from, where there is no sweep 1: it is part of tuning, too."""
+
 
 class Experiment:
     """The experiment of a description in a folder, which may have been begun, or be worked on by others."""
@@ -35,13 +38,13 @@ class Experiment:
             if path.exists():  # another process was faster
                 self.refuse_others()
                 return
-            runs = [part for part in self.parts if isinstance(part, Run) and part.role != "small_base"]
-            sweeps = {part.name: part.name for part in self.parts if isinstance(part, Sweep)}
+            runs = [part for part in self.parts if isinstance(part, Run) and part.role != SMALL_BASE]
+            tuning = [part.name if isinstance(part, Sweep) else SMALL_BASE for part in self.parts if part not in runs]
             entries = [
                 {"role": run.role.rpartition("/")[2], "seed": run.seed, "folder": str(run.folder.relative_to(self.out))} for run in runs
             ]
             whole = {"protocol": self.description.protocol, "command": command, **self.description.identity()}
-            write(path, json.dumps({**whole, "runs": entries, "sweeps": sweeps}, indent=1) + "\n")
+            write(path, json.dumps({**whole, "runs": entries, "sweeps": {name: name for name in tuning}}, indent=1) + "\n")
 
     def refuse_others(self) -> None:
         """ValueError if the folder has another experiment, or something else."""
@@ -93,7 +96,7 @@ class Experiment:
         if "sweep_1" in told.sweeps:
             tuner = self._sweep("sweep_1", told.sweeps["sweep_1"], [first], lambda: told.config(of_width(small.before)), [])
         else:
-            tuner = self._run("small_base", first, lambda: told.config(of_width(small.before)), [], True)
+            tuner = self._run(SMALL_BASE, first, lambda: told.config(of_width(small.before)), [], True)
         needs: list[Part] = [tuner] if isinstance(tuner, Sweep) else []
         yield tuner
 

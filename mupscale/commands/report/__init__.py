@@ -26,10 +26,8 @@ def main(command: str, arguments: list[str]) -> None:
         paths = write_report(options.runs, options.out)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
-    from mupscale.commands.report.page import plain_verdict
-
-    verdict = plain_verdict(paths[0].read_text())
-    print(f"{verdict}\n" if verdict else "", end="")
+    for verdict in json.loads((options.out / "summary.json").read_text())["verdicts"]:
+        print(verdict)
     print(f"wrote {paths[0]} and {len(paths) - 1} more files")
 
 

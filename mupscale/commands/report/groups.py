@@ -15,9 +15,6 @@ Role = Literal["upscaled", "scratch", "base", "other"]
 NAMES: dict[Role, str] = {"upscaled": "upscaled", "scratch": "from scratch", "base": "base"}
 ORDER: list[Role] = ["upscaled", "scratch", "base", "other"]
 
-SMALL_BASE = "small_base"
-"""In the folder of an experiment: the narrow run from which sweep 2 starts, where there is no sweep 1."""
-
 NO_DIFFERENCE = (
     "seed_everything", "ckpt_path", "weights_only", "callback_args", "checkpoint.", "loop.", "model.compile", "model.init_from",
     "trainer.accelerator", "trainer.barebones", "trainer.default_root_dir", "trainer.devices", "trainer.enable_",
@@ -165,9 +162,7 @@ def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
     found.experiments.append(experiment)
     if experiment.protocol == "transfer":
         return  # its runs are there for its sweeps
-    found.sweeps += [sweep for sweep in sweeps if (sweep.folder / "sweep.json").is_file()]
-    if (folder / SMALL_BASE).is_dir():
-        found.sweeps.append(Sweep(SMALL_BASE, folder / SMALL_BASE))
+    found.sweeps += [sweep for sweep in sweeps if sweep.folder.is_dir()]
     waiting = [run for run in runs if not (run / "config.yaml").is_file()]
     for run in runs:
         if run not in waiting:

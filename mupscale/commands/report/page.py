@@ -64,12 +64,6 @@ def page(found: Found, groups: list[Group], numbers: Numbers | None, drawn: list
     )
 
 
-def plain_verdict(text: str) -> str:
-    """The verdict of a page, as text."""
-    sentences = re.findall(r"<p class=verdict>(.*?)</p>", text, re.DOTALL)
-    return "\n".join(html.unescape(re.sub(r"<[^>]+>", "", each)) for each in sentences)
-
-
 # --- parts
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from mupscale.commands.report.groups import Found, Group
 from mupscale.commands.report.numbers import Comparison, Numbers, Spread, Stand, spread
+from mupscale.commands.report.words import verdicts
 
 
 def as_json(found: Found, groups: list[Group], numbers: Numbers | None, files: list[str], command: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"command": command, "files": files, "notes": [*found.notes, *(numbers.notes if numbers else [])]}
+    answer["verdicts"] = [" ".join(sentences) for sentences in verdicts(numbers, groups)] if numbers else []
     answer["experiments"] = [{"folder": str(each.folder), "protocol": each.protocol} for each in found.experiments]
     answer["sweeps"] = [{"name": s.name, "folder": str(s.folder), "best": s.best} for s in found.sweeps]
     if numbers is None:
