@@ -200,8 +200,9 @@ def bands(path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, high
 
     low, high, is_cut = worth_showing(lines, higher_is_better)
     scale = "log" if not higher_is_better and low > 0 and high > 4 * low else "linear"
+    columns = max(1, 56 // (5 + max(len(band.label) for band in lines)))  # of the legend above the axes, where it hides no line
     for theme in (DARK, LIGHT):
-        drawn, ax = figure(5.4, 3.7)
+        drawn, ax = figure(5.4, 3.5 + 0.2 * math.ceil(len(lines) / columns))
         for band in lines:
             again, place = divmod(band.colour, len(theme.palette))
             colour = theme.palette[place]
@@ -228,8 +229,7 @@ def bands(path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, high
         ax.set_ylabel(f"{y_label} (axis cut)" if is_cut else y_label)
         ax.grid(color=theme.grid, linewidth=0.7)
         ax.set_axisbelow(True)
-        size = 9 if len(lines) <= 5 else 6
-        ax.legend(fontsize=size, frameon=False, labelcolor=theme.ink, loc="lower right" if higher_is_better else "upper right")
+        ax.legend(fontsize=9, frameon=False, labelcolor=theme.ink, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3, ncols=columns)
         dress(drawn, ax, theme)
         if theme is DARK:
             dark = path.with_name(f"{path.name}.dark.png")
