@@ -212,6 +212,6 @@ def test_bands_are_drawn(tmp_path: Path):
     assert pdf.read_bytes().startswith(b"%PDF")
     for path, colour in ((png, "#0072b2"), (dark, "#56b4e9")):  # the first line's blue, on white and on black
         with Image.open(path) as picture:
-            assert picture.size == (1080, 740)
+            assert picture.size == (1080, 820)  # three rows of names above the axes make it higher
             colours = picture.convert("RGB").getcolors(10**6)
         assert sum(count for count, seen in colours if seen == tuple(bytes.fromhex(colour[1:]))) > 100
