@@ -1,8 +1,6 @@
 """The curves of a run: against steps, against samples or tokens seen, and against training FLOPs; and its throughput."""
 
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from mupscale.callbacks.log_files import cut_back, written
 from mupscale.flops import LOGGED
 from mupscale.models.base import WidthScalable
 
@@ -29,10 +28,10 @@ class Curves(Callback):
     In TensorBoard the groups `by_samples` and `by_flops` show the same curves with samples (tokens) seen, and 10⁶ training FLOPs, on
     the horizontal axis, so that a run that grew can be compared fairly with one from scratch.
 
-    A run that is resumed cuts its event files back to what they held when the checkpoint was written, and so shows the curves of an
-    uninterrupted one.
+    A run that is resumed cuts its event files and CSV tables back to what they held when the checkpoint was written, and so shows the
+    curves of an uninterrupted one.
 
-    Saved: samples seen, FLOPs spent, the sum of the losses since the last time, and the lengths of the event files.
+    Saved: samples seen, FLOPs spent, the sum of the losses since the last time, and the lengths of those files.
     """
 
     def __init__(self) -> None:
@@ -52,21 +51,14 @@ class Curves(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
-            flush = getattr(logger.experiment, "flush", None)
-            if flush is not None:
-                flush()
+            flush = getattr(logger.experiment, "flush", logger.save)
+            flush()
         if trainer.is_global_zero:
-            folders = [event_files(logger) for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-            checkpoint["callbacks"][self.state_key]["events"] = [
-                {name: path.stat().st_size for name, path in files.items()} for files in folders
-            ]
+            checkpoint["callbacks"][self.state_key] |= written(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn != "fit" or not trainer.is_global_zero:
-            return
-        lengths = checkpoint["callbacks"].get(self.state_key, {}).get("events", [])
-        for logger, files in zip((x for x in trainer.loggers if isinstance(x, TensorBoardLogger)), lengths, strict=False):
-            cut_back(logger, files)
+        if trainer.state.fn == "fit" and trainer.is_global_zero:
+            cut_back(trainer, checkpoint["callbacks"].get(self.state_key, {}))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._peak = peak_flops(pl_module.device)
@@ -119,25 +111,6 @@ class Curves(Callback):
                 for axis, unit in _AXES.items():
                     for name, value in values.items():
                         logger.experiment.add_scalar(f"by_{axis}/{name}", value, int(self.spent[axis] / unit))
-
-
-def event_files(logger: TensorBoardLogger) -> dict[str, Path]:
-    return {path.name: path for path in Path(logger.log_dir).glob("events.out.tfevents.*")}
-
-
-def cut_back(logger: TensorBoardLogger, lengths: dict[str, int]) -> None:
-    """Takes out of a run's folder what was logged after a checkpoint; a folder that is not the checkpoint's is left alone."""
-    files = event_files(logger)
-    if not lengths or any(name not in files or files[name].stat().st_size < length for name, length in lengths.items()):
-        return
-    if logger._experiment is not None:
-        logger._experiment.close()
-        logger._experiment = None
-    for name, path in event_files(logger).items():
-        if name in lengths:
-            os.truncate(path, lengths[name])
-        else:
-            path.unlink()
 
 
 def stepped(trainer: Trainer) -> bool:

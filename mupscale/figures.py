@@ -229,7 +229,9 @@ def bands(path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, high
         ax.set_ylabel(f"{y_label} (axis cut)" if is_cut else y_label)
         ax.grid(color=theme.grid, linewidth=0.7)
         ax.set_axisbelow(True)
-        ax.legend(fontsize=9, frameon=False, labelcolor=theme.ink, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3, ncols=columns)
+        ax.legend(
+            fontsize=9, frameon=False, labelcolor=theme.ink, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3, ncols=columns
+        )
         dress(drawn, ax, theme)
         if theme is DARK:
             dark = path.with_name(f"{path.name}.dark.png")

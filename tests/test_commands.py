@@ -1,5 +1,6 @@
 """The command line: shipped configurations, composition, every command from narrow and wide checkpoints, and bad input."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -241,3 +242,19 @@ def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew() -> N
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]["init_from"] is None
     assert "dead" not in " ".join(path.name for path in folder.iterdir())
     assert "has a run already" in refused("fit", *named)
+
+
+def test_what_was_logged_is_kept_with_its_run_and_goes_with_a_dead_attempt() -> None:
+    place = "init_args: {save_dir: runs, name: two, version: one}"
+    loggers = f"[{{class_path: TensorBoardLogger, {place}}}, {{class_path: CSVLogger, {place}}}]"
+    named = ["--config", QUICKSTART, *BRIEF, f"--trainer.logger={loggers}", "--trainer.callbacks=[]", "--trainer.log_every_n_steps=1"]
+    main(["fit", *named])
+    folder = Path("runs/two/one")
+    table, events = (folder / "metrics.csv").read_text(), next(folder.glob("events.*")).read_bytes()
+    assert "has a run already" in refused("fit", *named)
+    assert (folder / "metrics.csv").read_text() == table
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "events.out.tfevents.1.dead").write_bytes(events)
+    main(["fit", *named])  # the very same configuration
+    assert "dead" not in " ".join(path.name for path in folder.iterdir())
+    assert len((folder / "metrics.csv").read_text().splitlines()) == len(table.splitlines())

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
 from mupscale import noise as noise
+from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
@@ -72,15 +73,11 @@ class SaveConfig(SaveConfigCallback):
         if stage != "fit" or self.folder is None:
             return
         path = Path(self.folder) / self.config_filename
-        # an attempt that died before its first checkpoint is no run to go on with
-        if path.exists() and not self.overwrite and any(path.parent.rglob("*.ckpt")):
-            raise ValueError(f"trainer.logger: {path.parent} has a run already; go on with it: python -m mupscale resume {path.parent}")
-        text = self.parser.dump(self.config, skip_none=False)
-        if path.exists() and path.read_text() == text:
-            return
         if path.exists() and not self.overwrite:
-            for events in path.parent.glob("events.out.tfevents.*"):  # or its curves would lie under ours
-                events.unlink()
+            if any(path.parent.rglob("*.ckpt")):
+                raise ValueError(f"trainer.logger: {path.parent} has a run already; go on with it: python -m mupscale resume {path.parent}")
+            log_files.delete(trainer)  # of an attempt that died before its first checkpoint, or its curves would lie under ours
+        text = self.parser.dump(self.config, skip_none=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(text)
@@ -175,6 +172,10 @@ class CLI(LightningCLI):
                 SaveConfig(self._parser(self.subcommand), self.given[self.subcommand], **self.save_config_kwargs),
             ]
         return super()._instantiate_trainer(config, callbacks)
+
+    def before_fit(self) -> None:
+        if self.trainer.is_global_zero:
+            log_files.keep_tables(self.trainer)
 
     def predict(self, **arguments: Any) -> None:
         predictions = self.trainer.predict(**arguments)
@@ -277,7 +278,7 @@ def quieten() -> None:
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's calls
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    warnings.filterwarnings("ignore", r"Checkpoint directory .* exists and is not empty")
+    warnings.filterwarnings("ignore", r"(Checkpoint|Experiment logs) directory .* exists and is not empty")  # it is the run's own
 
 
 def no_tips(record: logging.LogRecord) -> bool:

@@ -1,0 +1,90 @@
+"""What the loggers of a run have written: how much of it there is, and the way back to that."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+
+def written(trainer: Trainer) -> dict[str, list[Any]]:
+    """The lengths of the event files of each TensorBoard logger, and the rows of the table of each CSV logger."""
+    return {
+        "events": [{name: path.stat().st_size for name, path in event_files(logger).items()} for logger in tensorboards(trainer)],
+        "rows": [max(0, len(lines(logger)) - 1) for logger in tables(trainer)],
+    }
+
+
+def cut_back(trainer: Trainer, lengths: dict[str, list[Any]]) -> None:
+    """Takes out what was logged since; a folder in which there is less is not the one that was measured, and is left alone."""
+    for events, files in zip(tensorboards(trainer), lengths.get("events", []), strict=False):
+        cut_events(events, files)
+    for table, rows in zip(tables(trainer), lengths.get("rows", []), strict=False):
+        cut_rows(table, rows)
+
+
+def keep_tables(trainer: Trainer) -> None:
+    """Starts the CSV loggers that have a table in their folder, without their deleting it, as they would."""
+    for logger in tables(trainer):
+        path = table_of(logger)
+        aside = path.with_name(f"{path.name}.kept")  # where a crash in between leaves it, and the next start finds it
+        if path.is_file():
+            path.replace(aside)
+        if aside.is_file():
+            writer = logger.experiment
+            aside.replace(path)
+            writer.metrics_keys = lines(logger)[0].strip().split(",")
+
+
+def delete(trainer: Trainer) -> None:
+    """Deletes all that was logged in the folders of this run."""
+    for events in tensorboards(trainer):
+        for path in event_files(events).values():
+            path.unlink()
+    for table in tables(trainer):
+        table_of(table).unlink(missing_ok=True)
+        table.experiment.metrics_keys = []
+
+
+def tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def tables(trainer: Trainer) -> list[CSVLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
+
+
+def event_files(logger: TensorBoardLogger) -> dict[str, Path]:
+    return {path.name: path for path in Path(logger.log_dir).glob("events.out.tfevents.*")}
+
+
+def cut_events(logger: TensorBoardLogger, lengths: dict[str, int]) -> None:
+    files = event_files(logger)
+    if not lengths or any(name not in files or files[name].stat().st_size < length for name, length in lengths.items()):
+        return
+    if logger._experiment is not None:
+        logger._experiment.close()
+        logger._experiment = None
+    for name, path in event_files(logger).items():
+        if name in lengths:
+            os.truncate(path, lengths[name])
+        else:
+            path.unlink()
+
+
+def table_of(logger: CSVLogger) -> Path:
+    return Path(logger.log_dir) / "metrics.csv"
+
+
+def lines(logger: CSVLogger) -> list[str]:
+    path = table_of(logger)
+    return path.read_text().splitlines(keepends=True) if path.is_file() else []
+
+
+def cut_rows(logger: CSVLogger, rows: int) -> None:
+    there = lines(logger)  # with their header, which may have grown since: so they are counted, and not their bytes
+    if len(there) > rows + 1:
+        kept = table_of(logger).with_name("metrics.csv.kept")
+        kept.write_text("".join(there[: rows + 1]))
+        kept.replace(table_of(logger))
