@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from mupscale.algorithm import upscale
 from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.models.base import Width, WidthScalable, averaged_copy, averaging_callbacks, init_contexts
-from mupscale.noise import Constants, Noise, RecordedNoise
+from mupscale.noise import Constants, Noise, SameNoise
 from mupscale.optim import check_transfer, continued_groups, transfer_state
 from mupscale.schedule import continue_schedule
 from mupscale.widths import Plan, plan
@@ -210,7 +210,7 @@ class UpscaleCallback(Callback):
             kept = next(old.module.net.parameters()).dtype
             dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
             narrow, wide = (model.module.net.to(module.device, dtype) for model in (old, new))
-            upscale(narrow, wide, noise=_Same(noise), seed=seed)
+            upscale(narrow, wide, noise=SameNoise(noise), seed=seed)
             wide.to(callback._device or module.device, kept)
             new.n_averaged.copy_(old.n_averaged)
             callback._average_model = new
@@ -251,16 +251,6 @@ class UpscaleCallback(Callback):
         assert isinstance(module, WidthScalable)
         earlier = [c for c in trainer.callbacks if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
         return max(earlier, key=lambda c: c.at_step).width if earlier else module.width
-
-
-class _Same(RecordedNoise):
-    """The noise of a report, without the way over a file."""
-
-    def __init__(self, constants: Constants) -> None:
-        self.constants = constants
-
-    def check(self, plan: Plan) -> None:
-        pass
 
 
 def _copy_modes(narrow: nn.Module, wide: nn.Module) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -12,6 +13,7 @@ from mupscale.models.mlp import MLP
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides:UserWarning"),
 ]
 
 
@@ -66,6 +68,21 @@ def test_noise_options_and_files(tmp_path):
     assert all(torch.equal(a["state_dict"][name], b["state_dict"][name]) for name in a["state_dict"])
     assert (len(a["optimizer_states"]), len(b["optimizer_states"])) == (1, 0)
     assert not any(path.suffix == ".partial" for path in tmp_path.iterdir())
+
+
+def test_an_average_gets_the_noise_of_its_model(tmp_path):
+    """Not its own: it is smaller than the weights it averages, and signal-normalised noise would be, too."""
+    fit(tmp_path, 11, EMAWeightAveraging(decay=0.9), UpscaleCallback(10, 16))
+    for name, options in {"exact": [], "noisy": ["--signal-noise", "0.5"]}.items():
+        main(["upscale", str(tmp_path / "pre-upscale-10.ckpt"), "--width", "16", *options, "--out", str(tmp_path / f"{name}.ckpt")])
+    exact, noisy = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("exact", "noisy"))
+    moved = 0.0
+    for name in exact["current_model_state"]:
+        model, average = (noisy[key][name] - exact[key][name] for key in ("current_model_state", "state_dict"))
+        assert average.dtype == torch.float32  # as Lightning keeps it, beside a model in float64
+        torch.testing.assert_close(average, model.float(), rtol=0, atol=1e-6)
+        moved = max(moved, float(model.abs().max()))
+    assert moved > 0.01
 
 
 @pytest.mark.parametrize(

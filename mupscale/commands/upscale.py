@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mupscale.algorithm import UpscaleReport, upscale
 from mupscale.commands.fit import import_classes
 from mupscale.models.base import CHECKPOINT_KEY, WidthScalable, load_checkpoint, mixed_widths, optimizer_names
-from mupscale.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
+from mupscale.noise import AdditiveNoise, Noise, RecordedNoise, SameNoise, SignalNoise
 from mupscale.optim import SOURCE_GROUP, apply_mup, continued_groups
 from mupscale.schedule import rescale_schedule_state
 
@@ -60,11 +60,8 @@ def upscale_checkpoint(checkpoint: dict[str, Any], width: Any, noise: Noise | No
     """Widens a checkpoint in place: weights, an EMA's average with the same noise, optimizer and schedule, the width it names."""
     module = module_of(checkpoint)
     saved, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", []) if optimizer else []
-    if "current_model_state" in checkpoint:  # of an EMA run: "state_dict" is the average
-        narrow, wide = _networks(module, width, checkpoint["state_dict"])
-        upscale(narrow, wide, noise=noise, seed=seed)
-        _store(checkpoint["state_dict"], wide)
-    key = "current_model_state" if "current_model_state" in checkpoint else "state_dict"
+    averaged = "current_model_state" in checkpoint  # of an EMA run: "state_dict" is the average
+    key = "current_model_state" if averaged else "state_dict"
     narrow, wide = _networks(module, width, checkpoint[key])
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
     narrow_opts = [_saved_optimizer(narrow, *row) for row in rows]
@@ -75,6 +72,11 @@ def upscale_checkpoint(checkpoint: dict[str, Any], width: Any, noise: Noise | No
         for group in after.param_groups:
             group.update({**continued[id(group["params"][0])], "params": group["params"]})
     _store(checkpoint[key], wide)
+    if averaged:
+        # the draw depends on the precision, and the average may have been kept in another
+        average, wide_average = _networks(module, width, checkpoint["state_dict"], at_least=next(narrow.parameters()).dtype)
+        upscale(average, wide_average, noise=SameNoise(report.noise), seed=seed)
+        _store(checkpoint["state_dict"], wide_average)
     checkpoint["hyper_parameters"]["width"] = width
     checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in wide_opts]
     saved["optimizer_names"] = [optimizer_names(wide, optimizer, "net.") for optimizer in wide_opts]
@@ -95,16 +97,19 @@ def module_of(checkpoint: dict[str, Any]) -> WidthScalable:
     return getattr(importlib.import_module(folder), name)(**settings | {"init_from": None})
 
 
-def _networks(module: WidthScalable, width: Any, weights: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
+def _networks(
+    module: WidthScalable, width: Any, weights: dict[str, Tensor], at_least: torch.dtype | None = None
+) -> tuple[nn.Module, nn.Module]:
     own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
     dtype = next(value.dtype for value in own.values() if value.is_floating_point())
+    dtype = torch.promote_types(dtype, at_least or dtype)
     narrow = module.network(module.width).to(dtype)  # built for real: buffers that no checkpoint holds are needed too
     narrow.load_state_dict(own)
     return narrow, module.network(width, meta=True).to(dtype)
 
 
 def _store(weights: dict[str, Tensor], net: nn.Module) -> None:
-    weights.update({f"net.{name}": value for name, value in net.state_dict().items()})
+    weights.update({f"net.{name}": value.to(weights[f"net.{name}"].dtype) for name, value in net.state_dict().items()})
 
 
 def _saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str], class_path: str) -> Optimizer:
