@@ -55,6 +55,7 @@ class TrialMetric(Callback):
         self._reference = 0.0
         self._width: Width | None = None
         self._logged: float | None = None
+        self._validated: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -88,11 +89,20 @@ class TrialMetric(Callback):
                 callback.noise = Recording(callback.noise)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated |= trainer.callback_metrics.keys()  # which Lightning forgets after the check
         if self.metric.startswith("val/"):
             self._look_up(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.metric.startswith("val/") and not trainer.sanity_checking:
+        if not trainer.sanity_checking:
+            self._validated |= trainer.callback_metrics.keys()
+            if self.metric.startswith("val/"):
+                self._look_up(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What is logged is logged in every epoch, so that a mistake in its name need not wait for the end of the run."""
+        known = trainer.current_epoch > 0 and (self._validated or not trainer.enable_validation)
+        if known and window_of(self.metric) is None and self.metric not in self._validated:
             self._look_up(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -133,6 +143,8 @@ class TrialMetric(Callback):
             self._save_noise(trainer)
         if stepped(trainer) and (trainer.global_step % max(5, self._steps // 100) == 0 or trainer.global_step == self._steps):
             self._check(trainer)
+        if any(isinstance(callback, UpscaleCallback) and callback.is_due(trainer, pl_module) for callback in trainer.callbacks):
+            self._check_before_swap(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.diverged:
@@ -150,16 +162,26 @@ class TrialMetric(Callback):
         self._recent, self._recent_count = 0.0, 0
         self._strikes = self._strikes + 1 if mean > DIVERGED * self._reference else 0
         if not math.isfinite(mean) or self._strikes == PATIENCE:
-            self.diverged = True
-            trainer.should_stop = True
+            self._stop(trainer)
         if TrialMetric.progress is not None:
             TrialMetric.progress(trainer.global_step, self._steps, mean)
+
+    def _check_before_swap(self, trainer: Trainer, module: WidthScalable) -> None:
+        """What is not finite cannot be widened, and the next check may come too late."""
+        if not math.isfinite(self._recent) or not all(bool(p.isfinite().all()) for p in module.parameters()):
+            self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        self.diverged = True
+        trainer.should_stop = True
+        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None  # which are for runs that may yet get better
 
     def _look_up(self, trainer: Trainer) -> float:
         metrics = trainer.callback_metrics
         if self.metric not in metrics:
             raise ValueError(
-                f"metric {self.metric} is never logged; there are last_epoch, last_2%, {', '.join(sorted(metrics)) or 'and no others'}"
+                f"metric {self.metric} is never logged by the model; there are last_epoch and last_2%, which are of the training loss, "
+                f"{', '.join(sorted(metrics)) or 'and no others'}"
             )
         return float(metrics[self.metric])
 

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Sequence
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 STAR: dict[str, Any] = {"marker": "*", "color": "red", "edgecolors": "white", "linewidths": 0.8, "zorder": 5}
@@ -101,7 +103,7 @@ def heatmap(
             )
     if best is not None:
         ax.scatter([best[0]], [best[1] + 0.12], s=150, **STAR)
-    ax.set_xticks(range(len(x)), [tick(a) for a in x])
+    ax.set_xticks(range(len(x)), [tick(a) for a in x], **slanted(x))
     ax.set_yticks(range(len(y)), [tick(b) for b in y])
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
@@ -125,8 +127,10 @@ def scatter(path: Path, points: Sequence[tuple[Any, Any, float]], x_label: str, 
     ax.scatter([best[0]], [best[1]], s=220, **STAR)
     if logarithmic[0]:
         ax.set_xscale("log")
+        plain_numbers(ax.xaxis, [p[0] for p in points])
     if logarithmic[1]:
         ax.set_yscale("log")
+        plain_numbers(ax.yaxis, [p[1] for p in points])
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
     if diverged:
@@ -148,8 +152,9 @@ def profile(path: Path, x: Sequence[Any], values: Sequence[float], x_label: str,
         margin = (max(positions) / min(positions)) ** 0.05
         ax.set_xlim(min(positions) / margin, max(positions) * margin)  # diverged ones have their place, too
     if len(x) <= 12:
-        ax.set_xticks(positions, [tick(a) for a in x])
+        ax.set_xticks(positions, [tick(a) for a in x], **slanted(x))
         ax.minorticks_off()
+    ax.ticklabel_format(axis="y", useOffset=False)
     ax.set_xlabel(x_label)
     ax.set_ylabel(label)
     ax.grid(alpha=0.3)
@@ -161,7 +166,6 @@ def curves(path: Path, lines: Sequence[Curve], x_label: str, y_label: str, label
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
-    from matplotlib.ticker import LogLocator, NullLocator
 
     drawn, ax = figure(5.6, 4.0)
     lines = sorted(lines, key=lambda line: line.value) if is_ordered([line.value for line in lines]) else list(lines)
@@ -172,18 +176,18 @@ def curves(path: Path, lines: Sequence[Curve], x_label: str, y_label: str, label
         ax.plot(line.x, line.y, color=colour, linewidth=1.2, label=tick(line.value))
     if scale is not None:
         bar = drawn.colorbar(ScalarMappable(scale, COLOURS), ax=ax, label=label)
-        if len(numbers) <= 12:
-            bar.set_ticks(numbers, labels=[tick(number) for number in numbers])
+        levels = sorted(set(numbers))
+        if all(b / a > (levels[-1] / levels[0]) ** (1 / 15) for a, b in pairwise(levels)):  # or their names would lie over each other
+            bar.set_ticks(levels, labels=[tick(number) for number in levels])
             bar.minorticks_off()
+        else:
+            plain_numbers(bar.ax.yaxis, levels)
     else:
         ax.legend(title=label, fontsize=7, title_fontsize=8)
     ax.set_yscale("log")
     low, high = span([line.y for line in lines])
     ax.set_ylim(low, high)
-    if high < 20 * low:  # less than a decade or so: plain numbers
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_locator(NullLocator())
+    plain_numbers(ax.yaxis, (low, high))
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
     ax.set_title(title, fontsize=9)
@@ -196,7 +200,7 @@ def bands(path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, high
 
     Written as PNG and PDF, and once more as PNG for a dark page, which is the second of the answer.
     """
-    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import EngFormatter
 
     low, high, is_cut = worth_showing(lines, higher_is_better)
     scale = "log" if not higher_is_better and low > 0 and high > 4 * low else "linear"
@@ -219,10 +223,8 @@ def bands(path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, high
                 )  # fmt: skip
         ax.set_yscale(scale)
         ax.set_ylim(low, high)
-        if scale == "log" and high < 1000 * low:
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 8 * low else (1, 2, 5)))
-            ax.yaxis.set_major_formatter("{x:g}")
-            ax.yaxis.set_minor_locator(NullLocator())
+        if scale == "log":
+            plain_numbers(ax.yaxis, (low, high))
         ax.set_xlim(0, max(max(band.x) for band in lines) * 1.02)
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         ax.set_xlabel(x_label)
@@ -237,6 +239,22 @@ def bands(path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, high
             dark = path.with_name(f"{path.name}.dark.png")
             save_png(drawn, dark, 200)
     return save(drawn, path, dpi=200), dark
+
+
+def plain_numbers(axis: "Axis", values: Sequence[float]) -> None:
+    """Plain numbers along a log axis that is short, where powers of ten would be few."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    ratio = max(values) / min(values)
+    if ratio < 1000:
+        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if ratio < 8 else (1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
+
+
+def slanted(values: Sequence[Any]) -> dict[str, Any]:
+    """How to set the names of values below an axis: aslant, if they are long."""
+    return {"rotation": 20, "ha": "right"} if any(len(tick(value)) > 8 for value in values) else {}
 
 
 def dress(drawn: "Figure", ax: "Axes", theme: Theme) -> None:

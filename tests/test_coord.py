@@ -112,6 +112,31 @@ def test_gpt2_passes(tied: bool) -> None:
     assert -0.45 < logits < -0.2 if tied else logits == pytest.approx(-0.5, abs=0.05)
 
 
+class Recurrent(WidthScalable):
+    """A language model with a table drawn from N(0, 1), as torch does, and tied: narrow ones begin with large and random outputs."""
+
+    def __init__(self, width: int, base_width: int = 32, **settings: Any) -> None:
+        super().__init__(width, base_width, **settings)
+
+    def build(self, width: int) -> nn.Module:
+        net = nn.ModuleDict({"table": nn.Embedding(40, width), "cell": nn.GRU(width, width), "readout": mupscale.Readout(width, 40, False)})
+        net["readout"].weight = net["table"].weight
+        return net
+
+    def loss(self, batch: Tensor) -> Tensor:
+        assert isinstance(self.net, nn.ModuleDict)
+        outputs = self.net["readout"](self.net["cell"](self.net["table"](batch[:, :-1].T))[0])
+        return F.cross_entropy(outputs.flatten(0, 1), batch[:, 1:].T.flatten())
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_updates_of_a_right_network_may_fall_towards_their_limit(optimizer: Callable[[Any], Optimizer]) -> None:
+    """What its initial outputs have of chance, its updates have as well."""
+    answer = check(Recurrent(32, optimizer=optimizer), tokens(40, rows=16, length=12))
+    assert answer.passed, str(answer)
+    assert answer.layers["readout"]["fresh"].update < -0.35
+
+
 # --- what is not ----------------------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +184,7 @@ def test_a_readout_that_sums_is_named() -> None:
     assert list(answer.failing) == ["readout"]
     assert 0.7 < answer.layers["readout"]["fresh"].update < 1  # 1 but for the bias
     assert "readout: fresh: its update grows as width^+" in str(answer)
-    assert "FAILED in 1 of 4 layers, the first is readout" in str(answer)
+    assert "FAILED in 1 of 4 layers, look first at readout" in str(answer)
 
 
 def test_a_plain_readout_is_named_once_noise_is_on_it() -> None:
@@ -168,6 +193,14 @@ def test_a_plain_readout_is_named_once_noise_is_on_it() -> None:
     assert failing(answer, "doubled") == failing(answer, "grown") == ["readout"]
     assert answer.layers["readout"]["doubled"].output == pytest.approx(0.5, abs=0.15)
     assert check_mlp(PlainMLP, noise=None).passed
+
+
+def test_the_layer_to_look_at_is_where_outputs_go_wrong() -> None:
+    """SGD's updates depend on the size of gradients, so that those before a wrong readout fail with it."""
+    answer = check_mlp(PlainMLP, sgd)
+    assert next(iter(answer.failing)) == "layers.0"
+    assert answer.first == "readout"
+    assert "FAILED in 4 of 4 layers, look first at readout" in str(answer)
 
 
 def test_a_fused_readout_that_sums_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +220,7 @@ def test_a_fused_readout_that_sums_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_unscaled_rates_are_named() -> None:
     answer = check_mlp(UnscaledMLP)
     assert failing(answer, "fresh")[:2] == ["layers.1", "layers.2"]  # Adam's rate for the first layer is the same at every width
-    assert next(iter(answer.failing)) == "layers.1"
+    assert answer.first == next(iter(answer.failing)) == "layers.1"
     assert answer.layers["layers.2"]["fresh"].update > 0.5
 
 
@@ -282,6 +315,10 @@ def test_scatter_over_seeds_is_no_failure() -> None:
     assert error == pytest.approx(0.15, abs=1e-9)  # the deviation of two, 0.3 / sqrt(2), over sqrt(2)
     assert not _judged(scan(0.5, 0.2), "layer", False).update_fails
     assert _judged(scan(0.36, 0.34), "layer", False).update_fails
+    assert not _judged(scan(-0.45, -0.45), "layer", False).update_fails
+    assert _judged(scan(-0.55, -0.55), "layer", False).update_fails
+    assert not _judged(scan(-0.7, -0.7), "layer", True).update_fails
+    assert _judged(scan(-0.8, -0.8), "layer", True).update_fails
     assert _judged(scan(-0.36, -0.34), "layer", False).output_fails
     assert not _judged(scan(-0.36, -0.34), "layer", True).output_fails  # the network's own output may
 
@@ -291,6 +328,14 @@ class Dropping(MLP):
 
     def build(self, width: Any) -> nn.Module:
         return nn.Sequential(nn.Linear(20, width), nn.BatchNorm1d(width), nn.Dropout(0.5), mupscale.Readout(width, 7))
+
+
+class Even(MLP):
+    """Takes even widths only."""
+
+    def build(self, width: Any) -> nn.Module:
+        assert width % 2 == 0, f"width {width} is odd"
+        return super().build(width)
 
 
 def test_measuring_is_no_training() -> None:
@@ -321,6 +366,9 @@ def test_nothing_to_measure_is_refused(setting: str) -> None:
 
 
 def test_divergence_says_where() -> None:
+    (inputs, labels), *more = samples((20,))
+    with pytest.raises(ValueError, match=r"at width 32, before any step, the output of layers\.0 is not finite: see the data"):
+        check(MLP(width=32, base_width=32, inputs=20), [(inputs.log(), labels), *more])
     with pytest.raises(ValueError, match=r"at width 32, after step \d of 4, the output of \S+ is not finite"):
         check_mlp(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))
 
@@ -372,7 +420,7 @@ def test_the_command_fails_where_a_layer_does(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit) as exit:
         main(["coord-check", "--config", config, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path}"])
     assert exit.value.code == 1
-    assert "the first is layers.1" in capsys.readouterr().out
+    assert "look first at layers.1" in capsys.readouterr().out
     assert (tmp_path / "coord_check.png").is_file()
 
 
@@ -403,9 +451,11 @@ def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.Cap
         "--model=torch.nn.Linear", "--data=Covertype", "--widths=8,16,32"
     )
     assert "is not finite" in refused("--config", config, "--model.optimizer.init_args.lr=1e30", "--widths=8,16,32")
-    with pytest.raises(SystemExit):
-        main(["coord-check", "--config", config, "--widths=8,16,x"])
-    assert "wanted widths like 64,128,256,512, got '8,16,x'" in capsys.readouterr().err
+    assert "error: --widths: width 25 is odd" in refused("--config", config, f"--model={__name__}.Even", "--widths=8,16,25")
+    for widths in ("8,16,x", "0,8,16"):
+        with pytest.raises(SystemExit):
+            main(["coord-check", "--config", config, f"--widths={widths}"])
+        assert f"wanted widths like 64,128,256,512, got '{widths}'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["coord-check", "--config", config, "--widths=8,16,32", f"--out={config}"])
     assert f"--out {config} is not a folder" in capsys.readouterr().err

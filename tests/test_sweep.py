@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from mupscale.commands.sweep import settings_of
 from mupscale.commands.sweep import study as sweep_study
 from mupscale.commands.sweep import trial as sweep_trial
 from mupscale.commands.sweep.results import Results
-from mupscale.commands.sweep.space import Axis, at, grid, labels, parsed_axis
+from mupscale.commands.sweep.space import Axis, at, grid, labels, parsed_axis, shown
 from mupscale.commands.sweep.study import Lease, Study, lapsed
 from mupscale.models.mlp import MLP
 from mupscale.noise import SignalNoise
@@ -72,6 +73,8 @@ def table(out: Path) -> list[dict[str, str]]:
 def test_axes() -> None:
     assert parsed_axis(f"{LR}=1e-3,0.002,3") == Axis(LR, (0.001, 0.002, 3))
     assert parsed_axis("a.b=0.25:4:5") == Axis("a.b", (0.25, 0.5, 1.0, 2.0, 4.0))
+    assert [type(value) for value in parsed_axis("a=2:16:4").values] == [int] * 4  # hidden layers, say
+    assert [type(value) for value in parsed_axis("a=2.0:16:4").values] == [float] * 4
     assert parsed_axis("a=1e-4:1e-2") == Axis("a", bounds=(1e-4, 1e-2))
     assert parsed_axis("a.betas=[0.9, 0.95],[0.9, 0.99]").values == ([0.9, 0.95], [0.9, 0.99])
     assert parsed_axis("a=true,false,null,x").values == (True, False, None, "x")
@@ -81,6 +84,9 @@ def test_axes() -> None:
     assert labels([Axis(LR), Axis("UpscaleCallback.lr"), Axis(NOISE)]) == {
         LR: "optimizer.lr", "UpscaleCallback.lr": "UpscaleCallback.lr", NOISE: "std",
     }  # fmt: skip
+    assert [shown(value) for value in (0.12345, [1, 2], {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-4}})] == [
+        "0.1235", "[1, 2]", "SGD(lr=0.0001)",
+    ]  # fmt: skip
 
 
 def test_values_are_set_where_they_stand() -> None:
@@ -99,6 +105,8 @@ def test_values_are_set_where_they_stand() -> None:
         "Foo.lr": "Foo.*UpscaleCallback",
         "model.optimiser.lr": "optimiser.*optimizer",
         "trainer.max_steps.x": "is 3",
+        "UpscaleCallback.init_args": "there is no",
+        "UpscaleCallback.class_path": "there is no",
     }.items():
         with pytest.raises(ValueError, match=told):
             at(config, {key: 1})
@@ -152,6 +160,7 @@ def fed(metric: TrialMetric, values: list[float], monkeypatch: pytest.MonkeyPatc
 
     class Trainer:
         global_step, should_stop, callbacks, log_dir = 0, False, (), None
+        fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace())
 
     monkeypatch.setattr(trial_metric, "untrained_loss", lambda *_: 2.0)
     monkeypatch.setattr(trial_metric, "stepped", lambda _: True)
@@ -211,6 +220,32 @@ def test_diverged_trials_end_early_and_are_blank(tmp_path: Path, monkeypatch: py
     assert steps["002_lr=1e+06,std=0"] < 60
     kept = [run.name for run in Path("s/trials").iterdir() if list(run.rglob("*.ckpt"))]
     assert kept == ["000_lr=0.01,std=0" if good[0] < good[1] else "001_lr=0.01,std=0.1"]
+    left = Path("s/trials/002_lr=1e+06,std=0/checkpoints")
+    left.mkdir()  # by a process that died before it could tidy up
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.01,1e6", "--sweep", f"{NOISE}=0,0.1", "--out", "s"])
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("noise", ["AdditiveNoise", "SignalNoise"])
+def test_a_network_that_is_not_finite_is_not_widened(noise: str, tmp_path: Path) -> None:
+    level = "std" if noise == "AdditiveNoise" else "t"
+    swap = upscale(3, 16)  # before the first check
+    swap["init_args"]["noise"] = {"class_path": f"mupscale.noise.{noise}", "init_args": {level: 0.1}}
+    config = small(tmp_path / "c.yaml", swap, min_steps=10)
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.01,1e25,1e30", "--out", "s"])
+    assert [row["last_epoch"] for row in table(Path("s"))][1:] == ["diverged", "diverged"]
+    assert [len(losses(run)) for run in sorted(Path("s/trials").iterdir())] == [20, 3, 3]
+
+
+def test_a_diverged_run_is_not_resumed(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(3, 16))
+    options, rest = sweep_parser().parse_known_args(["--config", config, "--sweep", f"{LR}=1e30", "--out", "s"])
+    settings, run = settings_of(options, rest), Path("s/run")
+    whole = sweep_trial.with_run(at(settings.config, {LR: 1e30}), settings.metric, 0, run)
+    assert sweep_trial.run(whole, run, "")[0] == math.inf
+    (run / "result.json").unlink()  # a process that died between the last checkpoint and the result
+    assert sweep_trial.run(whole, run, "")[0] == math.inf
+    assert len(losses(run)) == 3
 
 
 # --- processes
@@ -291,6 +326,22 @@ def test_trials_are_handed_out_once_and_come_back(storage: list[str], tmp_path: 
     one.finish(again, [0.5], 2.0)
     assert one.take() is two.take() is None
     assert [(o.cell, o.value, o.attempts) for o in two.outcomes()] == [(0, math.inf, 1), (1, 0.5, 2)]
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there: set[str] = set()
+    original = os.fsync
+
+    def spy(file: int) -> None:  # a SIGKILL here would leave what there is to the others
+        there.update(path.name for path in Path("s").iterdir())
+        original(file)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    study = study_of("--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01", "--out", "s")
+    taken = study.take()
+    assert taken is not None
+    study.finish(taken, [0.5], 1.0)
+    assert there == {"lock", "leases", "study.journal", "sweep.json"}  # of which lock, and what is in leases, are locked by the system
 
 
 def test_draws_do_not_depend_on_who_makes_them(tmp_path: Path) -> None:
@@ -390,6 +441,27 @@ def test_signal_noise_is_carried_by_its_constants(tmp_path: Path, monkeypatch: p
     (wide,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
     assert wide.noise.constants == constants
     assert cli.model.width == 64
+
+
+def test_best_may_be_a_class_or_another_step(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(10, 16))
+    classes = [{"class_path": f"mupscale.noise.{name}", "init_args": {level: value}}
+               for name, level, value in (("AdditiveNoise", "std", 50.0), ("SignalNoise", "t", 0.1))]  # fmt: skip
+    noise, betas = f"UpscaleCallback.noise={','.join(map(json.dumps, classes))}", "model.optimizer.betas=[0.8, 0.9]"
+    main(["sweep", "--config", config, "--sweep", noise, "--sweep", betas, "--sweep", "UpscaleCallback.init_args.at_step=6", "--out", "s"])
+    recorded = {"class_path": "mupscale.noise.RecordedNoise", "init_args": {"path": "s/noise.json"}}
+    assert yaml.safe_load(Path("s/best.yaml").read_text()) == {
+        "callback_args": {"UpscaleCallback": {"noise": recorded, "at_step": 6}},
+        "model": {"init_args": {"optimizer": {"init_args": {"betas": [0.8, 0.9]}}}},
+    }
+    best = Path("s/trials/001_noise=SignalNoise-t=0.1-,betas=-0.8,-0.9-,at_step=6")
+    assert Path("s/noise.json").read_bytes() == (best / "noise-6.json").read_bytes()
+    assert all(Path(f"s/{name}.png").exists() for name in ("profile", "curves"))
+    target = small(tmp_path / "target.yaml", upscale(10, 64), width=32)
+    cli = parsed(["fit", "--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"])
+    (wide,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
+    assert (wide.at_step, wide.summary["step"], wide.width) == (6, 6, 64)
+    assert cli.trainer.optimizers[0].defaults["betas"] == (0.8, 0.9)
 
 
 def test_three_axes_draw_the_two_that_tell_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,9 +581,26 @@ def test_a_metric_that_is_never_logged(tmp_path: Path) -> None:
     assert "val/loss" in message
     assert not list(Path("s").rglob("*.ckpt"))  # before the first step
     assert "never logged" in refused("sweep", "--config", config, "--sweep", f"{LR}=0.01", "--metric", "train/los", "--out", "t")
+    assert len(losses(next(Path("t/trials").iterdir()))) == 6  # after the first epoch
     assert "an epoch has 6 steps" in refused(
         "sweep", "--config", config, "--trainer.max_steps=5", "--trainer.val_check_interval=5", "--sweep", f"{LR}=0.01", "--out", "u"
     )
+
+
+@pytest.mark.parametrize("url", ["nothing", "nothing://there", "sqlite:////nothing/there.db"])
+def test_a_database_that_is_not_there(url: str, tmp_path: Path) -> None:
+    message = refused("sweep", "--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01", "--out", "s", "--storage", url)
+    assert message.startswith("error: --storage: ")
+
+
+def test_a_database_and_another_folder(tmp_path: Path) -> None:
+    arguments = ["sweep", "--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01", "--storage", "sqlite:///study.db", "--out"]
+    main([*arguments, "a/s"])
+    assert "study s has its runs in another folder, not in b/s" in refused(*arguments, "b/s")
+    assert not Path("b/s/best.yaml").exists()
+    Path("a/s/sweep.json").unlink()
+    main([*arguments, "a/s"])
+    assert table(Path("a/s"))[0]["attempts"] == "1"
 
 
 def test_all_trials_diverged(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def main(command: str, arguments: list[str]) -> None:
 
 def numbers(text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"wanted widths like 64,128,256,512, got {text!r}")
     return [int(part) for part in parts]
 
@@ -69,8 +69,8 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
     for width in sorted({factor * width for width in options.widths for factor in (1, *FACTORS)}):
         try:
             module.network(width, meta=True)
-        except ValueError as error:
-            raise ValueError(f"--widths: {error}") from error
+        except (ValueError, AssertionError) as error:  # a model of the user's may assert that heads divide its width
+            raise ValueError(f"--widths: {str(error) or f'the model refuses width {width}'}") from error
     given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     upscales = sorted((c for c in given if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
     data.prepare_data()

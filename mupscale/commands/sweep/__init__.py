@@ -177,9 +177,9 @@ def print_progress(results: "Results", point: str, value: float, seconds: float)
 
 def conclude(study: "Study") -> tuple[Path, list[Path]]:
     """Writes what the sweep ends in: best.yaml, which is the last, and the figures."""
+    tidy(study)  # once more, for the process that died before it did
     with study.locked():
         results = results_of(study)
-        results.write_table()
         best = results.best
         if best is None:
             raise ValueError(

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import shlex
 import shutil
 import statistics
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import yaml
 from mupscale import figures
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands.run_logs import higher_is_better, read_log
-from mupscale.commands.sweep.space import Axis, Config, Point, at, callbacks_of, class_name, labels, shown, told
+from mupscale.commands.sweep.space import Axis, Config, Point, at, callback_key, callbacks_of, class_name, labels, shown, told
 from mupscale.commands.sweep.study import Outcome, Settings, write
 from mupscale.commands.sweep.trial import folder_name
 
@@ -69,7 +70,7 @@ class Results:
             if key.partition(".")[0] in config:
                 lay(tuned, config, key.split("."), value)
             else:
-                name, argument, *_ = key.split(".")
+                name, (argument, *_) = callback_key(key)
                 carried = callbacks_of(config, name)[0]["init_args"][argument]  # whole: the target's may be of another class
                 tuned.setdefault("callback_args", {}).setdefault(name, {})[argument] = without_nulls(carried)
         swap = signal_swap(config)
@@ -80,13 +81,13 @@ class Results:
 
     def write_best(self, best: Outcome) -> Path:
         """best.yaml; and noise.json, the constants of signal-normalised noise."""
-        swap = signal_swap(self.settings.config)
+        swap = signal_swap(at(self.settings.config, best.point))
         if swap is not None:
             shutil.copyfile(self.runs(best)[0] / f"noise-{swap['init_args']['at_step']}.json", self.out / "noise.json")
         seeds = f", mean of {len(best.values)} seeds" if len(best.values) > 1 else ""
         head = (
             f"# {told(best.point, self.names)}: {self.settings.metric} {best.value:.6g}{seeds}, the best of {len(self.outcomes)} trials.\n"
-            f"#\n#     python -m mupscale fit --config TARGET.yaml --config {self.out / 'best.yaml'}\n"
+            f"#\n#     python -m mupscale fit --config TARGET.yaml --config {shlex.quote(str(self.out / 'best.yaml'))}\n"
         )
         write(self.out / "best.yaml", head + yaml.safe_dump(self.tuned(best), sort_keys=False))
         return self.out / "best.yaml"
@@ -103,9 +104,9 @@ class Results:
             paths += self._plane(x, y, label)
         elif axes:
             key = axes[0].key
-            pairs = [(outcome.point[key], outcome.value) for outcome in self.outcomes]
+            pairs = [(level(outcome.point[key]), outcome.value) for outcome in self.outcomes]
             values = [value for _, value in pairs]
-            paths += figures.profile(self.out / "profile", [level for level, _ in pairs], values, key, label)
+            paths += figures.profile(self.out / "profile", [x for x, _ in pairs], values, key, label)
         if axes:
             colour = next((axis for axis in axes if "noise" in axis.key), axes[-1])
             paths += self._curves(best, colour)
@@ -116,11 +117,11 @@ class Results:
         others = len([axis for axis in self.settings.axes if len(axis.values) != 1]) - 2
         label = f"{label} (best over {others} more)" if others else label
         if x.bounds or y.bounds:
-            points = [(outcome.point[x.key], outcome.point[y.key], outcome.value) for outcome in self.outcomes]
+            points = [(level(outcome.point[x.key]), level(outcome.point[y.key]), outcome.value) for outcome in self.outcomes]
             return figures.scatter(self.out / "scatter", points, x.key, y.key, label)
 
         def value(a: Any, b: Any) -> float | None:
-            there = [outcome.value for outcome in self.outcomes if outcome.point[x.key] == a and outcome.point[y.key] == b]
+            there = [o.value for o in self.outcomes if level(o.point[x.key]) == a and level(o.point[y.key]) == b]
             return min(there, default=None)
 
         return figures.heatmap(self.out / "heatmap", in_order(x), in_order(y), value, x.key, y.key, label)
@@ -128,13 +129,13 @@ class Results:
     def _curves(self, best: Outcome, colour: Axis) -> list[Path]:
         """Training curves by the level of one axis, the others at their best where they have levels."""
         fixed = {axis.key: best.point[axis.key] for axis in self.settings.axes if axis != colour and not axis.bounds}
-        fixed = {key: level for key, level in fixed.items() if len(self._axis(key).values) > 1}
+        fixed = {key: value for key, value in fixed.items() if len(self._axis(key).values) > 1}
         lines = []
         for outcome in self.outcomes:
-            if math.isfinite(outcome.value) and all(outcome.point[key] == level for key, level in fixed.items()):
+            if math.isfinite(outcome.value) and all(outcome.point[key] == value for key, value in fixed.items()):
                 x, y = mean_curve([training_curve(run) for run in self.runs(outcome)])
                 if x:
-                    lines.append(figures.Curve(outcome.point[colour.key], x, y))
+                    lines.append(figures.Curve(level(outcome.point[colour.key]), x, y))
         if not lines:
             return []
         title = f"at {told(fixed, self.names)}" if fixed else ""
@@ -165,7 +166,12 @@ def metric_label(metric: str) -> str:
 
 
 def in_order(axis: Axis) -> list[Any]:
-    return sorted(axis.values) if figures.is_ordered(axis.values) else list(axis.values)
+    return sorted(axis.values) if figures.is_ordered(axis.values) else [level(value) for value in axis.values]
+
+
+def level(value: Any) -> Any:
+    """A value as figures take it: a number as it is, what has parts in words."""
+    return shown(value) if isinstance(value, dict | list) else value
 
 
 def most_telling(axes: list[Axis], outcomes: list[Outcome]) -> list[Axis]:
@@ -174,8 +180,8 @@ def most_telling(axes: list[Axis], outcomes: list[Outcome]) -> list[Axis]:
     def spread(axis: Axis) -> float:
         levels: dict[str, float] = {}
         for outcome in outcomes:
-            level = shown(outcome.point[axis.key])
-            levels[level] = min(levels.get(level, math.inf), outcome.value)
+            name = shown(outcome.point[axis.key])
+            levels[name] = min(levels.get(name, math.inf), outcome.value)
         finite = [value for value in levels.values() if math.isfinite(value)]
         return statistics.pvariance(finite) if len(finite) > 1 else 0.0
 

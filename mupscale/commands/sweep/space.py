@@ -69,7 +69,9 @@ def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Ax
     if int(count) < 2:
         raise ValueError(f"{where}: LOW:HIGH:N has at least 2 values, got {count}")
     ratio = (ends[1] / ends[0]) ** (1 / (int(count) - 1))
-    return Axis(key, tuple(float(f"{ends[0] * ratio**index:.6g}") for index in range(int(count))))
+    values = [float(f"{ends[0] * ratio**index:.6g}") for index in range(int(count))]
+    whole = all(isinstance(end, int) for end in ends)  # 2:16:4 may be layers
+    return Axis(key, tuple(int(value) if whole and value.is_integer() else value for value in values))
 
 
 def _number(value: Any) -> Any:
@@ -104,6 +106,9 @@ def labels(axes: list[Axis]) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
+    """A value in a few characters; a class as `SGD(lr=0.1)`."""
+    if isinstance(value, dict) and "class_path" in value:
+        return f"{class_name(value)}({', '.join(f'{name}={shown(item)}' for name, item in value.get('init_args', {}).items())})"
     return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
 
 
@@ -127,17 +132,23 @@ def places(config: Config, key: str) -> list[tuple[Config, str]]:
     A key goes from the top of the configuration (`model.optimizer.lr`; `init_args` may be left out), or starts with the class of a
     callback in `trainer.callbacks` (`UpscaleCallback.noise.std`) and then means every callback of that class.
     """
-    first, *rest = key.split(".")
+    first, rest = callback_key(key)
     if first in config:
         return [_descend(config, key.split("."), key)]
     found = callbacks_of(config, first)
-    if not found or not rest:
+    if not found or not rest or rest[0] == "class_path":
         classes = sorted({class_name(callback) for callback in config["trainer"]["callbacks"] or []})
         raise ValueError(
             f"{key}: there is no {first!r}; a key starts with one of {', '.join(config)}, "
             f"or with a class in trainer.callbacks: {', '.join(classes) or 'there is none'}"
         )
     return [_descend(callback, rest, key) for callback in found]
+
+
+def callback_key(key: str) -> tuple[str, list[str]]:
+    """The class of a callback and where in its arguments a key points; `init_args` may be left out."""
+    first, *rest = key.split(".")
+    return first, rest[1:] if rest[:1] == ["init_args"] else rest
 
 
 def callbacks_of(config: Config, name: str) -> list[Config]:

@@ -16,13 +16,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
 from mupscale.commands.sweep.space import Axis, Config, Point, grid
@@ -87,13 +88,18 @@ class Study:
             with quiet():
                 drop_unfinished_line(out / "study.journal")
                 name = "sweep" if storage is None else out.resolve().name  # a database has many
-                self.study = optuna.create_study(study_name=name, storage=store(out, storage), load_if_exists=True)
+                self.study = opened(name, store(out, storage))
             there = self.study.user_attrs.get("settings")
             if there is None:
                 self.study.set_user_attr("settings", settings.description())
             else:
                 refuse_difference(there, settings.description(), f"--storage: its study {self.study.study_name} is of another sweep")
             if not (out / "sweep.json").exists():
+                if self.study.get_trials(deepcopy=False) and not (out / "trials").exists():
+                    raise ValueError(
+                        f"--storage: its study {self.study.study_name} has its runs in another folder, not in {out}; "
+                        "name that one with --out, or a new one of another name"
+                    )
                 write(out / "sweep.json", json.dumps(settings.description(), indent=1) + "\n")
             self._mend()
 
@@ -220,13 +226,39 @@ def drop_unfinished_line(path: Path) -> None:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
+class Unlocked(JournalFileOpenLock):
+    """No lock on a journal, for it is written only by who holds that of the study, which the system takes from the dead.
+
+    Optuna's is a file that a process leaves behind if it is killed while it writes; all others then wait for it, some forever.
+    """
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+def opened(name: str, storage: BaseStorage | str) -> optuna.Study:
+    """The study of that name, a new one if there is none. ValueError if its database cannot be reached."""
+    make = partial(optuna.create_study, study_name=name, storage=storage, load_if_exists=True)
+    if not isinstance(storage, str):
+        return make()
+    from sqlalchemy.exc import SQLAlchemyError  # which only databases need
+
+    try:
+        return make()
+    except (ImportError, SQLAlchemyError) as error:
+        raise ValueError(f"--storage: {str(error).splitlines()[0]}") from error
+
+
 def store(out: Path, url: str | None) -> BaseStorage | str:
     """The storage of a study. ValueError if its journal cannot be read."""
     if url is not None:
         return url
     path = out / "study.journal"
     try:
-        return JournalStorage(JournalFileBackend(str(path)))
+        return JournalStorage(JournalFileBackend(str(path), Unlocked(str(path))))
     except (ValueError, KeyError) as error:
         told = f"{path} is damaged ({error}); delete it and {out / 'sweep.json'}, and the same command goes on: finished runs count"
         raise ValueError(told) from error

@@ -51,7 +51,9 @@ def run(config: Config, folder: Path, name: str) -> tuple[float, float]:
     if (folder / RESULT).exists():
         return result_of(folder)
     start = time.monotonic()
-    path, _ = newest_checkpoint(folder) if (folder / "config.yaml").exists() else (None, {})
+    path, checkpoint = newest_checkpoint(folder) if (folder / "config.yaml").exists() else (None, {})
+    if checkpoint.get("callbacks", {}).get("TrialMetric", {}).get("diverged"):  # and its process died before it said so
+        return finished(folder, math.inf, time.monotonic() - start)
     torch.compiler.reset()  # dynamo stops compiling after a few networks
     if path is None:
         shutil.rmtree(folder, ignore_errors=True)  # what it has cannot be resumed
@@ -65,8 +67,13 @@ def run(config: Config, folder: Path, name: str) -> tuple[float, float]:
     gc.collect()  # a trainer holds itself, and with it the network
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    write(folder / RESULT, json.dumps({"value": str(value), "seconds": took}) + "\n")
-    return value, took
+    return finished(folder, value, took)
+
+
+def finished(folder: Path, value: float, seconds: float) -> tuple[float, float]:
+    """Writes down a run's metric and the seconds it took, and returns them."""
+    write(folder / RESULT, json.dumps({"value": str(value), "seconds": seconds}) + "\n")
+    return value, seconds
 
 
 def result_of(folder: Path) -> tuple[float, float]:
@@ -141,8 +148,8 @@ def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
     """ValueError, starting with `where`, if `fit` would not take the configuration with one of the axes' values in it."""
     for axis in axes:
         numbers = all(isinstance(value, float) for value in axis.values)
-        ends = (min(axis.values), max(axis.values)) if numbers and axis.values else axis.values
-        for value in axis.bounds or dict.fromkeys(ends):  # of numbers the ends are enough; and a parse takes a quarter of a second
+        ends = sorted({min(axis.values), max(axis.values)}) if numbers and axis.values else axis.values
+        for value in axis.bounds or ends:  # of numbers the ends are enough; and a parse takes a quarter of a second
             try:
                 with file_of(at(config, {axis.key: value})) as file:
                     parsed(["--config", file], run=False)
