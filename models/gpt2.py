@@ -85,6 +85,8 @@ class Head(nn.Module):
         x_BTD = self.ln_f(x_BTD)
         if targets_BT is None:
             return self.readout(x_BTD)
+        if not isinstance(self.readout, Readout) or self.readout.bias is not None:  # somebody's own: it is not ours to take apart
+            return F.cross_entropy(self.readout(x_BTD).flatten(0, 1), targets_BT.flatten())
         x_ND = (self.readout.multiplier * x_BTD).flatten(0, 1).to(dtype)
         return ReadoutLoss.apply(x_ND, self.readout.weight.to(dtype), targets_BT.flatten())
 

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from functools import partialmethod
 from typing import Any
 
+import mup
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
+import mupscale
 from mupscale.models.gpt2 import GPT2, Head, ReadoutLoss
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's compiler about itself
@@ -90,6 +92,19 @@ def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(prec
         head(x, targets)
     logits = [tensor for tensor in kept if tensor.shape[-1] == VOCABULARY and tensor.numel() == 2 * CONTEXT * VOCABULARY]
     assert [tensor.dtype for tensor in logits] == [precision or torch.float32]
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, mupscale.Readout, mup.MuReadout])
+def test_a_readout_of_somebodys_own_does(kind: type[nn.Linear]) -> None:
+    """Its loss is that of its logits, bias and all."""
+    torch.manual_seed(0)
+    head, x, targets = Head(8, VOCABULARY), torch.randn(2, CONTEXT, 8), torch.randint(VOCABULARY, (2, CONTEXT))
+    head.readout = kind(8, VOCABULARY)
+    if kind is mup.MuReadout:
+        head.readout.width_mult = lambda: 4
+    nn.init.normal_(head.readout.weight)
+    nn.init.normal_(head.readout.bias)
+    torch.testing.assert_close(head(x, targets), F.cross_entropy(head(x).flatten(0, 1), targets.flatten()))
 
 
 # --- the network -------------------------------------------------------------------------------------------------------------------
