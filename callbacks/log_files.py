@@ -7,6 +7,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from mupscale.atomic import replacing
+
 
 def written(trainer: Trainer) -> dict[str, list[Any]]:
     """The lengths of the event files of each TensorBoard logger, and the rows of the table of each CSV logger."""
@@ -85,6 +87,5 @@ def lines(logger: CSVLogger) -> list[str]:
 def cut_rows(logger: CSVLogger, rows: int) -> None:
     there = lines(logger)  # with their header, which may have grown since: so they are counted, and not their bytes
     if len(there) > rows + 1:
-        kept = table_of(logger).with_name("metrics.csv.kept")
-        kept.write_text("".join(there[: rows + 1]))
-        kept.replace(table_of(logger))
+        with replacing(table_of(logger)) as new:
+            new.write_text("".join(there[: rows + 1]))

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
 from mupscale import noise as noise
+from mupscale.atomic import replacing
 from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
@@ -79,9 +80,8 @@ class SaveConfig(SaveConfigCallback):
             log_files.delete(trainer)  # of an attempt that died before its first checkpoint, or its curves would lie under ours
         text = self.parser.dump(self.config, skip_none=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(text)
-        temporary.replace(path)
+        with replacing(path) as new:
+            new.write_text(text)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and not self.overwrite:
                 logger.experiment.add_text("config", f"```yaml\n{text}\n```")

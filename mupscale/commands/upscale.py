@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.algorithm import UpscaleReport, upscale
+from mupscale.atomic import replacing
 from mupscale.commands.fit import import_classes
 from mupscale.models.base import CHECKPOINT_KEY, WidthScalable, load_checkpoint, mixed_widths, optimizer_names
 from mupscale.noise import AdditiveNoise, Noise, RecordedNoise, SameNoise, SignalNoise
@@ -39,9 +40,8 @@ def main(command: str, arguments: list[str]) -> None:
         report = upscale_checkpoint(checkpoint, width, noise_of(options), options.seed, optimizer=not options.no_optimizer)
     except ValueError as error:
         parser.error(str(error))
-    partial = options.out.with_suffix(".partial")
-    torch.save(checkpoint, partial)
-    partial.replace(options.out)
+    with replacing(options.out) as new:
+        torch.save(checkpoint, new)
     if options.save_noise:
         report.save_noise(options.save_noise)
     print(report)

@@ -26,6 +26,7 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
+from mupscale.atomic import replacing
 from mupscale.commands.sweep.space import Axis, Config, Point, grid
 
 RENEWED = 10.0
@@ -346,6 +347,5 @@ def read(path: Path) -> dict[str, Any]:
 
 def write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    with replacing(path) as new:
+        new.write_text(text)
