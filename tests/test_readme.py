@@ -3,6 +3,7 @@
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.coord import coord_check
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -60,6 +62,18 @@ def test_a_model_of_ones_own_grows(tmp_path):
         return float(module.train_loss)
 
     assert final_loss(UpscaleCallback(10, 24)) == pytest.approx(final_loss(), rel=1e-10)
+
+    module = names["Denoiser"](32, optimizer=lambda params: torch.optim.AdamW(params, lr=0.003))
+
+    def of(net: nn.Module) -> Any:
+        module.net = net
+        return module
+
+    checked = coord_check(
+        module.network, (32, 64, 128), batches=list(data), loss=lambda net, batch: of(net).loss(batch),
+        optimizer=lambda net: of(net).configure_optimizers(),
+    )  # fmt: skip
+    assert checked.passed, str(checked)
 
 
 def test_the_readme_names_what_there_is():
