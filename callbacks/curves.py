@@ -51,7 +51,7 @@ class Curves(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
-            flush = getattr(logger.experiment, "flush", logger.save)
+            flush = getattr(getattr(logger, "experiment", None), "flush", logger.save)  # a logger of one's own may have no such thing
             flush()
         if trainer.is_global_zero:
             checkpoint["callbacks"][self.state_key] |= written(trainer)

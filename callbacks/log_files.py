@@ -10,6 +10,15 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from mupscale.atomic import replacing
 
 
+def folder(trainer: Trainer, log_dir: str | None) -> Path | None:
+    """The folder of a run, in which its checkpoints are. `log_dir` is Lightning's: that of all runs, for most loggers but these two."""
+    if not trainer.loggers or isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
+        return None if log_dir is None else Path(log_dir)
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"  # as ModelCheckpoint spells it
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
 def written(trainer: Trainer) -> dict[str, list[Any]]:
     """The lengths of the event files of each TensorBoard logger, and the rows of the table of each CSV logger."""
     return {
@@ -36,7 +45,8 @@ def keep_tables(trainer: Trainer) -> None:
         if aside.is_file():
             writer = logger.experiment
             aside.replace(path)
-            writer.metrics_keys = lines(logger)[0].strip().split(",")
+            header = lines(logger)[:1]  # none, if it broke off before its first byte: Lightning empties it to write it anew
+            writer.metrics_keys = header[0].strip().split(",") if header else []
 
 
 def delete(trainer: Trainer) -> None:

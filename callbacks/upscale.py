@@ -238,9 +238,9 @@ class UpscaleCallback(Callback):
         }
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
-            writer = getattr(logger.experiment, "add_text", None)
-            if writer is not None:
-                logger.experiment.add_text("upscale/plan", f"```\n{growth}\n```", trainer.global_step)
+            add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
+            if add_text is not None:
+                add_text("upscale/plan", f"```\n{growth}\n```", trainer.global_step)
         rank_zero_info(
             f"step {trainer.global_step}: upscaled width {before} → {self.width}, {parameters:,} parameters, "
             f"loss {loss_before:.6f} → {loss_after:.6f}, {seconds:.2f} s"

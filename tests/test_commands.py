@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 
 from mupscale.__main__ import main
 from mupscale.commands.fit import parsed
@@ -258,3 +259,41 @@ def test_what_was_logged_is_kept_with_its_run_and_goes_with_a_dead_attempt() -> 
     main(["fit", *named])  # the very same configuration
     assert "dead" not in " ".join(path.name for path in folder.iterdir())
     assert len((folder / "metrics.csv").read_text().splitlines()) == len(table.splitlines())
+
+
+class Silent(Logger):
+    """One of the user's own: `trainer.log_dir` is the folder of all its runs."""
+
+    def __init__(self, save_dir: str, name: str, version: str) -> None:
+        super().__init__()
+        self.place = save_dir, name, version
+
+    save_dir = property(lambda self: self.place[0])
+    name = property(lambda self: self.place[1])
+    version = property(lambda self: self.place[2])
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_a_run_with_a_logger_of_ones_own_has_a_folder_of_its_own() -> None:
+    def arguments(version: str) -> list[str]:
+        logger = f"{{class_path: {__name__}.Silent, init_args: {{save_dir: runs, name: mine, version: {version}}}}}"
+        return [
+            "--config",
+            QUICKSTART,
+            *BRIEF,
+            f"--trainer.logger={logger}",
+            "--trainer.callbacks=[]",
+            "--checkpoint.every_n_train_steps=2",
+        ]
+
+    for version in ("one", "two"):
+        main(["fit", *arguments(version)])
+    assert "runs/mine/one has a run already" in refused("fit", *arguments("one"))
+    main(["resume", "runs/mine/one", "--trainer.max_steps=8"])
+    steps = [newest_checkpoint(Path("runs/mine") / version)[1]["global_step"] for version in ("one", "two")]
+    assert steps == [8, 6]

@@ -134,8 +134,10 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
 
     kept = (path for path in out.rglob("*") if path.is_file() and path.name != "lock" and path.parent.name != "report")
     before = {path: path.stat().st_mtime_ns for path in kept}
+    (out / ".report-of-the-dead").mkdir()
     main(["experiment", "e.yaml", "--data.batch_size=900"])
     again = capfd.readouterr().out
+    assert not list(out.glob(".report-*"))
     assert f"{out}: all 10 runs are done" in again
     assert "begins" not in again
     assert again.splitlines()[1:] == told.splitlines()[-6:]

@@ -289,6 +289,22 @@ def test_groups_and_their_names():
     ]
 
 
+def test_names_tell_groups_apart_and_are_short():
+    for name, lr, width, std in [("a", 0.1, 1000, 0.1), ("b", 0.2, 2000, 0.1), ("c", 0.2, 2000, 0.5)]:
+        noise = {"class_path": "mupscale.noise.AdditiveNoise", "init_args": {"std": std}}
+        values = {"model.init_args.width": width // 4, "model.init_args.optimizer.init_args.lr": lr}
+        write_run(Path("four") / name, epochs(1.0), values={**values, "trainer.callbacks": [upscale(width=width, noise=noise)]})
+    assert list(names("four")) == [
+        "upscaled, width 250, lr 0.1, width 1000, std 0.1",
+        "upscaled, width 500, lr 0.2, width 2000, std 0.1",
+        "upscaled, width 500, lr 0.2, width 2000, std 0.5",
+    ]
+    for name in ("first", "other/second"):
+        noise = {"class_path": "mupscale.noise.RecordedNoise", "init_args": {"path": f"{Path.cwd()}/{name}/noise.json"}}
+        upscaled(epochs(1.0), 0, {"trainer.callbacks": [upscale(noise=noise)]}, name=name)
+    assert list(names("runs")) == ["upscaled, path first/noise.json", "upscaled, path other/second/noise.json"]
+
+
 def test_a_seed_that_is_there_twice():
     scratch(epochs(0.5))
     write_run(Path("runs/again"), epochs(0.7), values=WIDE)
@@ -346,7 +362,7 @@ def test_runs_in_progress_diverged_unpaired_and_without_a_loss():
     assert "1 of 2 runs of from scratch diverged, and did not count." in text
     assert "Seed 2 of upscaled has no partner from scratch" in text
     assert "An event file of runs/upscale/seed=2 is damaged or cut off" in text
-    assert "runs/begun has logged no training loss, and is left out." in text
+    assert "runs/begun has logged no training loss to TensorBoard, and is left out." in text
     assert "ends at 0.3000 (0.2000–0.4000, 2 seeds), from scratch at 0.5000 (1 seed)" in text  # of those that are finished
     assert [reach["seed"] for reach in summary["comparisons"][0]["reach"]] == [0]
     assert summary["runs"][-1]["final_loss"] is None

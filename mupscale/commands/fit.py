@@ -71,9 +71,10 @@ class SaveConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit" or self.folder is None:
+        folder = log_files.folder(trainer, self.folder)
+        if stage != "fit" or folder is None:
             return
-        path = Path(self.folder) / self.config_filename
+        path = folder / self.config_filename
         if path.exists() and not self.overwrite:
             if any(path.parent.rglob("*.ckpt")):
                 raise ValueError(f"trainer.logger: {path.parent} has a run already; go on with it: python -m mupscale resume {path.parent}")

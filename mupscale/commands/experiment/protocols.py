@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ class Experiment:
             lines = self._table()
             from mupscale.commands.report import write_report
 
+            for draft in self.out.glob(".report-*"):  # of a process that was killed over it
+                shutil.rmtree(draft)
             write_report([self.out], self.out / "report")
             return "\n".join([*lines, f"the report is {self.out / 'report' / 'index.html'}"])
 

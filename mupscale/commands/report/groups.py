@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +130,7 @@ def find(folders: list[Path]) -> Found:
             raise ValueError(f"{folder} holds no runs: no config.yaml beside TensorBoard events, at any depth")
     for run in [run for run in found.runs if not run.has_loss]:
         found.runs.remove(run)
-        found.notes.append(f"{run.folder} has logged no training loss, and is left out.")
+        found.notes.append(f"{run.folder} has logged no training loss to TensorBoard, and is left out.")
     for run in found.runs:
         if run.log.damaged:
             found.notes.append(f"An event file of {run.folder} is damaged or cut off; it counts as far as it can be read.")
@@ -275,14 +276,30 @@ def role_of(runs: list[Run], growths: set[tuple[str, str]], bases: set[Path]) ->
 
 
 def told_apart(name: str, groups: list[Group]) -> list[str]:
-    """Names of groups of one role, with the values in which they differ."""
+    """Names of groups of one role, with three values in which they differ, and more where those do not tell them apart."""
     if len(groups) <= 1:
         return [name for _ in groups]
     keys = [key for key in groups[0].settings if len({repr(group.settings.get(key)) for group in groups}) > 1]
     keys += [key for group in groups[1:] for key in group.settings if key not in groups[0].settings and key not in keys]
-    short = [key for key in keys if not key.endswith("class_path")][:3] or keys[:3]
-    ends = {key: key.rpartition(".")[2] for key in short}
-    return [f"{name}, " + ", ".join(f"{ends[key]} {shown(group.settings.get(key))}" for key in short) for group in groups]
+    keys = [key for key in keys if not key.endswith("class_path")] or keys
+
+    def names(of: list[str]) -> list[str]:
+        columns = [[f"{key.rpartition('.')[2]} {value}" for value in short_values(key, groups)] for key in of]
+        return [", ".join([name, *values]) for values in zip(*columns, strict=True)]
+
+    told = keys[:3]
+    for key in keys[3:]:
+        if len(set(names([*told, key]))) > len(set(names(told))):
+            told.append(key)
+    return names(told)
+
+
+def short_values(key: str, groups: list[Group]) -> list[str]:
+    """Each group's value of a key; of paths what comes after the folder that they share, for a legend has no room for more."""
+    values = [group.settings.get(key) for group in groups]
+    paths = [os.path.abspath(value) for value in values if value] if key.endswith(".path") else []
+    shared = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
+    return [os.path.relpath(value, shared) if shared and value else shown(value) for value in values]
 
 
 def folder_name(runs: list[Run]) -> str:
