@@ -14,7 +14,9 @@ NAMES = {
 
 
 def main(arguments: list[str]) -> None:
-    usage = "usage: python -m benchmarks NAME [--quick] [options]\n\n" + "\n".join(f"  {name:<9} {text}" for name, text in NAMES.items())
+    usage = "usage: python -m benchmarks NAME [--quick] [options]\n\n" + "\n".join(
+        f"  {name:<9} {text}" for name, text in NAMES.items()
+    )
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage)
     elif arguments[0] not in NAMES:

@@ -2,9 +2,10 @@
 
     python -m benchmarks data [--quick] [--device cuda] [--data DIR] [--out data.json]
 
-DIR holds covertype.npz, cifar100.npz and fineweb/, a folder written by `python -m mupscale prepare`; what it lacks is generated at
-its real size (581,012 rows, 50,000 images, 100 M tokens). Both sides deliver the training batches, ready, on the device. The plain
-loader indexes sample by sample, shuffles, collates in worker processes, and copies from pinned memory.
+DIR holds covertype.npz, cifar100.npz and fineweb/, a folder written by `python -m mupscale prepare`; what it lacks is
+generated at its real size (581,012 rows, 50,000 images, 100 M tokens). Both sides deliver the training batches, ready,
+on the device. The plain loader indexes sample by sample, shuffles, collates in worker processes, and copies from pinned
+memory.
 """
 
 import argparse
@@ -114,10 +115,20 @@ class Crops(Dataset[Tensor]):
 def plain(dataset: Callable[[], Dataset[Any]], batch_size: int, workers: int, device: torch.device) -> Batches:
     on_gpu = device.type == "cuda"
     loader = DataLoader(
-        dataset(), batch_size, shuffle=True, num_workers=workers, persistent_workers=workers > 0, pin_memory=on_gpu, drop_last=True
+        dataset(),
+        batch_size,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=on_gpu,
+        drop_last=True,
     )
     for batch in forever(loader):
-        yield [part.to(device, non_blocking=True) for part in batch] if isinstance(batch, list) else batch.to(device, non_blocking=True)
+        yield (
+            [part.to(device, non_blocking=True) for part in batch]
+            if isinstance(batch, list)
+            else batch.to(device, non_blocking=True)
+        )
 
 
 # --- measuring
@@ -160,7 +171,9 @@ def measured(batches: Iterator[Any], seconds: float, device: torch.device) -> tu
     return count / (now(device) - since), first
 
 
-def compared(name: str, batch_size: int, unit: str, units: int, sides: dict[str, Batches], options: argparse.Namespace) -> list[Row]:
+def compared(
+    name: str, batch_size: int, unit: str, units: int, sides: dict[str, Batches], options: argparse.Namespace
+) -> list[Row]:
     """The sides one after another; those not ours are plain."""
     rows = []
     for side, batches in sides.items():
@@ -169,7 +182,9 @@ def compared(name: str, batch_size: int, unit: str, units: int, sides: dict[str,
         print(f"{name}, {side}: {speed:,.0f} batches/s", flush=True)
         batches.close()  # stops its workers, and frees its memory
     for row in rows:
-        row.over_plain = row.batches_per_second / max(r.batches_per_second for r in rows if not r.side.startswith("ours"))
+        row.over_plain = row.batches_per_second / max(
+            r.batches_per_second for r in rows if not r.side.startswith("ours")
+        )
     return rows
 
 
@@ -284,7 +299,12 @@ def main(arguments: list[str]) -> None:
     print(table(rows))
     if options.out:
         machine = torch.cuda.get_device_name() if options.device.type == "cuda" else "CPU"
-        record = {"machine": machine, "torch": torch.__version__, "generated": generated, "rows": [asdict(row) for row in rows]}
+        record = {
+            "machine": machine,
+            "torch": torch.__version__,
+            "generated": generated,
+            "rows": [asdict(row) for row in rows],
+        }
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -65,7 +65,9 @@ class Crops(Dataset[tuple[Tensor, Tensor]]):
     """Random crops of a long row of tokens."""
 
     def __init__(self, vocabulary: int, context: int) -> None:
-        self.tokens = torch.randint(vocabulary, (2_000_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+        self.tokens = torch.randint(vocabulary, (2_000_000,), generator=torch.Generator().manual_seed(0)).to(
+            torch.int32
+        )
         self.context = context
 
     def __len__(self) -> int:
@@ -84,7 +86,9 @@ def draft(shape: tuple[int, ...], context: int, device: torch.device) -> Iterato
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     workers = 4 if device.type == "cuda" else 0
     losses = []
-    for tokens, targets in DataLoader(Crops(vocabulary, context), batch, shuffle=True, num_workers=workers, pin_memory=workers > 0):
+    for tokens, targets in DataLoader(
+        Crops(vocabulary, context), batch, shuffle=True, num_workers=workers, pin_memory=workers > 0
+    ):
         tokens, targets = tokens.to(device), targets.to(device)
         losses.append(plain_step(net, optimizer, partial(compiled, tokens, targets), device, CLIP))
         yield

@@ -1,4 +1,5 @@
-"""The paper's MLP on Covertype-shaped rows, AdamW, batch 2000, inside `Trainer.fit`, beside a bare loop and a first draft.
+"""The paper's MLP on Covertype-shaped rows, AdamW, batch 2000, inside `Trainer.fit`, beside a bare loop and a first
+draft.
 
 python -m benchmarks mlp [--quick] [--out mlp.json]
 """
@@ -33,7 +34,9 @@ def draft(width: int, count: int, device: torch.device) -> Iterator[None]:
     workers = 4 if device.type == "cuda" else 0
     losses = []
     while True:
-        for x, y in DataLoader(TensorDataset(*rows(count)), BATCH, shuffle=True, num_workers=workers, pin_memory=workers > 0):
+        for x, y in DataLoader(
+            TensorDataset(*rows(count)), BATCH, shuffle=True, num_workers=workers, pin_memory=workers > 0
+        ):
             x, y = x.to(device), y.to(device)
             losses.append(plain_step(net, optimizer, lambda x=x, y=y: F.cross_entropy(net(x), y), device, None))
             yield

@@ -1,4 +1,5 @@
-"""ResNet-18 on CIFAR-100-shaped images, SGD, batch 128, with augmentation, inside `Trainer.fit`, beside a bare loop and a first draft.
+"""ResNet-18 on CIFAR-100-shaped images, SGD, batch 128, with augmentation, inside `Trainer.fit`, beside a bare loop and
+a first draft.
 
 python -m benchmarks resnet [--quick] [--out resnet.json]
 """
@@ -52,7 +53,9 @@ def draft(width: int, count: int, device: torch.device) -> Iterator[None]:
     workers = 8 if device.type == "cuda" else 0
     losses = []
     while True:
-        for x, y in DataLoader(Augmented(count), BATCH, shuffle=True, num_workers=workers, pin_memory=workers > 0, drop_last=True):
+        for x, y in DataLoader(
+            Augmented(count), BATCH, shuffle=True, num_workers=workers, pin_memory=workers > 0, drop_last=True
+        ):
             x, y = x.to(device), y.to(device)
             losses.append(plain_step(net, optimizer, lambda x=x, y=y: F.cross_entropy(net(x), y), device, None))
             yield
@@ -69,12 +72,19 @@ def cases(options: argparse.Namespace) -> list[Case]:
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4)
     return [
         Case(
-            f"width {width} ({width / 64:g}×)", partial(ResNet18, width, optimizer=sgd, compile=not options.quick), partial(batches, count),
-            partial(draft, width, count), "img", BATCH, steps=4 if options.quick else STEPS[width], warm_up=5 if options.quick else 50,
-            precision="bf16-mixed", draft_steps=4 if options.quick else 100,
+            f"width {width} ({width / 64:g}×)",
+            partial(ResNet18, width, optimizer=sgd, compile=not options.quick),
+            partial(batches, count),
+            partial(draft, width, count),
+            "img",
+            BATCH,
+            steps=4 if options.quick else STEPS[width],
+            warm_up=5 if options.quick else 50,
+            precision="bf16-mixed",
+            draft_steps=4 if options.quick else 100,
         )
         for width in ([8] if options.quick else list(STEPS))
-    ]  # fmt: skip
+    ]
 
 
 def main(arguments: list[str]) -> None:

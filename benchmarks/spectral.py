@@ -1,9 +1,10 @@
-"""Time and launches of the spectral norms of every convolution of a ResNet-18, as `SignalNoise` needs them, beside a full SVD.
+"""Time and launches of the spectral norms of every convolution of a ResNet-18, as `SignalNoise` needs them, beside a
+full SVD.
 
     python -m benchmarks spectral [--quick] [--device cuda] [--width 256] [--svd] [--out spectral.json]
 
-Each kernel position of a convolution is a matrix of its own. A launch is an operation that computes something on the device; the
-full SVD is `torch.linalg.matrix_norm(weight, ord=2)`.
+Each kernel position of a convolution is a matrix of its own. A launch is an operation that computes something on the
+device; the full SVD is `torch.linalg.matrix_norm(weight, ord=2)`.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mupscale.models.resnet import ResNet18Net
-from mupscale.spectral import spectral_norms
+from mupscale.widening.spectral import spectral_norms
 
 
 class Launches(TorchDispatchMode):
@@ -33,7 +34,10 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         view = any(argument.alias_info and not argument.alias_info.is_write for argument in func._schema.arguments)
-        there = any(isinstance(leaf, Tensor) and leaf.device.type == self.device.type for leaf in tree_leaves((args, kwargs, result)))
+        there = any(
+            isinstance(leaf, Tensor) and leaf.device.type == self.device.type
+            for leaf in tree_leaves((args, kwargs, result))
+        )
         self.count += there and not view
         return result
 
@@ -85,7 +89,10 @@ def main(arguments: list[str]) -> None:
         row["svd_seconds"], truth = timed(lambda weight: torch.linalg.matrix_norm(weight, ord=2), weights, repeats=1)
         row["largest_difference"] = max(((a - b).abs() / b).max().item() for a, b in zip(norms, truth, strict=True))
         row["ratio"] = row["svd_seconds"] / seconds
-        print("full SVD: {svd_seconds:.3f} s, {ratio:.1f} times as long; largest difference {largest_difference:.1e}".format(**row))
+        print(
+            "full SVD: {svd_seconds:.3f} s, {ratio:.1f} times as long; "
+            "largest difference {largest_difference:.1e}".format(**row)
+        )
     if options.out:
         options.out.write_text(json.dumps(row, indent=1) + "\n")
 

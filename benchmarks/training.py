@@ -2,7 +2,8 @@
 
 - ours: `Trainer.fit` with logging, checkpoints, curves, a progress bar and learning-rate monitor on;
 - bare: the same network, optimizer, batches and speed options in a bare torch loop;
-- draft: what one would write first: plain modules, autocast, a DataLoader with workers, `clip_grad_norm_`, `loss.item()`.
+- draft: what one would write first: plain modules, autocast, a DataLoader with workers, `clip_grad_norm_`,
+  `loss.item()`.
 """
 
 import argparse
@@ -69,8 +70,9 @@ class Case:
 
 @dataclass
 class Row:
-    """One line of the table. Memory in GB at its peak; `grown` in MB from the end of the warm-up to the last step; of the bare loop
-    also the shares of the device's time."""
+    """One line of the table. Memory in GB at its peak; `grown` in MB from the end of the warm-up to the last step; of
+    the bare loop also the shares of the device's time.
+    """
 
     case: str
     side: str
@@ -94,7 +96,9 @@ class Watch(Callback):
         self.kernels: dict[str, float] = {}
         self._since, self._held = 0.0, 0
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.after(trainer.global_step)
 
     def after(self, step: int) -> None:
@@ -132,13 +136,25 @@ def ours(case: Case, device: torch.device) -> tuple[Watch, float]:
     module = case.module()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):  # the progress bar's
         trainer = Trainer(
-            max_steps=case.warm_up + case.steps, accelerator=device.type, devices=1, precision=case.precision, gradient_clip_val=case.clip,
+            max_steps=case.warm_up + case.steps,
+            accelerator=device.type,
+            devices=1,
+            precision=case.precision,
+            gradient_clip_val=case.clip,
             callbacks=[
-                Curves(), ExactResume(), LearningRateMonitor("step"), WidthBar(), FastLoop(cuda_graph=True, tf32=True),
-                ModelCheckpoint(folder, every_n_train_steps=500, save_last="link"), watch,
+                Curves(),
+                ExactResume(),
+                LearningRateMonitor("step"),
+                WidthBar(),
+                FastLoop(cuda_graph=True, tf32=True),
+                ModelCheckpoint(folder, every_n_train_steps=500, save_last="link"),
+                watch,
             ],
-            logger=TensorBoardLogger(folder), log_every_n_steps=50, enable_model_summary=False, benchmark=True,
-        )  # fmt: skip
+            logger=TensorBoardLogger(folder),
+            log_every_n_steps=50,
+            enable_model_summary=False,
+            benchmark=True,
+        )
         trainer.fit(module, case.batches(device))
     assert module.train_loss is not None
     return watch, float(module.train_loss)
@@ -210,7 +226,11 @@ def draft(case: Case, device: torch.device) -> tuple[Watch, None]:
 
 
 def plain_step(
-    net: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor], device: torch.device, clip: float | None
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[], Tensor],
+    device: torch.device,
+    clip: float | None,
 ) -> float:
     """A step as one would write it first, with the loss for the log."""
     with torch.autocast(device.type, torch.bfloat16):
@@ -250,7 +270,9 @@ def quieten() -> None:
 
 
 def matmul_peak(device: torch.device) -> float:
-    """bfloat16 TFLOP/s of an 8192³ product, sustained for a second: what the device gives, not what its data sheet says."""
+    """bfloat16 TFLOP/s of an 8192³ product, sustained for a second: what the device gives, not what its data sheet
+    says.
+    """
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
@@ -267,7 +289,9 @@ def matmul_peak(device: torch.device) -> float:
 def run(description: str, cases: Callable[[argparse.Namespace], list[Case]], arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="a small size and a few steps: whether it runs, not how fast")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small size and a few steps: whether it runs, not how fast"
+    )
     parser.add_argument("--only", help="the cases whose names contain this")
     parser.add_argument("--sides", default="ours,bare,draft", help="a comma-separated part of ours,bare,draft")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
@@ -289,10 +313,15 @@ def run(description: str, cases: Callable[[argparse.Namespace], list[Case]], arg
             if side.__name__ in options.sides.split(","):
                 by_side[side.__name__] = row = measured(case, side, device)
                 rows.append(row)
-                ratios = [f"{row.steps_per_second / by_side[s].steps_per_second:.2f}" if s in by_side else "" for s in ("draft", "bare")]
+                ratios = [
+                    f"{row.steps_per_second / by_side[s].steps_per_second:.2f}" if s in by_side else ""
+                    for s in ("draft", "bare")
+                ]
                 print(
-                    f"{row.case:<28} {row.side:<6} {row.steps_per_second:>9.1f} {row.units_per_second:>10,.0f} {case.unit} "
-                    f"{row.tflops:>8.1f} {ratios[0]:>8} {ratios[1]:>7} {row.memory:>7.2f} {row.grown:>9.2f} {row.first_step_seconds:>8.1f}",
+                    f"{row.case:<28} {row.side:<6} {row.steps_per_second:>9.1f} {row.units_per_second:>10,.0f} "
+                    f"{case.unit} "
+                    f"{row.tflops:>8.1f} {ratios[0]:>8} {ratios[1]:>7} {row.memory:>7.2f} {row.grown:>9.2f} "
+                    f"{row.first_step_seconds:>8.1f}",
                     flush=True,
                 )
     for row in rows:
@@ -302,5 +331,10 @@ def run(description: str, cases: Callable[[argparse.Namespace], list[Case]], arg
     print(f"bf16 matmul before and after: {peaks[0]:.0f} and {peaks[1]:.0f} TFLOP/s")
     if options.out:
         machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        table = {"machine": machine, "torch": torch.__version__, "matmul_tflops": peaks, "rows": [asdict(row) for row in rows]}
+        table = {
+            "machine": machine,
+            "torch": torch.__version__,
+            "matmul_tflops": peaks,
+            "rows": [asdict(row) for row in rows],
+        }
         options.out.write_text(json.dumps(table, indent=1) + "\n")

@@ -1,10 +1,12 @@
-"""Time and peak memory of `upscale` for GPT-2 shapes with AdamW state, beside a plain copy of as many bytes; and of the swap in a fit.
+"""Time and peak memory of `upscale` for GPT-2 shapes with AdamW state, beside a plain copy of as many bytes; and of the
+swap in a fit.
 
     python -m benchmarks upscale [--quick] [--device cuda] [--sizes 125M,630M,2.3B] [--out upscale.json]
 
 Each size doubles the width of a half-size model that has AdamW state, with the wide model on the meta device. The final
-footprint is weights plus both moments. "copy" is one contiguous device-to-device copy of that many bytes. "in fit" is the pause of
-UpscaleCallback, without noise, two evaluations of the loss included, the checkpoint before it and compilation not.
+footprint is weights plus both moments. "copy" is one contiguous device-to-device copy of that many bytes. "in fit" is
+the pause of UpscaleCallback, without noise, two evaluations of the loss included, the checkpoint before it and
+compilation not.
 """
 
 import argparse
@@ -137,7 +139,9 @@ class Weighed(UpscaleCallback):
             torch.cuda.reset_peak_memory_stats()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self.peak = peak_bytes(pl_module.device)
-        states = (v for state in trainer.optimizers[0].state.values() for v in state.values() if isinstance(v, torch.Tensor))
+        states = (
+            v for state in trainer.optimizers[0].state.values() for v in state.values() if isinstance(v, torch.Tensor)
+        )
         self.footprint = sum(t.numel() * t.element_size() for t in (*pl_module.parameters(), *states))
 
 
@@ -153,9 +157,14 @@ def swapped(name: str, device: torch.device) -> dict[str, object]:
         )  # fmt: skip
         trainer.fit(GPT2(width // 2, layers=layers, heads=HEADS), tokens)
     return {
-        "size": name, "in_fit": True, "parameters": swap.summary["parameters"], "seconds": swap.summary["seconds"],
-        "footprint_gb": swap.footprint / 1e9, "peak_gb": swap.peak / 1e9, "peak_over_footprint": swap.peak / swap.footprint,
-    }  # fmt: skip
+        "size": name,
+        "in_fit": True,
+        "parameters": swap.summary["parameters"],
+        "seconds": swap.summary["seconds"],
+        "footprint_gb": swap.footprint / 1e9,
+        "peak_gb": swap.peak / 1e9,
+        "peak_over_footprint": swap.peak / swap.footprint,
+    }
 
 
 def main(arguments: list[str]) -> None:
@@ -174,19 +183,27 @@ def main(arguments: list[str]) -> None:
     if device.type == "cuda":
         measure(options.sizes.split(",")[0], device, 0.1, True)  # warm up kernels and the allocator
     rows = []
-    print(f"{'size':>5} {'params':>14} {'noise':>6} {'consume':>8} {'seconds':>8} {'copy s':>8} {'footprint':>10} {'peak':>9} {'ratio':>6}")
+    print(
+        f"{'size':>5} {'params':>14} {'noise':>6} {'consume':>8} {'seconds':>8} {'copy s':>8} {'footprint':>10} "
+        f"{'peak':>9} {'ratio':>6}"
+    )
     for name in options.sizes.split(","):
         for noise, consume in ((None, True), (0.1, True), (None, False)):
             row = measured(name, device, noise, consume)
             rows.append(row)
             print(
-                f"{name:>5} {row['parameters']:>14,} {noise or 0:>6} {consume!s:>8} {row['seconds']:>8.3f} {row['copy_seconds']:>8.4f} "
+                f"{name:>5} {row['parameters']:>14,} {noise or 0:>6} {consume!s:>8} {row['seconds']:>8.3f} "
+                f"{row['copy_seconds']:>8.4f} "
                 f"{row['footprint_gb']:>7.2f} GB {row['peak_gb']:>6.2f} GB {row['peak_over_footprint']:>6.3f}",
                 flush=True,
             )
         rows.append(swapped(name, device))
-        told = {key: rows[-1][key] for key in ("parameters", "seconds", "footprint_gb", "peak_gb", "peak_over_footprint")}
+        told = {
+            key: rows[-1][key] for key in ("parameters", "seconds", "footprint_gb", "peak_gb", "peak_over_footprint")
+        }
         print(f"{name:>5} in fit: " + ", ".join(f"{key} {value:,.3f}" for key, value in told.items()), flush=True)
     if options.out:
         machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        options.out.write_text(json.dumps({"machine": machine, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"machine": machine, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
+        )

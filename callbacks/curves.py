@@ -1,4 +1,4 @@
-"""The curves of a run: against steps, against samples or tokens seen, and against training FLOPs; and its throughput."""
+"""The curves of a run: against steps, against samples or tokens seen, and training FLOPs; and its throughput."""
 
 import time
 from typing import Any
@@ -25,11 +25,11 @@ class Curves(Callback):
 
     The loss is the mean over the steps since the last time: a curve of single steps shows which batches are hard.
 
-    In TensorBoard the groups `by_samples` and `by_flops` show the same curves with samples (tokens) seen, and 10⁶ training FLOPs, on
-    the horizontal axis, so that a run that grew can be compared fairly with one from scratch.
+    In TensorBoard the groups `by_samples` and `by_flops` show the same curves with samples (tokens) seen, and 10⁶
+    training FLOPs, on the horizontal axis, so that a run that grew can be compared fairly with one from scratch.
 
-    A run that is resumed cuts its event files and CSV tables back to what they held when the checkpoint was written, and so shows the
-    curves of an uninterrupted one.
+    A run that is resumed cuts its event files and CSV tables back to what they held when the checkpoint was written,
+    and so shows the curves of an uninterrupted one.
 
     Saved: samples seen, FLOPs spent, the sum of the losses since the last time, and the lengths of those files.
     """
@@ -51,7 +51,9 @@ class Curves(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
-            flush = getattr(getattr(logger, "experiment", None), "flush", logger.save)  # a logger of one's own may have no such thing
+            flush = getattr(
+                getattr(logger, "experiment", None), "flush", logger.save
+            )  # a logger of one's own may have no such thing
             flush()
         if trainer.is_global_zero:
             checkpoint["callbacks"][self.state_key] |= written(trainer)
@@ -64,14 +66,20 @@ class Curves(Callback):
         self._peak = peak_flops(pl_module.device)
         self._mark = time.perf_counter(), trainer.global_step, self.spent["samples"], self.spent["flops"]
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert isinstance(pl_module, WidthScalable)
         self.spent["samples"] += pl_module.batch_size(batch) * trainer.world_size
         self.spent["flops"] += self._batch_flops(pl_module, batch) * trainer.world_size
         assert pl_module.train_loss is not None
         self._sum = self._sum + pl_module.train_loss
         self._count += 1
-        if trainer.global_step != self._mark[1] and stepped(trainer) and trainer.global_step % trainer.log_every_n_steps == 0:
+        if (
+            trainer.global_step != self._mark[1]
+            and stepped(trainer)
+            and trainer.global_step % trainer.log_every_n_steps == 0
+        ):
             loss = trainer.strategy.reduce(self._sum / self._count, reduce_op="mean")
             self._sum, self._count = 0.0, 0
             values = {"train/loss": float(loss), "width": width_number(pl_module.width), **self._throughput(trainer)}
@@ -82,7 +90,9 @@ class Curves(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+            metrics = {
+                name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
+            }
             self._log_by_cost(trainer, metrics)
 
     def _throughput(self, trainer: Trainer) -> dict[str, float]:

@@ -13,13 +13,14 @@ from mupscale.callbacks.upscale import UpscaleCallback
 
 
 class ExactResume(Callback):
-    """Makes a resumed run go on exactly like one that was not interrupted, from a checkpoint written at the end of a batch, of a
-    validation or of an epoch, or at the start of an epoch.
+    """Makes a resumed run go on exactly like one that was not interrupted, from a checkpoint written at the end of a
+    batch, of a validation or of an epoch, or at the start of an epoch.
 
-    A checkpoint is often written before its step is over. Lightning leaves the rest of that step out of the resumed run:
-    validation, plateau schedulers, the end of the epoch. Here it is made up for.
+    A checkpoint is often written before its step is over. Lightning leaves the rest of that step out of the resumed
+    run: validation, plateau schedulers, the end of the epoch. Here it is made up for.
 
-    Saved: random number generators of every rank, metrics that schedulers and callbacks go by, and whether the run is finished.
+    Saved: random number generators of every rank, metrics that schedulers and callbacks go by, and whether the run is
+    finished.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,12 @@ class ExactResume(Callback):
             generators *= trainer.world_size
             torch.distributed.all_gather_object(generators, generators[0])
         metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
-        return {"generators": generators, "metrics": metrics, "should_stop": trainer.should_stop, "finished": self.finished}
+        return {
+            "generators": generators,
+            "metrics": metrics,
+            "should_stop": trainer.should_stop,
+            "finished": self.finished,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
@@ -64,7 +70,9 @@ class ExactResume(Callback):
 def catch_up(trainer: Trainer) -> None:
     """Finishes the step in which the loaded checkpoint was written, and leaves the loops between two steps."""
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    fit._restarting = False  # or plateau schedulers are passed over at the end of this epoch, for want of the metrics restored here
+    fit._restarting = (
+        False  # or plateau schedulers are passed over at the end of this epoch, for want of the metrics restored here
+    )
     if not loop.restarting or loop.val_loop.restarted_mid_evaluation:
         if fit.resumed_on_epoch_end and loop._num_ready_batches_reached():
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)

@@ -31,21 +31,23 @@ _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class FastLoop(Callback):
-    """Takes the time between steps out of a fit on one device. Counters, hooks, logs and checkpoints are those of any fit.
+    """Takes the time between steps out of a fit on one device. Counters, hooks, logs and checkpoints are those of any
+    fit.
 
-    Lightning prepares and profiles every hook of every callback around every step: half a millisecond and more. Here the hooks that
-    are overridden are called, and nothing else. What this loop does not know (several devices, gradient accumulation, a profiler,
-    manual optimization) goes through Lightning's own, step by step.
+    Lightning prepares and profiles every hook of every callback around every step: half a millisecond and more. Here
+    the hooks that are overridden are called, and nothing else. What this loop does not know (several devices, gradient
+    accumulation, a profiler, manual optimization) goes through Lightning's own, step by step.
     """
 
     def __init__(self, cuda_graph: bool = False, tf32: bool = False) -> None:
         """
         Args:
-            cuda_graph: On one GPU, replay the whole step, from the loss to the optimizer, as one CUDA graph. It pays where a step
-                takes less than about ten milliseconds. `loss` must do the same work for every batch, and hooks inside a step
-                (on_after_backward and the like) do not exist. A ragged batch at the end of an epoch is a step like any other.
-            tf32: On a GPU, let matmuls of float32 round what they multiply to TF32, ten bits instead of 23, and run several times as
-                fast. Nothing else is rounded; bf16-mixed has no use for it.
+            cuda_graph: On one GPU, replay the whole step, from the loss to the optimizer, as one CUDA graph. It pays
+                where a step takes less than about ten milliseconds. `loss` must do the same work for every batch, and
+                hooks inside a step (on_after_backward and the like) do not exist. A ragged batch at the end of an epoch
+                is a step like any other.
+            tf32: On a GPU, let matmuls of float32 round what they multiply to TF32, ten bits instead of 23, and run
+                several times as fast. Nothing else is rounded; bf16-mixed has no use for it.
         """
         self.cuda_graph = cuda_graph
         self.tf32 = tf32
@@ -90,7 +92,9 @@ class LeanEpochLoop(_TrainingEpochLoop):
         trainer, module = self.trainer, self.trainer.lightning_module
         self._plain = plain(trainer) and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
         for hook in ("on_train_batch_start", "on_train_batch_end"):
-            self._hooks[hook] = [partial(getattr(c, hook), trainer, module) for c in trainer.callbacks if is_overridden(hook, c)]
+            self._hooks[hook] = [
+                partial(getattr(c, hook), trainer, module) for c in trainer.callbacks if is_overridden(hook, c)
+            ]
         if is_overridden("on_train_batch_end", module):
             self._hooks["on_train_batch_end"].append(module.on_train_batch_end)
 
@@ -138,20 +142,27 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def _step(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Any:
         captured = self._captured_for(trainer, module, batch) if self.cuda_graph else None
         if captured is None:
-            return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, self._build_kwargs(OrderedDict(), batch, batch_idx))
+            return self.automatic_optimization.run(
+                trainer.optimizers[0], batch_idx, self._build_kwargs(OrderedDict(), batch, batch_idx)
+            )
         optimizer = self.automatic_optimization.optim_progress.optimizer
         optimizer.step.increment_ready()
-        for count in (optimizer.zero_grad.increment_ready, optimizer.zero_grad.increment_started, optimizer.zero_grad.increment_completed):
+        for count in (
+            optimizer.zero_grad.increment_ready,
+            optimizer.zero_grad.increment_started,
+            optimizer.zero_grad.increment_completed,
+        ):
             count()
         module.__dict__["train_loss"] = loss = captured(batch)
         optimizer.step.increment_completed()
         return {"loss": loss}
 
     def _captured_for(self, trainer: Trainer, module: LightningModule, batch: Any) -> CapturedStep | None:
-        """The graph of a step on this batch; None where Lightning must take the step, to warm up or because it is an odd one.
+        """The graph of a step on this batch; None where Lightning must take the step, to warm up or because it is an
+        odd one.
 
-        A graph is made for the second step in a row of a kind: not for the ragged batch at the end of an epoch, nor for every value
-        of a weight decay that changes all the time.
+        A graph is made for the second step in a row of a kind: not for the ragged batch at the end of an epoch, nor for
+        every value of a weight decay that changes all the time.
         """
         assert isinstance(module, WidthScalable)
         if module.net is not self._network:
@@ -171,12 +182,17 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
 def gradients(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
     """The loss of a batch; its gradients, clipped, are left in the parameters."""
-    outer, module.__dict__["_current_fx_name"] = module._current_fx_name, None  # `self.log` in a captured step is an error
+    outer, module.__dict__["_current_fx_name"] = (
+        module._current_fx_name,
+        None,
+    )  # `self.log` in a captured step is an error
     try:
         with trainer.precision_plugin.train_step_context(), torch.enable_grad():
             loss = module.loss(batch)
         loss.backward()
-        module.configure_gradient_clipping(trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        module.configure_gradient_clipping(
+            trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        )
     finally:
         module.__dict__["_current_fx_name"] = outer
     return loss
@@ -208,17 +224,24 @@ def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
         raise ValueError(f"FastLoop.cuda_graph needs a WidthScalable module, model is a {type(module).__name__}")
     if not plain(trainer):
         raise ValueError(
-            "FastLoop.cuda_graph needs one device, trainer.accumulate_grad_batches = 1, no trainer.profiler, a precision that leaves"
+            "FastLoop.cuda_graph needs one device, trainer.accumulate_grad_batches = 1, no trainer.profiler, a "
+            "precision that leaves"
             " inputs alone, and no hook that transfers batches"
         )
     plugin = trainer.precision_plugin
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        raise ValueError("FastLoop.cuda_graph does not know the loss scaling of trainer.precision 16-mixed; use bf16-mixed")
+        raise ValueError(
+            "FastLoop.cuda_graph does not know the loss scaling of trainer.precision 16-mixed; use bf16-mixed"
+        )
     if trainer._detect_anomaly:
-        raise ValueError("FastLoop.cuda_graph cannot look for anomalies inside its steps; set trainer.detect_anomaly: false")
+        raise ValueError(
+            "FastLoop.cuda_graph cannot look for anomalies inside its steps; set trainer.detect_anomaly: false"
+        )
     if type(module).training_step is not WidthScalable.training_step:
         raise ValueError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} has a training_step of its own")
     for hook in _INSIDE_A_STEP:
         for owner, kind in (*((callback, Callback) for callback in trainer.callbacks), (module, LightningModule)):
             if hasattr(kind, hook) and is_overridden(hook, owner, kind):
-                raise ValueError(f"FastLoop.cuda_graph has no {hook} inside its steps, but {type(owner).__name__} has one")
+                raise ValueError(
+                    f"FastLoop.cuda_graph has no {hook} inside its steps, but {type(owner).__name__} has one"
+                )

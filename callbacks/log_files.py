@@ -11,24 +11,33 @@ from mupscale.atomic import replacing
 
 
 def folder(trainer: Trainer, log_dir: str | None) -> Path | None:
-    """The folder of a run, in which its checkpoints are. `log_dir` is Lightning's: that of all runs, for most loggers but these two."""
+    """The folder of a run, in which its checkpoints are. `log_dir` is Lightning's: that of all runs, for most loggers
+    but these two.
+    """
     if not trainer.loggers or isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
         return None if log_dir is None else Path(log_dir)
     logger = trainer.loggers[0]
-    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"  # as ModelCheckpoint spells it
+    version = (
+        logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    )  # as ModelCheckpoint spells it
     return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
 
 
 def written(trainer: Trainer) -> dict[str, list[Any]]:
     """The lengths of the event files of each TensorBoard logger, and the rows of the table of each CSV logger."""
     return {
-        "events": [{name: path.stat().st_size for name, path in event_files(logger).items()} for logger in tensorboards(trainer)],
+        "events": [
+            {name: path.stat().st_size for name, path in event_files(logger).items()}
+            for logger in tensorboards(trainer)
+        ],
         "rows": [max(0, len(lines(logger)) - 1) for logger in tables(trainer)],
     }
 
 
 def cut_back(trainer: Trainer, lengths: dict[str, list[Any]]) -> None:
-    """Takes out what was logged since; a folder in which there is less is not the one that was measured, and is left alone."""
+    """Takes out what was logged since; a folder in which there is less is not the one that was measured, and is left
+    alone.
+    """
     for events, files in zip(tensorboards(trainer), lengths.get("events", []), strict=False):
         cut_events(events, files)
     for table, rows in zip(tables(trainer), lengths.get("rows", []), strict=False):
@@ -45,7 +54,9 @@ def keep_tables(trainer: Trainer) -> None:
         if aside.is_file():
             writer = logger.experiment
             aside.replace(path)
-            header = lines(logger)[:1]  # none, if it broke off before its first byte: Lightning empties it to write it anew
+            header = lines(logger)[
+                :1
+            ]  # none, if it broke off before its first byte: Lightning empties it to write it anew
             writer.metrics_keys = header[0].strip().split(",") if header else []
 
 

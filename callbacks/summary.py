@@ -47,7 +47,9 @@ class Summary(Callback):
     @rank_zero_only
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         upscales = sorted((c for c in trainer.callbacks if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
-        growth = "".join(f", width {c.width} from step {c.at_step}" for c in upscales if c.at_step >= trainer.global_step)
+        growth = "".join(
+            f", width {c.width} from step {c.at_step}" for c in upscales if c.at_step >= trainer.global_step
+        )
         print(f"step {trainer.global_step}: {type(pl_module).__name__}, {size(pl_module)}{growth}", flush=True)
 
     @rank_zero_only

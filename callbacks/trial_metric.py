@@ -13,11 +13,13 @@ from torch import Tensor
 from mupscale.callbacks.curves import stepped
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models.base import Width, WidthScalable, init_contexts
-from mupscale.noise import Constants, Noise, SignalNoise, save_constants
-from mupscale.widths import Plan, TensorPlan
+from mupscale.widening.noise import Constants, Noise, SignalNoise, save_constants
+from mupscale.widening.plan import Plan, TensorPlan
 
 DIVERGED = 10
-"""How many times the loss of an untrained network, or of the network just after a swap, is divergence, if it stays there."""
+"""How many times the loss of an untrained network, or of the network just after a swap, is divergence, if it stays
+there.
+"""
 
 PATIENCE = 5
 """Checks in a row that must find it there. A check looks at the mean over a hundredth of the run."""
@@ -26,8 +28,9 @@ PATIENCE = 5
 class TrialMetric(Callback):
     """Computes a trial's metric, stops it if it diverges, and records the constants of signal-normalised noise.
 
-    A trial has diverged if its loss is not finite, or stays ten times above what an untrained network has and above what it had just
-    after a swap. A bad loss alone is no reason to stop: good noise levels start far worse than bad ones.
+    A trial has diverged if its loss is not finite, or stays ten times above what an untrained network has and above
+    what it had just after a swap. A bad loss alone is no reason to stop: good noise levels start far worse than bad
+    ones.
 
     Noise constants are written to `noise-<step>.json` in the run's folder, which `RecordedNoise` reads.
 
@@ -40,8 +43,8 @@ class TrialMetric(Callback):
     def __init__(self, metric: str = "last_epoch") -> None:
         """
         Args:
-            metric: `last_epoch` or `last_N%`: the mean training loss over the steps of the last epoch, or the last N % of the steps;
-                otherwise the name of a metric that the module logs (val/loss): its last value.
+            metric: `last_epoch` or `last_N%`: the mean training loss over the steps of the last epoch, or the last N %
+                of the steps; otherwise the name of a metric that the module logs (val/loss): its last value.
         """
         self.metric = metric
         self.diverged = False
@@ -59,15 +62,30 @@ class TrialMetric(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "sum": float(self.sum), "count": self.count, "window": self.window, "diverged": self.diverged, "strikes": self._strikes,
-            "recent": float(self._recent), "recent_count": self._recent_count, "reference": self._reference, "width": self._width,
+            "sum": float(self.sum),
+            "count": self.count,
+            "window": self.window,
+            "diverged": self.diverged,
+            "strikes": self._strikes,
+            "recent": float(self._recent),
+            "recent_count": self._recent_count,
+            "reference": self._reference,
+            "width": self._width,
             "logged": self._logged,
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.sum, self.count, self.window = state_dict["sum"], state_dict["count"], state_dict["window"]
-        self.diverged, self._strikes, self._reference = state_dict["diverged"], state_dict["strikes"], state_dict["reference"]
-        self._recent, self._recent_count, self._width = state_dict["recent"], state_dict["recent_count"], state_dict["width"]
+        self.diverged, self._strikes, self._reference = (
+            state_dict["diverged"],
+            state_dict["strikes"],
+            state_dict["reference"],
+        )
+        self._recent, self._recent_count, self._width = (
+            state_dict["recent"],
+            state_dict["recent_count"],
+            state_dict["width"],
+        )
         self._logged = state_dict["logged"]
 
     @property
@@ -83,7 +101,10 @@ class TrialMetric(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
-            raise ValueError(f"trainer.devices: a trial of a sweep runs on one device, got {trainer.world_size}; start more processes")
+            raise ValueError(
+                f"trainer.devices: a trial of a sweep runs on one device, got {trainer.world_size}; start more "
+                "processes"
+            )
         for callback in trainer.callbacks:
             if isinstance(callback, UpscaleCallback) and isinstance(callback.noise, SignalNoise):
                 callback.noise = Recording(callback.noise)
@@ -100,7 +121,7 @@ class TrialMetric(Callback):
                 self._look_up(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What is logged is logged in every epoch, so that a mistake in its name need not wait for the end of the run."""
+        """A misspelt metric is reported after one epoch: what is logged at all is logged in every epoch."""
         known = trainer.current_epoch > 0 and (self._validated or not trainer.enable_validation)
         if known and window_of(self.metric) is None and self.metric not in self._validated:
             self._look_up(trainer)
@@ -108,7 +129,10 @@ class TrialMetric(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         total = trainer.estimated_stepping_batches
         if not math.isfinite(total) or total <= 0:
-            raise ValueError(f"trainer.max_steps, trainer.max_epochs: a trial must end, got {trainer.max_steps}, {trainer.max_epochs}")
+            raise ValueError(
+                f"trainer.max_steps, trainer.max_epochs: a trial must end, got {trainer.max_steps}, "
+                f"{trainer.max_epochs}"
+            )
         self._steps = int(total)
         share = window_of(self.metric)
         if share == "epoch":
@@ -126,7 +150,9 @@ class TrialMetric(Callback):
         if self._width is None:
             self._reference = untrained_loss(trainer, pl_module, batch)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert isinstance(pl_module, WidthScalable)
         loss = pl_module.train_loss
         assert loss is not None
@@ -141,9 +167,14 @@ class TrialMetric(Callback):
             self._width = pl_module.width
             self._reference = max(self._reference, float(loss)) if math.isfinite(loss) else self._reference
             self._save_noise(trainer)
-        if stepped(trainer) and (trainer.global_step % max(5, self._steps // 100) == 0 or trainer.global_step == self._steps):
+        if stepped(trainer) and (
+            trainer.global_step % max(5, self._steps // 100) == 0 or trainer.global_step == self._steps
+        ):
             self._check(trainer)
-        if any(isinstance(callback, UpscaleCallback) and callback.is_due(trainer, pl_module) for callback in trainer.callbacks):
+        if any(
+            isinstance(callback, UpscaleCallback) and callback.is_due(trainer, pl_module)
+            for callback in trainer.callbacks
+        ):
             self._check_before_swap(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -152,7 +183,9 @@ class TrialMetric(Callback):
         if window_of(self.metric) is None:
             self._logged = self._look_up(trainer)
         elif trainer.global_step < self._steps:
-            raise ValueError(f"metric {self.metric}: the run ended at step {trainer.global_step}, but was to have {self._steps}")
+            raise ValueError(
+                f"metric {self.metric}: the run ended at step {trainer.global_step}, but was to have {self._steps}"
+            )
 
     # --- parts
 
@@ -174,20 +207,27 @@ class TrialMetric(Callback):
     def _stop(self, trainer: Trainer) -> None:
         self.diverged = True
         trainer.should_stop = True
-        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None  # which are for runs that may yet get better
+        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = (
+            None  # which are for runs that may yet get better
+        )
 
     def _look_up(self, trainer: Trainer) -> float:
         metrics = trainer.callback_metrics
         if self.metric not in metrics:
             raise ValueError(
-                f"metric {self.metric} is never logged by the model; there are last_epoch and last_2%, which are of the training loss, "
+                f"metric {self.metric} is never logged by the model; there are last_epoch and last_2%, which are of "
+                "the training loss, "
                 f"{', '.join(sorted(metrics)) or 'and no others'}"
             )
         return float(metrics[self.metric])
 
     def _save_noise(self, trainer: Trainer) -> None:
         for callback in trainer.callbacks:
-            if isinstance(callback, UpscaleCallback) and isinstance(callback.noise, Recording) and callback.width == self._width:
+            if (
+                isinstance(callback, UpscaleCallback)
+                and isinstance(callback.noise, Recording)
+                and callback.width == self._width
+            ):
                 assert trainer.log_dir is not None
                 save_constants(callback.noise.constants, Path(trainer.log_dir) / f"noise-{callback.at_step}.json")
 
@@ -213,7 +253,9 @@ class Recording(Noise):
 
 
 def window_of(metric: str) -> float | str | None:
-    """Which part of the run's steps a metric is the mean training loss of: a share, or "epoch"; None for a metric that is logged."""
+    """Which part of the run's steps a metric is the mean training loss of: a share, or "epoch"; None for a metric that
+    is logged.
+    """
     if metric == "last_epoch":
         return "epoch"
     percent = re.fullmatch(r"last_(\d+(?:\.\d+)?)%", metric)
@@ -227,7 +269,9 @@ def window_of(metric: str) -> float | str | None:
 
 @torch.no_grad()
 def untrained_loss(trainer: Trainer, module: WidthScalable, batch: Any) -> float:
-    """What a network of the module's width has on a batch before any training; the run's random numbers stay as they were."""
+    """What a network of the module's width has on a batch before any training; the run's random numbers stay as they
+    were.
+    """
     net = module.net
     devices = [module.device] if module.device.type == "cuda" else []
     with torch.random.fork_rng(devices), init_contexts(trainer), trainer.precision_plugin.forward_context():

@@ -13,22 +13,22 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.algorithm import upscale
 from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.models.base import Width, WidthScalable, averaged_copy, averaging_callbacks, init_contexts
-from mupscale.noise import Constants, Noise, SameNoise
-from mupscale.optim import check_transfer, continued_groups, transfer_state
-from mupscale.schedule import continue_schedule
-from mupscale.widths import Plan, plan
+from mupscale.widening.noise import Constants, Noise, SameNoise
+from mupscale.widening.optimizer_state import check_transfer, continued_groups, transfer_state
+from mupscale.widening.plan import Plan, plan
+from mupscale.widening.schedule import continue_schedule
+from mupscale.widening.upscale import upscale
 
 
 class UpscaleCallback(Callback):
     """Swaps in a widened network, with its optimizer state, at a step. Several in one run make a growth schedule.
 
-    The swap happens when the first batch after `at_step` optimizer steps comes in, so checkpoints of that step are still narrow, and
-    a run resumed from one replays it. A network that has the target width already is left alone. Before anything is
-    consumed the plan and the noise are validated and `pre-upscale-<step>.ckpt` is written beside the run's checkpoints, unless
-    the run was resumed from a checkpoint of that very step.
+    The swap happens when the first batch after `at_step` optimizer steps comes in, so checkpoints of that step are
+    still narrow, and a run resumed from one replays it. A network that has the target width already is left alone.
+    Before anything is consumed the plan and the noise are validated and `pre-upscale-<step>.ckpt` is written beside the
+    run's checkpoints, unless the run was resumed from a checkpoint of that very step.
 
     Saved: what it did, for the summary; width and state are the module's and the optimizer's.
     """
@@ -56,7 +56,10 @@ class UpscaleCallback(Callback):
         if lr is not None and lr <= 0:
             raise ValueError(f"UpscaleCallback.lr must be positive, got {lr}")
         if noise is not None and not isinstance(noise, Noise):
-            raise ValueError(f"UpscaleCallback.noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
+            raise ValueError(
+                "UpscaleCallback.noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got "
+                f"{noise!r}"
+            )
         self.at_step = at_step
         self.width = width
         self.noise = noise
@@ -85,18 +88,26 @@ class UpscaleCallback(Callback):
         if not isinstance(pl_module, WidthScalable):
             raise ValueError(f"UpscaleCallback needs a WidthScalable module, model is a {type(pl_module).__name__}")
         if 0 < trainer.max_steps <= self.at_step and not trainer.fast_dev_run:
-            raise ValueError(f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}")
+            raise ValueError(
+                f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}"
+            )
         self.checkpoint = None
         # what it saves before a swap must hold what the other callbacks (EMA, curves) did after the step
-        trainer.callbacks = sorted(trainer.callbacks, key=lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback)))
+        trainer.callbacks = sorted(
+            trainer.callbacks, key=lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))
+        )
         before = self._width_before(trainer, pl_module)
-        if not _narrower(before, self.width):  # right for a run that is resumed after the swap; whether it is one is not known yet
+        if not _narrower(
+            before, self.width
+        ):  # right for a run that is resumed after the swap; whether it is one is not known yet
             return
         with torch.random.fork_rng(devices=[]):  # building a network must not move the run's random numbers
             try:
                 growth = plan(pl_module.network(before, meta=True), pl_module.network(self.width, meta=True))
             except ValueError as error:
-                raise ValueError(f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}") from error
+                raise ValueError(
+                    f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
+                ) from error
         if self.noise is not None:
             try:
                 self.noise.check(growth)
@@ -113,9 +124,13 @@ class UpscaleCallback(Callback):
         if self.is_due(trainer, pl_module):
             self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self.is_due(trainer, pl_module) and self.checkpoint is None:
-            self.checkpoint = self._saved(trainer)  # here loops and data can be resumed exactly, in the middle of a step they cannot
+            self.checkpoint = self._saved(
+                trainer
+            )  # here loops and data can be resumed exactly, in the middle of a step they cannot
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.is_due(trainer, pl_module):
@@ -123,9 +138,11 @@ class UpscaleCallback(Callback):
             try:
                 self._swap(trainer, pl_module, batch)
             except Exception as error:
-                pl_module.net = None  # it may be neither narrow nor wide, and Lightning would fail on it before it tells of the error
+                # it may be neither narrow nor wide, and Lightning would fail on it before it tells of the error
+                pl_module.net = None
                 raise RuntimeError(
-                    f"upscaling to width {self.width} at step {trainer.global_step} failed ({type(error).__name__}: {error}). "
+                    f"upscaling to width {self.width} at step {trainer.global_step} failed ({type(error).__name__}: "
+                    f"{error}). "
                     f"Nothing is lost: the run before it is saved in {self.checkpoint}"
                 ) from error
 
@@ -148,11 +165,16 @@ class UpscaleCallback(Callback):
             trainer.fit_loop.epoch_loop.release()  # a captured step would keep the narrow network's memory
         if module.hparams["compile"]:
             torch.compiler.reset()
-        with torch.random.fork_rng(devices=[]), init_contexts(trainer):  # building must not move the run's random numbers
+        with (
+            torch.random.fork_rng(devices=[]),
+            init_contexts(trainer),
+        ):  # building must not move the run's random numbers
             module.net = wide = module.network(self.width, meta=True)
             module.prepare_network()
         for part in wide.modules():
-            if module.device_mesh is not None or isinstance(part, nn.RNNBase):  # these cannot be given memory weight by weight
+            if module.device_mesh is not None or isinstance(
+                part, nn.RNNBase
+            ):  # these cannot be given memory weight by weight
                 part.to_empty(device=module.device, recurse=False)
         growth = plan(narrow, wide)
         for optimizer in narrow_opts if self.transfer_state else ():
@@ -165,7 +187,8 @@ class UpscaleCallback(Callback):
         for before, after in zip(narrow_opts, trainer.optimizers, strict=True):
             if any(p is q for g in after.param_groups for p in g["params"] for q in narrow.parameters()):
                 raise ValueError(
-                    f"{type(module).__name__}.configure_optimizers returned an optimizer over the old parameters; make a new one"
+                    f"{type(module).__name__}.configure_optimizers returned an optimizer over the old parameters; make "
+                    "a new one"
                 )
             self._continue(growth, narrow, before, wide, after)
         for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
@@ -182,7 +205,8 @@ class UpscaleCallback(Callback):
     def _continue(self, growth: Plan, narrow: nn.Module, before: Optimizer, wide: nn.Module, after: Optimizer) -> None:
         """Each group's rate, and state by name.
 
-        A rate is the base rate (the narrow one's by the rule, or that of the new constant) times how far the schedule is.
+        A rate is the base rate (the narrow one's by the rule, or that of the new constant) times how far the schedule
+        is.
         """
         rates = {id(p): group for group in continued_groups(growth, narrow, before, wide) for p in group["params"]}
         for group in after.param_groups:
@@ -206,7 +230,8 @@ class UpscaleCallback(Callback):
         for callback in averaging_callbacks(module):
             old, new = callback._average_model, averaged_copy(callback, module)
             assert old is not None
-            # the draw depends on device and precision; the average may have been kept elsewhere, or in another precision
+            # the draw depends on device and precision; the average may have been kept elsewhere, or in another
+            # precision
             kept = next(old.module.net.parameters()).dtype
             dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
             narrow, wide = (model.module.net.to(module.device, dtype) for model in (old, new))
@@ -222,13 +247,25 @@ class UpscaleCallback(Callback):
         return path
 
     def _log(
-        self, trainer: Trainer, module: WidthScalable, before: Width, growth: Plan, loss_before: float, loss_after: float, seconds: float
+        self,
+        trainer: Trainer,
+        module: WidthScalable,
+        before: Width,
+        growth: Plan,
+        loss_before: float,
+        loss_after: float,
+        seconds: float,
     ) -> None:
         parameters = sum(p.numel() for p in module.parameters())
         self.summary = {
-            "step": trainer.global_step, "before": before, "after": self.width, "parameters": parameters, "seconds": seconds,
-            "loss_before": loss_before, "loss_after": loss_after,
-        }  # fmt: skip
+            "step": trainer.global_step,
+            "before": before,
+            "after": self.width,
+            "parameters": parameters,
+            "seconds": seconds,
+            "loss_before": loss_before,
+            "loss_after": loss_after,
+        }
         values = {
             "upscale/loss_before": loss_before,
             "upscale/loss_after": loss_after,
@@ -268,13 +305,17 @@ def _loss(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
     assert module.net is not None
     buffers = {name: buffer.clone() for name, buffer in module.net.named_buffers()}
     devices = [module.device] if module.device.type == "cuda" else []
-    eager = torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()  # not worth compiling for
+    eager = (
+        torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()
+    )  # not worth compiling for
     with torch.random.fork_rng(devices), trainer.precision_plugin.forward_context(), eager:
         loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
     for name, buffer in module.net.named_buffers():
         buffer.copy_(buffers[name])
     for part in module.net.modules():
-        if hasattr(part, "reshard"):  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
+        if hasattr(
+            part, "reshard"
+        ):  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
             part.reshard()
     return loss
 

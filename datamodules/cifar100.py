@@ -1,6 +1,7 @@
 """CIFAR-100: 60,000 images of 32 × 32 pixels in 100 classes, cropped, mirrored and normalised on the training device.
 
-Shapes: N images, B of them in a batch, 3 channels; stored N × height × width × 3, delivered B × 3 × height × width in channels-last.
+Shapes: N images, B of them in a batch, 3 channels; stored N × height × width × 3, delivered B × 3 × height × width in
+channels-last.
 """
 
 import os
@@ -26,18 +27,19 @@ NPZ = "cifar100.npz"
 
 
 class CIFAR100(LightningDataModule):
-    """CIFAR-100, resident as uint8 on the training device; batches of normalised float32 images, channels last, with labels 0..99.
+    """CIFAR-100, resident as uint8 on the training device; batches of normalised float32 images, channels last, with
+    labels 0..99.
 
-    Training crops every image at random from one padded by 4 black pixels, and mirrors it with probability 1/2. Which pixels it
-    gets depends on the seed, the epoch and its place in the order alone: not on the number of devices or their type, nor on where a
-    run was resumed. Mean and deviation of the channels are those of the training images. Validation and test see the test images as
-    they are, prediction these without labels. Training drops the ragged last batch. The order resumes exactly, from the state that
-    the training loader leaves in Lightning's checkpoints.
+    Training crops every image at random from one padded by 4 black pixels, and mirrors it with probability 1/2. Which
+    pixels it gets depends on the seed, the epoch and its place in the order alone: not on the number of devices or
+    their type, nor on where a run was resumed. Mean and deviation of the channels are those of the training images.
+    Validation and test see the test images as they are, prediction these without labels. Training drops the ragged last
+    batch. The order resumes exactly, from the state that the training loader leaves in Lightning's checkpoints.
 
     Args:
-        data_dir: Folder with the set as cifar100.npz (x_train, x_test: uint8 [images, 32, 32, 3]; y_train, y_test: 0..99) or
-            unpacked as cifar-100-python. With neither, the first start unpacks a cifar-100-python.tar.gz lying there, or fetches
-            it (169 MB).
+        data_dir: Folder with the set as cifar100.npz (x_train, x_test: uint8 [images, 32, 32, 3]; y_train, y_test:
+            0..99) or unpacked as cifar-100-python. With neither, the first start unpacks a cifar-100-python.tar.gz
+            lying there, or fetches it (169 MB).
         batch_size: Images per batch over all devices together; each of N devices takes one N-th.
         seed: Decides the order of the batches, crops and flips.
     """
@@ -122,7 +124,8 @@ def padded(images: Tensor) -> Tensor:
 
 
 def augment(images: Tensor, rows: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor, table: Tensor) -> Tensor:
-    """Normalised float32 [B, 3, 32, 32], channels last: of images[rows[i]], padded, the crop at tops[i], lefts[i], mirrored if flips[i].
+    """Normalised float32 [B, 3, 32, 32], channels last: of images[rows[i]], padded, the crop at tops[i], lefts[i],
+    mirrored if flips[i].
 
     A handful of kernels, no synchronisation and no shape that depends on values: a CUDA graph can capture it.
     """
@@ -136,20 +139,27 @@ def normalise(images: Tensor, table: Tensor) -> Tensor:
 
     Every value is looked up: exactly torchvision's number, where arithmetic on a GPU may round another way.
     """
-    channels = torch.arange(0, table.numel(), 256, dtype=torch.int32, device=table.device)  # where each one's values begin
+    channels = torch.arange(
+        0, table.numel(), 256, dtype=torch.int32, device=table.device
+    )  # where each one's values begin
     places = images.flatten(1) + channels.repeat(SIZE * SIZE)
     return table.flatten().index_select(0, places.flatten()).view(images.shape).permute(0, 3, 1, 2)
 
 
 def normalisation_table(mean: Tensor, deviation: Tensor) -> Tensor:
-    """float32 [3, 256]: what becomes of each value of each channel; computed as torchvision's to_tensor and normalize do."""
+    """float32 [3, 256]: what becomes of each value of each channel; computed as torchvision's to_tensor and normalize
+    do.
+    """
     values = torch.arange(256).float().div(255)
     mean, deviation = (statistic.float()[:, None] for statistic in (mean, deviation))
     return (values - mean) / deviation
 
 
 def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel in 0..1, as float64 [3]; the sums are in integers, so exact. Constant: 1."""
+    """Mean and standard deviation of each channel in 0..1, as float64 [3]; the sums are in integers, so exact.
+
+    Constant: 1.
+    """
     counts = torch.stack([torch.bincount(images[..., channel].flatten(), minlength=256) for channel in range(3)])
     values = torch.arange(256)
     pixels, total, squares = (int(counts[0].sum()), (counts * values).sum(1), (counts * values**2).sum(1))
@@ -187,16 +197,24 @@ def read(folder: Path) -> list[tuple[Tensor, Tensor]]:
             parts = [Published(folder, train=train) for train in (True, False)]
     except RuntimeError as error:
         raise ValueError(
-            f"data_dir: {unpacked} is damaged or incomplete: its checksums are not the published ones. Delete it to have it fetched"
+            f"data_dir: {unpacked} is damaged or incomplete: its checksums are not the published ones. Delete it to "
+            "have it fetched"
         ) from error
-    return [_checked(unpacked, name, part.data, np.array(part.targets)) for name, part in zip(("train", "test"), parts, strict=True)]
+    return [
+        _checked(unpacked, name, part.data, np.array(part.targets))
+        for name, part in zip(("train", "test"), parts, strict=True)
+    ]
 
 
 def _checked(file: Path, part: str, images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
     if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE, 3) or not len(images):
-        raise ValueError(f"data_dir: {file} has x_{part} {images.dtype} {images.shape}, wanted uint8 [images, {SIZE}, {SIZE}, 3]")
+        raise ValueError(
+            f"data_dir: {file} has x_{part} {images.dtype} {images.shape}, wanted uint8 [images, {SIZE}, {SIZE}, 3]"
+        )
     if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
-        raise ValueError(f"data_dir: {file} has y_{part} {labels.dtype} {labels.shape}, wanted integers [{len(images)}]")
+        raise ValueError(
+            f"data_dir: {file} has y_{part} {labels.dtype} {labels.shape}, wanted integers [{len(images)}]"
+        )
     if labels.min() < 0 or labels.max() >= CLASSES:
         raise ValueError(f"data_dir: {file} must have y_{part} in 0..{CLASSES - 1}, has {labels.min()}..{labels.max()}")
     return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels.astype(np.int64))

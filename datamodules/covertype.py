@@ -1,4 +1,7 @@
-"""Forest Covertype: 54 cartographic features, seven kinds of forest. See README.md beside this file for source and licence."""
+"""Forest Covertype: 54 cartographic features, seven kinds of forest.
+
+See README.md beside this file for source and licence.
+"""
 
 import os
 import warnings
@@ -25,14 +28,15 @@ SHA256 = "614360d0257557dd1792834a85a1cdebfadc3c4f30b011d56afee7ffb5b15771"
 class Covertype(LightningDataModule):
     """Forest Covertype, resident on the training device, 80 % for training and 20 % held out.
 
-    The split is stratified. Continuous columns are standardised with mean and deviation of the training part, binary ones are left
-    as they are; labels are 0..6. Validation and test see the held-out rows, prediction their features alone. Training drops the
-    ragged last batch. The order resumes exactly, from the state that the training loader leaves in Lightning's checkpoints.
+    The split is stratified. Continuous columns are standardised with mean and deviation of the training part, binary
+    ones are left as they are; labels are 0..6. Validation and test see the held-out rows, prediction their features
+    alone. Training drops the ragged last batch. The order resumes exactly, from the state that the training loader
+    leaves in Lightning's checkpoints.
 
     Args:
-        data_dir: Folder with the full set as covertype.npz (X: int16 [581012, 54], y: 1..7). Without that file, the first start
-            makes it from a covtype.data.gz lying there, as UCI publishes it, or fetches that (11 MB). Left out: the embedded
-            sample of 7,500 real rows.
+        data_dir: Folder with the full set as covertype.npz (X: int16 [581012, 54], y: 1..7). Without that file, the
+            first start makes it from a covtype.data.gz lying there, as UCI publishes it, or fetches that (11 MB). Left
+            out: the embedded sample of 7,500 real rows.
         batch_size: Rows per batch over all devices together; each of N devices takes one N-th.
         seed: Decides the split and the order of the batches.
     """
@@ -64,7 +68,9 @@ class Covertype(LightningDataModule):
         continuous = features[:, :CONTINUOUS].double()
         deviation, mean = torch.std_mean(continuous[is_train], dim=0, correction=0)
         x[:, :CONTINUOUS] = ((continuous - mean) / deviation.where(deviation > 0, 1.0)).float()
-        self._train, self._held_out = ((x[rows].to(device), labels[rows].to(device)) for rows in (is_train.nonzero().squeeze(1), held_out))
+        self._train, self._held_out = (
+            (x[rows].to(device), labels[rows].to(device)) for rows in (is_train.nonzero().squeeze(1), held_out)
+        )
 
     def train_dataloader(self) -> ResidentLoader:
         assert self._train is not None
@@ -82,7 +88,9 @@ class Covertype(LightningDataModule):
         return self._loader(self._held_out[:1])
 
     def _loader(self, tensors: tuple[Tensor, ...], *, shuffle: bool = False, drop_last: bool = False) -> ResidentLoader:
-        return ResidentLoader(tensors, self.batch_size, shuffle=shuffle, seed=self.seed, drop_last=drop_last, **ranks(self.trainer))
+        return ResidentLoader(
+            tensors, self.batch_size, shuffle=shuffle, seed=self.seed, drop_last=drop_last, **ranks(self.trainer)
+        )
 
     def _file(self) -> Path:
         """The file to read; if it is missing, it is made, or one error says what to put where."""
@@ -115,7 +123,7 @@ def make_npz(file: Path) -> None:
 
 
 def stratified(labels: Tensor, rows: int, seed: int) -> Tensor:
-    """The indices, ascending, of `rows` random rows in which every class has its share (largest remainders round it)."""
+    """The ascending indices of `rows` random rows, every class in its share (rounded by largest remainders)."""
     counts = torch.bincount(labels)
     exact = counts * rows  # over len(labels): in integers, so that no rounding decides
     shares = exact // len(labels)
@@ -134,7 +142,9 @@ def _read(file: Path) -> tuple[Tensor, Tensor]:
     """Features as stored, int16 [rows, 54], and labels 0..6."""
     features, labels = read_npz(file, ("X", "y"))
     if features.ndim != 2 or features.shape[1] != FEATURES or labels.shape != features.shape[:1]:
-        raise ValueError(f"data_dir: {file} has X {features.shape} and y {labels.shape}, wanted [rows, {FEATURES}] and [rows]")
+        raise ValueError(
+            f"data_dir: {file} has X {features.shape} and y {labels.shape}, wanted [rows, {FEATURES}] and [rows]"
+        )
     if not len(labels) or labels.min() < 1 or labels.max() > CLASSES:
         raise ValueError(f"data_dir: {file} must have labels 1..{CLASSES}, has {np.unique(labels)[:20].tolist()}")
     return torch.from_numpy(features), torch.from_numpy(labels.astype(np.int64)) - 1

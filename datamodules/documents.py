@@ -41,16 +41,18 @@ class Source(Protocol):
 class TextFiles:
     """The documents of local files, in the order of the files, empty ones left out.
 
-    A .parquet file has them in the rows of its column `text`, .jsonl, .ndjson and .json in the field `text` of an object per line.
-    Any other file is plain UTF-8 text, in which a line that is `separator` and nothing else stands between two documents. All
-    but parquet may be compressed (.gz).
+    A .parquet file has them in the rows of its column `text`, .jsonl, .ndjson and .json in the field `text` of an
+    object per line. Any other file is plain UTF-8 text, in which a line that is `separator` and nothing else stands
+    between two documents. All but parquet may be compressed (.gz).
     """
 
     def __init__(self, files: Sequence[Path], separator: str = SEPARATOR) -> None:
         self.files, self.separator = files, separator
         for file in files:
             if not file.is_file():
-                raise FileNotFoundError(f"{file} is a folder: name its files" if file.is_dir() else f"there is no file {file}")
+                raise FileNotFoundError(
+                    f"{file} is a folder: name its files" if file.is_dir() else f"there is no file {file}"
+                )
         self._sizes = [file.stat().st_size for file in files]
 
     def __str__(self) -> str:
@@ -58,7 +60,10 @@ class TextFiles:
         return ", ".join(names if len(names) < 5 else [*names[:3], f"… ({len(names)} files)"])
 
     def described(self) -> dict[str, Any]:
-        files = [{"name": file.name, "bytes": size, "sha256": sha256(file)} for file, size in zip(self.files, self._sizes, strict=True)]
+        files = [
+            {"name": file.name, "bytes": size, "sha256": sha256(file)}
+            for file, size in zip(self.files, self._sizes, strict=True)
+        ]
         return {"source": "text", "files": files, "separator": self.separator}
 
     def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
@@ -84,7 +89,9 @@ class TextFiles:
         return sum(self._sizes[:number]) + (offset if in_bytes else 0), sum(self._sizes)
 
     def _documents(self, file: Path, offset: int) -> Iterator[tuple[str, int]]:
-        """Documents from an offset on, each with the offset after it: rows of a parquet file, uncompressed bytes of others."""
+        """Documents from an offset on, each with the offset after it: rows of a parquet file, uncompressed bytes of
+        others.
+        """
         compressed = file.suffix == ".gz"
         suffix = file.with_suffix("").suffix if compressed else file.suffix
         try:
@@ -104,7 +111,9 @@ class TextFiles:
 
 
 class FineWebEdu:
-    """The documents of a subset of FineWeb-Edu, streamed from the Hugging Face Hub, of one revision from the beginning to the end."""
+    """The documents of a subset of FineWeb-Edu, streamed from the Hugging Face Hub, of one revision from the beginning
+    to the end.
+    """
 
     def __init__(self, subset: str) -> None:
         self.subset = subset
@@ -166,8 +175,10 @@ def _newest_revision(subset: str) -> str:
 def out_of_reach(subset: str, error: Exception) -> ConnectionError:
     folder = f"sample/{subset.removeprefix('sample-')}" if subset.startswith("sample-") else f"data/{subset}"
     return ConnectionError(
-        f"streaming {REPOSITORY} failed ({reason(error)}). With a network, the same command goes on where it stopped. Without one,"
-        f" download parquet files from https://huggingface.co/datasets/{REPOSITORY}/tree/main/{folder} elsewhere, and give them to"
+        f"streaming {REPOSITORY} failed ({reason(error)}). With a network, the same command goes on where it stopped. "
+        "Without one,"
+        f" download parquet files from https://huggingface.co/datasets/{REPOSITORY}/tree/main/{folder} elsewhere, and "
+        "give them to"
         " `python -m mupscale prepare text FILES…`"
     )
 
@@ -205,9 +216,13 @@ def _json_lines(stream: Any, offset: int) -> Iterator[tuple[str, int]]:
         if not line.strip():
             continue
         try:
-            text = json.loads(line)["text"].encode(errors="replace").decode()  # JSON can spell halves of a surrogate pair
+            text = (
+                json.loads(line)["text"].encode(errors="replace").decode()
+            )  # JSON can spell halves of a surrogate pair
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the line at byte {begin} is not a JSON object with a string `text` ({error!r})") from error
+            raise ValueError(
+                f"the line at byte {begin} is not a JSON object with a string `text` ({error!r})"
+            ) from error
         yield text, offset
 
 

@@ -24,7 +24,9 @@ def read_npz(file: Path, names: tuple[str, ...]) -> list[np.ndarray]:
         with file.open("rb") as stream, np.load(stream) as arrays:
             return [arrays[name] for name in names]
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"data_dir: {file} is not a whole npz file with arrays {', '.join(names)} ({error})") from error
+        raise ValueError(
+            f"data_dir: {file} is not a whole npz file with arrays {', '.join(names)} ({error})"
+        ) from error
 
 
 def check_digest(file: Path, algorithm: str, published: str) -> None:
@@ -33,16 +35,19 @@ def check_digest(file: Path, algorithm: str, published: str) -> None:
         found = hashlib.file_digest(stream, algorithm).hexdigest()
     if found != published:
         raise ValueError(
-            f"data_dir: {file} is cut short, damaged or another file: its {algorithm} is {found}, that of the published one"
+            f"data_dir: {file} is cut short, damaged or another file: its {algorithm} is {found}, that of the "
+            "published one"
             f" {published}. Download it again, or delete it to have it fetched"
         )
 
 
 @contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
-    """A folder inside `folder`, which is made if it is missing: what is finished is moved out, the rest vanishes, come what may.
+    """A folder inside `folder`, which is made if it is missing: what is finished is moved out, the rest vanishes, come
+    what may.
 
-    On one file system a move is atomic, so other processes see a whole file or none; and each works in a folder of its own.
+    On one file system a move is atomic, so other processes see a whole file or none; and each works in a folder of its
+    own.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -50,7 +55,9 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
             folder.mkdir(parents=True, exist_ok=True)
             temporary = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder)
         except OSError as error:
-            raise FileNotFoundError(f"data_dir: {folder} lacks the data set, and cannot be written to ({error})") from error
+            raise FileNotFoundError(
+                f"data_dir: {folder} lacks the data set, and cannot be written to ({error})"
+            ) from error
         with temporary as path:
             yield Path(path)
     except BaseException:
@@ -62,12 +69,19 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def reaching(url: str, by_hand: Path, otherwise: str = "") -> Iterator[None]:
-    """Makes one error of whatever goes wrong when `url` is fetched: it says what to download, and to put it where `by_hand` says."""
+    """Makes one error of whatever goes wrong when `url` is fetched: it says what to download, and to put it where
+    `by_hand` says.
+    """
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT)
     try:
         yield
-    except (OSError, HTTPException, RuntimeError, ImportError) as error:  # RuntimeError: torchvision's for a wrong checksum
+    except (
+        OSError,
+        HTTPException,
+        RuntimeError,
+        ImportError,
+    ) as error:  # RuntimeError: torchvision's for a wrong checksum
         raise FileNotFoundError(
             f"data_dir: {by_hand.parent} lacks the data set, and fetching {url} failed ({error})."
             f" Download it by hand and put it there as {by_hand.name}{otherwise}"

@@ -1,4 +1,7 @@
-"""Rows of tokens from a prepared folder: FineWeb-Edu, or any text. See shards.py for the format, README.md for the embedded sample."""
+"""Rows of tokens from a prepared folder: FineWeb-Edu, or any text.
+
+See shards.py for the format, README.md for the embedded sample.
+"""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -20,19 +23,20 @@ Order = Literal["random", "sequential"]
 class FineWeb(LightningDataModule):
     """Tokens of FineWeb-Edu, or of text of your own, from a folder made by `python -m mupscale prepare`.
 
-    A batch is int64 [rows, context + 1]: each position predicts the next. Training sees random crops or, in order, every token
-    as a target once an epoch; an epoch has as many rows either way, and drops the ragged last batch. Validation and test see
-    the held-out documents in order, the last window left out if it is not full; prediction their inputs alone. Documents follow each
-    other, an end-of-text token after each, and a row may reach over several. Batches are the same on any device and for
-    any number of devices, and resume exactly, from the state that the training loader leaves in Lightning's checkpoints.
+    A batch is int64 [rows, context + 1]: each position predicts the next. Training sees random crops or, in order,
+    every token as a target once an epoch; an epoch has as many rows either way, and drops the ragged last batch.
+    Validation and test see the held-out documents in order, the last window left out if it is not full; prediction
+    their inputs alone. Documents follow each other, an end-of-text token after each, and a row may reach over several.
+    Batches are the same on any device and for any number of devices, and resume exactly, from the state that the
+    training loader leaves in Lightning's checkpoints.
 
     Args:
         data_dir: The prepared folder. Left out: the embedded sample, the Jargon File (0.4 M tokens, vocabulary 4,096).
         batch_size: Rows per batch over all devices together; each of N devices takes one N-th.
         context: Tokens that a row predicts.
         order: random: crops of the training text. sequential: its windows one after another.
-        resident: Keep the tokens on the training device. By default on a GPU if they take at most an eighth of its memory;
-            otherwise they are read from disk as they are needed, by memory map.
+        resident: Keep the tokens on the training device. By default on a GPU if they take at most an eighth of its
+            memory; otherwise they are read from disk as they are needed, by memory map.
         seed: Decides the crops.
     """
 
@@ -69,7 +73,9 @@ class FineWeb(LightningDataModule):
         resident = self.resident
         if resident is None:
             held = sum(map(len, splits.values())) * TOKEN.itemsize
-            resident = device.type == "cuda" and held <= RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory
+            resident = (
+                device.type == "cuda" and held <= RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory
+            )
         kind = ResidentWindows if resident else MappedWindows
         self._windows = {split: kind(tokens, self.context + 1, device) for split, tokens in splits.items()}
 
@@ -86,7 +92,9 @@ class FineWeb(LightningDataModule):
         return self._loader("val", "sequential", targets=False)
 
     def _loader(self, split: str, order: Order, **options: Any) -> "WindowLoader":
-        return WindowLoader(self._windows[split], self.batch_size, order=order, seed=self.seed, **options, **ranks(self.trainer))
+        return WindowLoader(
+            self._windows[split], self.batch_size, order=order, seed=self.seed, **options, **ranks(self.trainer)
+        )
 
     def _index(self) -> Index:
         try:
@@ -99,15 +107,22 @@ class FineWeb(LightningDataModule):
         for split in SPLITS:
             tokens = index.content[split]["tokens"]
             if not 0 < self.context < tokens:
-                raise ValueError(f"data.context = {self.context}: {index.folder} has {tokens} tokens for {split}, wanted 1 to {tokens - 1}")
+                raise ValueError(
+                    f"data.context = {self.context}: {index.folder} has {tokens} tokens for {split}, wanted 1 to "
+                    f"{tokens - 1}"
+                )
         model = self.trainer.lightning_module.hparams if self.trainer is not None else {}
         if model.get("vocabulary", index.vocabulary) < index.vocabulary:
             raise ValueError(
-                f"model.vocabulary = {model['vocabulary']}: the tokens of {index.folder} are of a vocabulary of {index.vocabulary};"
+                f"model.vocabulary = {model['vocabulary']}: the tokens of {index.folder} are of a vocabulary of "
+                f"{index.vocabulary};"
                 f" set model.vocabulary: {index.vocabulary}, or more"
             )
         if model.get("context", self.context) < self.context:
-            raise ValueError(f"data.context = {self.context}: the model has model.context = {model['context']} positions; make them agree")
+            raise ValueError(
+                f"data.context = {self.context}: the model has model.context = {model['context']} positions; make them "
+                "agree"
+            )
 
 
 class ResidentWindows:
@@ -127,7 +142,10 @@ class ResidentWindows:
 
 
 class MappedWindows:
-    """The windows of tokens on disk. The copy to a GPU does not wait for it, nor does the GPU's work for the next one."""
+    """The windows of tokens on disk.
+
+    The copy to a GPU does not wait for it, nor does the GPU's work for the next one.
+    """
 
     starts_device = torch.device("cpu")
 
@@ -150,7 +168,13 @@ class WindowLoader(ResidentLoader):
     """
 
     def __init__(
-        self, windows: ResidentWindows | MappedWindows, batch_size: int, *, order: Order, targets: bool = True, **options: Any
+        self,
+        windows: ResidentWindows | MappedWindows,
+        batch_size: int,
+        *,
+        order: Order,
+        targets: bool = True,
+        **options: Any,
     ) -> None:
         context = windows.size - 1
         starts = torch.arange(0, windows.tokens - context, context, device=windows.starts_device)

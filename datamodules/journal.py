@@ -40,7 +40,9 @@ class Journal:
         own = (LOCK, partial(JOURNAL))
         other = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if other:
-            raise ValueError(f"--out {folder} has other files ({', '.join(other[:5])}): name a new folder, or an empty one")
+            raise ValueError(
+                f"--out {folder} has other files ({', '.join(other[:5])}): name a new folder, or an empty one"
+            )
         return None
 
     def write(self, folder: Path) -> None:

@@ -53,22 +53,28 @@ def prepare(
     workers: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Index:
-    """The index of the folder `out`, prepared from the documents of `source`; what was done there already is not done again.
+    """The index of the folder `out`, prepared from the documents of `source`; what was done there already is not done
+    again.
 
-    Tokens are GPT-2's, or those of a BPE of `vocabulary` tokens trained on the first training documents. A hash of its text decides
-    whether a document is held out, so equal ones lie on one side. With `tokens`, the document that reaches that number, both
-    splits together, is the last. The bytes written depend neither on `workers` (threads; by default one for each core) nor on
-    interruptions. A source that cannot be used leaves nothing behind.
+    Tokens are GPT-2's, or those of a BPE of `vocabulary` tokens trained on the first training documents. A hash of its
+    text decides whether a document is held out, so equal ones lie on one side. With `tokens`, the document that reaches
+    that number, both splits together, is the last. The bytes written depend neither on `workers` (threads; by default
+    one for each core) nor on interruptions. A source that cannot be used leaves nothing behind.
     """
     if vocabulary is not None and not BYTES < vocabulary <= LARGEST_VOCABULARY:
         raise ValueError(
-            f"--vocab {vocabulary}: wanted {BYTES + 1} (all bytes, and the end of text) to {LARGEST_VOCABULARY}, which fit in 16 bits"
+            f"--vocab {vocabulary}: wanted {BYTES + 1} (all bytes, and the end of text) to {LARGEST_VOCABULARY}, which "
+            "fit in 16 bits"
         )
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val-fraction {val_fraction}: wanted a number between 0 and 1")
     asked = {
-        **source.described(), "vocab": vocabulary or "gpt2", "tokens": tokens, "val-fraction": val_fraction, "shard tokens": shard_tokens
-    }  # fmt: skip
+        **source.described(),
+        "vocab": vocabulary or "gpt2",
+        "tokens": tokens,
+        "val-fraction": val_fraction,
+        "shard tokens": shard_tokens,
+    }
     with held(out):
         if (out / INDEX).exists():
             index = read_index(out)
@@ -115,7 +121,10 @@ def tokenizer(source: Source, folder: Path, journal: Journal) -> "tiktoken.Encod
             if not text.documents:
                 refuse_empty(source, {"train": 0, "val": text.held_out})
             if len(ranks) + 1 < size:
-                raise Unusable(f"--vocab {size}: {source} gives no more than {len(ranks) + 1} different tokens; choose that, or less")
+                raise Unusable(
+                    f"--vocab {size}: {source} gives no more than {len(ranks) + 1} different tokens; choose that, or "
+                    "less"
+                )
             trained_on = {"documents": text.documents, "bytes": text.bytes}
         write_whole(path, dumped(ranks))
         journal.tokenizer = {"trained_on": trained_on}
@@ -153,7 +162,9 @@ def write_shards(source: Source, folder: Path, encoding: "tiktoken.Encoding", jo
     last_commit = time.monotonic()
 
     def work(documents: Sequence[str]) -> Encoded:
-        return *encoded(encoding, documents), np.array([is_held_out(document, asked["val-fraction"]) for document in documents])
+        return *encoded(encoding, documents), np.array(
+            [is_held_out(document, asked["val-fraction"]) for document in documents]
+        )
 
     def commit() -> None:
         for writer in writers.values():
@@ -162,13 +173,17 @@ def write_shards(source: Source, folder: Path, encoding: "tiktoken.Encoding", jo
 
     with ThreadPoolExecutor(workers) as pool, progress_bar(source, asked["tokens"], journal.position, written) as show:
         try:
-            for (tokens, lengths, held_out), position in in_order(pool, work, source.batches(journal.position), 2 * workers):
+            for (tokens, lengths, held_out), position in in_order(
+                pool, work, source.batches(journal.position), 2 * workers
+            ):
                 tokens, lengths, held_out = up_to((asked["tokens"] or np.inf) - written, (tokens, lengths, held_out))
                 for split, chosen in (("train", ~held_out), ("val", held_out)):
                     writers[split].append(tokens[np.repeat(chosen, lengths)], lengths[chosen])
                 written += len(tokens)
                 # at one stroke, because an interrupt may come between any two lines, and be followed by a commit
-                vars(journal).update(position=position, shards={split: list(writer.counts) for split, writer in writers.items()})
+                vars(journal).update(
+                    position=position, shards={split: list(writer.counts) for split, writer in writers.items()}
+                )
                 show(position, written)
                 if asked["tokens"] and written >= asked["tokens"]:
                     break
@@ -183,7 +198,9 @@ def write_shards(source: Source, folder: Path, encoding: "tiktoken.Encoding", jo
 def in_order(
     pool: ThreadPoolExecutor, work: Callable[[Sequence[str]], Encoded], batches: Batches, ahead: int
 ) -> Iterator[tuple[Encoded, Position]]:
-    """The encoded batches in their order, with their positions; no more than `ahead` are read before they are asked for."""
+    """The encoded batches in their order, with their positions; no more than `ahead` are read before they are asked
+    for.
+    """
     waiting: deque[tuple[Future[Encoded], Position]] = deque()
     broken: ConnectionError | None = None
     with closing(batches):
@@ -213,7 +230,9 @@ def up_to(limit: float, batch: Encoded) -> Encoded:
 
 
 @contextmanager
-def progress_bar(source: Source, tokens: int | None, position: Position, written: int) -> Iterator[Callable[[Position, int], None]]:
+def progress_bar(
+    source: Source, tokens: int | None, position: Position, written: int
+) -> Iterator[Callable[[Position, int], None]]:
     """Shows how many tokens of those asked for are written or, if all are, how much of the source is read."""
     from tqdm import tqdm
 
@@ -221,7 +240,9 @@ def progress_bar(source: Source, tokens: int | None, position: Position, written
         return (written, tokens) if tokens else source.progress(position) or (written, None)
 
     done, total = state(position, written)
-    with tqdm(total=total, initial=done, unit="tokens" if tokens else "B", unit_scale=True, disable=None, leave=False) as bar:
+    with tqdm(
+        total=total, initial=done, unit="tokens" if tokens else "B", unit_scale=True, disable=None, leave=False
+    ) as bar:
 
         def show(position: Position, written: int) -> None:
             bar.set_postfix_str(f"{written / 1e6:,.1f} M tokens", refresh=False)
@@ -232,7 +253,10 @@ def progress_bar(source: Source, tokens: int | None, position: Position, written
 
 def finish(source: Source, folder: Path, encoding: "tiktoken.Encoding", journal: Journal) -> Index:
     """Writes the index, after which the folder is prepared."""
-    writers = {split: ShardWriter(folder, split, journal.preparation["shard tokens"], journal.shards[split]) for split in SPLITS}
+    writers = {
+        split: ShardWriter(folder, split, journal.preparation["shard tokens"], journal.shards[split])
+        for split in SPLITS
+    }
     refuse_empty(source, {split: writer.documents for split, writer in writers.items()})
     assert journal.tokenizer is not None
     content = {
@@ -255,6 +279,7 @@ def refuse_empty(source: Source, documents: dict[str, int]) -> None:
     for split, count in documents.items():
         if count == 0:
             raise Unusable(
-                f"{source}: none of its {sum(documents.values())} documents falls to the split `{split}`. It wants more documents"
+                f"{source}: none of its {sum(documents.values())} documents falls to the split `{split}`. It wants "
+                "more documents"
                 " (in plain text --separator tells where they end), or another --val-fraction"
             )

@@ -1,4 +1,6 @@
-"""Batches of tensors that already lie on the training device: one index operation each, no workers, no copies from the host."""
+"""Batches of tensors that already lie on the training device: one index operation each, no workers, no copies from the
+host.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,18 +14,19 @@ from torch import Tensor
 class ResidentLoader:
     """The batches of one epoch after another, the same for any number of ranks, resumable at any batch.
 
-    `batch_size` is the global batch. Every rank draws the same order of rows, a function of `seed` and the epoch alone, and rank r
-    of N takes the r-th contiguous share of each global batch. Without `drop_last` the last batch may be ragged: its shares then
-    differ by at most one row, and every rank still gets as many batches as the others. That is exact for sums over rows
-    (evaluation), not for the mean of per-rank means (training), so training wants `drop_last=True`.
+    `batch_size` is the global batch. Every rank draws the same order of rows, a function of `seed` and the epoch alone,
+    and rank r of N takes the r-th contiguous share of each global batch. Without `drop_last` the last batch may be
+    ragged: its shares then differ by at most one row, and every rank still gets as many batches as the others. That is
+    exact for sums over rows (evaluation), not for the mean of per-rank means (training), so training wants
+    `drop_last=True`.
 
-    A batch is a tuple with one part of each tensor, or a bare tensor when there is only one. It is a copy: writing to it leaves
-    the resident data alone.
+    A batch is a tuple with one part of each tensor, or a bare tensor when there is only one. It is a copy: writing to
+    it leaves the resident data alone.
 
-    `iter` starts the next epoch if the current one was drawn from, and otherwise changes nothing, because Lightning calls it
-    more often than it draws. All iterators of one loader share its position. `state_dict` holds epoch and position, with what
-    the order depends on; `load_state_dict` refuses a state of other data or another order, and the next `iter` goes on with the very
-    next batch, on any number of ranks.
+    `iter` starts the next epoch if the current one was drawn from, and otherwise changes nothing, because Lightning
+    calls it more often than it draws. All iterators of one loader share its position. `state_dict` holds epoch and
+    position, with what the order depends on; `load_state_dict` refuses a state of other data or another order, and the
+    next `iter` goes on with the very next batch, on any number of ranks.
 
     A subclass that makes its batches otherwise overrides `_batch`, and `_chances` if chance has a part in them.
     """
@@ -47,21 +50,32 @@ class ResidentLoader:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in 0..{world_size - 1} for world_size={world_size}, got {rank}")
         if batch_size < 1 or batch_size % world_size:
-            raise ValueError(f"batch_size={batch_size} is the global batch: it must be a positive multiple of the {world_size} ranks")
+            raise ValueError(
+                f"batch_size={batch_size} is the global batch: it must be a positive multiple of the {world_size} ranks"
+            )
         rows, ragged = sizes[0], 0 if drop_last else sizes[0] % batch_size
         if rows < (batch_size if drop_last else 1):
             raise ValueError(f"batch_size={batch_size} leaves no batch of {rows} rows: choose a smaller one")
         if 0 < ragged < world_size:
             raise ValueError(
-                f"batch_size={batch_size} leaves {ragged} of {rows} rows for the last batch, too few for {world_size} ranks:"
+                f"batch_size={batch_size} leaves {ragged} of {rows} rows for the last batch, too few for {world_size} "
+                "ranks:"
                 " choose another batch_size, or drop_last"
             )
         self.tensors, self.rank, self.world_size = tensors, rank, world_size
-        self._order_depends_on = {"rows": rows, "batch_size": batch_size, "seed": seed, "shuffle": shuffle, "drop_last": drop_last}
+        self._order_depends_on = {
+            "rows": rows,
+            "batch_size": batch_size,
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+        }
         self._batches = (rows + bool(ragged) * (batch_size - ragged)) // batch_size
         self._epoch = self._position = 0
         self._drawn_from = False
-        self._plan: tuple[int, tuple[Tensor, ...]] | None = None  # the epoch it belongs to; its rows in order, and their chances
+        self._plan: tuple[int, tuple[Tensor, ...]] | None = (
+            None  # the epoch it belongs to; its rows in order, and their chances
+        )
 
     def __len__(self) -> int:
         return self._batches
@@ -79,8 +93,8 @@ class ResidentLoader:
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of `epoch`; inside that epoch already, stays where it is.
 
-        The state alone is not enough: Lightning does not load it from a checkpoint written after an epoch's end, and under
-        `limit_train_batches` the loader cannot see that an epoch has ended.
+        The state alone is not enough: Lightning does not load it from a checkpoint written after an epoch's end, and
+        under `limit_train_batches` the loader cannot see that an epoch has ended.
         """
         if epoch != self._epoch:
             self._epoch, self._position, self._drawn_from = epoch, 0, False
@@ -128,7 +142,9 @@ class ResidentLoader:
             rows, seed = self._order_depends_on["rows"], self._order_depends_on["seed"]
             # drawn on the CPU, so that an epoch is the same on every type of device
             generator = torch.Generator().manual_seed(_mixed(seed, self._epoch))
-            order = torch.randperm(rows, generator=generator) if self._order_depends_on["shuffle"] else torch.arange(rows)
+            order = (
+                torch.randperm(rows, generator=generator) if self._order_depends_on["shuffle"] else torch.arange(rows)
+            )
             plan = order, *self._chances(rows, generator)
             self._plan = self._epoch, tuple(entries.to(self.tensors[0].device) for entries in plan)
         return self._plan[1]
@@ -147,7 +163,9 @@ def ranks(trainer: Trainer | None) -> dict[str, int]:
 
 
 def shuffles(trainer: Trainer | None) -> bool:
-    """Whether training batches come in random order: not when overfitting, for which Lightning cannot switch a loader of ours."""
+    """Whether training batches come in random order: not when overfitting, for which Lightning cannot switch a loader
+    of ours.
+    """
     return trainer is None or not trainer.overfit_batches  # type: ignore[attr-defined]
 
 

@@ -1,11 +1,12 @@
-"""Tokens on disk: shards of whole documents, an index that vouches for them, and one array over all of them by memory map.
+"""Tokens on disk: shards of whole documents, an index that vouches for them, and one array over all of them by memory
+map.
 
 A prepared folder holds, for each split S (train, val) and shard number N, little-endian:
 
     S-N.tokens       uint16: the documents of the shard one after another, each with the end-of-text token as its last
     S-N.documents    uint64: where in the shard each document begins
-    tokenizer.tiktoken    what the numbers stand for: a line for each token but end-of-text, its bytes in base64 and its number
-    index.json       version, vocabulary, counts, checksums, and what the folder was prepared from. Written last: no index, no data
+    tokenizer.tiktoken    a line for each token but end-of-text: its bytes in base64, and its number
+    index.json       version, vocabulary, counts, checksums, sources. Written last: no index, no data
 """
 
 import hashlib
@@ -32,7 +33,9 @@ LARGEST_VOCABULARY = 2**16  # what TOKEN can count
 
 @dataclass(frozen=True)
 class Index:
-    """What a prepared folder holds. Every file is there in its full length; `verify` tells whether their bytes are right, too."""
+    """What a prepared folder holds. Every file is there in its full length; `verify` tells whether their bytes are
+    right, too.
+    """
 
     folder: Path
     content: dict[str, Any]
@@ -55,20 +58,27 @@ class Index:
         for (name, (_, expected)), found in zip(files.items(), digests, strict=True):
             if found != expected:
                 raise ValueError(
-                    f"{self.folder / name} is damaged: its sha256 is {found}, {INDEX} says {expected}. Prepare the folder again"
+                    f"{self.folder / name} is damaged: its sha256 is {found}, {INDEX} says {expected}. Prepare the "
+                    "folder again"
                 )
 
     def tokens(self, split: str) -> "MappedTokens":
         shards = self.content[split]["shards"]
-        return MappedTokens(*([self.folder / shard[kind]["file"] for shard in shards] for kind in ("tokens", "documents")))
+        return MappedTokens(
+            *([self.folder / shard[kind]["file"] for shard in shards] for kind in ("tokens", "documents"))
+        )
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a prepared folder, its files checked for presence and size; an error says what is wrong with which file."""
+    """The index of a prepared folder, its files checked for presence and size; an error says what is wrong with which
+    file.
+    """
     path = folder / INDEX
     if not path.is_file():
         if any(folder.glob("*.tokens")):
-            raise ValueError(f"{folder} is not finished: run the same `python -m mupscale prepare` command again, and it goes on")
+            raise ValueError(
+                f"{folder} is not finished: run the same `python -m mupscale prepare` command again, and it goes on"
+            )
         raise FileNotFoundError(f"there is no {path}: prepare the folder by `python -m mupscale prepare`")
     try:
         index = Index(folder, json.loads(path.read_bytes()))
@@ -77,18 +87,26 @@ def read_index(folder: Path) -> Index:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged, or is not the index of a prepared folder ({error!r})") from error
     if version != VERSION:
-        raise ValueError(f"{path} is of version {version}, this mupscale reads version {VERSION}: delete the folder and prepare it anew")
+        raise ValueError(
+            f"{path} is of version {version}, this mupscale reads version {VERSION}: delete the folder and prepare it "
+            "anew"
+        )
     for name, (size, _) in files.items():
         file = folder / name
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing: delete the folder and prepare it anew")
         if file.stat().st_size != size:
-            raise ValueError(f"{file} has {file.stat().st_size} bytes, {INDEX} says {size}: delete the folder and prepare it anew")
+            raise ValueError(
+                f"{file} has {file.stat().st_size} bytes, {INDEX} says {size}: delete the folder and prepare it anew"
+            )
     return index
 
 
 class MappedTokens:
-    """The tokens of a split as if its shards were one array. Nothing is read before it is asked for, and nothing is kept."""
+    """The tokens of a split as if its shards were one array.
+
+    Nothing is read before it is asked for, and nothing is kept.
+    """
 
     def __init__(self, token_files: Sequence[Path], document_files: Sequence[Path]) -> None:
         # "c", because torch complains of arrays that cannot be written to; as plain arrays, which are cut twice as fast
@@ -116,7 +134,10 @@ class MappedTokens:
     @cached_property
     def document_starts(self) -> np.ndarray:
         """Where each document begins, and last where the tokens end."""
-        starts = [np.fromfile(file, START) + np.uint64(begin) for file, begin in zip(self._document_files, [0, *self._ends], strict=False)]
+        starts = [
+            np.fromfile(file, START) + np.uint64(begin)
+            for file, begin in zip(self._document_files, [0, *self._ends], strict=False)
+        ]
         return np.concatenate([*starts, np.array([len(self)], START)]).astype(np.int64)
 
     def document(self, number: int) -> np.ndarray:
@@ -130,8 +151,9 @@ class MappedTokens:
 class ShardWriter:
     """Appends documents to the shards of a split; a shard that has reached `shard_tokens` is followed by the next.
 
-    `commit` makes what was appended durable and returns the tokens and documents of every shard. A writer made with that cuts
-    the files back to it, whatever was written or lost after: the shards depend on the documents alone, not on how often one stopped.
+    `commit` makes what was appended durable and returns the tokens and documents of every shard. A writer made with
+    that cuts the files back to it, whatever was written or lost after: the shards depend on the documents alone, not on
+    how often one stopped.
     """
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, committed: Sequence[tuple[int, int]] = ()) -> None:
@@ -210,7 +232,9 @@ class ShardWriter:
         for path, size in zip(paths, (tokens * TOKEN.itemsize, documents * START.itemsize), strict=True):
             found = path.stat().st_size if path.is_file() else 0
             if found < size:
-                raise ValueError(f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it anew")
+                raise ValueError(
+                    f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it anew"
+                )
             os.truncate(path, size)
         return paths
 

@@ -1,4 +1,6 @@
-"""What token numbers stand for: GPT-2's vocabulary, or a byte-level BPE trained on text, both in GPT-2's layout and encoded by tiktoken."""
+"""What token numbers stand for: GPT-2's vocabulary, or a byte-level BPE trained on text, both in GPT-2's layout and
+encoded by tiktoken.
+"""
 
 import base64
 import hashlib
@@ -36,20 +38,28 @@ def gpt2_ranks() -> Ranks:
     except Exception as error:  # requests' and the operating system's, of many kinds
         base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
         folder = os.environ.get("TIKTOKEN_CACHE_DIR") or "a folder named by the environment variable TIKTOKEN_CACHE_DIR"
-        files = [f"{base}{name} as {hashlib.sha1(f'{base}{name}'.encode()).hexdigest()}" for name in ("vocab.bpe", "encoder.json")]
+        files = [
+            f"{base}{name} as {hashlib.sha1(f'{base}{name}'.encode()).hexdigest()}"
+            for name in ("vocab.bpe", "encoder.json")
+        ]
         raise ConnectionError(
-            f"--vocab gpt2: fetching GPT-2's vocabulary failed ({reason(error)}). Download it elsewhere and put it into {folder}: "
+            f"--vocab gpt2: fetching GPT-2's vocabulary failed ({reason(error)}). Download it elsewhere and put it "
+            f"into {folder}: "
             f"{' and '.join(files)}; or let --vocab 8192 train one on the text"
         ) from error
 
 
 def trained_ranks(documents: Iterable[str], size: int) -> Ranks:
-    """The tokens of a byte-level BPE of `size` tokens, end of text included, trained on the documents. The same on any number of cores."""
+    """The tokens of a byte-level BPE of `size` tokens, end of text included, trained on the documents.
+
+    The same on any number of cores.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # its first tokens are the bytes; those after them, which merge others, are numbered in the order in which they are to be merged
+    # its first tokens are the bytes; those after them, which merge others, are numbered in the order in which they are
+    # to be merged
     trainer = trainers.BpeTrainer(
         vocab_size=size - 1,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -63,7 +73,10 @@ def trained_ranks(documents: Iterable[str], size: int) -> Ranks:
 
 def dumped(ranks: Ranks) -> bytes:
     """The vocabulary in tiktoken's file format."""
-    lines = (base64.b64encode(token) + f" {number}\n".encode() for token, number in sorted(ranks.items(), key=lambda item: item[1]))
+    lines = (
+        base64.b64encode(token) + f" {number}\n".encode()
+        for token, number in sorted(ranks.items(), key=lambda item: item[1])
+    )
     return b"".join(lines)
 
 
@@ -73,7 +86,11 @@ def loaded(content: bytes) -> "tiktoken.Encoding":
 
     ranks = {base64.b64decode(token): int(number) for token, number in map(bytes.split, content.splitlines())}
     return tiktoken.Encoding(
-        "mupscale", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)}, explicit_n_vocab=len(ranks) + 1
+        "mupscale",
+        pat_str=PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+        explicit_n_vocab=len(ranks) + 1,
     )
 
 
@@ -102,7 +119,9 @@ def pieces(document: str) -> list[str]:
 
 
 def _bytes_by_letter() -> dict[str, int]:
-    """The byte behind each letter in which byte-level BPE writes tokens: printable ones stand for themselves, others from 256 on."""
+    """The byte behind each letter in which byte-level BPE writes tokens: printable ones stand for themselves, others
+    from 256 on.
+    """
     printable = [byte for byte in range(BYTES) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(BYTES) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(BYTES + place): byte for place, byte in enumerate(others)}

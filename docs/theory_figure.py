@@ -1,4 +1,5 @@
-"""Draws docs/theory.svg: networks of finite width, trained and upscaled by the library, approach the limits of mupscale/limits.py.
+"""Draws docs/theory.svg: networks of finite width, trained and upscaled by the library, approach the limits of
+mupscale/checks/limits.py.
 
 python docs/theory_figure.py
 """
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import mupscale
-from mupscale.limits import Limit, Run, four_layer_limit, three_layer_limit
-from mupscale.noise import Noise
+from mupscale.checks.limits import Limit, Run, four_layer_limit, three_layer_limit
+from mupscale.widening.noise import Noise
 
 K = 2
 NOISE = 1.0
@@ -38,12 +39,16 @@ def examples() -> dict[str, Example]:
     def slope(y: float) -> float:
         return -1 / (1 + math.exp(y))
 
-    # the noise multiplies the rate of three layers by (1 + 1)(1 + 1): divided by that, their limit goes on as if nothing had happened
+    # the noise multiplies the rate of three layers by (1 + 1)(1 + 1): divided by that, their limit goes on as if
+    # nothing had happened
     three = Run(slope, lr=0.4, steps=6, lr_up=0.1, steps_up=8)
     four = Run(slope, lr=0.1, steps=6, lr_up=0.05, steps_up=8)
     return {
         "three layers": Example(
-            "CBA", three, three_layer_limit(three, noise_A=NOISE, noise_C=NOISE), three_layer_limit(replace(three, lr_up=three.lr))
+            "CBA",
+            three,
+            three_layer_limit(three, noise_A=NOISE, noise_C=NOISE),
+            three_layer_limit(replace(three, lr_up=three.lr)),
         ),
         "four layers": Example(
             "DCBA",
@@ -55,12 +60,16 @@ def examples() -> dict[str, Example]:
 
 
 def network(layers: str, width: int) -> nn.Module:
-    """The linear MLP with these weights under muP at base width 1, drawn with σ = 1; its first and last layer are frozen."""
+    """The linear MLP with these weights under muP at base width 1, drawn with σ = 1; its first and last layer are
+    frozen.
+    """
     first, *hidden, last = layers
 
     def build(n: int) -> nn.Module:
         between = [(name, nn.Linear(n, n, bias=False)) for name in hidden]
-        return nn.Sequential(OrderedDict([(first, nn.Linear(1, n, bias=False)), *between, (last, mupscale.Readout(n, 1, bias=False))]))
+        return nn.Sequential(
+            OrderedDict([(first, nn.Linear(1, n, bias=False)), *between, (last, mupscale.Readout(n, 1, bias=False))])
+        )
 
     with torch.device("meta"):
         base, delta = build(1), build(2)
@@ -101,11 +110,15 @@ def curves(example: Example, width: int, seeds: Iterable[int]) -> list[Limit]:
 
 
 def errors(example: Example) -> tuple[Tensor, Tensor]:
-    """Root mean square distance from the limit, over steps and seeds, before and after the upscale, at each of the widths."""
+    """Root mean square distance from the limit, over steps and seeds, before and after the upscale, at each of the
+    widths.
+    """
     distances = []
     for width, seeds in SEEDS.items():
         runs = curves(example, width, range(seeds))
-        distances.append([_rms(torch.tensor([run[phase] for run in runs]) - torch.tensor(example.limit[phase])) for phase in (0, 1)])
+        distances.append(
+            [_rms(torch.tensor([run[phase] for run in runs]) - torch.tensor(example.limit[phase])) for phase in (0, 1)]
+        )
     before, after = torch.tensor(distances, dtype=torch.float64).T
     return before, after
 
@@ -130,16 +143,31 @@ def figure(path: Path) -> None:
 
     fig, axes = plt.subplots(1, 3, figsize=(12.5, 3.7), layout="constrained")
     for ax, (name, example) in zip(axes, examples().items(), strict=False):
-        before, after = range(example.run.steps + 1), range(example.run.steps, example.run.steps + example.run.steps_up + 1)
+        before, after = (
+            range(example.run.steps + 1),
+            range(example.run.steps, example.run.steps + example.run.steps_up + 1),
+        )
         for width, colour in ((32, "#f2b380"), (512, "#2f6f9f")):
             for seed, run in enumerate(curves(example, width, range(8))):
-                ax.plot(before, run.before, color=colour, lw=0.9, label=f"width {width}, then {K * width}" if seed == 0 else None)
+                ax.plot(
+                    before,
+                    run.before,
+                    color=colour,
+                    lw=0.9,
+                    label=f"width {width}, then {K * width}" if seed == 0 else None,
+                )
                 ax.plot(after, run.after, color=colour, lw=0.9)
         ax.plot(before, example.limit.before, "k--", lw=1.8, label="infinite width")
         ax.plot(after, example.limit.after, "k--", lw=1.8)
         ax.plot(after, example.undisturbed.after, color="#d62728", ls=":", lw=2, label="infinite width, no upscale")
         ax.axvline(example.run.steps, color="grey", lw=0.8, ls=":")
-        ax.annotate("upscale, noise 1", (example.run.steps, 0.02), (4, 2), xycoords=("data", "axes fraction"), textcoords="offset points")
+        ax.annotate(
+            "upscale, noise 1",
+            (example.run.steps, 0.02),
+            (4, 2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+        )
         ax.set(title=name, xlabel="gradient step", ylabel="output", ylim=(-1.0, 1.5 * example.limit.after[-1]))
         ax.legend(loc="upper left", frameon=False, fontsize=8)
     widths = torch.tensor(list(SEEDS))

@@ -1,4 +1,5 @@
-"""The library in one sitting: train a narrow network, look at the plan, verify it, widen it, and let it use its new width.
+"""The library in one sitting: train a narrow network, look at the plan, verify it, widen it, and let it use its new
+width.
 
 python docs/walkthrough.py
 """
@@ -62,7 +63,13 @@ def main() -> None:
     print("3. Is it exact? Copies of both are trained side by side in float64")
     batches = [spirals(64) for _ in range(4)]
     verdict = mupscale.verify(
-        narrow, wide, optimizer=lambda params: mupscale.MuAdamW(params, lr=3e-3), batches=batches, loss=loss_of, steps=50, clip=1.0
+        narrow,
+        wide,
+        optimizer=lambda params: mupscale.MuAdamW(params, lr=3e-3),
+        batches=batches,
+        loss=loss_of,
+        steps=50,
+        clip=1.0,
     )
     print(f"   {verdict}\n")
     assert verdict.passed

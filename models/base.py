@@ -23,17 +23,20 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale.base_shapes import Init, set_base_shapes
-from mupscale.clip import clip_grad_norm_
-from mupscale.optim import apply_mup, keep_reference_units, use_fused
-from mupscale.sharding import is_sharded, whole
-from mupscale.tables import Table, merged_table, store_table
-from mupscale.tables import Width as WidthFactors
+from mupscale.cuda_graph import use_fused
+from mupscale.mup_optimizers import apply_mup
+from mupscale.widening.clip import clip_grad_norm_
+from mupscale.widening.mixed_axes import keep_reference_units
+from mupscale.widening.sharding import is_sharded, whole
+from mupscale.widening.width_table import Table, merged_table, store_table
+from mupscale.widening.width_table import Width as WidthFactors
 
 Width = int | list[int]
 
 CHECKPOINT_KEY = "mupscale"
-"""Our part of a checkpoint: the module's class; for each optimizer its class and the names of its parameters, in its order; and the
-widths of parameters whose pieces grew by different factors, which cannot be recomputed."""
+"""Our part of a checkpoint: the module's class; for each optimizer its class and the names of its parameters, in its
+order; and the widths of parameters whose pieces grew by different factors, which cannot be recomputed.
+"""
 
 _FREE = ("width", "init_from", "compile")
 """Arguments that may differ from those of a checkpoint, whatever the module is."""
@@ -42,9 +45,9 @@ _FREE = ("width", "init_from", "compile")
 class WidthScalable(LightningModule):
     """A LightningModule whose network can be built at any width, and rebuilt at another one in the middle of a run.
 
-    Saved: weights, buffers, optimizer and scheduler state, and the constructor's arguments with the width of the moment. A
-    checkpoint of any width loads: the network is rebuilt to the checkpoint's width first. Recomputed: the muP tables, but for
-    what they hold of parameters whose pieces grew by different factors.
+    Saved: weights, buffers, optimizer and scheduler state, and the constructor's arguments with the width of the
+    moment. A checkpoint of any width loads: the network is rebuilt to the checkpoint's width first. Recomputed: the muP
+    tables, but for what they hold of parameters whose pieces grew by different factors.
     """
 
     init: Init = "fan_in"
@@ -62,12 +65,13 @@ class WidthScalable(LightningModule):
         """
         Args:
             width: The width to start with.
-            base_width: The width at which the optimizer's hyperparameters mean what they say; muP scales them from there.
+            base_width: The width at which the optimizer's hyperparameters mean what they say; muP scales them from
+                there.
             optimizer: Makes the optimizer from the parameters; its hyperparameters are muP base constants.
             lr_scheduler: Makes a schedule relative to each group's own rate, stepped every optimizer step.
             compile: Compile the network with torch.compile.
-            init_from: A checkpoint from which a fit that is not resumed takes weights (of an EMA run the average), buffers and
-                optimizer state; counters, data and schedule start at zero.
+            init_from: A checkpoint from which a fit that is not resumed takes weights (of an EMA run the average),
+                buffers and optimizer state; counters, data and schedule start at zero.
         """
         super().__init__()
         # a callable is no primitive: checkpoints must load with weights_only=True
@@ -94,7 +98,8 @@ class WidthScalable(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        # for the curves, which write it before the step's checkpoint, and the progress bar: `self.log` would cost every step
+        # for the curves, which write it before the step's checkpoint, and the progress bar: `self.log` would cost every
+        # step
         self.train_loss = loss.detach()
         return loss
 
@@ -133,7 +138,7 @@ class WidthScalable(LightningModule):
         fully_shard(net, mesh=mesh)
 
     def network(self, width: Width, *, meta: bool = False) -> nn.Module:
-        """The network at `width` with its muP tables; on the meta device for planning, or to be written by an upscale."""
+        """The network at `width` with its muP tables; on the meta device for a plan, or for an upscale to fill."""
         base = self.hparams["base_width"]
         with torch.device("meta"):
             at_base, at_delta = self.build(base), self.build(doubled(base))
@@ -168,7 +173,10 @@ class WidthScalable(LightningModule):
         refuse_absolute_rates(scheduler)
         if isinstance(scheduler, ReduceLROnPlateau):
             monitor = scheduler.monitor if isinstance(scheduler, MonitoredPlateau) else "val/loss"
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "monitor": monitor}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "monitor": monitor},
+            }
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(
@@ -191,7 +199,9 @@ class WidthScalable(LightningModule):
             "optimizer_names": [optimizer_names(self, optimizer) for optimizer in optimizers],
             "mixed_widths": mixed_widths(self.net) if self.net is not None else {},
         }
-        checkpoint["hyper_parameters"]["init_from"] = None  # it has weights of its own, also where the base does not exist
+        checkpoint["hyper_parameters"]["init_from"] = (
+            None  # it has weights of its own, also where the base does not exist
+        )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The last hook before weights load: the network is rebuilt to the checkpoint's width, whichever it is."""
@@ -222,7 +232,9 @@ class WidthScalable(LightningModule):
             raise ValueError(f"its width is {width}, but model.width is {self.width}; set model.width: {width}")
         self._refuse_other_architecture(checkpoint)
         if checkpoint[CHECKPOINT_KEY]["mixed_widths"]:
-            raise ValueError("some of its parameters are made of pieces that grew by different factors; it can only be resumed")
+            raise ValueError(
+                "some of its parameters are made of pieces that grew by different factors; it can only be resumed"
+            )
         assert self.net is not None
         for name, tensor in self.net.state_dict().items():
             with whole(tensor) as target:
@@ -235,12 +247,17 @@ class WidthScalable(LightningModule):
         classes = [class_path(optimizer) for optimizer in self.trainer.optimizers]
         if classes != ours["optimizer_classes"]:
             raise ValueError(
-                f"it has the state of {', '.join(ours['optimizer_classes'])}, but model.optimizer makes {', '.join(classes)}; "
+                f"it has the state of {', '.join(ours['optimizer_classes'])}, but model.optimizer makes "
+                f"{', '.join(classes)}; "
                 "take the same, or leave the state out: python -m mupscale upscale --no-optimizer"
             )
-        for optimizer, names, saved in zip(self.trainer.optimizers, ours["optimizer_names"], checkpoint["optimizer_states"], strict=True):
+        for optimizer, names, saved in zip(
+            self.trainer.optimizers, ours["optimizer_names"], checkpoint["optimizer_states"], strict=True
+        ):
             # by name: other weight decay or learning rates may split the groups in another way
-            indices = dict(zip(names, (index for group in saved["param_groups"] for index in group["params"]), strict=True))
+            indices = dict(
+                zip(names, (index for group in saved["param_groups"] for index in group["params"]), strict=True)
+            )
             state = optimizer.state_dict()
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for index, (name, parameter) in enumerate(zip(optimizer_names(self, optimizer), parameters, strict=True)):
@@ -249,22 +266,32 @@ class WidthScalable(LightningModule):
             optimizer.load_state_dict(state)
 
     def _refuse_other_architecture(self, checkpoint: dict[str, Any]) -> None:
-        """ValueError where this network, built at the checkpoint's width, is not the checkpoint's, naming the arguments that differ."""
+        """ValueError where this network, built at the checkpoint's width, is not the checkpoint's, naming the arguments
+        that differ.
+        """
         assert self.net is not None
         ours = {f"net.{name}": tensor for name, tensor in self.net.state_dict().items()}
         # a sharded checkpoint has loaded its weights before
-        theirs = {name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith("net.")}
+        theirs = {
+            name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith("net.")
+        }
         odd = sorted(ours.keys() ^ theirs.keys()) or [name for name in ours if ours[name].shape != theirs[name].shape]
         arguments = checkpoint["hyper_parameters"]
-        differing = {key: value for key, value in self.hparams.items() if key not in _FREE and arguments.get(key, value) != value}
+        differing = {
+            key: value for key, value in self.hparams.items() if key not in _FREE and arguments.get(key, value) != value
+        }
         if odd or "base_width" in differing:
             told = [f"model.{key} is {arguments[key]} there and {value} here" for key, value in differing.items()]
-            raise ValueError(f"the checkpoint is of another architecture: {'; '.join(told) or f'it differs in {odd[:4]}'}")
+            raise ValueError(
+                f"the checkpoint is of another architecture: {'; '.join(told) or f'it differs in {odd[:4]}'}"
+            )
 
 
 @contextmanager
 def init_contexts(trainer: Trainer | None) -> Iterator[None]:
-    """The contexts in which a trainer calls `configure_model`; outside of them the network would have the wrong precision."""
+    """The contexts in which a trainer calls `configure_model`; outside of them the network would have the wrong
+    precision.
+    """
     with ExitStack() as stack:
         if trainer is not None:
             stack.enter_context(trainer.strategy.tensor_init_context())
@@ -290,7 +317,9 @@ def mixed_widths(net: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 def restore_mixed_widths(net: nn.Module, saved: dict[str, tuple[Any, ...]]) -> None:
     if saved:
-        store_table(net, Table(True, merged_table(net) | {name: WidthFactors(*values) for name, values in saved.items()}))
+        store_table(
+            net, Table(True, merged_table(net) | {name: WidthFactors(*values) for name, values in saved.items()})
+        )
 
 
 def averaging_callbacks(module: LightningModule) -> list[WeightAveraging]:
@@ -301,7 +330,9 @@ def averaging_callbacks(module: LightningModule) -> list[WeightAveraging]:
 
 def averaged_copy(callback: WeightAveraging, module: LightningModule) -> AveragedModel:
     """A new average, of the module as it is."""
-    return AveragedModel(module, device=callback._device or module.device, use_buffers=callback._use_buffers, **callback._kwargs)
+    return AveragedModel(
+        module, device=callback._device or module.device, use_buffers=callback._use_buffers, **callback._kwargs
+    )
 
 
 def _sharded_like(parameter: Tensor, value: Any) -> Any:
@@ -346,9 +377,14 @@ def refuse_absolute_rates(scheduler: Any) -> None:
         value = getattr(scheduler, attribute, 0)
         if any(float(rate) != 0 for rate in (value if isinstance(value, Sequence) else [value])):
             raise ValueError(
-                f"model.lr_scheduler: {type(scheduler).__name__} has an absolute rate ({attribute.removesuffix('s')} = {value}), which is "
-                "not the same for parameters that muP scales differently. Use a schedule relative to each group's own rate: "
+                f"model.lr_scheduler: {type(scheduler).__name__} has an absolute rate ({attribute.removesuffix('s')} = "
+                f"{value}), which is "
+                "not the same for parameters that muP scales differently. Use a schedule relative to each group's own "
+                "rate: "
                 "LambdaLR, LinearLR, CosineAnnealingLR with eta_min = 0, SequentialLR of such"
             )
     if type(scheduler).__name__ in ("OneCycleLR", "CyclicLR", "SWALR"):
-        raise ValueError(f"model.lr_scheduler: {type(scheduler).__name__} sets absolute rates (max_lr, swa_lr), which erases muP scaling")
+        raise ValueError(
+            f"model.lr_scheduler: {type(scheduler).__name__} sets absolute rates (max_lr, swa_lr), which erases muP "
+            "scaling"
+        )

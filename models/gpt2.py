@@ -12,12 +12,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics.text import Perplexity
 
 from mupscale.models.base import WidthScalable
-from mupscale.readout import Readout
+from mupscale.widening.readout import Readout
 
 ATTENTION_SCALE = 8.0
 """c in the logit scale c / head_dim: at head_dim 64 it is the usual 1 / sqrt(head_dim)."""
 
-ATTENTION_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+ATTENTION_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 """In the order of their speed on a GPU; the first that can is taken. At head_dim > 256 that is the third."""
 
 
@@ -32,7 +37,9 @@ class CausalAttention(nn.Module):
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         q_BHTE, k_BHTE, v_BHTE = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
         with sdpa_kernel(ATTENTION_KERNELS, set_priority=True):
-            y_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True, scale=ATTENTION_SCALE / q_BHTE.shape[-1])
+            y_BHTE = F.scaled_dot_product_attention(
+                q_BHTE, k_BHTE, v_BHTE, is_causal=True, scale=ATTENTION_SCALE / q_BHTE.shape[-1]
+            )
         return self.project(y_BHTE.transpose(1, 2).flatten(2))
 
 
@@ -52,8 +59,8 @@ class Block(nn.Module):
 class ReadoutLoss(torch.autograd.Function):
     """The mean cross-entropy of logits x Wᵀ.
 
-    Its forward pass makes the gradient of the logits beside the loss, while they are at hand: with a vocabulary of 50,304 they are
-    the largest tensor there is, and read once less.
+    Its forward pass makes the gradient of the logits beside the loss, while they are at hand: with a vocabulary of
+    50,304 they are the largest tensor there is, and read once less.
     """
 
     @staticmethod
@@ -85,17 +92,22 @@ class Head(nn.Module):
         x_BTD = self.ln_f(x_BTD)
         if targets_BT is None:
             return self.readout(x_BTD)
-        if not isinstance(self.readout, Readout) or self.readout.bias is not None:  # somebody's own: it is not ours to take apart
+        if (
+            not isinstance(self.readout, Readout) or self.readout.bias is not None
+        ):  # somebody's own: it is not ours to take apart
             return F.cross_entropy(self.readout(x_BTD).flatten(0, 1), targets_BT.flatten())
         x_ND = (self.readout.multiplier * x_BTD).flatten(0, 1).to(dtype)
         return ReadoutLoss.apply(x_ND, self.readout.weight.to(dtype), targets_BT.flatten())
 
 
 class GPT2Net(nn.Module):
-    """Width grows through head_dim at a fixed number of heads. Weights are drawn with std 0.02 (0.02 / sqrt(2 · layers) into the
-    residual stream) whatever the width: pass init="constant" to `set_base_shapes`."""
+    """Width grows through head_dim at a fixed number of heads. Weights are drawn with std 0.02 (0.02 / sqrt(2 · layers)
+    into the residual stream) whatever the width: pass init="constant" to `set_base_shapes`.
+    """
 
-    def __init__(self, width: int, *, layers: int, heads: int, vocabulary: int = 50304, context: int = 1024, tied: bool = True) -> None:
+    def __init__(
+        self, width: int, *, layers: int, heads: int, vocabulary: int = 50304, context: int = 1024, tied: bool = True
+    ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"width {width} is not divisible by {heads} heads")
@@ -115,7 +127,8 @@ class GPT2Net(nn.Module):
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits; given targets, their mean loss."""
         x_BTD = self.wte(tokens_BT) + self.wpe.weight[: tokens_BT.shape[1]]
-        # embeddings are not autocast, and a residual stream in float32 is twice the traffic of all that happens between matmuls
+        # embeddings are not autocast, and a residual stream in float32 is twice the traffic of all that happens between
+        # matmuls
         x_BTD = x_BTD.to(autocast_dtype(x_BTD))
         return self.head(self.blocks(x_BTD), targets_BT)
 
@@ -196,5 +209,10 @@ class GPT2(WidthScalable):
     def _evaluate(self, batch: Tensor, stage: str, perplexity: Perplexity) -> None:
         logits, targets = self(batch[:, :-1]), batch[:, 1:]
         perplexity(logits.float(), targets)
-        self.log(f"{stage}/loss", F.cross_entropy(logits.flatten(0, 1), targets.flatten()), batch_size=len(batch), sync_dist=True)
+        self.log(
+            f"{stage}/loss",
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+            batch_size=len(batch),
+            sync_dist=True,
+        )
         self.log(f"{stage}/perplexity", perplexity, batch_size=len(batch), prog_bar=True)

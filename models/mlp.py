@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mupscale.models.classifier import Classifier
-from mupscale.readout import Readout
+from mupscale.widening.readout import Readout
 
 
 class MLPNet(nn.Module):

@@ -1,4 +1,6 @@
-"""ResNet-18 for 32 × 32 images: a 3 × 3 stem without pooling, BatchNorm, basic blocks, and a zero-initialised muP readout."""
+"""ResNet-18 for 32 × 32 images: a 3 × 3 stem without pooling, BatchNorm, basic blocks, and a zero-initialised muP
+readout.
+"""
 
 from typing import Any
 
@@ -6,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.models.classifier import Classifier
-from mupscale.readout import Readout
+from mupscale.widening.readout import Readout
 
 
 class BasicBlock(nn.Module):
@@ -18,7 +20,9 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(channels)
         self.shortcut = nn.Sequential()
         if stride != 1 or channels_in != channels:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
         self.activation = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,37 +3,38 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mupscale import _moved as _moved
 from mupscale import _torchvision as _torchvision
 
 if TYPE_CHECKING:
-    from mupscale.algorithm import UpscaleReport, upscale
     from mupscale.base_shapes import set_base_shapes
-    from mupscale.clip import clip_grad_norm_
-    from mupscale.equivalence import Verdict, verify
-    from mupscale.noise import AdditiveNoise, RecordedNoise, SignalNoise
-    from mupscale.optim import MuAdam, MuAdamW, MuSGD, apply_mup
-    from mupscale.readout import Readout
-    from mupscale.rules import register_optimizer
-    from mupscale.widths import Plan, plan
+    from mupscale.checks.verify import Verdict, verify
+    from mupscale.mup_optimizers import MuAdam, MuAdamW, MuSGD, apply_mup
+    from mupscale.widening.clip import clip_grad_norm_
+    from mupscale.widening.noise import AdditiveNoise, RecordedNoise, SignalNoise
+    from mupscale.widening.plan import Plan, plan
+    from mupscale.widening.readout import Readout
+    from mupscale.widening.rules import register_optimizer
+    from mupscale.widening.upscale import UpscaleReport, upscale
 
 _HOME = {
-    "AdditiveNoise": "noise",
-    "MuAdam": "optim",
-    "MuAdamW": "optim",
-    "MuSGD": "optim",
-    "Plan": "widths",
-    "Readout": "readout",
-    "RecordedNoise": "noise",
-    "SignalNoise": "noise",
-    "UpscaleReport": "algorithm",
-    "Verdict": "equivalence",
-    "apply_mup": "optim",
-    "clip_grad_norm_": "clip",
-    "plan": "widths",
-    "register_optimizer": "rules",
+    "AdditiveNoise": "widening.noise",
+    "MuAdam": "mup_optimizers",
+    "MuAdamW": "mup_optimizers",
+    "MuSGD": "mup_optimizers",
+    "Plan": "widening.plan",
+    "Readout": "widening.readout",
+    "RecordedNoise": "widening.noise",
+    "SignalNoise": "widening.noise",
+    "UpscaleReport": "widening.upscale",
+    "Verdict": "checks.verify",
+    "apply_mup": "mup_optimizers",
+    "clip_grad_norm_": "widening.clip",
+    "plan": "widening.plan",
+    "register_optimizer": "widening.rules",
     "set_base_shapes": "base_shapes",
-    "upscale": "algorithm",
-    "verify": "equivalence",
+    "upscale": "widening.upscale",
+    "verify": "checks.verify",
 }
 
 __all__ = [

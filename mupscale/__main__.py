@@ -12,17 +12,24 @@ COMMANDS = {
     "predict": ("fit", "predict with a checkpoint"),
     "plan": ("plan", "show how a configured model would be widened, parameter by parameter"),
     "verify": ("verify", "tell whether a configured model can be widened exactly, or which layer cannot"),
-    "coord-check": ("coord_check", "tell whether outputs and updates keep their size as the width grows, or which layer's do not"),
+    "coord-check": (
+        "coord_check",
+        "tell whether outputs and updates keep their size as the width grows, or which layer's do not",
+    ),
     "upscale": ("upscale", "widen a checkpoint, offline"),
     "sweep": ("sweep", "run a configuration with many values of some of its keys, and find the best"),
-    "experiment": ("experiment", "the paper's protocol in one command: tune small, grow large, several seeds, on all devices"),
+    "experiment": (
+        "experiment",
+        "the paper's protocol in one command: tune small, grow large, several seeds, on all devices",
+    ),
     "report": ("report", "curves, costs and savings of runs, on one page"),
     "prepare": ("prepare", "tokenise FineWeb-Edu or text of your own, for the data module FineWeb"),
 }
 
 USAGE = """usage: python -m mupscale COMMAND [options]
 
-Grow neural networks: widen a trained model so that it computes and trains exactly as before, then let it use its new width.
+Grow neural networks: widen a trained model so that it computes and trains exactly as before,
+then let it use its new width.
 
 commands:
 {commands}
@@ -40,7 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
     name, *rest = arguments
     if name not in COMMANDS:
         sys.exit(f"there is no command {name!r}\n\n{usage}")
-    # read when torch is loaded: on a busy machine OpenMP threads that spin for long make small operations fifty times slower
+    # read when torch is loaded: on a busy machine OpenMP threads that spin for long make small operations fifty times
+    # slower
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     import_module(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
 

@@ -1,8 +1,9 @@
-"""Lets `import torchvision` (and so torchmetrics and lightning) survive a CPU-only torch beside a CUDA build of torchvision.
+"""Lets `import torchvision` (and so torchmetrics and lightning) survive a CPU-only torch beside a CUDA build of
+torchvision.
 
-Such a torchvision cannot load its C++ library and then registers fake kernels for operators that were never defined, which
-aborts the import. Defining the two missing schemas just before cures it. Where the library loads, or torch has CUDA, nothing
-is done; and nothing, torch included, is imported before somebody asks for torchvision.
+Such a torchvision cannot load its C++ library and then registers fake kernels for operators that were never defined,
+which aborts the import. Defining the two missing schemas just before cures it. Where the library loads, or torch has
+CUDA, nothing is done; and nothing, torch included, is imported before somebody asks for torchvision.
 """
 
 import importlib.util
@@ -19,7 +20,9 @@ class _BeforeTorchvision:
     """An import finder that finds nothing: it only acts when torchvision is about to be looked for."""
 
     @classmethod
-    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name == "torchvision":
             sys.meta_path.remove(cls)
             _define_missing_schemas()

@@ -7,31 +7,41 @@ import torch
 from mup import MuReadout
 from torch import nn
 
-from mupscale import modules
-from mupscale.readout import Readout
-from mupscale.survey import Survey, Use
-from mupscale.tables import Table, Width, merged_table, store_table
-from mupscale.widths import Role, Roles, all_sides, growth, match_roles
+from mupscale.widening import modules
+from mupscale.widening.plan import Role, Roles, all_sides, growth, match_roles
+from mupscale.widening.readout import Readout
+from mupscale.widening.survey import Survey, Use
+from mupscale.widening.width_table import Table, Width, merged_table, store_table
 
 Init = Literal["fan_in", "constant"]
 
 
 def set_base_shapes(
-    model: nn.Module, base: nn.Module, delta: nn.Module | None = None, *, init: Init | None = "fan_in", roles: Roles | None = None
+    model: nn.Module,
+    base: nn.Module,
+    delta: nn.Module | None = None,
+    *,
+    init: Init | None = "fan_in",
+    roles: Roles | None = None,
 ) -> nn.Module:
-    """Makes `model` a muP model of the given base: its width table, its readout multipliers, its initialisation. Returns it.
+    """Makes `model` a muP model of the given base: its width table, its readout multipliers, its initialisation.
+    Returns it.
 
-    `base` is the same architecture at the base width, `delta` at any other width: the axes in which they differ are width.
-    Without `delta` these are the axes in which `model` and `base` differ. Both may sit on the meta device.
+    `base` is the same architecture at the base width, `delta` at any other width: the axes in which they differ are
+    width. Without `delta` these are the axes in which `model` and `base` differ. Both may sit on the meta device.
 
-    `init` says how the weights were drawn, and rescales them to muP: "fan_in" with std ∝ fan_in^-1/2 (torch's default, He), whose
-    readouts and biases shrink with width and must not; "constant" with a std that does not know the width (GPT-2's 0.02), whose
-    matrices must shrink as fan_in^-1/2; None leaves the values alone (a checkpoint follows). `roles` are those of `plan`.
+    `init` says how the weights were drawn, and rescales them to muP: "fan_in" with std ∝ fan_in^-1/2 (torch's default,
+    He), whose readouts and biases shrink with width and must not; "constant" with a std that does not know the width
+    (GPT-2's 0.02), whose matrices must shrink as fan_in^-1/2; None leaves the values alone (a checkpoint follows).
+    `roles` are those of `plan`.
     """
     if init not in ("fan_in", "constant", None):
         raise ValueError(f'set_base_shapes: init must be "fan_in", "constant" or None, got {init!r}')
     if merged_table(model, mup_only=True) and init is not None:
-        raise ValueError("set_base_shapes: the model has base shapes, and rescaled weights, already; pass init=None to change the base")
+        raise ValueError(
+            "set_base_shapes: the model has base shapes, and rescaled weights, already; pass init=None to change the "
+            "base"
+        )
     axes = _width_axes(base, model if delta is None else delta)
     survey = Survey(base, model, width_axes=axes)
     survey.refuse_reparametrised()
@@ -46,7 +56,9 @@ def set_base_shapes(
                     f"{use.wide_shape[axis]} here, but is not width: base and delta agree in it"
                 )
         role, sides = sides_of[use.name]
-        base_sizes = tuple(n if is_width else None for n, is_width in zip(use.narrow_shape, axes[use.name], strict=True))
+        base_sizes = tuple(
+            n if is_width else None for n, is_width in zip(use.narrow_shape, axes[use.name], strict=True)
+        )
         width = Width(growth(use, sides, "out"), growth(use, sides, "in"), base_sizes)
         widths.update(dict.fromkeys(use.names, width))
         factors[use.name] = _init_factor(use, role, width.m_in, init)

@@ -1,4 +1,6 @@
-"""A whole training step as one CUDA graph: small networks spend most of a step launching kernels, a graph launches them at once."""
+"""A whole training step as one CUDA graph: small networks spend most of a step launching kernels, a graph launches them
+at once.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,8 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mupscale.optim import use_fused
-
 _NOT_BAKED_IN = ("params", "param_names", "lr", "initial_lr")
 """What of a parameter group may change without a new capture: learning rates are read from memory."""
 
@@ -18,17 +18,19 @@ _NOT_BAKED_IN = ("params", "param_names", "lr", "initial_lr")
 class CapturedStep:
     """One step of `optimizer` on a batch, captured once and replayed for every further step of the same kind.
 
-    Learning rates stay numbers in the optimizer's groups, where schedules change them; each replay uses what they are then. What
-    else a step depends on is part of the graph, and of its `kind`. The network must have trained for a few steps before, so that
-    optimizer state exists and kernels are chosen. Holds its gradients and activations for as long as it lives.
+    Learning rates stay numbers in the optimizer's groups, where schedules change them; each replay uses what they are
+    then. What else a step depends on is part of the graph, and of its `kind`. The network must have trained for a few
+    steps before, so that optimizer state exists and kernels are chosen. Holds its gradients and activations for as long
+    as it lives.
     """
 
     def __init__(self, gradients: Callable[[Any], Tensor], optimizer: Optimizer, batch: Any) -> None:
         """
         Args:
-            gradients: Computes the loss of a batch and its gradients, clipped if they are to be; returns the loss. It runs once, here:
-                what it does beside work on the device is not repeated.
-            optimizer: Steps on them. One that takes its learning rate from a tensor: fused, or one of torch's with `capturable`.
+            gradients: Computes the loss of a batch and its gradients, clipped if they are to be; returns the loss. It
+                runs once, here: what it does beside work on the device is not repeated.
+            optimizer: Steps on them. One that takes its learning rate from a tensor: fused, or one of torch's with
+                `capturable`.
             batch: One like those to come.
         """
         use_fused(optimizer)
@@ -79,9 +81,28 @@ class CapturedStep:
         return self._loss.clone()
 
 
+def use_fused(optimizer: Optimizer) -> None:
+    """Lets the optimizer do its step in one kernel a group, where torch has one for its class and nothing else was
+    asked for.
+    """
+    if not isinstance(
+        optimizer, torch.optim.SGD | torch.optim.Adam
+    ):  # AdamW is an Adam; Adagrad's kernel is the CPU's alone in torch 2.11
+        return
+    for group in optimizer.param_groups:
+        on_gpu = all(p.is_cuda and p.is_floating_point() for p in group["params"])
+        if on_gpu and group.get("fused", True) is None and group.get("foreach") is None:
+            group["fused"] = True
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), Tensor):  # a fused step counts on the device
+                    state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
 def step_kind(batch: Any, optimizer: Optimizer) -> tuple[Any, ...]:
-    """What the steps of one graph have in common: shapes and precisions, whatever else is in a batch, and what an optimizer's step
-    depends on beside its learning rates. Equal for steps that one graph can take."""
+    """What the steps of one graph have in common: shapes and precisions, whatever else is in a batch, and what an
+    optimizer's step depends on beside its learning rates. Equal for steps that one graph can take.
+    """
     leaves, structure = tree_flatten(batch)
     parts = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
     return structure, parts, [_constants(group) for group in optimizer.param_groups], id(optimizer.state)
@@ -90,7 +111,10 @@ def step_kind(batch: Any, optimizer: Optimizer) -> tuple[Any, ...]:
 def _constant(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, int | float | str):
         return leaf
-    raise ValueError(f"a CUDA graph takes batches of tensors and numbers, in tuples, lists or dicts, but this has a {type(leaf).__name__}")
+    raise ValueError(
+        "a CUDA graph takes batches of tensors and numbers, in tuples, lists or dicts, but this has a "
+        f"{type(leaf).__name__}"
+    )
 
 
 def _constants(group: dict[str, Any]) -> dict[str, Any]:
@@ -105,13 +129,18 @@ def _count_on_device(optimizer: Optimizer) -> None:
             if isinstance(value, Tensor):
                 state[key] = value.to(parameter.device)
             elif isinstance(value, int | float):
-                raise ValueError(f"{type(optimizer).__name__} keeps {key!r} as a number, not a tensor: a CUDA graph would never change it")
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} as a number, not a tensor: a CUDA graph would never "
+                    "change it"
+                )
 
 
 @contextmanager
 def _capturable(optimizer: Optimizer, rates: Tensor) -> Iterator[None]:
     """While it lasts, the optimizer reads its learning rates from memory on the device, and may be captured."""
-    before = [{key: value for key, value in group.items() if key in ("lr", "capturable")} for group in optimizer.param_groups]
+    before = [
+        {key: value for key, value in group.items() if key in ("lr", "capturable")} for group in optimizer.param_groups
+    ]
     for group, rate in zip(optimizer.param_groups, rates.unbind(), strict=True):
         group["lr"] = rate
         if "capturable" in group:

@@ -1,15 +1,16 @@
-"""Training costs as the paper's appendix "Evaluation criteria" counts them: FLOPs per sample or token, and what a comparison charges.
+"""Training costs as the paper's appendix "Evaluation criteria" counts them: FLOPs per sample or token, and what a
+comparison charges.
 
-A weight costs six operations per sample it sees: a multiplication and an addition in the forward pass, and as many for the gradient of
-its input and for its own. The formulas below give the paper's estimates. `WidthScalable.training_flops` counts the matrix products
-that a network really does, with torch's FLOP counter, and differs from them by exactly
+A weight costs six operations per sample it sees: a multiplication and an addition in the forward pass, and as many for
+the gradient of its input and for its own. The formulas below give the paper's estimates. `WidthScalable.training_flops`
+counts the matrix products that a network really does, with torch's FLOP counter, and differs from them by exactly
 
 - MLP and ResNet-18: 2 operations less per multiply-accumulate of the first layer, since data needs no gradient;
-- GPT-2 at its full context: 6 operations less per bias and norm parameter, which 6N charges and no matrix product holds. Its first
-  layer is a table that is looked up, so no input gradient is missing.
+- GPT-2 at its full context: 6 operations less per bias and norm parameter, which 6N charges and no matrix product
+  holds. Its first layer is a table that is looked up, so no input gradient is missing.
 
-The paper's totals are those of 500 epochs of 464,809 samples (MLP), 100 epochs of 50,000 images (ResNet-18), and 5,000 steps of 524,288
-tokens (GPT-2, for which its text says 10,000).
+The paper's totals are those of 500 epochs of 464,809 samples (MLP), 100 epochs of 50,000 images (ResNet-18), and 5,000
+steps of 524,288 tokens (GPT-2, for which its text says 10,000).
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ def mlp_flops(width: int, *, inputs: int = 54, outputs: int = 7, layers: int = 4
 
 
 def resnet18_flops(width: int, *, outputs: int = 100) -> int:
-    """FLOPs of training ResNet-18 on one 32 × 32 image, `width` being the channels of its stem: convolutions and the readout, no norms."""
+    """FLOPs of training ResNet-18 on one 32 × 32 image, `width` being the channels of its stem: convolutions and the
+    readout, no norms.
+    """
 
     def convolution(channels_in: int, channels: int, kernel: int, pixels: int) -> int:
         return channels_in * channels * kernel**2 * pixels**2
@@ -43,9 +46,11 @@ def resnet18_flops(width: int, *, outputs: int = 100) -> int:
 
 
 def gpt2_flops(width: int, *, layers: int = 12, vocabulary: int = 50304, context: int = 1024) -> int:
-    """FLOPs of training GPT-2 on one token of a full context: 6N + 12 · layers · width · context, the width being heads · head_dim.
+    """FLOPs of training GPT-2 on one token of a full context: 6N + 12 · layers · width · context, the width being heads
+    · head_dim.
 
-    N counts every parameter, biases and norms too, but the position table; the token table counts once, as the readout it is tied to.
+    N counts every parameter, biases and norms too, but the position table; the token table counts once, as the readout
+    it is tied to.
     """
     matrices = 12 * width**2
     biases, norms = 9 * width, 4 * width
@@ -56,10 +61,10 @@ def gpt2_flops(width: int, *, layers: int = 12, vocabulary: int = 50304, context
 def speedup(cost: float, *charged: float) -> float:
     """How many times cheaper than `cost` everything charged is together.
 
-    Tuning: `speedup(F(kn), F(kn₀))`, of one run at the target width against one at the small width. Training from scratch against
-    an upscale: `speedup(scratch, upscaled)` where the base model is there already, `speedup(scratch, upscaled, tuning)` and
-    `speedup(scratch, upscaled, base)` where tuning, or training the base model once and for this alone, is charged. `upscaled` is
-    what the upscaled run has cost when it reaches the from-scratch run's minimum loss.
+    Tuning: `speedup(F(kn), F(kn₀))`, of one run at the target width against one at the small width. Training from
+    scratch against an upscale: `speedup(scratch, upscaled)` where the base model is there already, `speedup(scratch,
+    upscaled, tuning)` and `speedup(scratch, upscaled, base)` where tuning, or training the base model once and for this
+    alone, is charged. `upscaled` is what the upscaled run has cost when it reaches the from-scratch run's minimum loss.
     """
     return cost / sum(charged)
 
@@ -67,7 +72,7 @@ def speedup(cost: float, *charged: float) -> float:
 def first_reach(losses: Sequence[float], target: float) -> int | None:
     """How many of the logged steps (or epochs) a run takes to come down to `target`, or None if it never does.
 
-    The paper's target is the from-scratch run's minimum training loss. Its costs of upscaled MLPs, 598 and 3,031 TFLOPs, are those of
-    26.4 and 133.8 epochs: whole epochs of each run, averaged over five seeds.
+    The paper's target is the from-scratch run's minimum training loss. Its costs of upscaled MLPs, 598 and 3,031
+    TFLOPs, are those of 26.4 and 133.8 epochs: whole epochs of each run, averaged over five seeds.
     """
     return next((count for count, loss in enumerate(losses, 1) if loss <= target), None)

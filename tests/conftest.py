@@ -17,7 +17,8 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.chdir(tmp_path)
     # a filter and a level of a logger outlast a test
     loggers = [
-        logging.getLogger(f"lightning.pytorch.{name}") for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector")
+        logging.getLogger(f"lightning.pytorch.{name}")
+        for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector")
     ]
     before = [(logger, logger.level, list(logger.filters)) for logger in loggers]
     yield

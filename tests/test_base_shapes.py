@@ -15,7 +15,7 @@ from architectures import CASES
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
-from mupscale.tables import merged_table
+from mupscale.widening.width_table import merged_table
 
 
 def gpt2(width: int, tied: bool = True) -> nn.Module:
@@ -97,7 +97,8 @@ def std(model: nn.Module, name: str) -> float:
 def test_init_mlp():
     torch.manual_seed(0)
     narrow, wide = (
-        mupscale.set_base_shapes(*(MLPNet(200, (n, n), 300, readout_zero_init=False) for n in (width, 32, 64))) for width in (256, 1024)
+        mupscale.set_base_shapes(*(MLPNet(200, (n, n), 300, readout_zero_init=False) for n in (width, 32, 64)))
+        for width in (256, 1024)
     )
     assert std(wide, "layers.0.weight") / std(narrow, "layers.0.weight") == pytest.approx(1, rel=0.05)
     assert std(wide, "layers.1.weight") / std(narrow, "layers.1.weight") == pytest.approx(1 / 2, rel=0.05)
@@ -137,7 +138,11 @@ def test_the_norm_of_a_tied_multiplier_free_readout_carries_the_width():
 
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.embed, self.norm, self.head = nn.Embedding(9, width), nn.LayerNorm(width), nn.Linear(width, 9, bias=False)
+            self.embed, self.norm, self.head = (
+                nn.Embedding(9, width),
+                nn.LayerNorm(width),
+                nn.Linear(width, 9, bias=False),
+            )
             self.head.weight = self.embed.weight
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -151,9 +156,14 @@ def test_the_norm_of_a_tied_multiplier_free_readout_carries_the_width():
     got = {tuple(p.shape): g["lr"] for g in mupscale.MuAdam(model, lr=1.0).param_groups for p in g["params"]}
     assert got == {(9, 8): 1.0, (8,): 0.25}
     verdict = mupscale.verify(
-        model, mupscale.set_base_shapes(Tied(24), Tied(2), Tied(4)), optimizer=lambda ps: mupscale.MuAdamW(ps, lr=0.01), steps=20,
-        batches=[torch.arange(9)], loss=lambda m, x: nn.functional.cross_entropy(m(x), x.flip(0)), clip=0.1,
-    )  # fmt: skip
+        model,
+        mupscale.set_base_shapes(Tied(24), Tied(2), Tied(4)),
+        optimizer=lambda ps: mupscale.MuAdamW(ps, lr=0.01),
+        steps=20,
+        batches=[torch.arange(9)],
+        loss=lambda m, x: nn.functional.cross_entropy(m(x), x.flip(0)),
+        clip=0.1,
+    )
     assert verdict.passed, verdict
 
 
@@ -161,7 +171,11 @@ def test_mups_own_readout_works_too():
     class Net(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.layer, self.hidden, self.readout = nn.Linear(4, width), nn.Linear(width, width), mup.MuReadout(width, 3)
+            self.layer, self.hidden, self.readout = (
+                nn.Linear(4, width),
+                nn.Linear(width, width),
+                mup.MuReadout(width, 3),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.readout(self.hidden(self.layer(x).relu()).relu())
@@ -197,7 +211,9 @@ def test_errors():
         mupscale.set_base_shapes(build(8, 8), build(8, 8))
     with pytest.raises(ValueError, match="different depth"):
         mupscale.set_base_shapes(build(8, 8), build(8), build(4))
-    with pytest.raises(ValueError, match=r"axis 0 of 'layers.1.weight' is 4 in the base model and 8 here, but is not width"):
+    with pytest.raises(
+        ValueError, match=r"axis 0 of 'layers.1.weight' is 4 in the base model and 8 here, but is not width"
+    ):
         mupscale.set_base_shapes(build(8, 8), build(4, 4), build(8, 4))
     model = mupscale.set_base_shapes(build(8, 8), build(4, 4))
     with pytest.raises(ValueError, match="already; pass init=None"):

@@ -31,8 +31,12 @@ def test_three_ways_to_train(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     table = json.loads((tmp_path / "rows.json").read_text())
     draft, bare, ours = table["rows"]
     assert [row["side"] for row in table["rows"]] == SIDES
-    assert all(row["steps_per_second"] > 0 and row["units_per_second"] > row["steps_per_second"] for row in table["rows"])
-    assert ours["last_loss"] == pytest.approx(bare["last_loss"], rel=1e-6), "they train the same network on the same batches"
+    assert all(
+        row["steps_per_second"] > 0 and row["units_per_second"] > row["steps_per_second"] for row in table["rows"]
+    )
+    assert ours["last_loss"] == pytest.approx(bare["last_loss"], rel=1e-6), (
+        "they train the same network on the same batches"
+    )
     assert math.isfinite(ours["last_loss"])
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["case", "side", "steps/s"]
@@ -43,7 +47,20 @@ def test_three_ways_to_train(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_one_side_of_one_case(tmp_path: Path) -> None:
-    main(["mlp", "--quick", "--device", "cpu", "--only", "width 16", "--sides", "bare", "--out", str(tmp_path / "rows.json")])
+    main(
+        [
+            "mlp",
+            "--quick",
+            "--device",
+            "cpu",
+            "--only",
+            "width 16",
+            "--sides",
+            "bare",
+            "--out",
+            str(tmp_path / "rows.json"),
+        ]
+    )
     assert [row["side"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["bare"]
 
 

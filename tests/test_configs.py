@@ -1,4 +1,6 @@
-"""The paper's runs: the files under configs/mlp, configs/resnet and configs/gpt2 hold its numbers, and the commands in them train."""
+"""The paper's runs: the files under configs/mlp, configs/resnet and configs/gpt2 hold its numbers, and the commands in
+them train.
+"""
 
 import re
 import shlex
@@ -19,13 +21,15 @@ from mupscale.commands.fit import CLI, parsed
 from mupscale.commands.resume import newest_checkpoint
 from mupscale.datamodules.covertype import SAMPLE
 from mupscale.datamodules.fineweb import JARGON
-from mupscale.noise import AdditiveNoise, RecordedNoise, SignalNoise, save_constants
+from mupscale.widening.noise import AdditiveNoise, RecordedNoise, SignalNoise, save_constants
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 class Run(NamedTuple):
-    """One file: the width it starts with and the base learning rate; of an upscale also the target width, the noise and its base."""
+    """One file: the width it starts with and the base learning rate; of an upscale also the target width, the noise and
+    its base.
+    """
 
     width: int
     lr: float
@@ -57,8 +61,15 @@ COVERTYPE = {"data_dir": "data/covertype", "batch_size": 2000}
 
 EXPERIMENTS = {
     "mlp/adamw": Experiment(
-        "mlp-adamw", MLP, torch.optim.AdamW, {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4},
-        COVERTYPE, 2000, {"max_epochs": 500, "max_steps": -1}, "32-true", None,
+        "mlp-adamw",
+        MLP,
+        torch.optim.AdamW,
+        {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4},
+        COVERTYPE,
+        2000,
+        {"max_epochs": 500, "max_steps": -1},
+        "32-true",
+        None,
         {
             "base": Run(500, 0.1),
             "scratch": Run(2000, 0.1),
@@ -67,11 +78,19 @@ EXPERIMENTS = {
             "small_scratch": Run(400, 0.1),
             "small_upscale": Run(100, 0.013, 400, (AdditiveNoise, 1.0), "small_base"),
         },
-        (4, 16), [],
+        (4, 16),
+        [],
     ),
     "mlp/sgd": Experiment(
-        "mlp-sgd", MLP, torch.optim.SGD, {"momentum": 0, "weight_decay": 1e-4},
-        COVERTYPE, 2000, {"max_epochs": 500, "max_steps": -1}, "32-true", None,
+        "mlp-sgd",
+        MLP,
+        torch.optim.SGD,
+        {"momentum": 0, "weight_decay": 1e-4},
+        COVERTYPE,
+        2000,
+        {"max_epochs": 500, "max_steps": -1},
+        "32-true",
+        None,
         {
             "base": Run(500, 0.4),
             "scratch": Run(2000, 0.4),
@@ -80,11 +99,19 @@ EXPERIMENTS = {
             "small_scratch": Run(400, 0.4),
             "small_upscale": Run(100, 0.1, 400, (AdditiveNoise, 1.25), "small_base"),
         },
-        (4, 16), [],
+        (4, 16),
+        [],
     ),
     "resnet": Experiment(
-        "resnet", {"base_width": 64, "outputs": 100, "compile": True}, torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-4},
-        {"data_dir": "data/cifar100", "batch_size": 128}, 128, {"max_epochs": 100, "max_steps": -1}, "bf16-mixed", None,
+        "resnet",
+        {"base_width": 64, "outputs": 100, "compile": True},
+        torch.optim.SGD,
+        {"momentum": 0.9, "weight_decay": 1e-4},
+        {"data_dir": "data/cifar100", "batch_size": 128},
+        128,
+        {"max_epochs": 100, "max_steps": -1},
+        "bf16-mixed",
+        None,
         {
             "base": Run(128, 0.01),
             "scratch": Run(256, 0.01),
@@ -93,12 +120,27 @@ EXPERIMENTS = {
             "small_upscale": Run(32, 0.003, 64, (SignalNoise, 0.4), "small_base"),
             "upscale": Run(128, 0.003, 256, (RecordedNoise, Path("runs/resnet/noise.json")), "base"),
         },
-        (4, 8), ["--data.batch_size=8"],
+        (4, 8),
+        ["--data.batch_size=8"],
     ),
     "gpt2": Experiment(
-        "gpt2", {"base_width": 24, "layers": 12, "heads": 12, "vocabulary": 50304, "context": 1024, "tied": True, "compile": True},
-        torch.optim.AdamW, {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-        {"data_dir": "data/fineweb", "context": 1024}, 512, {"max_epochs": None, "max_steps": 10_000}, "bf16-mixed", 1.0,
+        "gpt2",
+        {
+            "base_width": 24,
+            "layers": 12,
+            "heads": 12,
+            "vocabulary": 50304,
+            "context": 1024,
+            "tied": True,
+            "compile": True,
+        },
+        torch.optim.AdamW,
+        {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+        {"data_dir": "data/fineweb", "context": 1024},
+        512,
+        {"max_epochs": None, "max_steps": 10_000},
+        "bf16-mixed",
+        1.0,
         {
             "base": Run(12 * 160, 0.0039),
             "scratch": Run(12 * 320, 0.0039),
@@ -106,12 +148,19 @@ EXPERIMENTS = {
             "small_base": Run(12 * 16, 0.0039),
             "small_upscale": Run(12 * 16, 0.002, 12 * 32, (AdditiveNoise, 0.05), "small_base"),
         },
-        (24, 48), ["--model.layers=1", "--trainer.accumulate_grad_batches=1"],
+        (24, 48),
+        ["--model.layers=1", "--trainer.accumulate_grad_batches=1"],
     ),
     "gpt2/reduced": Experiment(
-        "gpt2-reduced", {"base_width": 16, "layers": 8, "heads": 8, "vocabulary": 8192, "context": 512, "tied": True, "compile": True},
-        torch.optim.AdamW, {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-        {"data_dir": "data/fineweb-8192", "context": 512}, 128, {"max_epochs": None, "max_steps": 1500}, "bf16-mixed", 1.0,
+        "gpt2-reduced",
+        {"base_width": 16, "layers": 8, "heads": 8, "vocabulary": 8192, "context": 512, "tied": True, "compile": True},
+        torch.optim.AdamW,
+        {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+        {"data_dir": "data/fineweb-8192", "context": 512},
+        128,
+        {"max_epochs": None, "max_steps": 1500},
+        "bf16-mixed",
+        1.0,
         {
             "base": Run(256, 0.0039),
             "scratch": Run(512, 0.0039),
@@ -119,16 +168,22 @@ EXPERIMENTS = {
             "small_base": Run(64, 0.0039),
             "small_upscale": Run(64, 0.002, 128, (AdditiveNoise, 0.05), "small_base"),
         },
-        (16, 32), ["--model.layers=1"],
+        (16, 32),
+        ["--model.layers=1"],
     ),
-}  # fmt: skip
+}
 
 RUNS = [(folder, name) for folder, experiment in EXPERIMENTS.items() for name in experiment.runs]
 GPT2_OVERRIDES = ["--model.context=8", "--data.context=8", "--data.batch_size=2"]
 ONE_STEP = [
-    "--trainer.max_steps=1", "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1", "--trainer.num_sanity_val_steps=0",
-    "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=1",
-]  # fmt: skip
+    "--trainer.max_steps=1",
+    "--trainer.limit_train_batches=1",
+    "--trainer.limit_val_batches=1",
+    "--trainer.num_sanity_val_steps=0",
+    "--trainer.accelerator=cpu",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.log_every_n_steps=1",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +203,10 @@ def _with_the_files(in_an_empty_folder: None) -> None:
 
 def commands(text: str) -> list[list[str]]:
     """The commands that a comment or a page tells, without `python -m mupscale`."""
-    return [shlex.split(line) for line in re.findall(r"^#? *python -m mupscale (.*)$", re.sub(r"\\\n#? *", "", text), flags=re.MULTILINE)]
+    return [
+        shlex.split(line)
+        for line in re.findall(r"^#? *python -m mupscale (.*)$", re.sub(r"\\\n#? *", "", text), flags=re.MULTILINE)
+    ]
 
 
 def text_of(folder: str, name: str) -> str:
@@ -163,21 +221,35 @@ def told(folder: str, name: str, command: str) -> list[str]:
 
 
 def test_every_file_is_in_the_table() -> None:
-    files = {path.relative_to(CONFIGS) for folder in ("mlp", "resnet", "gpt2") for path in (CONFIGS / folder).rglob("*.yaml")}
+    files = {
+        path.relative_to(CONFIGS) for folder in ("mlp", "resnet", "gpt2") for path in (CONFIGS / folder).rglob("*.yaml")
+    }
     assert files == {Path(folder) / f"{name}.yaml" for folder, name in RUNS}
 
 
 def test_the_page_tells_what_the_files_tell() -> None:
-    page, files = commands((CONFIGS / "README.md").read_text()), [c for folder, name in RUNS for c in commands(text_of(folder, name))]
-    protocol = [told("mlp/adamw", name, "fit") for name in ("small_base", "base", "scratch", "small_upscale", "upscale")]
+    page, files = (
+        commands((CONFIGS / "README.md").read_text()),
+        [c for folder, name in RUNS for c in commands(text_of(folder, name))],
+    )
+    protocol = [
+        told("mlp/adamw", name, "fit") for name in ("small_base", "base", "scratch", "small_upscale", "upscale")
+    ]
     assert [c[1:] for c in page if c[0] == "fit"] == protocol
     assert sorted(c for c in page if c[0] in ("prepare", "upscale")) == sorted(c for c in files if c[0] != "fit")
 
 
-@pytest.mark.parametrize(("folder", "tokens", "held_out", "vocabulary"), [("gpt2", 11.8e9, 5.5e6, None), ("gpt2/reduced", 1e8, 1e6, 8192)])
+@pytest.mark.parametrize(
+    ("folder", "tokens", "held_out", "vocabulary"), [("gpt2", 11.8e9, 5.5e6, None), ("gpt2/reduced", 1e8, 1e6, 8192)]
+)
 def test_preparation_of_the_text(folder: str, tokens: float, held_out: float, vocabulary: int | None) -> None:
     options = prepare.parser().parse_args(told(folder, "base", "prepare"))
-    assert (options.kind, options.subset, options.tokens, options.vocab) == ("fineweb", "CC-MAIN-2013-20", tokens, vocabulary)
+    assert (options.kind, options.subset, options.tokens, options.vocab) == (
+        "fineweb",
+        "CC-MAIN-2013-20",
+        tokens,
+        vocabulary,
+    )
     assert options.tokens * options.val_fraction == pytest.approx(held_out, rel=0.01)
     assert options.out == Path(EXPERIMENTS[folder].data["data_dir"])
 
@@ -214,7 +286,9 @@ def test_the_papers_numbers(folder: str, name: str) -> None:
 
 @pytest.mark.parametrize("folder", EXPERIMENTS)
 def test_one_step_of_every_run(folder: str) -> None:
-    """The commands as the files tell them, one after the other, at a tiny size: an upscale starts from the base before it."""
+    """The commands as the files tell them, one after the other, at a tiny size: an upscale starts from the base before
+    it.
+    """
     experiment = EXPERIMENTS[folder]
     narrow, wide = experiment.tiny
     overrides = [*ONE_STEP, *experiment.overrides, *(GPT2_OVERRIDES if "gpt2" in folder else [])]
@@ -226,7 +300,10 @@ def test_one_step_of_every_run(folder: str) -> None:
         sizes = [f"--trainer.callbacks.width={wide}"] if run.target else []
         starts_wide = name.endswith("scratch")
         # without a subcommand, whose parser takes longer to build than the step to run
-        cli = parsed([*told(folder, name, "fit"), *overrides, f"--model.width={wide if starts_wide else narrow}", *sizes], run=False)
+        cli = parsed(
+            [*told(folder, name, "fit"), *overrides, f"--model.width={wide if starts_wide else narrow}", *sizes],
+            run=False,
+        )
         cli.trainer.fit(cli.model, cli.datamodule)
         path, checkpoint = newest_checkpoint(Path("runs") / experiment.name / name)
         assert path is not None
@@ -235,7 +312,9 @@ def test_one_step_of_every_run(folder: str) -> None:
         assert torch.isfinite(cli.model.train_loss)
         assert any(group["lr"] == pytest.approx(run.lr) for group in cli.trainer.optimizers[0].param_groups)
         if run.target:  # what was widened is the base of that name, to the last weight
-            before, base = (saved(experiment.name, *file) for file in ((name, "pre-upscale-0.ckpt"), (str(run.base), "last.ckpt")))
+            before, base = (
+                saved(experiment.name, *file) for file in ((name, "pre-upscale-0.ckpt"), (str(run.base), "last.ckpt"))
+            )
             assert before["state_dict"].keys() == base["state_dict"].keys()
             assert all(torch.equal(before["state_dict"][key], tensor) for key, tensor in base["state_dict"].items())
 

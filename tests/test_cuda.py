@@ -1,5 +1,6 @@
-"""What only a GPU shows: fused and capturable optimizers, state on the device, steps as CUDA graphs, wide models made where the narrow
-one is."""
+"""What only a GPU shows: fused and capturable optimizers, state on the device, steps as CUDA graphs, wide models made
+where the narrow one is.
+"""
 
 import gc
 import math
@@ -28,14 +29,13 @@ from mupscale.callbacks import fast_loop
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.fit import default_callbacks
-from mupscale.cuda_graph import CapturedStep
+from mupscale.cuda_graph import CapturedStep, use_fused
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
-from mupscale.optim import use_fused
-from mupscale.spectral import spectral_norms
+from mupscale.widening.spectral import spectral_norms
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -52,7 +52,9 @@ def batches(case):
     return [tuple(x.cuda() for x in batch) for batch in case.batches()]
 
 
-@pytest.mark.parametrize("settings", [{"fused": True}, {"capturable": True}, {"capturable": True, "foreach": False}, {"foreach": True}])
+@pytest.mark.parametrize(
+    "settings", [{"fused": True}, {"capturable": True}, {"capturable": True, "foreach": False}, {"foreach": True}]
+)
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_adamw_variants_are_exact(settings: dict[str, bool], tensor_lr: bool):
     if tensor_lr and settings == {"foreach": True}:
@@ -67,9 +69,13 @@ def test_adamw_variants_are_exact(settings: dict[str, bool], tensor_lr: bool):
         lr = torch.tensor(0.003, dtype=dtype, device="cuda") if tensor_lr else 0.003
         return torch.optim.AdamW(params, lr=lr, eps=1e-3, amsgrad=True, **settings)
 
-    verdict = mupscale.verify(narrow, wide, optimizer=optimizer, batches=batches(case), loss=cross_entropy, steps=50, clip=0.05)
+    verdict = mupscale.verify(
+        narrow, wide, optimizer=optimizer, batches=batches(case), loss=cross_entropy, steps=50, clip=0.05
+    )
     assert verdict.passed, verdict
-    rounds = "capturable" in settings or (tensor_lr and "fused" in settings)  # counts steps, or keeps its rate, in float32
+    rounds = "capturable" in settings or (
+        tensor_lr and "fused" in settings
+    )  # counts steps, or keeps its rate, in float32
     assert verdict.loss_drift <= (1e-7 if rounds else 1e-10)
 
 
@@ -79,9 +85,15 @@ def test_architectures_are_exact(name: str):
     torch.manual_seed(0)
     narrow, wide = case.build(case.narrow).cuda(), case.build(case.wide).cuda()
     verdict = mupscale.verify(
-        narrow, wide, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9), batches=batches(case), loss=cross_entropy,
-        steps=30, clip=0.05, roles=case.plain_roles,
-    )  # fmt: skip
+        narrow,
+        wide,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9),
+        batches=batches(case),
+        loss=cross_entropy,
+        steps=30,
+        clip=0.05,
+        roles=case.plain_roles,
+    )
     assert verdict.passed, verdict
 
 
@@ -133,7 +145,7 @@ def test_spectral_norms_against_svd():
     torch.testing.assert_close(spectral_norms(matrices), truth, rtol=1e-4, atol=0)
 
 
-# --- training steps as CUDA graphs ---------------------------------------------------------------------------------------------------
+# --- training steps as CUDA graphs
 
 
 def mlp(width: int = 32, kind: type[MLP] = MLP, **arguments: Any) -> MLP:
@@ -179,7 +191,9 @@ class AtEnds(Callback):
         self.function(trainer, pl_module)
 
 
-def fit(module: WidthScalable, folder: Path, *callbacks: Callback, steps: int = 40, count: int = 80, **settings: Any) -> Any:
+def fit(
+    module: WidthScalable, folder: Path, *callbacks: Callback, steps: int = 40, count: int = 80, **settings: Any
+) -> Any:
     """A run on the GPU: its losses, and what else `watch` saw after every step."""
     seed_everything(1, verbose=False)
     loader, watch = settings.pop("loader", resident), settings.pop("watch", lambda trainer, module: None)
@@ -223,7 +237,8 @@ def gap(ours: Any, theirs: Any) -> float:
 
 
 RUNS: dict[str, tuple[Callable[..., WidthScalable], dict[str, Any], int | None, float]] = {
-    # fused kernels read a learning rate from memory in float32, and nothing else is different; bfloat16 may show the order of sums
+    # fused kernels read a learning rate from memory in float32, and nothing else is different; bfloat16 may show the
+    # order of sums
     "adamw, cosine, clipping and a swap": (partial(mlp, lr_scheduler=cosine), {"gradient_clip_val": 0.5}, 64, 1e-6),
     "sgd with momentum": (partial(mlp, optimizer=SGD, lr_scheduler=cosine), {}, None, 1e-6),
     "sgd and a swap": (partial(mlp, optimizer=SGD), {}, 64, 1e-6),
@@ -234,7 +249,9 @@ RUNS: dict[str, tuple[Callable[..., WidthScalable], dict[str, Any], int | None, 
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_captured_run_is_the_run(name: str, graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_run_is_the_run(
+    name: str, graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, settings, width, tolerance = RUNS[name]
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     growth = partial(UpscaleCallback, 20, width, noise=mupscale.AdditiveNoise(0.1)) if width else None
@@ -252,7 +269,11 @@ def test_a_captured_run_is_the_run(name: str, graphs: list[int], tmp_path: Path,
     if name.startswith("resnet18"):
         convolutions = [part for part in captured.module.net.modules() if isinstance(part, nn.Conv2d)]
         assert all(part.weight.is_contiguous(memory_format=torch.channels_last) for part in convolutions)
-        counters = [part.num_batches_tracked.item() for part in captured.module.net.modules() if isinstance(part, nn.BatchNorm2d)]
+        counters = [
+            part.num_batches_tracked.item()
+            for part in captured.module.net.modules()
+            if isinstance(part, nn.BatchNorm2d)
+        ]
         assert set(counters) == {40}
     (optimizer,) = captured.trainer.optimizers
     assert all(isinstance(group["lr"], float) for group in optimizer.param_groups)
@@ -305,7 +326,9 @@ def test_a_ragged_batch_is_not_captured(graphs: list[int], tmp_path: Path) -> No
     theirs, ours = (fit(mlp(), tmp_path, *extra, **settings) for extra in ([], [FastLoop(cuda_graph=True)]))
     assert graphs == [25 - 3 - 4]  # 5 batches of 14 and one of 10 an epoch
     assert gap(ours, theirs) <= 1e-6
-    for mine, other in zip(ours.seen, theirs.seen, strict=True):  # gradients are where they would be, whoever took the step
+    for mine, other in zip(
+        ours.seen, theirs.seen, strict=True
+    ):  # gradients are where they would be, whoever took the step
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
@@ -323,10 +346,16 @@ def test_a_weight_decay_that_changes_is_captured_anew(graphs: list[int], tmp_pat
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_from_the_host(workers: int, graphs: list[int], tmp_path: Path) -> None:
-    def loader(tensors: tuple[Tensor, ...]) -> Any:  # a worker's batches are pinned by a thread, also while a step is captured
-        return DataLoader(TensorDataset(*tensors), 8, num_workers=workers, pin_memory=True, persistent_workers=workers > 0)
+    def loader(
+        tensors: tuple[Tensor, ...],
+    ) -> Any:  # a worker's batches are pinned by a thread, also while a step is captured
+        return DataLoader(
+            TensorDataset(*tensors), 8, num_workers=workers, pin_memory=True, persistent_workers=workers > 0
+        )
 
-    theirs, ours = (fit(mlp(), tmp_path, *extra, loader=loader, steps=20) for extra in ([], [FastLoop(cuda_graph=True)]))
+    theirs, ours = (
+        fit(mlp(), tmp_path, *extra, loader=loader, steps=20) for extra in ([], [FastLoop(cuda_graph=True)])
+    )
     assert graphs == [17]
     assert gap(ours, theirs) <= 1e-6
 
@@ -419,13 +448,17 @@ print("on the default stream:", torch.cuda.current_stream() == torch.cuda.defaul
 
 
 def test_an_optimizer_that_waits_for_its_rate_is_refused_by_name() -> None:
-    command = [sys.executable, "-c", FAILING]  # a capture that fails leaves the process's generator of random numbers unusable
+    command = [
+        sys.executable,
+        "-c",
+        FAILING,
+    ]  # a capture that fails leaves the process's generator of random numbers unusable
     told = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120)
     assert "a training step with SGD cannot be captured in a CUDA graph: " in told.stdout, told.stderr
     assert "on the default stream: True" in told.stdout
 
 
-# --- memory and waits ----------------------------------------------------------------------------------------------------------------
+# --- memory and waits
 
 
 def allocated(trainer: Trainer, module: Any) -> int:
@@ -478,9 +511,16 @@ def test_the_host_does_not_wait_between_two_steps_that_log(
     settings: dict[str, Any] = {"precision": "32-true" if model == "mlp" else "bf16-mixed", "gradient_clip_val": 1.0}
     defaults = default_callbacks([], {"logger": True, "enable_progress_bar": False, "barebones": False})
     run = fit(
-        {"mlp": mlp, "resnet": resnet, "gpt2": gpt2}[model](optimizer=ADAMW, lr_scheduler=cosine), tmp_path, *defaults,
-        FastLoop(cuda_graph=cuda_graph), logger=TensorBoardLogger(tmp_path), log_every_n_steps=10, steps=25, count=8 * 40,
-        watch=waiting_is_an_error, **settings,
-    )  # fmt: skip
+        {"mlp": mlp, "resnet": resnet, "gpt2": gpt2}[model](optimizer=ADAMW, lr_scheduler=cosine),
+        tmp_path,
+        *defaults,
+        FastLoop(cuda_graph=cuda_graph),
+        logger=TensorBoardLogger(tmp_path),
+        log_every_n_steps=10,
+        steps=25,
+        count=8 * 40,
+        watch=waiting_is_an_error,
+        **settings,
+    )
     assert graphs == ([22] if cuda_graph else [])
     assert run.trainer.global_step == 25

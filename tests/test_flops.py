@@ -94,13 +94,18 @@ def test_torch_counts_resnet18_but_for_the_gradient_of_its_images(width: int):
     stem = 3 * width * 9 * 32 * 32
     paper = 2 * resnet18_flops(width)
     assert module.training_flops(labelled(torch.empty(2, 3, 32, 32, device="meta"))) == paper - 2 * 2 * stem
-    assert torch_count(module.network(width, meta=True), torch.empty(2, 3, 32, 32, device="meta", requires_grad=True)) == paper
+    assert (
+        torch_count(module.network(width, meta=True), torch.empty(2, 3, 32, 32, device="meta", requires_grad=True))
+        == paper
+    )
 
 
 @pytest.mark.parametrize(("width", "layers"), [(384, 2), (3840, 12)])
 def test_torch_counts_gpt2_but_for_biases_and_norms(width: int, layers: int):
     module = GPT2(width, layers=layers)
-    vectors = sum(parameter.numel() for parameter in module.network(width, meta=True).parameters() if parameter.ndim == 1)
+    vectors = sum(
+        parameter.numel() for parameter in module.network(width, meta=True).parameters() if parameter.ndim == 1
+    )
     batch = torch.empty(2, 1025, dtype=torch.long, device="meta")
     assert module.training_flops(batch) == 2 * 1024 * (gpt2_flops(width, layers=layers) - 6 * vectors)
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.coord import coord_check
+from mupscale.checks.coordinate_check import coord_check
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -44,7 +44,7 @@ def test_the_library_in_ten_lines():
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
 def test_a_model_of_ones_own_grows(tmp_path):
-    """The twenty lines of the README, in float64: the loss curve of a run that grows equals that of one that does not."""
+    """The twenty lines of the README, in float64: a run that grows has the loss curve of one that does not."""
     names: dict = {}
     exec(next(block for block in blocks("python") if "class Denoiser" in block), names)
     torch.manual_seed(0)
@@ -52,11 +52,20 @@ def test_a_model_of_ones_own_grows(tmp_path):
 
     def final_loss(*callbacks) -> float:
         torch.manual_seed(1)
-        module = names["Denoiser"](8, base_width=4, optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
+        module = names["Denoiser"](
+            8, base_width=4, optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
+        )
         trainer = Trainer(
-            max_steps=20, accelerator="cpu", precision="64-true", callbacks=list(callbacks), logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
+            max_steps=20,
+            accelerator="cpu",
+            precision="64-true",
+            callbacks=list(callbacks),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
         trainer.fit(module, data)
         assert module.width == (24 if callbacks else 8)
         return float(module.train_loss)
@@ -99,7 +108,9 @@ def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]):
 def test_the_quickstart_is_exact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     quickstart("verify")
     assert "width 64 → 256: exact" in capsys.readouterr().out
-    monkeypatch.setattr("mupscale.rules.lr_factor", lambda *_: 1.0)  # a broken rule: the verdict is no, and so is the exit code
+    monkeypatch.setattr(
+        "mupscale.widening.rules.lr_factor", lambda *_: 1.0
+    )  # a broken rule: the verdict is no, and so is the exit code
     with pytest.raises(SystemExit) as caught:
         quickstart("verify")
     assert caught.value.code == 1

@@ -39,7 +39,9 @@ EVERYTHING = "import mupscale; [getattr(mupscale, name) for name in mupscale.__a
 
 def started(statement: str) -> dict:
     """What a fresh interpreter has loaded and opened after `statement`."""
-    run = subprocess.run([sys.executable, "-c", PROBE.format(statement=statement)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PROBE.format(statement=statement)], capture_output=True, text=True, check=True
+    )
     return json.loads(run.stdout.splitlines()[-1])
 
 
@@ -52,7 +54,11 @@ def packages(modules: list[str]) -> set[str]:
 
 
 def data(opened: list[str]) -> list[str]:
-    return [path for path in opened if path.endswith((".bin", ".ckpt", ".csv", ".gz", ".npy", ".npz", ".parquet", ".pt", ".yaml"))]
+    return [
+        path
+        for path in opened
+        if path.endswith((".bin", ".ckpt", ".csv", ".gz", ".npy", ".npz", ".parquet", ".pt", ".yaml"))
+    ]
 
 
 def test_importing_the_package_loads_nothing():

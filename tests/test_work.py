@@ -33,7 +33,9 @@ from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
 from test_upscale_callback import gpt2, mlp, resnet, rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # Lightning itself
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
+)  # Lightning itself
 
 LOG_EVERY = 10
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -41,7 +43,9 @@ SGD = partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
 cosine = partial(CosineAnnealingLR, T_max=1000)
 
 
-def fit(module: WidthScalable, folder: Path, *callbacks: Callback, steps: int = 25, batches: int = 100, **settings: Any) -> Trainer:
+def fit(
+    module: WidthScalable, folder: Path, *callbacks: Callback, steps: int = 25, batches: int = 100, **settings: Any
+) -> Trainer:
     """A run with everything on that a run has by default."""
     seed_everything(0, verbose=False)
     trainer = Trainer(
@@ -58,7 +62,10 @@ def fit(module: WidthScalable, folder: Path, *callbacks: Callback, steps: int = 
         ],
         **settings,
     )
-    train, val = (ResidentLoader(rows(module, count, torch.float32), 8, shuffle=False, drop_last=True) for count in (8 * batches, 16))
+    train, val = (
+        ResidentLoader(rows(module, count, torch.float32), 8, shuffle=False, drop_last=True)
+        for count in (8 * batches, 16)
+    )
     trainer.fit(module, train, val)
     return trainer
 
@@ -79,13 +86,27 @@ class AtEnds(Callback):
         self.function(trainer.global_step)
 
 
-# --- kernels and waits -------------------------------------------------------------------------------------------------------------
+# --- kernels and waits
 
 
-WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::unique_dim"}
+WAITS = {
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_dim",
+}
 """What a host can only know once the device is done."""
 
-NO_KERNEL = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::promote_types", "aten::_unsafe_view"}
+NO_KERNEL = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::promote_types",
+    "aten::_unsafe_view",
+}
 
 
 class Operations(TorchDispatchMode):
@@ -107,14 +128,15 @@ class Operations(TorchDispatchMode):
 
 
 MODELS: dict[str, tuple[Callable[..., WidthScalable], dict[str, Any], int]] = {
-    # the batch 2, forward 8, the loss 5 (2 of them Lightning's, 1 the sum for the curves), backward 19, clipping 9, a fused step and its
-    # counters for 3 groups 6
+    # the batch 2, forward 8, the loss 5 (2 of them Lightning's, 1 the sum for the curves), backward 19, clipping 9, a
+    # fused step and its counters for 3 groups 6
     "mlp": (partial(mlp, optimizer=ADAMW), {"gradient_clip_val": 1.0}, 49),
-    # 20 convolutions and 20 norms, forth and back, 80, the norms' counters 20, ReLUs 34, residuals 16, casts to and from bfloat16 47,
-    # the batch 2, the mean over positions, the readout and the loss 17, one fused step for all 62 parameters
+    # 20 convolutions and 20 norms, forth and back, 80, the norms' counters 20, ReLUs 34, residuals 16, casts to and
+    # from bfloat16 47, the batch 2, the mean over positions, the readout and the loss 17, one fused step for all 62
+    # parameters
     "resnet18": (partial(resnet, optimizer=SGD), {"precision": "bf16-mixed"}, 217),
-    # matmuls 27 with 9 sums over biases, casts 39, norms 10, attention 4, GELU 4, residuals 11, the rest embeddings and the loss;
-    # clipping 8, steps for 2 groups 4
+    # matmuls 27 with 9 sums over biases, casts 39, norms 10, attention 4, GELU 4, residuals 11, the rest embeddings and
+    # the loss; clipping 8, steps for 2 groups 4
     "gpt2": (partial(gpt2, optimizer=ADAMW), {"precision": "bf16-mixed", "gradient_clip_val": 1.0}, 142),
 }
 """Modules, settings, and how many kernels a step is at most."""
@@ -161,13 +183,15 @@ def test_clipping_is_a_few_kernels_for_any_number_of_parameters() -> None:
     assert not WAITS & clipping(100).keys()
 
 
-# --- the host ------------------------------------------------------------------------------------------------------------------------
+# --- the host
 
 
 def test_only_hooks_that_do_something_are_called(tmp_path: Path) -> None:
     trainer = fit(mlp(), tmp_path, FastLoop(), UpscaleCallback(5, 16), steps=10)
     hooks = trainer.fit_loop.epoch_loop._hooks
-    called = {hook: [function.func.__qualname__.partition(".")[0] for function in found] for hook, found in hooks.items()}
+    called = {
+        hook: [function.func.__qualname__.partition(".")[0] for function in found] for hook, found in hooks.items()
+    }
     assert called == {
         "on_train_batch_start": ["LearningRateMonitor", "UpscaleCallback"],
         "on_train_batch_end": ["Curves", "TQDMProgressBar", "UpscaleCallback", "RunCheckpoint"],
@@ -196,7 +220,12 @@ def python_calls(folder: Path, *callbacks: Callback) -> int:
 
     sys.setprofile(count)
     try:
-        fit(mlp(optimizer=ADAMW, lr_scheduler=cosine), folder, *callbacks, AtEnds(lambda step: counts.update({step: calls})))
+        fit(
+            mlp(optimizer=ADAMW, lr_scheduler=cosine),
+            folder,
+            *callbacks,
+            AtEnds(lambda step: counts.update({step: calls})),
+        )
     finally:
         sys.setprofile(None)
     found = {counts[step + 1] - counts[step] for step in range(LOG_EVERY + 1, 2 * LOG_EVERY - 1)}
@@ -205,7 +234,9 @@ def python_calls(folder: Path, *callbacks: Callback) -> int:
 
 
 def test_a_fast_loop_calls_few_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside captured steps the loop is all that the host does: 315 calls a step; 1764 with Lightning's, 1333 of steps not captured."""
+    """Beside captured steps the loop is all that the host does: 315 calls a step; 1764 with Lightning's, 1333 of steps
+    not captured.
+    """
     lightning, fast = python_calls(tmp_path / "lightning"), python_calls(tmp_path / "fast", FastLoop())
     monkeypatch.setattr(fast_loop, "CapturedStep", Done)
     setup = FastLoop.setup
@@ -220,7 +251,7 @@ def test_a_fast_loop_calls_few_functions(tmp_path: Path, monkeypatch: pytest.Mon
     assert captured < 0.2 * lightning
 
 
-# --- memory --------------------------------------------------------------------------------------------------------------------------
+# --- memory
 
 
 class LiveBytes(TorchDispatchMode):
@@ -275,7 +306,9 @@ class Weighed(UpscaleCallback):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_swap_peaks_at_the_final_footprint_and_leaves_nothing_behind(precision: Any, tmp_path: Path) -> None:
-    """38 MB, so that a megabyte's largest weight and the smaller things do not show; autocast's copies of all weights would."""
+    """38 MB, so that a megabyte's largest weight and the smaller things do not show; autocast's copies of all weights
+    would.
+    """
     live = LiveBytes()
     swap = Weighed(live, 4, 256)
     module = GPT2(128, base_width=8, layers=4, heads=4, vocabulary=11, context=8, optimizer=ADAMW)

@@ -10,9 +10,13 @@ from mupscale.commands.fit import parsed
 from mupscale.models.base import Width, WidthScalable, doubled
 
 
-def configured(command: str, arguments: list[str], description: str | None) -> tuple[WidthScalable, LightningDataModule, Trainer]:
+def configured(
+    command: str, arguments: list[str], description: str | None
+) -> tuple[WidthScalable, LightningDataModule, Trainer]:
     """The model, the data and the trainer of a configuration (`--config FILE`, and overrides)."""
-    cli = parsed(arguments, run=False, parser_kwargs={"prog": f"python -m mupscale {command}", "description": description})
+    cli = parsed(
+        arguments, run=False, parser_kwargs={"prog": f"python -m mupscale {command}", "description": description}
+    )
     return cli.model, cli.datamodule, cli.trainer
 
 

@@ -1,4 +1,6 @@
-"""coord-check: whether outputs of layers and their updates keep their size as the width grows, before and across an upscale."""
+"""coord-check: whether outputs of layers and their updates keep their size as the width grows, before and across an
+upscale.
+"""
 
 import argparse
 import csv
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from mupscale.coord import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
+from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
 
 ROWS = 16
 """Of each batch. Slopes do not depend on it, and time does."""
@@ -26,14 +28,25 @@ def main(command: str, arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m mupscale coord-check",
         description=__doc__,
-        epilog=f"--config FILE and further options are those of fit. Trains, on a CPU, up to {FACTORS[0]} times the widest. "
+        epilog="--config FILE and further options are those of fit. Trains, on a CPU, up to "
+        f"{FACTORS[0]} times the widest. "
         "Exit status 1 tells that a layer fails.",
         allow_abbrev=False,
     )
-    parser.add_argument("--widths", type=numbers, required=True, metavar="N,N,N", help="at least three, as 64,128,256,512")
-    parser.add_argument("--steps", type=int, default=4, help="training steps before the upscale, and as many after it (default 4)")
+    parser.add_argument(
+        "--widths", type=numbers, required=True, metavar="N,N,N", help="at least three, as 64,128,256,512"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help="training steps before the upscale, and as many after it (default 4)"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="networks of every width to average over (default 3)")
-    parser.add_argument("--out", type=Path, default=Path("runs/coord-check"), metavar="DIR", help="where figure and table go (%(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/coord-check"),
+        metavar="DIR",
+        help="where figure and table go (%(default)s)",
+    )
     options, configuration = parser.parse_known_args(arguments)
     if options.out.exists() and not options.out.is_dir():
         parser.error(f"--out {options.out} is not a folder")
@@ -106,7 +119,10 @@ def write_sizes(check: CoordCheck, path: Path) -> None:
 
 
 def draw(check: CoordCheck, path: Path) -> None:
-    """Sizes against width, a column a scan: outputs at its start, and their change after every step. What fails is red."""
+    """Sizes against width, a column a scan: outputs at its start, and their change after every step.
+
+    What fails is red.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -119,17 +135,26 @@ def draw(check: CoordCheck, path: Path) -> None:
     for (above, below), scan in zip(axes.T, check.scans, strict=True):
         for layer in layers:
             sizes, slopes = scan.mean(layer), check.layers[layer][scan.name]
-            for ax, values, fails in ((above, sizes[:, 0, 0], slopes.output_fails), (below, sizes[:, -1, 1], slopes.update_fails)):
+            for ax, values, fails in (
+                (above, sizes[:, 0, 0], slopes.output_fails),
+                (below, sizes[:, -1, 1], slopes.update_fails),
+            ):
                 if values.all():  # zeros have no logarithm
                     colour = RED if fails else colours[layer]
                     ax.loglog(scan.widths, values, "o-", color=colour, ms=3, lw=1.2, zorder=3 if fails else 2)
                     if fails:
-                        ax.annotate(f" {layer}", (scan.widths[-1], values[-1].item()), color=RED, fontsize=7, va="center")
+                        ax.annotate(
+                            f" {layer}", (scan.widths[-1], values[-1].item()), color=RED, fontsize=7, va="center"
+                        )
             for earlier in sizes[:, 1:-1, 1].T:
                 below.loglog(scan.widths, earlier.where(earlier > 0, math.nan), ":", color=colours[layer], lw=0.7)
         above.set_title(fill(f"{scan.name}: {scan.title}", 50), fontsize=9)
         below.set_xlabel("width")
-        below.xaxis.set(major_locator=FixedLocator(scan.widths), minor_locator=NullLocator(), major_formatter=StrMethodFormatter("{x:g}"))
+        below.xaxis.set(
+            major_locator=FixedLocator(scan.widths),
+            minor_locator=NullLocator(),
+            major_formatter=StrMethodFormatter("{x:g}"),
+        )
         below.set_xlim(scan.widths[0] / 1.2, scan.widths[-1] * (1.2 if check.passed else 2))  # with room for names
     last = [scan.mean(layer)[:, -1, 1] for scan in check.scans for layer in layers]
     smallest = min((values.min().item() for values in last if values.all()), default=1.0)
@@ -138,6 +163,12 @@ def draw(check: CoordCheck, path: Path) -> None:
     axes[1, 0].set_ylabel("size of their change, after all steps\n(dotted: after fewer)")
     every = max(1, math.ceil(len(layers) / MOST_IN_LEGEND))
     shown = [plt.Line2D([], [], color=colours[layer], marker="o", ms=3, label=layer) for layer in layers[::every]]
-    fig.legend(handles=shown, loc="outside right center", frameon=False, fontsize=7, title="layers" if every == 1 else "some layers")
+    fig.legend(
+        handles=shown,
+        loc="outside right center",
+        frameon=False,
+        fontsize=7,
+        title="layers" if every == 1 else "some layers",
+    )
     fig.savefig(path, dpi=100)
     plt.close(fig)

@@ -19,7 +19,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
-from mupscale import noise as noise
 from mupscale.atomic import replacing
 from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import Curves
@@ -28,6 +27,7 @@ from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.summary import Summary, WidthBar
 from mupscale.models.base import WidthScalable
+from mupscale.widening import noise as noise
 
 LOGGER = {
     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
@@ -53,7 +53,8 @@ GENERIC = (
 """What jsonargparse says of every class that it cannot make."""
 
 DESCRIPTION = """{what} Options override the files, and later files earlier ones; in YAML, `callbacks+:` adds to a list.
---print_config shows the result; --model.help MLP (or --data.help, --trainer.callbacks.help, with a class) what a class takes."""
+--print_config shows the result; --model.help MLP (or --data.help, --trainer.callbacks.help, with a class) shows what a
+class takes."""
 
 WHAT = {
     "fit": "Train, upscaling on the way, as a configuration says.",
@@ -77,8 +78,13 @@ class SaveConfig(SaveConfigCallback):
         path = folder / self.config_filename
         if path.exists() and not self.overwrite:
             if any(path.parent.rglob("*.ckpt")):
-                raise ValueError(f"trainer.logger: {path.parent} has a run already; go on with it: python -m mupscale resume {path.parent}")
-            log_files.delete(trainer)  # of an attempt that died before its first checkpoint, or its curves would lie under ours
+                raise ValueError(
+                    f"trainer.logger: {path.parent} has a run already; go on with it: python -m mupscale resume "
+                    f"{path.parent}"
+                )
+            log_files.delete(
+                trainer
+            )  # of an attempt that died before its first checkpoint, or its curves would lie under ours
         text = self.parser.dump(self.config, skip_none=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new:
@@ -115,13 +121,17 @@ class CLI(LightningCLI):
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         # a link, because the copy of a large model costs time; no version counter, because the folder is the run's own
         parser.set_defaults(
-            {"checkpoint.save_last": "link", "checkpoint.every_n_train_steps": 500, "checkpoint.enable_version_counter": False}
+            {
+                "checkpoint.save_last": "link",
+                "checkpoint.every_n_train_steps": 500,
+                "checkpoint.enable_version_counter": False,
+            }
         )
         parser.add_argument(
             "--callback_args",
             type=dict[str, dict[str, Any]] | None,
             default=None,
-            help="arguments laid over those of the callbacks in trainer.callbacks, by class: what best.yaml of a sweep has to say of them",
+            help="arguments laid over those of the callbacks in trainer.callbacks, by class (best.yaml uses it)",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -137,16 +147,22 @@ class CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """The configuration stays what was given: Lightning would put the checkpoint's class and arguments over it.
 
-        A checkpoint of another width is no reason, for the module rebuilds itself, unless it is sharded, which loads too late.
+        A checkpoint of another width is no reason, for the module rebuilds itself, unless it is sharded, which loads
+        too late.
         """
         self.given = deepcopy(self.config)
         path = self.config.get(self.config.get("subcommand", ""), {}).get("ckpt_path")
         if path is None:
             return
         if path in ("last", "best", "hpc") or not Path(path).exists():
-            raise ValueError(f"ckpt_path: there is no checkpoint {path}. Name one, or go on with a run: python -m mupscale resume RUN")
+            raise ValueError(
+                f"ckpt_path: there is no checkpoint {path}. Name one, or go on with a run: python -m mupscale resume "
+                "RUN"
+            )
         if Path(path).is_dir() and not (Path(path) / "meta.pt").is_file():
-            raise ValueError(f"ckpt_path: {path} is not a checkpoint. If it is the folder of a run: python -m mupscale resume {path}")
+            raise ValueError(
+                f"ckpt_path: {path} is not a checkpoint. If it is the folder of a run: python -m mupscale resume {path}"
+            )
         if Path(path).is_dir():
             saved = torch.load(Path(path) / "meta.pt", map_location="cpu", weights_only=True)
             self.config[f"{self.config.subcommand}.model.init_args.width"] = saved["hyper_parameters"]["width"]
@@ -159,7 +175,11 @@ class CLI(LightningCLI):
             arguments = getattr(logger, "init_args", {})
             if all(name in arguments for name in ("save_dir", "name", "version")):
                 # where it is now, from where we are now
-                arguments["save_dir"], arguments["name"], arguments["version"] = str(self.folder.parent), "", self.folder.name
+                arguments["save_dir"], arguments["name"], arguments["version"] = (
+                    str(self.folder.parent),
+                    "",
+                    self.folder.name,
+                )
 
     def _instantiate_trainer(self, config: Any, callbacks: list[Callback]) -> Trainer:
         given = config["callbacks"] or []
@@ -191,8 +211,10 @@ def main(command: str, arguments: list[str]) -> None:
     parsed([command, *arguments])
 
 
-def parsed(arguments: list[str], *, run: bool = True, parser_kwargs: dict[str, Any] | None = None, folder: Path | None = None) -> CLI:
-    """Parses a command line and runs its command; without `run`, its model, data and trainer are made and that is all."""
+def parsed(
+    arguments: list[str], *, run: bool = True, parser_kwargs: dict[str, Any] | None = None, folder: Path | None = None
+) -> CLI:
+    """Parses a command line and runs its command; without `run`, only makes its model, data and trainer."""
     import_classes()
     quieten()
     texts = {
@@ -247,7 +269,10 @@ def short_names(kind: type[Any]) -> set[str]:
     """The classes of ours that a configuration can name, of a kind."""
     deeper = (name for child in kind.__subclasses__() for name in short_names(child))
     ours = (c for c in kind.__subclasses__() if c.__module__.startswith("mupscale."))
-    return {*deeper, *(c.__name__ for c in ours if not getattr(getattr(c, "build", None), "__isabstractmethod__", False))}
+    return {
+        *deeper,
+        *(c.__name__ for c in ours if not getattr(getattr(c, "build", None), "__isabstractmethod__", False)),
+    }
 
 
 def with_callback_args(config: Any) -> list[dict[str, Any]]:
@@ -279,7 +304,9 @@ def quieten() -> None:
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's calls
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    warnings.filterwarnings("ignore", r"(Checkpoint|Experiment logs) directory .* exists and is not empty")  # it is the run's own
+    warnings.filterwarnings(
+        "ignore", r"(Checkpoint|Experiment logs) directory .* exists and is not empty"
+    )  # it is the run's own
 
 
 def no_tips(record: logging.LogRecord) -> bool:

@@ -16,7 +16,9 @@ UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 def main(command: str, arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     try:
-        source = FineWebEdu(options.subset) if options.kind == "fineweb" else TextFiles(options.files, options.separator)
+        source = (
+            FineWebEdu(options.subset) if options.kind == "fineweb" else TextFiles(options.files, options.separator)
+        )
         index = prepare(
             source,
             options.out,
@@ -35,27 +37,46 @@ def main(command: str, arguments: list[str]) -> None:
 def parser() -> argparse.ArgumentParser:
     answer = argparse.ArgumentParser(prog="python -m mupscale prepare", description=__doc__)
     kinds = answer.add_subparsers(dest="kind", required=True, metavar="fineweb|text")
-    fineweb = kinds.add_parser("fineweb", help="stream FineWeb-Edu", description="Streams FineWeb-Edu from the Hugging Face Hub.")
-    fineweb.add_argument("--subset", required=True, help="a subset of HuggingFaceFW/fineweb-edu: CC-MAIN-2013-20, sample-10BT, …")
-    text = kinds.add_parser("text", help="tokenise local files", description=f"Tokenises local files. {TextFiles.__doc__}")
+    fineweb = kinds.add_parser(
+        "fineweb", help="stream FineWeb-Edu", description="Streams FineWeb-Edu from the Hugging Face Hub."
+    )
+    fineweb.add_argument(
+        "--subset", required=True, help="a subset of HuggingFaceFW/fineweb-edu: CC-MAIN-2013-20, sample-10BT, …"
+    )
+    text = kinds.add_parser(
+        "text", help="tokenise local files", description=f"Tokenises local files. {TextFiles.__doc__}"
+    )
     text.add_argument("files", nargs="+", type=Path, metavar="FILE")
     separator_help = "the line between two documents of a plain text ('' for empty lines; default %(default)s)"
     text.add_argument("--separator", default=SEPARATOR, metavar="LINE", help=separator_help)
     for kind in (fineweb, text):
-        vocab_help = f"GPT-2's vocabulary, or a byte-level BPE of N tokens trained on the first {TRAINING_BYTES >> 20} MiB of training text"
-        tokens_help = "stop after the document that reaches this number (100M, 2.5B)" + ("" if kind is fineweb else "; by default all")
+        vocab_help = (
+            "GPT-2's vocabulary, or a byte-level BPE of N tokens trained on the first "
+            f"{TRAINING_BYTES >> 20} MiB of training text"
+        )
+        tokens_help = "stop after the document that reaches this number (100M, 2.5B)" + (
+            "" if kind is fineweb else "; by default all"
+        )
         kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or one to go on with")
         kind.add_argument("--vocab", type=vocabulary, required=True, metavar="gpt2|N", help=vocab_help)
         kind.add_argument("--tokens", type=number_of_tokens, required=kind is fineweb, metavar="N", help=tokens_help)
-        kind.add_argument("--val-fraction", type=float, default=0.01, metavar="F", help="documents to hold out (default %(default)s)")
-        kind.add_argument("--workers", type=positive, metavar="N", help="threads that tokenise; by default one for each core")
+        kind.add_argument(
+            "--val-fraction", type=float, default=0.01, metavar="F", help="documents to hold out (default %(default)s)"
+        )
+        kind.add_argument(
+            "--workers", type=positive, metavar="N", help="threads that tokenise; by default one for each core"
+        )
     return answer
 
 
 def told(index: Index) -> str:
-    train, val = (f"{part['tokens']:,} tokens of {part['documents']:,} documents" for part in map(index.content.get, ("train", "val")))
+    train, val = (
+        f"{part['tokens']:,} tokens of {part['documents']:,} documents"
+        for part in map(index.content.get, ("train", "val"))
+    )
     folder = index.folder
-    return f"{folder}: {train} to train on, {val} held out, vocabulary {index.vocabulary:,}. Use it by data.data_dir: {folder}"
+    content = f"{train} to train on, {val} held out, vocabulary {index.vocabulary:,}"
+    return f"{folder}: {content}. Use it by data.data_dir: {folder}"
 
 
 def vocabulary(text: str) -> int | None:

@@ -18,7 +18,10 @@ def main(command: str, arguments: list[str]) -> None:
         raise SystemExit(f"error: {options.run} is not the folder of a run: it has no config.yaml")
     path, checkpoint = newest_checkpoint(options.run)
     if path is None:
-        raise SystemExit(f"error: {options.run} has no checkpoint that can be read. Start anew: python -m mupscale fit --config {config}")
+        raise SystemExit(
+            f"error: {options.run} has no checkpoint that can be read. Start anew: python -m mupscale fit --config "
+            f"{config}"
+        )
     if checkpoint.get("callbacks", {}).get("ExactResume", {}).get("finished") and not overrides:
         print(f"{options.run} is finished: {path} is of its last step, {checkpoint['global_step']}")
         return
@@ -50,7 +53,11 @@ def readable(path: Path) -> dict[str, Any] | None:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # torch raises many kinds
         return None
-    whole = isinstance(checkpoint, dict) and "global_step" in checkpoint and "optimizer_states" in {*checkpoint, *sharded(path)}
+    whole = (
+        isinstance(checkpoint, dict)
+        and "global_step" in checkpoint
+        and "optimizer_states" in {*checkpoint, *sharded(path)}
+    )
     return checkpoint if whole else None
 
 

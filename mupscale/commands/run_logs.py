@@ -91,7 +91,7 @@ class Run:
 
     @cached_property
     def result(self) -> float | None:
-        """The metric of a run that `sweep` or `experiment` finished: over every step, not only those that were logged."""
+        """The metric of a run that `sweep` or `experiment` finished: over every step, not only logged ones."""
         try:
             return float(json.loads((self.folder / "result.json").read_text())["value"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -121,7 +121,10 @@ class Run:
         low = max((math.ceil(step / (epoch + 1)) for step, epoch in logged), default=1)
         high = min(((step - 1) // epoch for step, epoch in logged if epoch), default=None)
         if high is None and self.max_epochs and self.result is not None and self.has_loss:  # finished
-            low, high = math.ceil(self.last_step / self.max_epochs), (self.last_step + self.interval - 1) // self.max_epochs
+            low, high = (
+                math.ceil(self.last_step / self.max_epochs),
+                (self.last_step + self.interval - 1) // self.max_epochs,
+            )
         return low if low == high else None
 
     def planned_steps(self, steps_per_epoch: int | None) -> int | None:
@@ -176,7 +179,9 @@ def higher_is_better(metric: str) -> bool | None:
 def read_log(folder: Path) -> Log:
     """What the event files of a folder hold; a file that breaks off is read up to there."""
     log = Log()
-    for path in sorted(folder.glob("events.out.tfevents.*"), key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)]):
+    for path in sorted(
+        folder.glob("events.out.tfevents.*"), key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)]
+    ):
         part = read_file(path)
         log.damaged |= part.damaged
         if part.loss:  # a run that went on from a checkpoint has logged some steps twice
@@ -219,8 +224,8 @@ class DamagedError(Exception):
 def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
     """Tag, step and value of the scalars that a report needs.
 
-    A long run logs tens of thousands of others. A record is looked into only if the name of one of these is in its bytes, which
-    makes this ten times faster than TensorBoard's own reader.
+    A long run logs tens of thousands of others. A record is looked into only if the name of one of these is in its
+    bytes, which makes this ten times faster than TensorBoard's own reader.
     """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]

@@ -1,4 +1,6 @@
-"""upscale: the surgery of UpscaleCallback on a checkpoint, offline: `upscale base.ckpt --width 2000 --noise 0.1 --out wide.ckpt`."""
+"""upscale: the surgery of UpscaleCallback on a checkpoint, offline: `upscale base.ckpt --width 2000 --noise 0.1 --out
+wide.ckpt`.
+"""
 
 import argparse
 import importlib
@@ -9,27 +11,37 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.algorithm import UpscaleReport, upscale
 from mupscale.atomic import replacing
 from mupscale.commands.fit import import_classes
 from mupscale.models.base import CHECKPOINT_KEY, WidthScalable, load_checkpoint, mixed_widths, optimizer_names
-from mupscale.noise import AdditiveNoise, Noise, RecordedNoise, SameNoise, SignalNoise
-from mupscale.optim import SOURCE_GROUP, apply_mup, continued_groups
-from mupscale.schedule import rescale_schedule_state
+from mupscale.mup_optimizers import apply_mup
+from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SameNoise, SignalNoise
+from mupscale.widening.optimizer_state import continued_groups
+from mupscale.widening.parameter_groups import SOURCE_GROUP
+from mupscale.widening.schedule import rescale_schedule_state
+from mupscale.widening.upscale import UpscaleReport, upscale
 
 
 def main(command: str, arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m mupscale upscale", description=__doc__)
     parser.add_argument("checkpoint", help="the checkpoint to widen")
-    parser.add_argument("--width", type=int, nargs="+", required=True, help="the target width (several for unequal layers)")
+    parser.add_argument(
+        "--width", type=int, nargs="+", required=True, help="the target width (several for unequal layers)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="where to write the wide checkpoint")
     strength = parser.add_mutually_exclusive_group()
     strength.add_argument("--noise", type=float, metavar="STD", help="additive noise with this base constant")
-    strength.add_argument("--signal-noise", type=float, metavar="T", help="noise as this fraction of each weight's spectral norm")
-    strength.add_argument("--recorded-noise", type=Path, metavar="FILE", help="per-weight noise constants of an earlier upscale")
+    strength.add_argument(
+        "--signal-noise", type=float, metavar="T", help="noise as this fraction of each weight's spectral norm"
+    )
+    strength.add_argument(
+        "--recorded-noise", type=Path, metavar="FILE", help="per-weight noise constants of an earlier upscale"
+    )
     parser.add_argument("--save-noise", type=Path, metavar="FILE", help="write the per-weight noise constants")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    parser.add_argument("--no-optimizer", action="store_true", help="leave the optimizer state out: only `init_from` can take it then")
+    parser.add_argument(
+        "--no-optimizer", action="store_true", help="leave the optimizer state out: only `init_from` can take it then"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)
     if options.out.exists() and not options.force:
@@ -37,7 +49,9 @@ def main(command: str, arguments: list[str]) -> None:
     width = options.width[0] if len(options.width) == 1 else options.width
     try:
         checkpoint = load_checkpoint(options.checkpoint)
-        report = upscale_checkpoint(checkpoint, width, noise_of(options), options.seed, optimizer=not options.no_optimizer)
+        report = upscale_checkpoint(
+            checkpoint, width, noise_of(options), options.seed, optimizer=not options.no_optimizer
+        )
     except ValueError as error:
         parser.error(str(error))
     with replacing(options.out) as new:
@@ -56,8 +70,12 @@ def noise_of(options: argparse.Namespace) -> Noise | None:
     return RecordedNoise(options.recorded_noise) if options.recorded_noise is not None else None
 
 
-def upscale_checkpoint(checkpoint: dict[str, Any], width: Any, noise: Noise | None, seed: int, *, optimizer: bool) -> UpscaleReport:
-    """Widens a checkpoint in place: weights, an EMA's average with the same noise, optimizer and schedule, the width it names."""
+def upscale_checkpoint(
+    checkpoint: dict[str, Any], width: Any, noise: Noise | None, seed: int, *, optimizer: bool
+) -> UpscaleReport:
+    """Widens a checkpoint in place: weights, an EMA's average with the same noise, optimizer and schedule, the width it
+    names.
+    """
     module = module_of(checkpoint)
     saved, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", []) if optimizer else []
     averaged = "current_model_state" in checkpoint  # of an EMA run: "state_dict" is the average
@@ -68,13 +86,17 @@ def upscale_checkpoint(checkpoint: dict[str, Any], width: Any, noise: Noise | No
     wide_opts = [_fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
     report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
-        continued = {id(p): group for group in continued_groups(report.plan, narrow, before, wide) for p in group["params"]}
+        continued = {
+            id(p): group for group in continued_groups(report.plan, narrow, before, wide) for p in group["params"]
+        }
         for group in after.param_groups:
             group.update({**continued[id(group["params"][0])], "params": group["params"]})
     _store(checkpoint[key], wide)
     if averaged:
         # the draw depends on the precision, and the average may have been kept in another
-        average, wide_average = _networks(module, width, checkpoint["state_dict"], at_least=next(narrow.parameters()).dtype)
+        average, wide_average = _networks(
+            module, width, checkpoint["state_dict"], at_least=next(narrow.parameters()).dtype
+        )
         upscale(average, wide_average, noise=SameNoise(report.noise), seed=seed)
         _store(checkpoint["state_dict"], wide_average)
     checkpoint["hyper_parameters"]["width"] = width
@@ -113,17 +135,22 @@ def _store(weights: dict[str, Tensor], net: nn.Module) -> None:
 
 
 def _saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str], class_path: str) -> Optimizer:
-    """The optimizer of the checkpoint over the narrow network: its state_dict counts parameters, `names` says which they are."""
+    """The optimizer of the checkpoint over the narrow network: its state_dict counts parameters, `names` says which
+    they are.
+    """
     folder, _, name = class_path.rpartition(".")
     parameters = {f"net.{key}": parameter for key, parameter in narrow.named_parameters()}
-    groups = [{**group, "params": [parameters[names[index]] for index in group["params"]]} for group in state["param_groups"]]
+    groups = [
+        {**group, "params": [parameters[names[index]] for index in group["params"]]} for group in state["param_groups"]
+    ]
     optimizer = getattr(importlib.import_module(folder), name)(groups)
     optimizer.load_state_dict(state)
     return optimizer
 
 
 def _fresh_optimizer(narrow: nn.Module, optimizer: Optimizer, wide: nn.Module) -> Optimizer:
-    """The groups that `configure_optimizers` would make at the wide width, in its order: those before muP, split for this width.
+    """The groups that `configure_optimizers` would make at the wide width, in its order: those before muP, split for
+    this width.
 
     Their hyperparameters are still the narrow ones'.
     """

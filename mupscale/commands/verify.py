@@ -1,13 +1,15 @@
-"""verify: whether a configured model can be widened exactly, or which layer cannot: float64 copies, trained side by side on its data."""
+"""verify: whether a configured model can be widened exactly, or which layer cannot: float64 copies, trained side by
+side on its data.
+"""
 
 from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
+from mupscale.checks.verify import verify
 from mupscale.commands.configured import configured, growths
-from mupscale.equivalence import verify
-from mupscale.optim import apply_mup
+from mupscale.mup_optimizers import apply_mup
 
 STEPS = 50
 BATCHES = 8

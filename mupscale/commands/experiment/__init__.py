@@ -1,9 +1,11 @@
 """experiment: what the paper does, in one command, as a file tells it.
 
-Protocol upscale: sweep a small base; train base and baseline with what it found; sweep the small growth; grow the base with what that
-found; several seeds; a report. Protocol transfer: whether the optima of upscaled runs stay where they are as the width grows.
+Protocol upscale: sweep a small base; train base and baseline with what it found; sweep the small growth; grow the base
+with what that found; several seeds; a report. Protocol transfer: whether the optima of upscaled runs stay where they
+are as the width grows.
 
-The folder --out is the state: interrupted, or started once more, here or on other machines that share it, the same command goes on.
+The folder --out is the state: interrupted, or started once more, here or on other machines that share it, the same
+command goes on.
 """
 
 import argparse
@@ -28,7 +30,9 @@ def main(command: str, arguments: list[str]) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt as interrupt:
-        raise SystemExit(1 if options.child else "interrupted; the same command goes on where it stopped") from interrupt
+        raise SystemExit(
+            1 if options.child else "interrupted; the same command goes on where it stopped"
+        ) from interrupt
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,10 +48,15 @@ def parser() -> argparse.ArgumentParser:
     answer.add_argument("--out", type=Path, help="its folder (default runs/experiments/NAME OF THE FILE)")
     answer.add_argument(
         "--workers", type=int, metavar="N",
-        help="processes on this machine, shared out over its GPUs (default: one for each; several for each pay for small networks)",
+        help="processes on this machine, shared out over its GPUs (default: one for each; several for each pay for "
+        "small networks)",
     )  # fmt: skip
-    answer.add_argument("--plan", action="store_true", help="show which runs there are and which are done, and run nothing")
-    answer.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # started by another, which tells how it ends
+    answer.add_argument(
+        "--plan", action="store_true", help="show which runs there are and which are done, and run nothing"
+    )
+    answer.add_argument(
+        "--child", action="store_true", help=argparse.SUPPRESS
+    )  # started by another, which tells how it ends
     return answer
 
 
@@ -72,7 +81,11 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
         whole.begin(["python", "-m", "mupscale", "experiment", *arguments])
         if not options.child:
             left, total = whole.left
-            todo = f"{left} of {total} runs left; tensorboard --logdir {out} shows them" if left else f"all {total} runs are done"
+            todo = (
+                f"{left} of {total} runs left; tensorboard --logdir {out} shows them"
+                if left
+                else f"all {total} runs are done"
+            )
             print(f"{out}: {todo}", flush=True)  # before the workers' first words
         gpus = [] if description.common["trainer"]["accelerator"] == "cpu" else visible_gpus()
         workers = options.workers or max(1, len(gpus))

@@ -1,4 +1,4 @@
-"""What an experiment's YAML file says: the growths, the sweeps and the seeds, checked as far as can be without a run."""
+"""What an experiment's YAML file says: growths, sweeps and seeds, checked as far as possible without a run."""
 
 import tempfile
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from mupscale.commands.sweep.results import checked_metric, signal_swap
 from mupscale.commands.sweep.space import Axis, Config, axis_of, callbacks_of
 from mupscale.commands.sweep.trial import described, for_trials, refuse_invalid, without_announcements
 from mupscale.models.base import Width
-from mupscale.widths import plan
+from mupscale.widening.plan import plan
 
 REQUIRED = {
     "upscale": ["protocol", "config", "small", "target", "seeds", "noise", "sweep_2"],
@@ -51,7 +51,9 @@ class Description:
     metric: str
 
     def config(self, *laid: Config | Path) -> Config:
-        """The whole configuration of a run: the experiment's own, with mappings or files laid over it, later ones over earlier ones."""
+        """The whole configuration of a run: the experiment's own, with mappings or files laid over it, later ones over
+        earlier ones.
+        """
         return self.made(*laid)[0]
 
     def made(self, *laid: Config | Path) -> tuple[Config, Any]:
@@ -86,7 +88,10 @@ class Description:
 
     def grown(self, growth: Growth, init_from: Path) -> Config:
         """What makes a run an upscale from a checkpoint."""
-        swap = {"class_path": "UpscaleCallback", "init_args": {"at_step": 0, "width": growth.after, "noise": self.told["noise"]}}
+        swap = {
+            "class_path": "UpscaleCallback",
+            "init_args": {"at_step": 0, "width": growth.after, "noise": self.told["noise"]},
+        }
         model = {"width": growth.before, "init_from": str(init_from)}
         return {"trainer": {"callbacks+": [swap]}, "model": {"init_args": model}}
 
@@ -112,7 +117,9 @@ def read(path: Path, options: list[str]) -> Description:
     required, optional = REQUIRED[protocol], OPTIONAL[protocol]
     for key in told:
         if key not in required + optional:
-            raise ValueError(f"{path}: there is no key {key!r} in protocol {protocol}; there are {', '.join(required + optional)}")
+            raise ValueError(
+                f"{path}: there is no key {key!r} in protocol {protocol}; there are {', '.join(required + optional)}"
+            )
     for key in required:
         if told.get(key) is None:
             raise ValueError(f"{path}: protocol {protocol} needs the key {key!r}; it needs {', '.join(required)}")
@@ -123,11 +130,18 @@ def read(path: Path, options: list[str]) -> Description:
         if isinstance(file, str) and not Path(file).is_file():
             raise FileNotFoundError(f"config: there is no file {file}")
     seeds = told["seeds"]
-    if not isinstance(seeds, list) or not seeds or not all(type(seed) is int for seed in seeds) or len(set(seeds)) < len(seeds):
+    if (
+        not isinstance(seeds, list)
+        or not seeds
+        or not all(type(seed) is int for seed in seeds)
+        or len(set(seeds)) < len(seeds)
+    ):
         raise ValueError(f"seeds: give a list of different whole numbers, got {seeds!r}")
     metric = checked_metric(told.get("metric", "last_epoch"))
     if not isinstance(told.get("upscaled") or {}, dict):
-        raise ValueError(f"upscaled: give a mapping that is laid over the configuration of upscaled runs, got {told['upscaled']!r}")
+        raise ValueError(
+            f"upscaled: give a mapping that is laid over the configuration of upscaled runs, got {told['upscaled']!r}"
+        )
     return Description(protocol, told, options, growths_of(told), sweeps_of(told), seeds, metric)
 
 
@@ -146,14 +160,17 @@ def growths_of(told: dict[str, Any]) -> list[Growth]:
         if found != factors[0]:
             first = next(iter(pairs))
             raise ValueError(
-                f"{key} grows by {shown(found)}, {first} by {shown(factors[0])}: values transfer between growths by the same factor only"
+                f"{key} grows by {shown(found)}, {first} by {shown(factors[0])}: values transfer between growths by "
+                "the same factor only"
             )
     return growths
 
 
 def growth_of(key: str, pair: Any) -> Growth:
     def is_width(width: Any) -> bool:
-        return (type(width) is int and width > 0) or (isinstance(width, list) and bool(width) and all(is_width(w) for w in width))
+        return (type(width) is int and width > 0) or (
+            isinstance(width, list) and bool(width) and all(is_width(w) for w in width)
+        )
 
     if not isinstance(pair, list) or len(pair) != 2 or not all(is_width(width) for width in pair):
         raise ValueError(f"{key}: give two widths, before and after, such as [100, 400], got {pair!r}")
@@ -178,16 +195,25 @@ def shown(ratios: list[float]) -> str:
 
 def sweeps_of(told: dict[str, Any]) -> dict[str, list[Axis]]:
     upscale = told["protocol"] == "upscale"
-    tables = {key: told[key] for key in ("sweep_1", "sweep_2") if told.get(key) is not None} if upscale else told["sweeps"]
+    tables = (
+        {key: told[key] for key in ("sweep_1", "sweep_2") if told.get(key) is not None} if upscale else told["sweeps"]
+    )
     if not isinstance(tables, dict) or not tables:
-        raise ValueError(f"sweeps: give a mapping of sweeps by name, {{lr: {{model.optimizer.lr: [0.01, 0.02]}}}}, got {tables!r}")
+        raise ValueError(
+            f"sweeps: give a mapping of sweeps by name, {{lr: {{model.optimizer.lr: [0.01, 0.02]}}}}, got {tables!r}"
+        )
     answer = {}
     for name, table in tables.items():
         key = name if upscale else f"sweeps.{name}"
         if not isinstance(table, dict) or not table:
-            raise ValueError(f"{key}: the grid is empty, give keys with their values, {{model.optimizer.lr: [0.01, 0.02]}}, got {table!r}")
+            raise ValueError(
+                f"{key}: the grid is empty, give keys with their values, {{model.optimizer.lr: [0.01, 0.02]}}, got "
+                f"{table!r}"
+            )
         if not upscale and len(table) > 1:
-            raise ValueError(f"{key}: give one key, the others stay at the configuration's values, got {', '.join(table)}")
+            raise ValueError(
+                f"{key}: give one key, the others stay at the configuration's values, got {', '.join(table)}"
+            )
         answer[str(name)] = [axis(f"{key}.{k}", k, values) for k, values in table.items()]
     return answer
 
@@ -204,16 +230,23 @@ def axis(where: str, key: Any, values: Any) -> Axis:
 
 
 def check(description: Description) -> None:
-    """ValueError if a run of the experiment could not be made, or a sweep's key does not exist. Takes seconds, and no data."""
+    """ValueError if a run of the experiment could not be made, or a sweep's key does not exist.
+
+    Takes seconds, and no data.
+    """
     if callbacks_of(description.common, "UpscaleCallback"):
-        raise ValueError("config: trainer.callbacks has an UpscaleCallback already; the experiment adds its own, so leave it out")
+        raise ValueError(
+            "config: trainer.callbacks has an UpscaleCallback already; the experiment adds its own, so leave it out"
+        )
     for growth in description.growths:
         grown, cli = description.made(description.grown(growth, Path("base.ckpt")), description.upscaled)
         refuse_growth(growth, cli)
     signal_swap(grown)
     for name, axes in description.sweeps.items():
         prefix = f"{name}:" if description.protocol == "upscale" else f"sweeps.{name}:"
-        refuse_invalid(description.common if name == "sweep_1" and description.protocol == "upscale" else grown, axes, prefix)
+        refuse_invalid(
+            description.common if name == "sweep_1" and description.protocol == "upscale" else grown, axes, prefix
+        )
 
 
 def refuse_growth(growth: Growth, cli: Any) -> None:

@@ -1,4 +1,7 @@
-"""The parts of an experiment: single runs, and sweeps. What is done, what runs and what can be taken is told by their folders."""
+"""The parts of an experiment: single runs, and sweeps.
+
+What is done, what runs and what can be taken is told by their folders.
+"""
 
 import csv
 import math
@@ -58,7 +61,14 @@ class Run(Part):
     """One run of one seed, in its own folder. `must_not_diverge`: others start from it."""
 
     def __init__(
-        self, out: Path, role: str, seed: int, config: Callable[[], Config], metric: str, needs: list[Part], must_not_diverge: bool = False
+        self,
+        out: Path,
+        role: str,
+        seed: int,
+        config: Callable[[], Config],
+        metric: str,
+        needs: list[Part],
+        must_not_diverge: bool = False,
     ) -> None:
         super().__init__(f"{role}, seed {seed}", out / role / f"seed={seed}", needs)
         self.out, self.role, self.seed = out, role, seed
@@ -78,7 +88,8 @@ class Run(Part):
             return False
         if self._must_not_diverge and math.isinf(self.value):
             raise ValueError(
-                f"the run {self.folder} diverged, and others were to start from it; give it a smaller model.optimizer.lr in the "
+                f"the run {self.folder} diverged, and others were to start from it; give it a smaller "
+                "model.optimizer.lr in the "
                 "experiment's config, or smaller ones in sweep_1, and another --out"
             )
         return True
@@ -109,7 +120,7 @@ class Run(Part):
 
 
 class Sweep(Part):
-    """A sweep as the command of that name makes it. `settings` is asked for when the sweep can start; `trials` it has."""
+    """A sweep as the command of that name makes it. `settings` is called when the sweep can start."""
 
     def __init__(self, name: str, out: Path, settings: Callable[[], Settings], trials: int, needs: list[Part]) -> None:
         super().__init__(name, out / name, needs)
@@ -125,7 +136,10 @@ class Sweep(Part):
 
     @property
     def tuned(self) -> Path:
-        """The best.yaml. ValueError if it is not what the sweep found, for then neither would be what is made with it."""
+        """The best.yaml.
+
+        ValueError if it is not what the sweep found, for then neither would be what is made with it.
+        """
         best = self.results.best
         assert best is not None
         try:
@@ -133,7 +147,9 @@ class Sweep(Part):
         except (ValueError, yaml.YAMLError):
             whole = False
         if not whole:
-            raise ValueError(f"{self._best} is not what the sweep found; delete it, and the same command writes it again")
+            raise ValueError(
+                f"{self._best} is not what the sweep found; delete it, and the same command writes it again"
+            )
         return self._best
 
     @property

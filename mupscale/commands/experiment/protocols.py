@@ -42,10 +42,13 @@ class Experiment:
             runs = [part for part in self.parts if isinstance(part, Run) and part.role != SMALL_BASE]
             tuning = [part.name if isinstance(part, Sweep) else SMALL_BASE for part in self.parts if part not in runs]
             entries = [
-                {"role": run.role.rpartition("/")[2], "seed": run.seed, "folder": str(run.folder.relative_to(self.out))} for run in runs
+                {"role": run.role.rpartition("/")[2], "seed": run.seed, "folder": str(run.folder.relative_to(self.out))}
+                for run in runs
             ]
             whole = {"protocol": self.description.protocol, "command": command, **self.description.identity()}
-            write(path, json.dumps({**whole, "runs": entries, "sweeps": {name: name for name in tuning}}, indent=1) + "\n")
+            write(
+                path, json.dumps({**whole, "runs": entries, "sweeps": {name: name for name in tuning}}, indent=1) + "\n"
+            )
 
     def refuse_others(self) -> None:
         """ValueError if the folder has another experiment, or something else."""
@@ -93,11 +96,15 @@ class Experiment:
     # --- the protocol upscale
 
     def _upscale(self) -> Iterator[Part]:
-        """Sweep 1 at the small width; base and baseline with its best; Sweep 2 on the small growth; the target growth with both."""
+        """Sweep 1 at the small width; base and baseline with its best; Sweep 2 on the small growth; the target growth
+        with both.
+        """
         told, (small, target), first = self.description, self.description.growths, self.description.seeds[0]
         tuner: Run | Sweep
         if "sweep_1" in told.sweeps:
-            tuner = self._sweep("sweep_1", told.sweeps["sweep_1"], [first], lambda: told.config(of_width(small.before)), [])
+            tuner = self._sweep(
+                "sweep_1", told.sweeps["sweep_1"], [first], lambda: told.config(of_width(small.before)), []
+            )
         else:
             tuner = self._run(SMALL_BASE, first, lambda: told.config(of_width(small.before)), [], True)
         needs: list[Part] = [tuner] if isinstance(tuner, Sweep) else []
@@ -133,7 +140,9 @@ class Experiment:
 
     def _table(self) -> list[str]:
         runs = [part for part in self.parts if isinstance(part, Run)]
-        values = {role: {run.seed: run.value for run in runs if run.role == role} for role in ("base", "scratch", "upscale")}
+        values = {
+            role: {run.seed: run.value for run in runs if run.role == role} for role in ("base", "scratch", "upscale")
+        }
         lines = [f"{'':<9}{'seeds':>5}  {metric_label(self.description.metric)}: mean (min–max)"]
         lines += [f"{role:<9}{len(of):>5}  {spread(list(of.values()))}" for role, of in values.items()]
         return [*lines, verdict(values["upscale"], values["scratch"])]
@@ -167,7 +176,9 @@ class Experiment:
     def _transferred(self) -> dict[str, list[Any]]:
         sweeps = {part.name: part for part in self.parts if isinstance(part, Sweep)}
         growths = self.description.growths
-        return {name: [sweeps[f"{growth.name}/{name}"].results for growth in growths] for name in self.description.sweeps}
+        return {
+            name: [sweeps[f"{growth.name}/{name}"].results for growth in growths] for name in self.description.sweeps
+        }
 
     # --- parts
 
@@ -178,7 +189,9 @@ class Experiment:
         trials = len(list(grid(axes)))
 
         def settings() -> Settings:
-            return Settings({**config(), "seed_everything": seeds[0]}, axes, "grid", trials, seeds, self.description.metric)
+            return Settings(
+                {**config(), "seed_everything": seeds[0]}, axes, "grid", trials, seeds, self.description.metric
+            )
 
         return Sweep(name, self.out, settings, trials, needs)
 

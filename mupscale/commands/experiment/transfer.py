@@ -1,4 +1,6 @@
-"""Whether optima stay where they are as the width grows: the table, the figure and the verdict of the protocol transfer."""
+"""Whether optima stay where they are as the width grows: the table, the figure and the verdict of the protocol
+transfer.
+"""
 
 import csv
 import io
@@ -7,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mupscale import figures
+from mupscale.commands import figures
 from mupscale.commands.experiment.file import Description, Growth
 from mupscale.commands.sweep.results import Results, in_order, metric_label, shown_value
 from mupscale.commands.sweep.space import shown
 from mupscale.commands.sweep.study import write
 
 STAYS = 1
-"""Grid cells that an optimum may move by and still count as one that transfers: its neighbours are as good as it, to within noise."""
+"""Grid cells that an optimum may move by and still count as one that transfers: its neighbours are as good as it, to
+within noise.
+"""
 
 ABOVE = 3
 """Times the worst optimum: what is worse is cut off in the figure."""
@@ -51,10 +55,22 @@ class Panel:
         return max(places) - min(places)
 
     def verdict(self) -> str:
-        optima = ", ".join(f"{shown(line.optimum)} at {line.growth.before} → {line.growth.after}" for line in self.lines)
-        cells = "stays in its cell" if not self.moved else f"moves by {self.moved} cell{'s' if self.moved > 1 else ''} of the grid"
-        edge = [line for line in self.lines if line.optimum in (self.levels[0], self.levels[-1]) and len(self.levels) > 2]
-        warning = f"; at {len(edge)} of {len(self.lines)} widths it is at the edge of the grid, which should be wider" if edge else ""
+        optima = ", ".join(
+            f"{shown(line.optimum)} at {line.growth.before} → {line.growth.after}" for line in self.lines
+        )
+        cells = (
+            "stays in its cell"
+            if not self.moved
+            else f"moves by {self.moved} cell{'s' if self.moved > 1 else ''} of the grid"
+        )
+        edge = [
+            line for line in self.lines if line.optimum in (self.levels[0], self.levels[-1]) and len(self.levels) > 2
+        ]
+        warning = (
+            f"; at {len(edge)} of {len(self.lines)} widths it is at the edge of the grid, which should be wider"
+            if edge
+            else ""
+        )
         return f"{self.name}: the optimum of {self.key} {cells} ({optima}): it {self.word}{warning}"
 
     @property
@@ -93,13 +109,24 @@ def write_table(path: Path, panels: list[Panel], description: Description) -> No
                 values += [""] * (len(seeds) - len(values))  # one that diverges ends its trial
                 best = "*" if level == line.optimum else ""
                 table.writerow(
-                    [each.name, each.key, line.growth.before, line.growth.after, level, shown_value(line.mean(level)), *values, best]
+                    [
+                        each.name,
+                        each.key,
+                        line.growth.before,
+                        line.growth.after,
+                        level,
+                        shown_value(line.mean(level)),
+                        *values,
+                        best,
+                    ]
                 )
     write(path, text.getvalue())
 
 
 def draw(path: Path, panels: list[Panel], label: str) -> list[Path]:
-    """A panel for each sweep: the metric over the value, a line for each width with its range over seeds, each optimum starred."""
+    """A panel for each sweep: the metric over the value, a line for each width with its range over seeds, each optimum
+    starred.
+    """
     from matplotlib import colormaps
 
     drawn, first = figures.figure(5.2 * len(panels), 4.0)

@@ -25,8 +25,8 @@ def visible_gpus() -> list[str]:
 def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
     """Runs workers until all are finished, GPU by GPU in turn. ValueError if one fails: the others are stopped.
 
-    One that is killed leaves its run to the others. If this process is killed, the workers go on without it: what keeps two
-    from making the same run is in the folder, and not here.
+    One that is killed leaves its run to the others. If this process is killed, the workers go on without it: what keeps
+    two from making the same run is in the folder, and not here.
     """
     command = [sys.executable, "-m", "mupscale", "experiment", *arguments, "--workers=1", "--child"]
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -34,7 +34,9 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
         try:
             for index in range(workers):
                 # a session of its own, so that Ctrl-C reaches this process alone, which stops them
-                running[index] = subprocess.Popen(command, env=environment(index, workers, gpus), start_new_session=True)
+                running[index] = subprocess.Popen(
+                    command, env=environment(index, workers, gpus), start_new_session=True
+                )
             killed = 0
             while running:
                 if seen:
@@ -49,7 +51,11 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
                         raise ValueError(f"{told}; with that put right, the same command goes on")
                     if code < 0:
                         killed += 1
-                        print(f"worker {index} was killed (signal {-code}); its run is left to the others", file=sys.stderr, flush=True)
+                        print(
+                            f"worker {index} was killed (signal {-code}); its run is left to the others",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                 time.sleep(0.1)
             if killed == workers:
                 raise ValueError("all workers were killed; the same command goes on where they stopped")
@@ -79,7 +85,9 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def interruptions() -> Iterator[list[int]]:
-    """The signals so far that ask this process to end. They are noted only: an exception in the middle of a start would lose a worker."""
+    """The signals so far that ask this process to end. They are noted only: an exception in the middle of a start would
+    lose a worker.
+    """
     seen: list[int] = []
 
     def note(number: int, _: Any) -> None:

@@ -1,7 +1,7 @@
 """report: curves, costs and savings of runs, on one page.
 
-RUNS are folders of runs, folders that hold some at any depth, sweeps (what tuning has cost) and experiments. Writes index.html, which
-needs no other file, the figures as PNG and PDF, and the numbers as summary.json and summary.csv.
+RUNS are folders of runs, folders that hold some at any depth, sweeps (what tuning has cost) and experiments. Writes
+index.html, which needs no other file, the figures as PNG and PDF, and the numbers as summary.json and summary.csv.
 """
 
 import argparse
@@ -17,10 +17,15 @@ GENERATOR = '<meta name="generator" content="mupscale report">'
 
 def main(command: str, arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m mupscale report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="python -m mupscale report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders of runs, sweeps and experiments")
-    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="the folder of the report (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="the folder of the report (%(default)s)"
+    )
     options = parser.parse_args(arguments)
     try:
         paths = write_report(options.runs, options.out)
@@ -34,8 +39,8 @@ def main(command: str, arguments: list[str]) -> None:
 def write_report(folders: list[Path], out: Path) -> list[Path]:
     """Writes a report on the runs in `folders` and gives the paths of its files, the page first.
 
-    ValueError or FileNotFoundError, with nothing written, if there is nothing to report, if the runs are of different tasks, or if `out`
-    has files but no report. A report that is there already is replaced once the new one is complete.
+    ValueError or FileNotFoundError, with nothing written, if there is nothing to report, if the runs are of different
+    tasks, or if `out` has files but no report. A report that is there already is replaced once the new one is complete.
     """
     refuse_other_folder(out)
     from mupscale.commands.report.draw import draw
@@ -59,7 +64,9 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
         if numbers is not None:
             (draft / "summary.csv").write_text(as_csv(numbers))
         names = [*sorted(path.name for path in draft.iterdir()), "summary.json", "index.html"]
-        (draft / "summary.json").write_text(json.dumps(as_json(found, groups, numbers, names, command), indent=1, allow_nan=False) + "\n")
+        (draft / "summary.json").write_text(
+            json.dumps(as_json(found, groups, numbers, names, command), indent=1, allow_nan=False) + "\n"
+        )
         (draft / "index.html").write_text(text)
         stale = set(files_of(out)) - set(names)
         out.mkdir(exist_ok=True)
@@ -81,7 +88,9 @@ def refuse_other_folder(out: Path) -> None:
 
 
 def files_of(out: Path) -> list[str]:
-    """What the report in a folder consists of, so that a figure of an earlier one does not stay; nothing else is touched."""
+    """What the report in a folder consists of, so that a figure of an earlier one does not stay; nothing else is
+    touched.
+    """
     try:
         names = json.loads((out / "summary.json").read_text())["files"]
         return [name for name in names if isinstance(name, str) and name == Path(name).name]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mupscale import figures
+from mupscale.commands import figures
 from mupscale.commands.report.groups import Group, Role
 from mupscale.commands.report.numbers import Line, Numbers, line, validations
 from mupscale.commands.report.words import capital, in_words
@@ -32,8 +32,14 @@ class Drawn(NamedTuple):
 
 def draw(folder: Path, groups: list[Group], numbers: Numbers) -> list[Drawn]:
     """Training loss and every validation metric, against steps and against FLOPs."""
-    told = f"mean over {numbers.windows.told()}" if numbers.windows.epochs else f"running mean over {numbers.windows.told()}"
-    answer = figure_pair(folder, "training_loss", "training loss", f"Training loss, {told}", groups, numbers.windows.of, False)
+    told = (
+        f"mean over {numbers.windows.told()}"
+        if numbers.windows.epochs
+        else f"running mean over {numbers.windows.told()}"
+    )
+    answer = figure_pair(
+        folder, "training_loss", "training loss", f"Training loss, {told}", groups, numbers.windows.of, False
+    )
     for metric in numbers.metrics:
         label, up = in_words(metric), bool(higher_is_better(metric))
         answer += figure_pair(folder, metric.replace("/", "_"), label, capital(label), groups, validations(metric), up)
@@ -41,17 +47,28 @@ def draw(folder: Path, groups: list[Group], numbers: Numbers) -> list[Drawn]:
 
 
 def figure_pair(
-    folder: Path, name: str, label: str, what: str, groups: list[Group], curve: Callable[[Run], tuple[np.ndarray, np.ndarray]], up: bool
+    folder: Path,
+    name: str,
+    label: str,
+    what: str,
+    groups: list[Group],
+    curve: Callable[[Run], tuple[np.ndarray, np.ndarray]],
+    up: bool,
 ) -> list[Drawn]:
     lines = [(group, found) for group in groups if (found := line(group, curve)) is not None]
     many = any(len(group.good) > 1 for group, _ in lines)
     answer = []
     for axis, x_label in (("steps", "steps"), ("flops", "training FLOPs")):
-        drawn = [band(group, found, axis, colour_of(group, groups)) for group, found in lines if np.isfinite(getattr(found, axis)).all()]
+        drawn = [
+            band(group, found, axis, colour_of(group, groups))
+            for group, found in lines
+            if np.isfinite(getattr(found, axis)).all()
+        ]
         if not drawn:
             continue
         (png, pdf), dark = figures.bands(folder / f"{name}_{axis}", drawn, x_label, label, higher_is_better=up)
-        caption = f"{what}, against {x_label}{': mean over seeds, and the range from the lowest to the highest' if many else ''}."
+        seeds = ": mean over seeds, and the range from the lowest to the highest" if many else ""
+        caption = f"{what}, against {x_label}{seeds}."
         answer.append(Drawn(f"{what}, against {x_label}", caption, png, pdf, dark))
     return answer
 
@@ -62,7 +79,9 @@ def band(group: Group, found: Line, axis: str, colour: int) -> figures.Band:
     x = getattr(found, axis)[kept].tolist()
     run = group.good[0]
     marks = [step if axis == "steps" else run.flops_at(step) for step in run.growths if step > 0]
-    return figures.Band(group.name, colour, x, found.mean[kept].tolist(), found.low[kept].tolist(), found.high[kept].tolist(), marks)
+    return figures.Band(
+        group.name, colour, x, found.mean[kept].tolist(), found.low[kept].tolist(), found.high[kept].tolist(), marks
+    )
 
 
 def colour_of(group: Group, groups: list[Group]) -> int:

@@ -1,4 +1,6 @@
-"""Which runs a report is about: found in folders, checked to be of one task, and grouped by what they are to each other."""
+"""Which runs a report is about: found in folders, checked to be of one task, and grouped by what they are to each
+other.
+"""
 
 import csv
 import json
@@ -17,11 +19,27 @@ NAMES: dict[Role, str] = {"upscaled": "upscaled", "scratch": "from scratch", "ba
 ORDER: list[Role] = ["upscaled", "scratch", "base", "other"]
 
 NO_DIFFERENCE = (
-    "seed_everything", "ckpt_path", "weights_only", "callback_args", "checkpoint.", "loop.", "model.compile", "model.init_from",
-    "trainer.accelerator", "trainer.barebones", "trainer.default_root_dir", "trainer.devices", "trainer.enable_",
-    "trainer.log_every_n_steps", "trainer.logger", "trainer.model_registry", "trainer.num_nodes", "trainer.profiler",
-    "trainer.strategy", "TrialMetric.",
-)  # fmt: skip
+    "seed_everything",
+    "ckpt_path",
+    "weights_only",
+    "callback_args",
+    "checkpoint.",
+    "loop.",
+    "model.compile",
+    "model.init_from",
+    "trainer.accelerator",
+    "trainer.barebones",
+    "trainer.default_root_dir",
+    "trainer.devices",
+    "trainer.enable_",
+    "trainer.log_every_n_steps",
+    "trainer.logger",
+    "trainer.model_registry",
+    "trainer.num_nodes",
+    "trainer.profiler",
+    "trainer.strategy",
+    "TrialMetric.",
+)
 """Keys that tell where and how a run is run, not what it computes."""
 
 WHERE = re.compile(r"data\.(.*[._])?(?<!class_)(dir|path|root|cache|device|workers|resident|seed)$")
@@ -133,7 +151,9 @@ def find(folders: list[Path]) -> Found:
         found.notes.append(f"{run.folder} has logged no training loss to TensorBoard, and is left out.")
     for run in found.runs:
         if run.log.damaged:
-            found.notes.append(f"An event file of {run.folder} is damaged or cut off; it counts as far as it can be read.")
+            found.notes.append(
+                f"An event file of {run.folder} is damaged or cut off; it counts as far as it can be read."
+            )
     if not found.runs and not any(experiment.protocol == "transfer" for experiment in found.experiments):
         raise ValueError(" ".join([f"there is nothing to report in {', '.join(map(str, folders))}.", *found.notes]))
     return found
@@ -183,7 +203,8 @@ def refuse_other_tasks(runs: list[Run]) -> None:
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             if ours.get(key) != theirs.get(key):
                 raise ValueError(
-                    f"{runs[0].folder} and {run.folder} are of different tasks: {key} is {ours.get(key)!r} in the one and "
+                    f"{runs[0].folder} and {run.folder} are of different tasks: {key} is {ours.get(key)!r} in the one "
+                    "and "
                     f"{theirs.get(key)!r} in the other; a report compares runs of one task"
                 )
 
@@ -234,7 +255,10 @@ def grouped(runs: list[Run]) -> list[Group]:
         by_settings.setdefault(json.dumps(settings(run.config), sort_keys=True, default=str), []).append(run)
     growths = {(json.dumps(run.start_width), json.dumps(run.end_width)) for run in runs if grows(run)}
     bases = {source.resolve() for run in runs if grows(run) and (source := init_from(run)) is not None}
-    groups = [Group(role_of(members, growths, bases), "", members, settings(members[0].config)) for members in by_settings.values()]
+    groups = [
+        Group(role_of(members, growths, bases), "", members, settings(members[0].config))
+        for members in by_settings.values()
+    ]
     groups.sort(key=lambda group: ORDER.index(group.role))
     for role in ORDER:
         alike = [group for group in groups if group.role == role]
@@ -276,7 +300,7 @@ def role_of(runs: list[Run], growths: set[tuple[str, str]], bases: set[Path]) ->
 
 
 def told_apart(name: str, groups: list[Group]) -> list[str]:
-    """Names of groups of one role, with three values in which they differ, and more where those do not tell them apart."""
+    """Names of groups of one role, with the values in which they differ: three, or as many as tell them apart."""
     if len(groups) <= 1:
         return [name for _ in groups]
     keys = [key for key in groups[0].settings if len({repr(group.settings.get(key)) for group in groups}) > 1]
@@ -295,7 +319,9 @@ def told_apart(name: str, groups: list[Group]) -> list[str]:
 
 
 def short_values(key: str, groups: list[Group]) -> list[str]:
-    """Each group's value of a key; of paths what comes after the folder that they share, for a legend has no room for more."""
+    """Each group's value of a key; of paths what comes after the folder that they share, for a legend has no room for
+    more.
+    """
     values = [group.settings.get(key) for group in groups]
     paths = [os.path.abspath(value) for value in values if value] if key.endswith(".path") else []
     shared = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
@@ -314,4 +340,8 @@ def differing(groups: list[Group]) -> list[tuple[str, list[Any]]]:
     keys = list(dict.fromkeys(key for group in groups for key in group.settings))
     missing = math.nan
     rows = [(key, [group.settings.get(key, missing) for group in groups]) for key in keys]
-    return [(key, ["—" if value is missing else value for value in values]) for key, values in rows if len({repr(v) for v in values}) > 1]
+    return [
+        (key, ["—" if value is missing else value for value in values])
+        for key, values in rows
+        if len({repr(v) for v in values}) > 1
+    ]

@@ -1,4 +1,6 @@
-"""The numbers of a report: losses over windows, when an upscaled run reaches the from-scratch run's minimum, and what it all cost."""
+"""The numbers of a report: losses over windows, when an upscaled run reaches the from-scratch run's minimum, and what
+it all cost.
+"""
 
 import math
 import statistics
@@ -35,7 +37,9 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 @dataclass
 class Windows:
-    """Over which steps training losses are averaged: whole epochs, or a running window that ends at every `every`-th step."""
+    """Over which steps training losses are averaged: whole epochs, or a running window that ends at every `every`-th
+    step.
+    """
 
     size: int
     every: int
@@ -44,7 +48,9 @@ class Windows:
     def of(self, run: Run) -> tuple[np.ndarray, np.ndarray]:
         """The ends of a run's windows (in steps) and the mean of the losses logged in each."""
         finite = np.isfinite(run.losses)
-        steps, losses = (values[: len(finite) if finite.all() else int(finite.argmin())] for values in (run.steps, run.losses))
+        steps, losses = (
+            values[: len(finite) if finite.all() else int(finite.argmin())] for values in (run.steps, run.losses)
+        )
         if not len(steps):
             return np.empty(0), np.empty(0)
         reached = int(steps[-1])
@@ -65,11 +71,15 @@ class Windows:
 
 
 def windows_of(runs: list[Run]) -> tuple[Windows, int | None]:
-    """One window for all runs, so that their minima can be compared; and the steps of an epoch, where they are known."""
+    """One window for all runs, so that their minima can be compared; and the steps of an epoch, if known."""
     per_epoch = next((run.steps_per_epoch for run in runs if run.steps_per_epoch), None)
     interval = max(run.interval for run in runs)
     planned = [run.planned_steps(per_epoch) or run.last_step for run in runs]
-    if per_epoch and per_epoch >= interval and (all(run.max_epochs for run in runs) or min(planned) >= FEWEST * per_epoch):
+    if (
+        per_epoch
+        and per_epoch >= interval
+        and (all(run.max_epochs for run in runs) or min(planned) >= FEWEST * per_epoch)
+    ):
         return Windows(per_epoch, per_epoch, True), per_epoch
     wanted = max(math.ceil(SHARE * max(planned)), FEWEST * interval)
     return Windows(max(min(wanted, max(planned) // FEWEST), interval), interval, False), per_epoch
@@ -119,7 +129,7 @@ def spent(run: Run, planned: int | None) -> float:
 
 @dataclass
 class Reach:
-    """When an upscaled run came down to the minimum of the from-scratch run of its seed; `step` is None if it did not."""
+    """When an upscaled run reached the minimum of the from-scratch run of its seed; `step` is None if never."""
 
     seed: Any
     target: float
@@ -230,7 +240,8 @@ def computed(found: Found, groups: list[Group]) -> Numbers:
         seeds = [run.seed for run in group.runs]
         if twice := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
             notes.append(
-                f"{group.name} has several runs of seed {', '.join(map(str, twice))}: all count, and the first is compared by seed."
+                f"{group.name} has several runs of seed {', '.join(map(str, twice))}: all count, and the first is "
+                "compared by seed."
             )
         for run in group.runs:
             ends, losses = windows.of(run)
@@ -238,16 +249,22 @@ def computed(found: Found, groups: list[Group]) -> Numbers:
             if recorded and run.result is not None:
                 final = run.result
             planned = run.planned_steps(per_epoch)
-            stand = Stand(run, group, planned, ends, losses, final if run.diverged_at is None else math.nan, spent(run, planned))
+            stand = Stand(
+                run, group, planned, ends, losses, final if run.diverged_at is None else math.nan, spent(run, planned)
+            )
             stands.append(stand)
             if run.diverged_at is not None or stand.in_progress:
                 out = ": it is left out of means" if run.diverged_at is not None else ""
                 notes.append(f"{group.name}, seed {run.seed} ({run.folder}): {stand.state}{out}.")
             elif not len(losses):
-                notes.append(f"{group.name}, seed {run.seed} ({run.folder}) has no full window of {windows.told()} yet.")
+                notes.append(
+                    f"{group.name}, seed {run.seed} ({run.folder}) has no full window of {windows.told()} yet."
+                )
     numbers = Numbers(windows, per_epoch, stands, [], [], recorded, notes)
     if any(math.isnan(stand.flops) for stand in stands):
-        notes.append("Some runs have logged no FLOPs (by_flops/…): they are in no figure against FLOPs, and in no costs.")
+        notes.append(
+            "Some runs have logged no FLOPs (by_flops/…): they are in no figure against FLOPs, and in no costs."
+        )
     numbers.tuning = [tuning_of(sweep, groups) for sweep in found.sweeps]
     for each in numbers.tuning:
         if each.uncounted:
@@ -275,7 +292,9 @@ def compared(upscaled: Group, scratch: Group, groups: list[Group], numbers: Numb
     for run in upscaled.good:
         partner = scratch.of_seed(run.seed)
         if partner is None:
-            answer.notes.append(f"Seed {run.seed} of {upscaled.name} has no partner from scratch, and is in no comparison by seed.")
+            answer.notes.append(
+                f"Seed {run.seed} of {upscaled.name} has no partner from scratch, and is in no comparison by seed."
+            )
             continue
         mine, theirs = stands[id(run)], stands[id(partner)]
         if not len(mine.losses) or not len(theirs.losses):
@@ -295,7 +314,10 @@ def compared(upscaled: Group, scratch: Group, groups: list[Group], numbers: Numb
         base, missing = base_cost([mine.run for mine, _ in pairs], groups, stands)
         answer.notes += missing
         costs = Costs(
-            statistics.fmean(theirs.flops for _, theirs in pairs), statistics.fmean(reach.flops for reach in answer.reaches), tuning, base
+            statistics.fmean(theirs.flops for _, theirs in pairs),
+            statistics.fmean(reach.flops for reach in answer.reaches),
+            tuning,
+            base,
         )
         if math.isfinite(costs.scratch) and math.isfinite(costs.upscaled):
             answer.costs = costs
@@ -310,19 +332,25 @@ def base_cost(runs: list[Run], groups: list[Group], stands: dict[int, Stand]) ->
     for run in runs:
         source = base_of(run, groups)
         if source is None:
-            return None, [f"The base model of seed {run.seed}, {init_from(run)}, is not among the runs: its cost is not charged."]
+            return None, [
+                f"The base model of seed {run.seed}, {init_from(run)}, is not among the runs: its cost is not charged."
+            ]
         costs.append(stands[id(source)].flops)
     return (statistics.fmean(costs), []) if all(math.isfinite(cost) for cost in costs) else (None, [])
 
 
 def base_of(run: Run, groups: list[Group]) -> Run | None:
-    """The run that a run started from: the one whose checkpoint it names; or, if folders were moved, the base of its seed and width."""
+    """The run that a run started from: the one whose checkpoint it names; or, if folders were moved, the base of its
+    seed and width.
+    """
     path = init_from(run)
     if path is None:
         return None
     bases = [other for group in groups for other in group.runs if not grows(other)]
     named = next((other for other in bases if other.folder.resolve() in path.resolve().parents), None)
-    alike = [other for group in groups if group.role == "base" for other in group.good if other.end_width == run.start_width]
+    alike = [
+        other for group in groups if group.role == "base" for other in group.good if other.end_width == run.start_width
+    ]
     return named or next((other for other in alike if other.seed == run.seed), None)
 
 
@@ -332,7 +360,11 @@ def base_of(run: Run, groups: list[Group]) -> Run | None:
 def tuning_of(sweep: Sweep, groups: list[Group]) -> Tuning:
     """The cost of a sweep's trials, as they logged it."""
     runs = [Run(folder) for folder in sweep.trials]
-    flops = [cost for run in runs if run.has_loss and math.isfinite(cost := spent(run, run.planned_steps(run.steps_per_epoch)))]
+    flops = [
+        cost
+        for run in runs
+        if run.has_loss and math.isfinite(cost := spent(run, run.planned_steps(run.steps_per_epoch)))
+    ]
     like = next((run for run in runs if run.has_loss and grows(run)), next((run for run in runs if run.has_loss), None))
     ratio, width, target = None, "", ""
     if like is not None:
@@ -381,7 +413,9 @@ def line(group: Group, curve: Callable[[Run], tuple[np.ndarray, np.ndarray]]) ->
 
 def validations(metric: str) -> Callable[[Run], tuple[np.ndarray, np.ndarray]]:
     def curve(run: Run) -> tuple[np.ndarray, np.ndarray]:
-        pairs = sorted((step, value) for step, value in run.log.validation.get(metric, {}).items() if math.isfinite(value))
+        pairs = sorted(
+            (step, value) for step, value in run.log.validation.get(metric, {}).items() if math.isfinite(value)
+        )
         return np.array([float(step) for step, _ in pairs]), np.array([value for _, value in pairs])
 
     return curve

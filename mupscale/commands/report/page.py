@@ -10,13 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mupscale.commands.figures import DARK, LIGHT
 from mupscale.commands.report.draw import Drawn, colour_of
 from mupscale.commands.report.groups import Experiment, Found, Group, Sweep, differing
 from mupscale.commands.report.numbers import Comparison, Numbers, spread, told_width
 from mupscale.commands.report.style import STYLE
-from mupscale.commands.report.words import in_words, number, ranged, reach_told, teraflops, times, title, verdicts, within_told
+from mupscale.commands.report.words import (
+    in_words,
+    number,
+    ranged,
+    reach_told,
+    teraflops,
+    times,
+    title,
+    verdicts,
+    within_told,
+)
 from mupscale.commands.sweep.space import shown
-from mupscale.figures import DARK, LIGHT
 
 NUMBER = re.compile(r"(-?[0-9][0-9.,e+-]*×?( \(.*\))?|—)?")
 
@@ -27,8 +37,14 @@ class Safe(str):
     """HTML, to be put in a page as it is."""
 
 
-def page(found: Found, groups: list[Group], numbers: Numbers | None, drawn: list[Drawn], command: str, generator: str) -> str:
-    name = title(found.runs, groups) if groups else f"Transfer: {' and '.join(each.folder.name for each in found.experiments)}"
+def page(
+    found: Found, groups: list[Group], numbers: Numbers | None, drawn: list[Drawn], command: str, generator: str
+) -> str:
+    name = (
+        title(found.runs, groups)
+        if groups
+        else f"Transfer: {' and '.join(each.folder.name for each in found.experiments)}"
+    )
     parts: list[str] = [f"<header><p class=kicker>mupscale report</p><h1>{escape(name)}</h1></header>"]
     if numbers is not None:
         parts.append(opening(groups, numbers))
@@ -42,14 +58,33 @@ def page(found: Found, groups: list[Group], numbers: Numbers | None, drawn: list
     if numbers is not None:
         parts.append(section("Curves", curves(drawn, groups, numbers)))
         parts.append(section("Ends", end_table(groups, numbers)))
-        parts += [section(heading("Reach", each, numbers), reach_table(each, numbers)) for each in numbers.comparisons if each.reaches]
-        parts += [section(heading("Costs", each, numbers), cost_table(each, numbers)) for each in numbers.comparisons if each.costs]
+        parts += [
+            section(heading("Reach", each, numbers), reach_table(each, numbers))
+            for each in numbers.comparisons
+            if each.reaches
+        ]
+        parts += [
+            section(heading("Costs", each, numbers), cost_table(each, numbers))
+            for each in numbers.comparisons
+            if each.costs
+        ]
         if numbers.tuning:
             parts.append(section("Tuning", tuning_table(numbers)))
-    parts += [section(f"Optima by width: {each.folder.name}", transfer(each)) for each in found.experiments if each.protocol == "transfer"]
+    parts += [
+        section(f"Optima by width: {each.folder.name}", transfer(each))
+        for each in found.experiments
+        if each.protocol == "transfer"
+    ]
     own = [(sweep, f"Sweep: {sweep.name}") for sweep in found.sweeps]
-    inner = [(s, f"Sweep: {s.folder.relative_to(e.folder)}") for e in found.experiments if e.protocol == "transfer" for s in e.sweeps]
-    parts += [section(text, sweep_part(sweep)) for sweep, text in own + inner if (sweep.folder / "sweep.json").is_file()]
+    inner = [
+        (s, f"Sweep: {s.folder.relative_to(e.folder)}")
+        for e in found.experiments
+        if e.protocol == "transfer"
+        for s in e.sweeps
+    ]
+    parts += [
+        section(text, sweep_part(sweep)) for sweep, text in own + inner if (sweep.folder / "sweep.json").is_file()
+    ]
     if numbers is not None:
         parts.append(section("Runs", run_table(groups, numbers)))
         parts.append(section("Configuration", configuration(groups)))
@@ -59,7 +94,8 @@ def page(found: Found, groups: list[Group], numbers: Numbers | None, drawn: list
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{generator}\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(name)}</title>\n<style>{STYLE}{palette}@media (prefers-color-scheme:dark){{{dark}}}</style></head>\n"
+        f"<title>{escape(name)}</title>\n<style>{STYLE}{palette}@media "
+        f"(prefers-color-scheme:dark){{{dark}}}</style></head>\n"
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
 
@@ -99,19 +135,23 @@ def curves(drawn: list[Drawn], groups: list[Group], numbers: Numbers) -> str:
     names = " ".join(key(group, groups) for group in groups)
     figures = "".join(
         f"<figure><picture><source media='(prefers-color-scheme: dark)' srcset='{data_uri(each.dark)}'>"
-        f"<img src='{data_uri(each.png)}' alt='{escape(each.title)}'></picture><figcaption>{escape(each.caption)}</figcaption></figure>"
+        f"<img src='{data_uri(each.png)}' "
+        f"alt='{escape(each.title)}'></picture><figcaption>{escape(each.caption)}</figcaption></figure>"
         for each in drawn
     )
-    logged = "the losses that were logged" if len({stand.run.interval for stand in numbers.stands}) > 1 else (
-        f"the losses that were logged, every {numbers.stands[0].run.interval} steps"
-    )  # fmt: skip
+    logged = (
+        "the losses that were logged"
+        if len({stand.run.interval for stand in numbers.stands}) > 1
+        else (f"the losses that were logged, every {numbers.stands[0].run.interval} steps")
+    )
     epoch = f" An epoch is {numbers.per_epoch:,} steps." if numbers.per_epoch else ""
     final = "Final losses are those of the last window."
     if numbers.recorded is not None:
         part = numbers.recorded.removeprefix("last_").replace("%", " % of steps")
         final = f"Final losses are means over every step of the last {part}, as the runs recorded them."
     note = (
-        f"Training losses are means over {numbers.windows.told()} of {logged}.{epoch} {final} Axes are cut so that differences show, "
+        f"Training losses are means over {numbers.windows.told()} of {logged}.{epoch} {final} Axes are cut so that "
+        "differences show, "
         "and then say so."
     )
     return f"<p>{names}</p><div class=figures>{figures}</div><p class=fine>{escape(note)}</p>"
@@ -125,12 +165,15 @@ def reach_table(comparison: Comparison, numbers: Numbers) -> str:
             cells = [f"not within {within_told(reach.of_steps, numbers)}", "—", "—"]
         else:
             cells = [f"{reach.epoch:,}" if reach.epoch is not None else "", f"{reach.step:,}", teraflops(reach.flops)]
-        rows.append([f"{reach.seed}", number(reach.target), *(cells if unit == "epoch" or reach.step is None else cells[1:])])
+        rows.append(
+            [f"{reach.seed}", number(reach.target), *(cells if unit == "epoch" or reach.step is None else cells[1:])]
+        )
     head = ["seed", "minimum from scratch", *(["epoch", "step"] if unit == "epoch" else ["step"]), "TFLOPs"]
     rows = [row[: len(head)] for row in rows]
     told = f"On average after {reach_told(comparison, numbers)}." if comparison.reached else "Not with every seed."
     return (
-        f"<p>When {escape(comparison.upscaled.name)} first comes down to the minimum training loss from scratch with the same seed. "
+        f"<p>When {escape(comparison.upscaled.name)} first comes down to the minimum training loss from scratch with "
+        "the same seed. "
         f"{escape(told)}</p>{table(head, rows)}"
     )
 
@@ -139,18 +182,29 @@ def cost_table(comparison: Comparison, numbers: Numbers) -> str:
     assert comparison.costs is not None
     rows = [[name, teraflops(flops), times(factor)] for name, flops, factor in comparison.costs.rows()]
     note = (
-        "Training FLOPs as the runs logged them: matrix products forward and backward, none for a gradient of the data; means over seeds. "
-        "“From scratch” is its whole training. Where the base model is there already its training is no cost; where it is trained once "
+        "Training FLOPs as the runs logged them: matrix products forward and backward, none for a gradient of the "
+        "data; means over seeds. "
+        "“From scratch” is its whole training. Where the base model is there already its training is no cost; where it "
+        "is trained once "
         "and for this alone, it is."
     )
     if comparison.costs.tuning is not None:
-        note += " Tuning is every trial of every sweep below, charged to the upscaled run alone, though the run from scratch uses it, too."
+        note += (
+            " Tuning is every trial of every sweep below, charged to the upscaled run alone, though the run from scratch "
+            "uses it, too."
+        )
     return f"{table(['charged', 'TFLOPs', 'speed-up'], rows)}<p class=fine>{escape(note)}</p>"
 
 
 def tuning_table(numbers: Numbers) -> str:
     rows = [
-        [each.sweep.name, each.width or "—", f"{each.trials:,}", teraflops(each.flops), times(each.ratio) if each.ratio else "—"]
+        [
+            each.sweep.name,
+            each.width or "—",
+            f"{each.trials:,}",
+            teraflops(each.flops),
+            times(each.ratio) if each.ratio else "—",
+        ]
         for each in numbers.tuning
     ]
     target = next((each.target for each in numbers.tuning if each.target), "")
@@ -173,19 +227,43 @@ def end_table(groups: list[Group], numbers: Numbers) -> str:
 
 
 def run_table(groups: list[Group], numbers: Numbers) -> str:
-    head = ["", "seed", "width", "state", "final loss", *(in_words(metric) for metric in numbers.metrics), "TFLOPs", "folder"]
+    head = [
+        "",
+        "seed",
+        "width",
+        "state",
+        "final loss",
+        *(in_words(metric) for metric in numbers.metrics),
+        "TFLOPs",
+        "folder",
+    ]
     rows: list[Sequence[Any]] = []
     for stand in numbers.stands:
         run = stand.run
         validation = [number(stand.last(metric)) for metric in numbers.metrics]
         cost, folder = teraflops(stand.flops), str(run.folder)
-        rows.append([key(stand.group, groups), str(run.seed), told_width(run), stand.state, number(stand.final), *validation, cost, folder])
+        rows.append(
+            [
+                key(stand.group, groups),
+                str(run.seed),
+                told_width(run),
+                stand.state,
+                number(stand.final),
+                *validation,
+                cost,
+                folder,
+            ]
+        )
     return table(head, rows)
 
 
 def configuration(groups: list[Group]) -> str:
     rows = [[key, *(shown(value) for value in values)] for key, values in differing(groups)]
-    told = table(["key", *(group.name for group in groups)], rows, code=True) if rows else "<p>There is one group of runs.</p>"
+    told = (
+        table(["key", *(group.name for group in groups)], rows, code=True)
+        if rows
+        else "<p>There is one group of runs.</p>"
+    )
     for group in groups:
         run = group.runs[0]
         told += (
@@ -224,7 +302,9 @@ def transfer(experiment: Experiment) -> str:
         return f"{told}<p>Not finished: it has no transfer.csv.</p>"
     with path.open(newline="") as file:
         head, *lines = csv.reader(file)
-    rows = [[f"{float(cell):.5g}" if re.fullmatch(r"[0-9]+\.[0-9]{5,}", cell) else cell for cell in line] for line in lines]
+    rows = [
+        [f"{float(cell):.5g}" if re.fullmatch(r"[0-9]+\.[0-9]{5,}", cell) else cell for cell in line] for line in lines
+    ]
     best = [row for row in rows if row[-1] == "*"]
     return f"{told}{table(head[:-1], [row[:-1] for row in best])}" + (
         f"<details><summary>all {len(rows)} trials; those above are the optima</summary>{table(head, rows)}</details>"
@@ -265,7 +345,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, code: bool = Fa
 def pictures(paths: list[Path], *, wide: bool = False) -> str:
     """Those that are there, on white."""
     there = [path for path in paths if path.is_file()]
-    inner = "".join(f"<figure><img class=white src='{data_uri(path)}' alt='{escape(path.stem)}'></figure>" for path in there)
+    inner = "".join(
+        f"<figure><img class=white src='{data_uri(path)}' alt='{escape(path.stem)}'></figure>" for path in there
+    )
     return f"<div class={'wide' if wide else 'figures'}>{inner}</div>" if there else ""
 
 

@@ -10,8 +10,14 @@ from mupscale.commands.report.numbers import Comparison, Numbers, Spread, Stand,
 from mupscale.commands.report.words import verdicts
 
 
-def as_json(found: Found, groups: list[Group], numbers: Numbers | None, files: list[str], command: str) -> dict[str, Any]:
-    answer: dict[str, Any] = {"command": command, "files": files, "notes": [*found.notes, *(numbers.notes if numbers else [])]}
+def as_json(
+    found: Found, groups: list[Group], numbers: Numbers | None, files: list[str], command: str
+) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "command": command,
+        "files": files,
+        "notes": [*found.notes, *(numbers.notes if numbers else [])],
+    }
     answer["verdicts"] = [" ".join(sentences) for sentences in verdicts(numbers, groups)] if numbers else []
     answer["experiments"] = [{"folder": str(each.folder), "protocol": each.protocol} for each in found.experiments]
     answer["sweeps"] = [{"name": s.name, "folder": str(s.folder), "best": s.best} for s in found.sweeps]
@@ -20,15 +26,24 @@ def as_json(found: Found, groups: list[Group], numbers: Numbers | None, files: l
     answer["window"] = {"steps": numbers.windows.size, "epochs": numbers.windows.epochs, "final_loss": numbers.recorded}
     answer["groups"] = [
         {
-            "name": group.name, "role": group.role, "seeds": [run.seed for run in group.runs], "final_loss": span(numbers.final(group)),
+            "name": group.name,
+            "role": group.role,
+            "seeds": [run.seed for run in group.runs],
+            "final_loss": span(numbers.final(group)),
             "flops": span(spread([stand.flops for stand in numbers.counted(group)])),
             "validation": {metric: span(numbers.last(group, metric)) for metric in numbers.metrics},
         }
         for group in groups
-    ]  # fmt: skip
+    ]
     answer["comparisons"] = [compared(comparison) for comparison in numbers.comparisons]
     answer["tuning"] = [
-        {"sweep": each.sweep.name, "trials": each.trials, "flops": each.flops, "width": each.width, "speedup": each.ratio}
+        {
+            "sweep": each.sweep.name,
+            "trials": each.trials,
+            "flops": each.flops,
+            "width": each.width,
+            "speedup": each.ratio,
+        }
         for each in numbers.tuning
     ]
     answer["runs"] = [row(stand, numbers) for stand in numbers.stands]
@@ -43,13 +58,22 @@ def compared(comparison: Comparison) -> dict[str, Any]:
         "upscaled": comparison.upscaled.name,
         "scratch": comparison.scratch.name,
         "reach": [
-            {"seed": r.seed, "target": r.target, "step": r.step, "epoch": r.epoch, "flops": finite(r.flops), "of_steps": r.of_steps}
+            {
+                "seed": r.seed,
+                "target": r.target,
+                "step": r.step,
+                "epoch": r.epoch,
+                "flops": finite(r.flops),
+                "of_steps": r.of_steps,
+            }
             for r in reaches
         ],
         "all_reach": comparison.reached,
         "reach_step": span(spread(steps)) if comparison.reached else None,
         "reach_epoch": span(spread(epochs)) if comparison.reached else None,
-        "costs": [{"charged": name, "flops": flops, "speedup": factor} for name, flops, factor in comparison.costs.rows()]
+        "costs": [
+            {"charged": name, "flops": flops, "speedup": factor} for name, flops, factor in comparison.costs.rows()
+        ]
         if comparison.costs
         else None,
         "notes": comparison.notes,
@@ -68,7 +92,9 @@ def as_csv(numbers: Numbers) -> str:
 
 def row(stand: Stand, numbers: Numbers) -> dict[str, Any]:
     run = stand.run
-    reach = next((r for c in numbers.comparisons if c.upscaled is stand.group for r in c.reaches if r.seed == run.seed), None)
+    reach = next(
+        (r for c in numbers.comparisons if c.upscaled is stand.group for r in c.reaches if r.seed == run.seed), None
+    )
     return {
         "group": stand.group.name,
         "seed": run.seed,

@@ -45,7 +45,9 @@ def ranged(values: Spread | None, seeds: bool = True) -> str:
 def title(runs: list[Run], groups: list[Group]) -> str:
     """The task, and how wide it grew."""
     model, data = (described["class_path"].rpartition(".")[2] for described in (runs[0].model, runs[0].data))
-    growths = dict.fromkeys((str(g.runs[0].start_width), str(g.runs[0].end_width)) for g in groups if g.role == "upscaled")
+    growths = dict.fromkeys(
+        (str(g.runs[0].start_width), str(g.runs[0].end_width)) for g in groups if g.role == "upscaled"
+    )
     told = ", ".join(f"width {start} → {end}" for start, end in growths)
     return f"{model} on {data}: {told}" if told else f"{model} on {data}"
 
@@ -58,7 +60,9 @@ def verdicts(numbers: Numbers, groups: list[Group]) -> list[list[str]]:
     for group in groups:
         final = numbers.final(group)
         ends = "stands at" if numbers.so_far(group) else "ends at"
-        answer.append([f"{capital(group.name)} {ends} {ranged(final)}." if final else f"{capital(group.name)} diverged."])
+        answer.append(
+            [f"{capital(group.name)} {ends} {ranged(final)}." if final else f"{capital(group.name)} diverged."]
+        )
     lonely = next((group for group in groups if group.role == "upscaled"), None)
     if lonely is not None:
         answer.append([f"There is no run from scratch at width {lonely.runs[0].end_width} to compare with."])
@@ -73,11 +77,15 @@ def verdict(comparison: Comparison, numbers: Numbers) -> list[str]:
         return [f"All runs of {gone.name} diverged: there is nothing to compare."]
     progress = numbers.so_far(upscaled) or numbers.so_far(scratch)
     ends = "stands at" if progress else "ends at"
-    answer = [f"{capital(upscaled.name)} {ends} {ranged(ours)}, {scratch.name} at {ranged(theirs)}: {difference(ours, theirs)}."]
+    answer = [
+        f"{capital(upscaled.name)} {ends} {ranged(ours)}, {scratch.name} at {ranged(theirs)}: "
+        f"{difference(ours, theirs)}."
+    ]
     for group in (upscaled, scratch):
         if len(group.good) < len(group.runs):
             answer.append(
-                f"{len(group.runs) - len(group.good)} of {count(len(group.runs), 'run')} of {group.name} diverged, and did not count."
+                f"{len(group.runs) - len(group.good)} of {count(len(group.runs), 'run')} of {group.name} diverged, and "
+                "did not count."
             )
     if progress:
         answer.append("Runs are still in progress: this is how they stand now.")
@@ -85,7 +93,10 @@ def verdict(comparison: Comparison, numbers: Numbers) -> list[str]:
     for metric in numbers.metrics:
         a, b = numbers.last(upscaled, metric), numbers.last(scratch, metric)
         if a is not None and b is not None:
-            answer.append(f"{capital(in_words(metric))} {ends} {ranged(a, False)} against {ranged(b, False)}{judgement(metric, a, b)}.")
+            answer.append(
+                f"{capital(in_words(metric))} {ends} {ranged(a, False)} against "
+                f"{ranged(b, False)}{judgement(metric, a, b)}."
+            )
     return answer
 
 

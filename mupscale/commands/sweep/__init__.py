@@ -1,8 +1,8 @@
 """sweep: run a configuration with many values of some of its keys, and find the best.
 
-Start the same command again, on this machine or on others that share the folder --out, and the processes share the trials. Interrupted,
-the same command goes on where it stopped. It ends in trials.csv, figures, and best.yaml, which holds the swept values alone:
-fit --config TARGET.yaml --config OUT/best.yaml.
+Start the same command again, on this machine or on others that share the folder --out, and the processes share the
+trials. Interrupted, the same command goes on where it stopped. It ends in trials.csv, figures, and best.yaml, which
+holds the swept values alone: fit --config TARGET.yaml --config OUT/best.yaml.
 """
 
 import argparse
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WAIT = 1.0
 """Seconds between two looks at what other processes do."""
 
-EPILOG = """--config FILE and all other options are those of fit: they make the configuration that every trial starts from.
+EPILOG = """--config FILE and all other options are those of fit: they make the configuration of every trial.
 
 A key is that of fit's options (model.optimizer.lr), or starts with the class of a callback in trainer.callbacks
 (UpscaleCallback.noise.std). docs/sweeps.md tells more."""
@@ -45,18 +45,26 @@ def parser() -> argparse.ArgumentParser:
     )
     answer.add_argument(
         "--sweep", action="append", default=[], metavar="KEY=VALUES",
-        help="V1,V2,… are values; LOW:HIGH:N are N values, evenly by ratio; LOW:HIGH is a range to draw from (random, tpe)",
+        help="V1,V2,… are values; LOW:HIGH:N are N values, evenly by ratio; LOW:HIGH is a range to draw from "
+        "(random, tpe)",
     )  # fmt: skip
     answer.add_argument("--out", type=Path, required=True, help="the folder of the sweep")
-    answer.add_argument("--seeds", default=None, metavar="S1,S2,…", help="run each trial with these seeds; their mean decides")
-    answer.add_argument("--sampler", choices=["grid", "random", "tpe"], default="grid", help="how values are chosen (default grid)")
+    answer.add_argument(
+        "--seeds", default=None, metavar="S1,S2,…", help="run each trial with these seeds; their mean decides"
+    )
+    answer.add_argument(
+        "--sampler", choices=["grid", "random", "tpe"], default="grid", help="how values are chosen (default grid)"
+    )
     answer.add_argument("--trials", type=int, help="how many, if not by a grid")
     answer.add_argument(
         "--metric", default="last_epoch",
-        help="what is minimised: last_epoch, last_2%% (mean training loss over the last epoch, or 2 %% of the steps; the former is the "
+        help="what is minimised: last_epoch, last_2%% (mean training loss over the last epoch, or 2 %% of the steps; "
+        "the former is the "
         "default), or a metric that is logged, such as val/loss (its last value)",
     )  # fmt: skip
-    answer.add_argument("--storage", metavar="URL", help="keep the study in this database (postgresql://…), not in a file in --out")
+    answer.add_argument(
+        "--storage", metavar="URL", help="keep the study in this database (postgresql://…), not in a file in --out"
+    )
     return answer
 
 
@@ -98,12 +106,16 @@ def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
 
     axes = [parsed_axis(text) for text in options.sweep]
     if not axes:
-        raise ValueError("--sweep: the grid is empty, name a key and its values: --sweep model.optimizer.lr=0.01,0.02,0.04")
+        raise ValueError(
+            "--sweep: the grid is empty, name a key and its values: --sweep model.optimizer.lr=0.01,0.02,0.04"
+        )
     if len({axis.key for axis in axes}) < len(axes):
         raise ValueError(f"--sweep: a key is there twice in {', '.join(axis.key for axis in axes)}")
     ranges = [axis.key for axis in axes if axis.bounds]
     if options.sampler == "grid" and ranges:
-        raise ValueError(f"--sweep {ranges[0]}=LOW:HIGH is a range; give LOW:HIGH:N for a grid, or --sampler random or tpe")
+        raise ValueError(
+            f"--sweep {ranges[0]}=LOW:HIGH is a range; give LOW:HIGH:N for a grid, or --sampler random or tpe"
+        )
     if (options.sampler == "grid") != (options.trials is None):
         raise ValueError("--trials: give it with --sampler random or tpe, and only then")
     if options.trials is not None and options.trials < 1:
@@ -130,7 +142,10 @@ def seeds_of(text: str) -> list[int]:
 
 
 def complete(study: "Study", taken: "Taken", name: str) -> tuple[float, float]:
-    """Runs a trial that was taken, and that messages call `name`; its value and the seconds it took. Unfinished, it goes back."""
+    """Runs a trial that was taken, and that messages call `name`; its value and the seconds it took.
+
+    Unfinished, it goes back.
+    """
     from mupscale.commands.sweep.space import at
     from mupscale.commands.sweep.trial import explained, run_trial
 

@@ -12,10 +12,21 @@ from typing import Any
 
 import yaml
 
-from mupscale import figures
 from mupscale.callbacks.trial_metric import window_of
+from mupscale.commands import figures
 from mupscale.commands.run_logs import higher_is_better, read_log
-from mupscale.commands.sweep.space import Axis, Config, Point, at, callback_key, callbacks_of, class_name, labels, shown, told
+from mupscale.commands.sweep.space import (
+    Axis,
+    Config,
+    Point,
+    at,
+    callback_key,
+    callbacks_of,
+    class_name,
+    labels,
+    shown,
+    told,
+)
 from mupscale.commands.sweep.study import Outcome, Settings, write
 from mupscale.commands.sweep.trial import folder_name
 
@@ -52,11 +63,32 @@ class Results:
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         seeds = [f"seed {seed}" for seed in self.settings.seeds] if len(self.settings.seeds) > 1 else []
-        table.writerow(["trial", *(axis.key for axis in self.settings.axes), self.settings.metric, *seeds, "seconds", "attempts", "run"])
+        table.writerow(
+            [
+                "trial",
+                *(axis.key for axis in self.settings.axes),
+                self.settings.metric,
+                *seeds,
+                "seconds",
+                "attempts",
+                "run",
+            ]
+        )
         for outcome in self.outcomes:
-            each = [shown_value(value) for value in outcome.values] + [""] * (len(seeds) - len(outcome.values)) if seeds else []
+            each = (
+                [shown_value(value) for value in outcome.values] + [""] * (len(seeds) - len(outcome.values))
+                if seeds
+                else []
+            )
             run = self.runs(outcome)[0].relative_to(self.out)
-            row = [outcome.cell, *outcome.point.values(), shown_value(outcome.value), *each, f"{outcome.seconds:.1f}", outcome.attempts]
+            row = [
+                outcome.cell,
+                *outcome.point.values(),
+                shown_value(outcome.value),
+                *each,
+                f"{outcome.seconds:.1f}",
+                outcome.attempts,
+            ]
             table.writerow([*row, run])
         write(self.out / "trials.csv", text.getvalue())
 
@@ -71,11 +103,13 @@ class Results:
                 lay(tuned, config, key.split("."), value)
             else:
                 name, (argument, *_) = callback_key(key)
-                carried = callbacks_of(config, name)[0]["init_args"][argument]  # whole: the target's may be of another class
+                carried = callbacks_of(config, name)[0]["init_args"][
+                    argument
+                ]  # whole: the target's may be of another class
                 tuned.setdefault("callback_args", {}).setdefault(name, {})[argument] = without_nulls(carried)
         swap = signal_swap(config)
         if swap is not None:
-            recorded = {"class_path": "mupscale.noise.RecordedNoise", "init_args": {"path": str(self.out / "noise.json")}}
+            recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": str(self.out / "noise.json")}}
             tuned.setdefault("callback_args", {}).setdefault("UpscaleCallback", {})["noise"] = recorded
         return tuned
 
@@ -86,8 +120,10 @@ class Results:
             shutil.copyfile(self.runs(best)[0] / f"noise-{swap['init_args']['at_step']}.json", self.out / "noise.json")
         seeds = f", mean of {len(best.values)} seeds" if len(best.values) > 1 else ""
         head = (
-            f"# {told(best.point, self.names)}: {self.settings.metric} {best.value:.6g}{seeds}, the best of {len(self.outcomes)} trials.\n"
-            f"#\n#     python -m mupscale fit --config TARGET.yaml --config {shlex.quote(str(self.out / 'best.yaml'))}\n"
+            f"# {told(best.point, self.names)}: {self.settings.metric} {best.value:.6g}{seeds}, the best of "
+            f"{len(self.outcomes)} trials.\n"
+            "#\n#     python -m mupscale fit --config TARGET.yaml --config "
+            f"{shlex.quote(str(self.out / 'best.yaml'))}\n"
         )
         write(self.out / "best.yaml", head + yaml.safe_dump(self.tuned(best), sort_keys=False))
         return self.out / "best.yaml"
@@ -117,7 +153,9 @@ class Results:
         others = len([axis for axis in self.settings.axes if len(axis.values) != 1]) - 2
         label = f"{label} (best over {others} more)" if others else label
         if x.bounds or y.bounds:
-            points = [(level(outcome.point[x.key]), level(outcome.point[y.key]), outcome.value) for outcome in self.outcomes]
+            points = [
+                (level(outcome.point[x.key]), level(outcome.point[y.key]), outcome.value) for outcome in self.outcomes
+            ]
             return figures.scatter(self.out / "scatter", points, x.key, y.key, label)
 
         def value(a: Any, b: Any) -> float | None:
@@ -154,7 +192,10 @@ def checked_metric(metric: Any) -> str:
     if not isinstance(metric, str):
         raise ValueError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
     if window_of(metric) is None and higher_is_better(metric):
-        raise ValueError(f"metric {metric}: it would be minimised, and more of it is better; give last_epoch, last_2%, or val/loss, say")
+        raise ValueError(
+            f"metric {metric}: it would be minimised, and more of it is better; give last_epoch, last_2%, or val/loss, "
+            "say"
+        )
     return metric
 
 
@@ -202,7 +243,11 @@ def lay(tuned: Config, config: Config, parts: list[str], value: Any) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    return {key: without_nulls(item) for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+    return (
+        {key: without_nulls(item) for key, item in value.items() if item is not None}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def signal_swap(config: Config) -> Config | None:
@@ -211,7 +256,8 @@ def signal_swap(config: Config) -> Config | None:
     found = [c for c in swaps if class_name(c["init_args"]["noise"]) == "SignalNoise"]
     if len(found) > 1:
         raise ValueError(
-            "trainer.callbacks: several UpscaleCallbacks have SignalNoise, whose constants best.yaml could not tell apart; sweep one growth"
+            "trainer.callbacks: several UpscaleCallbacks have SignalNoise, whose constants best.yaml could not tell "
+            "apart; sweep one growth"
         )
     return found[0] if found else None
 
@@ -228,4 +274,6 @@ def mean_curve(curves: list[list[tuple[int, float]]]) -> tuple[list[float], list
     size = max(1, math.ceil(len(steps) / POINTS))
     groups = [steps[start : start + size] for start in range(0, len(steps), size)]
     mean: Callable[[list[float]], float] = statistics.fmean
-    return [mean([float(s) for s in group]) for group in groups], [mean([table[s] for s in group for table in tables]) for group in groups]
+    return [mean([float(s) for s in group]) for group in groups], [
+        mean([table[s] for s in group for table in tables]) for group in groups
+    ]

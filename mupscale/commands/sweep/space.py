@@ -29,14 +29,23 @@ class Axis:
         return self.bounds is not None and all(isinstance(bound, int) for bound in self.bounds)
 
     def description(self) -> dict[str, Any]:
-        return {"key": self.key, "bounds": list(self.bounds)} if self.bounds else {"key": self.key, "values": list(self.values)}
+        return (
+            {"key": self.key, "bounds": list(self.bounds)}
+            if self.bounds
+            else {"key": self.key, "values": list(self.values)}
+        )
 
 
 def parsed_axis(text: str) -> Axis:
-    """The axis of `KEY=V1,V2,…` (values), `KEY=LOW:HIGH:N` (N values, evenly by ratio) or `KEY=LOW:HIGH` (a range to draw from)."""
+    """The axis of `KEY=V1,V2,…` (values), `KEY=LOW:HIGH:N` (N values, evenly by ratio) or `KEY=LOW:HIGH` (a range to
+    draw from).
+    """
     key, equals, listed = text.partition("=")
     if not equals:
-        raise ValueError(f"--sweep {text}: give KEY=VALUE,VALUE,… with a key of the configuration, such as model.optimizer.lr=0.01,0.02")
+        raise ValueError(
+            f"--sweep {text}: give KEY=VALUE,VALUE,… with a key of the configuration, such as "
+            "model.optimizer.lr=0.01,0.02"
+        )
     return axis_of(key, listed, f"--sweep {text}")
 
 
@@ -50,7 +59,9 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
     if span:
         return _spanned(where, key, *span.groups())
     try:
-        values = tuple(_number(value) for value in (yaml.safe_load(f"[{listed}]") if isinstance(listed, str) else listed))
+        values = tuple(
+            _number(value) for value in (yaml.safe_load(f"[{listed}]") if isinstance(listed, str) else listed)
+        )
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: its values cannot be read, separate them by commas") from error
     if not values:
@@ -101,14 +112,17 @@ def labels(axes: list[Axis]) -> dict[str, str]:
         parts = axis.key.split(".")
         others = ["." + other.key for other in axes if other.key != axis.key]
         ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        answer[axis.key] = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), axis.key)
+        answer[axis.key] = next(
+            (end for end in ends if not any(other.endswith(f".{end}") for other in others)), axis.key
+        )
     return answer
 
 
 def shown(value: Any) -> str:
     """A value in a few characters; a class as `SGD(lr=0.1)`."""
     if isinstance(value, dict) and "class_path" in value:
-        return f"{class_name(value)}({', '.join(f'{name}={shown(item)}' for name, item in value.get('init_args', {}).items())})"
+        arguments = ", ".join(f"{name}={shown(item)}" for name, item in value.get("init_args", {}).items())
+        return f"{class_name(value)}({arguments})"
     return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
 
 
@@ -129,8 +143,9 @@ def at(config: Config, point: Point) -> Config:
 def places(config: Config, key: str) -> list[tuple[Config, str]]:
     """Where a key's value stands: the dictionaries that hold it, and its name there.
 
-    A key goes from the top of the configuration (`model.optimizer.lr`; `init_args` may be left out), or starts with the class of a
-    callback in `trainer.callbacks` (`UpscaleCallback.noise.std`) and then means every callback of that class.
+    A key goes from the top of the configuration (`model.optimizer.lr`; `init_args` may be left out), or starts with the
+    class of a callback in `trainer.callbacks` (`UpscaleCallback.noise.std`) and then means every callback of that
+    class.
     """
     first, rest = callback_key(key)
     if first in config:
@@ -166,7 +181,9 @@ def _descend(node: Any, parts: list[str], key: str) -> tuple[Config, str]:
             node = node.setdefault("init_args", {})
         if not isinstance(node, dict):
             there = ".".join(key.split(".")[: len(key.split(".")) - len(parts) + index])
-            raise ValueError(f"{key}: {there} is {node!r} in the configuration, which has no {part!r}; give it a value there first")
+            raise ValueError(
+                f"{key}: {there} is {node!r} in the configuration, which has no {part!r}; give it a value there first"
+            )
         if index == len(parts) - 1:
             return node, part
         if part not in node:

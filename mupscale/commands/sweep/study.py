@@ -1,8 +1,10 @@
-"""The study of a sweep: which trials there are, and which process runs which. No trial is lost, and none runs twice at a time.
+"""The study of a sweep: which trials there are, and which process runs which. No trial is lost, and none runs twice at
+a time.
 
-All trials wait in Optuna's storage from the beginning, so that to take one is a single change of its state. A process holds a lease
-on the trial it runs: a locked file, which the system unlocks when the process dies, however it dies, and whose time of change it
-renews. A trial whose lease has lapsed is marked as failed, and its cell is put in the queue again, with the same values.
+All trials wait in Optuna's storage from the beginning, so that to take one is a single change of its state. A process
+holds a lease on the trial it runs: a locked file, which the system unlocks when the process dies, however it dies, and
+whose time of change it renews. A trial whose lease has lapsed is marked as failed, and its cell is put in the queue
+again, with the same values.
 """
 
 import fcntl
@@ -33,7 +35,8 @@ RENEWED = 10.0
 """Seconds between two signs of life of a process."""
 
 LAPSED = 60.0
-"""Seconds without a sign of life after which a process on another machine is taken for dead, if its lock is gone, too."""
+"""Seconds without a sign of life after which a process on another machine is taken for dead, if its lock is gone, too.
+"""
 
 Sampler = Literal["grid", "random", "tpe"]
 
@@ -52,13 +55,21 @@ class Settings:
     def description(self) -> dict[str, Any]:
         """As primitives, the way they come back from a storage."""
         axes = [axis.description() for axis in self.axes]
-        values = {"sweep": axes, "sampler": self.sampler, "trials": self.trials, "seeds": self.seeds, "metric": self.metric}
+        values = {
+            "sweep": axes,
+            "sampler": self.sampler,
+            "trials": self.trials,
+            "seeds": self.seeds,
+            "metric": self.metric,
+        }
         return json.loads(json.dumps({**values, "config": self.config}))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished trial: a point of the search space, and the mean of its runs' metrics; infinite if one of them diverged."""
+    """A finished trial: a point of the search space, and the mean of its runs' metrics; infinite if one of them
+    diverged.
+    """
 
     cell: int
     point: Point
@@ -76,7 +87,10 @@ class Taken:
 
 
 class Study:
-    """The trials of a sweep in the folder `out`, shared with other processes. ValueError if the folder has another sweep's."""
+    """The trials of a sweep in the folder `out`, shared with other processes.
+
+    ValueError if the folder has another sweep's.
+    """
 
     def __init__(self, out: Path, settings: Settings, storage: str | None = None) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -94,7 +108,9 @@ class Study:
             if there is None:
                 self.study.set_user_attr("settings", settings.description())
             else:
-                refuse_difference(there, settings.description(), f"--storage: its study {self.study.study_name} is of another sweep")
+                refuse_difference(
+                    there, settings.description(), f"--storage: its study {self.study.study_name} is of another sweep"
+                )
             if not (out / "sweep.json").exists():
                 if self.study.get_trials(deepcopy=False) and not (out / "trials").exists():
                     raise ValueError(
@@ -126,7 +142,10 @@ class Study:
             return Taken(trial, cell, self._point(trial.params), Lease(self._lease(cell)))
 
     def finish(self, taken: Taken, values: list[float], seconds: float) -> None:
-        with self.locked(), suppress(optuna.exceptions.UpdateFinishedTrialError):  # taken for dead, and given to another process
+        with (
+            self.locked(),
+            suppress(optuna.exceptions.UpdateFinishedTrialError),
+        ):  # taken for dead, and given to another process
             taken.trial.set_user_attr("values", [str(value) for value in values])  # JSON has no infinity
             taken.trial.set_user_attr("seconds", seconds)
             self.study.tell(taken.trial, sum(values) / len(values))
@@ -170,7 +189,9 @@ class Study:
                 self.study.tell(trial.number, state=TrialState.FAIL)
             live = [trial for trial in attempts if trial not in dead and trial.state != TrialState.FAIL]
             if not live:
-                tried = next((trial.params for trial in reversed(attempts) if len(trial.params) == len(self.settings.axes)), None)
+                tried = next(
+                    (trial.params for trial in reversed(attempts) if len(trial.params) == len(self.settings.axes)), None
+                )
                 fixed = tried or {axis.key: encoded(point[axis.key]) for axis in self.settings.axes if point}
                 self.study.enqueue_trial(fixed, user_attrs={"cell": cell})
 
@@ -222,15 +243,19 @@ def lapsed(path: Path) -> bool:
 
 
 def drop_unfinished_line(path: Path) -> None:
-    """Takes out of a journal the line that a machine went down over: the next one would be written behind it, and neither be read."""
+    """Takes out of a journal the line that a machine went down over: the next one would be written behind it, and
+    neither be read.
+    """
     if path.exists():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 class Unlocked(JournalFileOpenLock):
-    """No lock on a journal, for it is written only by who holds that of the study, which the system takes from the dead.
+    """No lock on a journal, for it is written only by who holds that of the study, which the system takes from the
+    dead.
 
-    Optuna's is a file that a process leaves behind if it is killed while it writes; all others then wait for it, some forever.
+    Optuna's is a file that a process leaves behind if it is killed while it writes; all others then wait for it, some
+    forever.
     """
 
     def acquire(self) -> bool:
@@ -261,13 +286,19 @@ def store(out: Path, url: str | None) -> BaseStorage | str:
     try:
         return JournalStorage(JournalFileBackend(str(path), Unlocked(str(path))))
     except (ValueError, KeyError) as error:
-        told = f"{path} is damaged ({error}); delete it and {out / 'sweep.json'}, and the same command goes on: finished runs count"
-        raise ValueError(told) from error
+        raise ValueError(
+            f"{path} is damaged ({error}); delete it and {out / 'sweep.json'}, and the same command goes on: "
+            "finished runs count"
+        ) from error
 
 
 def sampler(name: Sampler, seed: int) -> optuna.samplers.BaseSampler:
     with quiet():
-        return optuna.samplers.TPESampler(seed=seed, constant_liar=True) if name == "tpe" else optuna.samplers.RandomSampler(seed)
+        return (
+            optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+            if name == "tpe"
+            else optuna.samplers.RandomSampler(seed)
+        )
 
 
 @contextmanager

@@ -31,11 +31,16 @@ TOLD = 60.0
 
 
 def run_trial(config: Config, metric: str, folders: dict[int, Path], name: str) -> tuple[list[float], float]:
-    """Each seed's metric and the seconds they took, from runs in the folders by seed. A seed that diverges decides, and is the last."""
+    """Each seed's metric and the seconds they took, from runs in the folders by seed.
+
+    A seed that diverges decides, and is the last.
+    """
     values: list[float] = []
     seconds = 0.0
     for seed, folder in folders.items():
-        value, took = run(with_run(config, metric, seed, folder), folder, f"{name}, seed {seed}" if len(folders) > 1 else name)
+        value, took = run(
+            with_run(config, metric, seed, folder), folder, f"{name}, seed {seed}" if len(folders) > 1 else name
+        )
         values.append(value)
         seconds += took
         if math.isinf(value):
@@ -44,7 +49,8 @@ def run_trial(config: Config, metric: str, folders: dict[int, Path], name: str) 
 
 
 def run(config: Config, folder: Path, name: str) -> tuple[float, float]:
-    """A run's metric and the seconds it took; one that is finished is not repeated, one that was interrupted is resumed.
+    """A run's metric and the seconds it took; one that is finished is not repeated, one that was interrupted is
+    resumed.
 
     If it takes long, how far it is is printed under its name.
     """
@@ -84,7 +90,9 @@ def result_of(folder: Path) -> tuple[float, float]:
 
 @contextmanager
 def explained(name: str, folder: Path) -> Iterator[None]:
-    """A mistake in a run's configuration as a ValueError that names the run; an interruption, of which Lightning makes an exit, as one."""
+    """A mistake in a run's configuration as a ValueError that names the run; an interruption, of which Lightning makes
+    an exit, as one.
+    """
     try:
         yield
     except SystemExit as error:
@@ -101,7 +109,10 @@ def metric_of(cli: CLI) -> float:
 
 
 def with_run(config: Config, metric: str, seed: int, folder: Path) -> Config:
-    """The configuration of one run: its seed, its folder, and what computes the metric. {seed} in model.init_from becomes the seed."""
+    """The configuration of one run: its seed, its folder, and what computes the metric.
+
+    {seed} in model.init_from becomes the seed.
+    """
     answer = deepcopy(config)
     answer["seed_everything"] = seed
     base = answer["model"]["init_args"].get("init_from")
@@ -125,27 +136,35 @@ def for_trials(config: Config) -> Config:
     one = len(trainer["devices"]) == 1 if isinstance(trainer["devices"], list) else trainer["devices"] in (1, "1")
     if not one or trainer["num_nodes"] != 1:
         raise ValueError(
-            f"trainer.devices = {trainer['devices']}, trainer.num_nodes = {trainer['num_nodes']}: a trial runs on one device; "
+            f"trainer.devices = {trainer['devices']}, trainer.num_nodes = {trainer['num_nodes']}: a trial runs on one "
+            "device; "
             "start the command once per device instead, with CUDA_VISIBLE_DEVICES"
         )
     if trainer["fast_dev_run"] or trainer["barebones"] or trainer["enable_checkpointing"] is False:
-        raise ValueError("trainer.fast_dev_run, trainer.barebones, trainer.enable_checkpointing: a trial must be able to log and to resume")
+        raise ValueError(
+            "trainer.fast_dev_run, trainer.barebones, trainer.enable_checkpointing: a trial must be able to log and to "
+            "resume"
+        )
     trainer["logger"] = False  # each gets its own
     trainer["enable_progress_bar"] = False
-    trainer["callbacks"] = trainer["callbacks"] if isinstance(trainer["callbacks"], list | None) else [trainer["callbacks"]]
+    trainer["callbacks"] = (
+        trainer["callbacks"] if isinstance(trainer["callbacks"], list | None) else [trainer["callbacks"]]
+    )
     answer["checkpoint"]["dirpath"] = None  # each has its own
     answer["checkpoint"]["save_top_k"] = min(1, abs(answer["checkpoint"]["save_top_k"]))
     return answer
 
 
 def described(arguments: list[str], command: str = "sweep") -> tuple[Config, CLI]:
-    """The whole configuration of a command line, defaults and all, and what was made of it, so that what cannot be made is told now."""
+    """The whole configuration of a command line, defaults and all, and what was made of it, so that what cannot be made
+    is told now.
+    """
     cli = parsed(arguments, run=False, parser_kwargs={"prog": f"python -m mupscale {command}"})
     return yaml.safe_load(cli.parser.dump(cli.config, skip_none=False)), cli
 
 
 def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
-    """ValueError, starting with `where`, if `fit` would not take the configuration with one of the axes' values in it."""
+    """ValueError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values."""
     for axis in axes:
         numbers = all(isinstance(value, float) for value in axis.values)
         ends = sorted({min(axis.values), max(axis.values)}) if numbers and axis.values else axis.values

@@ -1,0 +1,367 @@
+"""The coordinate check: whether outputs of layers, and what training makes of them, keep their size as the width grows.
+
+Under muP both are Θ(1) in the width, in a fresh network and in an upscaled one; the network's own output may start
+smaller (it goes as width^-1/2, or is zero), and must not grow. Sizes are measured in three scans, and a slope fitted
+through each:
+
+fresh     networks of every width, as they are initialised and over their first steps
+doubled   the same networks after these steps, upscaled twofold and trained on, with noise
+grown     the narrowest of them, upscaled 2, 4 and 8 times. A mistake that depends on the factor alone (optimizer
+          state moved in the wrong units) is equally large at every width, so that only this scan shows it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from mupscale.widening.clip import clip_grad_norm_
+from mupscale.widening.noise import AdditiveNoise, Noise
+from mupscale.widening.readout import Readout
+from mupscale.widening.upscale import upscale
+
+FACTORS = (2, 4, 8)
+"""By which the narrowest network is upscaled; the others by the first."""
+
+TOLERANCE = 0.25
+"""Of a slope. What goes wrong goes wrong by a power of at least 1/2 (noise or initial weights) or 1 (rates, state):
+this is half way to the first. Right ones were within 0.2 for MLPs and GPT-2 from width 32, and within 0.24 for ResNets
+from 16 channels, where two seeds scatter as much; so a slope fails only where it is beyond this by more than its
+standard error over the seeds.
+"""
+
+FALLING_TOLERANCE = 0.5
+"""Of the slope of an update that falls, half way to the power of 1. Samples of a batch disturb each other's updates by
+what falls as width^-1/2, and that is much of them in narrow networks: right transformers showed slopes down to -0.42
+from width 32.
+"""
+
+DEFAULT_NOISE = AdditiveNoise(0.1)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What was measured at several widths."""
+
+    name: str
+    title: str
+    widths: tuple[int, ...]
+    """Those of the networks that were measured; of upscaled ones, the wide."""
+    sizes: dict[str, Tensor]
+    """By layer, in the order of the forward pass: [seeds, widths, 1 + steps, 2], the root mean square of its output and
+    of the change of its output since the first, on one batch.
+    """
+
+    def mean(self, layer: str) -> Tensor:
+        """[widths, 1 + steps, 2]: the quadratic mean over seeds."""
+        return self.sizes[layer].square().mean(0).sqrt()
+
+    def slope(self, layer: str, quantity: int) -> tuple[float | None, float]:
+        """Of the first output (0), or of its change in all steps (1), against width in logarithms; and its standard
+        error.
+
+        None if the size is zero everywhere.
+        """
+        step = -1 if quantity else 0
+        slope = log_log_slope(self.widths, self.mean(layer)[:, step, quantity])
+        each = [log_log_slope(self.widths, sizes[:, step, quantity]) for sizes in self.sizes[layer]]
+        finite = torch.tensor([x for x in each if x is not None and math.isfinite(x)], dtype=torch.float64)
+        return slope, (finite.std() / math.sqrt(len(finite))).item() if len(finite) > 1 else 0.0
+
+
+class Slopes(NamedTuple):
+    """One layer in one scan; None where there is nothing but zeros."""
+
+    output: float | None
+    update: float | None
+    output_fails: bool
+    update_fails: bool
+
+    @property
+    def problem(self) -> str | None:
+        told = [(self.output_fails, "output", self.output), (self.update_fails, "update", self.update)]
+        return (
+            " and ".join(f"its {what} {_power(slope)}" for fails, what, slope in told if fails and slope is not None)
+            or None
+        )
+
+
+@dataclass(frozen=True)
+class CoordCheck:
+    """The answer of `coord_check`."""
+
+    scans: tuple[Scan, ...]
+    layers: dict[str, dict[str, Slopes]] = field(repr=False)
+    """By layer, in the order of the forward pass, and by the name of the scan."""
+
+    @property
+    def failing(self) -> dict[str, str]:
+        """What is wrong with each layer that fails."""
+        told = {
+            name: [f"{scan}: {s.problem}" for scan, s in scans.items() if s.problem]
+            for name, scans in self.layers.items()
+        }
+        return {name: "; ".join(problems) for name, problems in told.items() if problems}
+
+    @property
+    def first(self) -> str | None:
+        """The layer to look at first.
+
+        Outputs at the start of a scan inherit mistakes from layers before, updates from those behind too.
+        """
+        fresh, *upscaled = (scan.name for scan in self.scans)
+        told = ((scans, fails) for scans in ([fresh], upscaled) for fails in ("output_fails", "update_fails"))
+        return next(
+            (
+                name
+                for scans, fails in told
+                for name, by in self.layers.items()
+                if any(getattr(by[x], fails) for x in scans)
+            ),
+            None,
+        )
+
+    @property
+    def passed(self) -> bool:
+        return not self.failing
+
+    def __str__(self) -> str:
+        indent = max(len("layer"), *map(len, self.layers))
+        failing = self.failing
+        lines = [
+            "slopes of log size against log width",
+            *(f"  {scan.name:<8} {scan.title}" for scan in self.scans),
+            (" " * indent + "".join(f"  {scan.name:^17}" for scan in self.scans)).rstrip(),
+            f"{'layer':<{indent}}" + "    output   update" * len(self.scans),
+        ]
+        for name, scans in self.layers.items():
+            numbers = "".join(f"{_number(s.output):>10}{_number(s.update):>9}" for s in scans.values())
+            lines.append(f"{name:<{indent}}{numbers}   {'FAILS' if name in failing else 'ok'}")
+        if self.passed:
+            told = f"tolerance {TOLERANCE}, {FALLING_TOLERANCE} where an update falls"
+            return "\n".join([*lines, f"passed: no layer's output or update grows or vanishes with the width ({told})"])
+        lines.append(f"FAILED in {len(failing)} of {len(self.layers)} layers, look first at {self.first}")
+        return "\n".join([*lines, *(f"  {name}: {problem}" for name, problem in failing.items())])
+
+
+def coord_check(
+    network: Callable[[int], nn.Module],
+    widths: Sequence[int],
+    *,
+    optimizer: Callable[[nn.Module], Optimizer | Sequence[Optimizer]],
+    batches: Sequence[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    steps: int = 4,
+    seeds: int = 3,
+    noise: Noise | None = DEFAULT_NOISE,
+    clip: float | None = None,
+) -> CoordCheck:
+    """How the outputs of all layers, and their change over `steps` steps, depend on the width; before and across an
+    upscale.
+
+    `network(width)` makes a fresh muP network, `optimizer(network)` its optimizers, muP-scaled. Each of `seeds`
+    networks of every width trains on `batches`, over and over; sizes are measured on the first one.
+    """
+    widths = sorted(widths)
+    if len(set(widths)) < 3 or len(set(widths)) < len(widths) or widths[0] < 1:
+        raise ValueError(
+            f"widths: a slope needs at least three different ones, got {', '.join(map(str, widths)) or 'none'}"
+        )
+    for name, value in (("steps", steps), ("seeds", seeds)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not batches:
+        raise ValueError("batches is empty")
+
+    fresh: dict[int, list[_Sizes]] = {width: [] for width in widths}
+    doubled: dict[int, list[_Sizes]] = {FACTORS[0] * width: [] for width in widths}
+    grown: dict[int, list[_Sizes]] = {factor * widths[0]: [] for factor in FACTORS}
+    with torch.random.fork_rng():
+        for width in widths:
+            for seed in range(seeds):
+                torch.manual_seed(seed)
+                narrow = network(width)
+                made = optimizer(narrow)
+                narrow_opts = [made] if isinstance(made, Optimizer) else list(made)
+                train = _Training(batches, loss, steps, clip, f"width {width}")
+                fresh[width].append(train(narrow, narrow_opts, first=0))
+                for factor in FACTORS if width == widths[0] else FACTORS[:1]:
+                    wide = network(factor * width)
+                    report = upscale(narrow, wide, narrow_opts, noise=noise, seed=seed)
+                    assert isinstance(report.optimizer, list)
+                    train = _Training(batches, loss, steps, clip, f"width {width} upscaled to {factor * width}")
+                    sizes = train(wide, report.optimizer, first=steps)
+                    if factor == FACTORS[0]:
+                        doubled[factor * width].append(sizes)
+                    if width == widths[0]:
+                        grown[factor * width].append(sizes)
+    every = ", ".join(map(str, widths))
+    scans = (
+        _scan("fresh", f"widths {every}, from the start over {steps} steps", fresh),
+        _scan("doubled", f"widths {every}, trained, upscaled twofold and trained on", doubled),
+        _scan("grown", f"width {widths[0]}, trained, upscaled to {', '.join(map(str, grown))} and trained on", grown),
+    )
+    outputs = {
+        layer for layer, sizes in fresh[widths[0]][0].items() if sizes.shapes == fresh[widths[1]][0][layer].shapes
+    }
+    return CoordCheck(
+        scans,
+        {layer: {scan.name: _judged(scan, layer, layer in outputs) for scan in scans} for layer in scans[0].sizes},
+    )
+
+
+def log_log_slope(widths: Iterable[int], sizes: Tensor) -> float | None:
+    """The power of the width with which `sizes` grow; None if they are all zero, and infinite if some are."""
+    if not sizes.any():
+        return None
+    if not sizes.all():
+        return math.inf if sizes[-1] else -math.inf
+    x = torch.tensor(list(widths), dtype=torch.float64).log()
+    x -= x.mean()
+    return (x @ sizes.double().log() / (x @ x)).item()
+
+
+def _judged(scan: Scan, layer: str, is_output: bool) -> Slopes:
+    (output, output_error), (update, update_error) = scan.slope(layer, 0), scan.slope(layer, 1)
+    # The network's output may shrink to what training makes of it. So may any in the last scan: a duplicated weight
+    # averages the noise of the layer before over the copies.
+    may_shrink = is_output or scan.name == "grown"
+    output_fails = (
+        output is not None and (-output if output < 0 and not may_shrink else output) > TOLERANCE + output_error
+    )
+    # What the readout's initial weights make of changes before it shrinks as its output does.
+    falling_tolerance = FALLING_TOLERANCE + (TOLERANCE if is_output else 0)
+    update_fails = update is not None and (
+        update > TOLERANCE + update_error or -update > falling_tolerance + update_error
+    )
+    return Slopes(output, update, output_fails, update_fails)
+
+
+def _power(slope: float) -> str:
+    verb = "grows" if slope > 0 else "vanishes"
+    return (
+        f"{verb} as width^{slope:+.2f}"
+        if math.isfinite(slope)
+        else f"is zero at the {'narrow' if slope > 0 else 'wide'} end only"
+    )
+
+
+def _number(slope: float | None) -> str:
+    return "zero" if slope is None else f"{slope:+.2f}"
+
+
+# --- measuring
+
+
+class _LayerSizes(NamedTuple):
+    sizes: list[tuple[float, float]]
+    """After every step, from the start: of the output and of its change."""
+    shapes: list[torch.Size]
+
+
+_Sizes = dict[str, _LayerSizes]
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Trains a network for some steps and measures it before the first and after each."""
+
+    batches: Sequence[Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    steps: int
+    clip: float | None
+    where: str
+
+    def __call__(self, net: nn.Module, optimizers: Sequence[Optimizer], first: int) -> _Sizes:
+        start = self._outputs(net)
+        answer = {name: _LayerSizes([], [x.shape for x in outputs]) for name, outputs in start.items()}
+        for step in range(self.steps + 1):
+            if step:
+                self._step(net, optimizers, self.batches[(first + step - 1) % len(self.batches)])
+            for name, outputs in self._outputs(net).items() if step else start.items():
+                size = _rms(outputs), _rms([x - x0 for x, x0 in zip(outputs, start[name], strict=True)])
+                if not math.isfinite(sum(size)):
+                    if step == 0:
+                        raise ValueError(
+                            f"at {self.where}, before any step, the output of {name} is not finite: see the data and "
+                            "the initial weights"
+                        )
+                    raise ValueError(
+                        f"training diverges: at {self.where}, after step {step} of {self.steps}, the output of {name} "
+                        "is not finite. Lower the learning rate (model.optimizer), or see whether it is scaled with "
+                        "the width"
+                    )
+                answer[name].sizes.append(size)
+        return answer
+
+    def _step(self, net: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> None:
+        net.zero_grad()
+        self.loss(net, batch).backward()
+        if self.clip is not None:
+            clip_grad_norm_(net, self.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    @torch.no_grad()
+    def _outputs(self, net: nn.Module) -> dict[str, list[Tensor]]:
+        """What every module with parameters of its own puts out for the first batch, as in training, leaving buffers as
+        they were.
+        """
+        outputs: dict[str, list[Tensor]] = {}
+
+        def recorder(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                values = [
+                    x.detach().clone() for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()
+                ]
+                outputs.setdefault(name, []).extend(values)
+
+            return hook
+
+        owners = {
+            name or "(the network)": m
+            for name, m in net.named_modules()
+            if any(True for _ in m.parameters(recurse=False))
+        }
+        handles = [module.register_forward_hook(recorder(name)) for name, module in owners.items()]
+        buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # dropout must not count as an update
+            self.loss(net, self.batches[0])
+        for name, buffer in net.named_buffers():
+            buffer.copy_(buffers[name])
+        for handle in handles:
+            handle.remove()
+        for name, module in owners.items():
+            if (
+                isinstance(module, Readout) and name not in outputs
+            ):  # it was fused with the loss, and read what its neighbour put out
+                neighbours = [
+                    x
+                    for other, values in outputs.items()
+                    if other.rpartition(".")[0] == name.rpartition(".")[0]
+                    for x in values
+                ]
+                if neighbours and neighbours[-1].shape[-1] == module.in_features:
+                    outputs[name] = [module(neighbours[-1])]
+        return outputs
+
+
+def _rms(values: list[Tensor]) -> float:
+    return math.sqrt(sum(x.double().square().sum().item() for x in values) / max(1, sum(x.numel() for x in values)))
+
+
+def _scan(name: str, title: str, runs: dict[int, list[_Sizes]]) -> Scan:
+    layers = next(iter(runs.values()))[0]
+    sizes = {
+        layer: torch.tensor([[run[layer].sizes for run in at] for at in runs.values()], dtype=torch.float64).transpose(
+            0, 1
+        )
+        for layer in layers
+    }
+    return Scan(name, title, tuple(runs), sizes)

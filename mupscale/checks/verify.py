@@ -1,0 +1,468 @@
+"""Dynamic equivalence with a numeric verdict: narrow and wide copies trained side by side in float64."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mupscale.widening.clip import clip_grad_norm_
+from mupscale.widening.layout import Layout, Piece, duplicate, duplicate_, narrow_length, wide_length
+from mupscale.widening.plan import Blocks, Plan, Roles, TensorPlan
+from mupscale.widening.upscale import upscale
+from mupscale.widening.width_table import restore_infshapes
+
+WARM_UP = 10
+"""Steps the narrow copy trains before it is widened, so that optimizer state is moved too."""
+
+TOLERANCE = 1e-8
+"""Relative drift of activations in float64. Gradients and weights get ten times as much, the loss a hundredth of it."""
+
+TOLERANCE_FLOAT32 = 1e-4
+"""The same where the model computes in float32 inside, whatever the dtype of its weights: the loss is then held to
+1e-6.
+"""
+
+
+@dataclass
+class Verdict:
+    """The answer of `verify`. Drifts are relative, the largest over all steps."""
+
+    passed: bool
+    loss_drift: float
+    activation_drift: float
+    gradient_drift: float
+    weight_drift: float
+    first_divergent: str | None
+    """The name of the first module that diverges, or None."""
+    reason: str | None
+    """What diverged there, at which step, and what the plan knows of it."""
+    steps: int
+    tolerance: float
+    drift_by_module: dict[str, float] = field(default_factory=dict, repr=False)
+    """The largest drift of each module's activations, in the order of the forward pass."""
+    plan: Plan | None = field(default=None, repr=False)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        head = "exact" if self.passed else f"NOT exact: {self.first_divergent} diverges first"
+        lines = [
+            f"{head} (tolerance {self.tolerance:g}, {self.steps} steps after the upscale)",
+            f"  largest relative drift of the loss {self.loss_drift:.1e}, activations {self.activation_drift:.1e}, "
+            f"gradients {self.gradient_drift:.1e}, weights {self.weight_drift:.1e}",
+        ]
+        return "\n".join(lines + [f"  {self.reason}"] * bool(self.reason))
+
+
+def verify(
+    narrow: nn.Module,
+    wide: nn.Module,
+    *,
+    optimizer: Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]],
+    batches: Iterable[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    steps: int,
+    clip: float | None = None,
+    roles: Roles | None = None,
+    blocks: Blocks | None = None,
+    tolerance: float | None = None,
+) -> Verdict:
+    """Whether upscaling `narrow` to `wide` is exact: same function, same training.
+
+    Copies of both, in float64, are trained side by side: the narrow one for a few steps alone, then it is upscaled
+    without noise, and both go on for `steps` steps with `optimizer(parameters)` and `loss(model, batch)`, over
+    `batches` again and again, under the width-invariant clip where `clip` is given. Every module's outputs, every
+    gradient and every weight are compared with their duplicated narrow counterparts. The arguments are not changed.
+
+    The default tolerance is 1e-8 for activations and 1e-10 for the loss; 1e-4 and 1e-6 for a model, or an
+    optimizer, that computes in float32 inside, whatever the dtype of the weights.
+    """
+    if steps < 1:
+        raise ValueError(f"verify: steps must be at least 1, got {steps}")
+    with torch.random.fork_rng():
+        return _verify(narrow, wide, optimizer, _Batches(batches), loss, steps, clip, roles, blocks, tolerance)
+
+
+def _verify(
+    narrow: nn.Module,
+    wide: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]],
+    batches: "_Batches",
+    loss: Callable[[nn.Module, Any], Tensor],
+    steps: int,
+    clip: float | None,
+    roles: Roles | None,
+    blocks: Blocks | None,
+    tolerance: float | None,
+) -> Verdict:
+    narrow, wide = _float64_copy(narrow), _float64_copy(wide)
+    for module, twin in zip(narrow.modules(), wide.modules(), strict=False):
+        twin.training = module.training
+    made = make_optimizer(list(narrow.parameters()))
+    narrow_opts: list[Optimizer] = [made] if isinstance(made, Optimizer) else list(made)
+    if tolerance is None:
+        rounds = _computes_in_float32(narrow, batches[0], loss) or any(
+            _steps_in_float32(optimizer) for optimizer in narrow_opts
+        )
+        tolerance = TOLERANCE_FLOAT32 if rounds else TOLERANCE
+    for step in range(WARM_UP):
+        _backward(narrow, batches[step], loss, step)
+        _flush(narrow, _vanishing(narrow))
+        _step(narrow, narrow_opts, clip)
+    report = upscale(narrow, wide, narrow_opts, roles=roles, blocks=blocks)
+    assert isinstance(report.optimizer, list)
+
+    comparison = _Comparison(report.plan, tolerance)
+    for step in range(steps):
+        batch = batches[WARM_UP + step]
+        comparison.begin(step)
+        with _Recorder(narrow) as before:
+            narrow_loss = _backward(narrow, batch, loss, step)
+        with _Recorder(wide) as after:
+            wide_loss = _backward(wide, batch, loss, step)
+        comparison.activations(before.calls, after.calls)
+        comparison.loss(narrow_loss, wide_loss)
+        comparison.gradients(narrow, wide, before.order())
+        vanishing = _vanishing(narrow)
+        _flush(narrow, vanishing)
+        _flush(wide, {name: duplicate(mask, report.plan.parameters[name].layouts) for name, mask in vanishing.items()})
+        _step(narrow, narrow_opts, clip)
+        _step(wide, report.optimizer, clip)
+        comparison.weights(narrow, wide)
+    return comparison.verdict(steps)
+
+
+@dataclass
+class _Comparison:
+    """Collects the drifts of one `verify` and remembers what exceeded the tolerance first."""
+
+    plan: Plan
+    tolerance: float
+    step: int = 0
+    loss_drift: float = 0.0
+    activation_drift: float = 0.0
+    gradient_drift: float = 0.0
+    weight_drift: float = 0.0
+    first: tuple[str, str] | None = None
+    by_module: dict[str, float] = field(default_factory=dict)
+    layouts: dict[Any, tuple[tuple[Layout, ...], float]] = field(default_factory=dict)
+
+    def begin(self, step: int) -> None:
+        self.step = step
+
+    def blame(self, module: str, what: str) -> None:
+        if self.first is None:
+            self.first = module or "(the model)", f"{what} at step {self.step} after the upscale"
+
+    def loss(self, narrow: Tensor, wide: Tensor) -> None:
+        drift = _relative(wide, narrow, float(narrow.abs()))
+        self.loss_drift = _worst(self.loss_drift, drift)
+        if not drift <= self.tolerance / 100:
+            self.blame("(the loss)", f"the loss drifts by {drift:.1e} while every module's output agrees,")
+
+    def activations(self, narrow: list["_Call"], wide: list["_Call"]) -> None:
+        if [call.name for call in narrow] != [call.name for call in wide]:
+            self.blame("(the model)", "the two models call different modules")
+            self.activation_drift = math.inf
+            return
+        for index, (before, after) in enumerate(zip(narrow, wide, strict=True)):
+            drift = self._tensors_drift((index, "out"), before.outputs, after.outputs)
+            self.activation_drift = _worst(self.activation_drift, drift)
+            self.by_module[before.name] = _worst(self.by_module.get(before.name, 0.0), drift)
+            if not drift <= self.tolerance:
+                given = self._tensors_drift((index, "in"), before.inputs, after.inputs)
+                if given <= self.tolerance:
+                    self.blame(before.name, f"its output drifts by {drift:.1e} although its input agrees,")
+                else:  # whatever happened between modules happened in the forward of the one that contains this
+                    parent = before.name.rpartition(".")[0]
+                    self.blame(parent, f"what it computes before {before.name!r} drifts by {given:.1e}")
+
+    def gradients(self, narrow: nn.Module, wide: nn.Module, order: dict[str, int]) -> None:
+        targets = dict(wide.named_parameters())
+        rows, largest = [], 0.0
+        for name, source in narrow.named_parameters():
+            if (source.grad is None) != (targets[name].grad is None):
+                rows.append((name, math.inf, 0.0))
+            elif source.grad is not None:
+                entry = self.plan.parameters[name]
+                wanted = _widened(entry, _dense(source.grad), out_power=-1, in_power=0)
+                size = float(_dense(source.grad).abs().max()) if source.numel() else 0.0
+                rows.append((name, float((_dense(targets[name].grad) - wanted).abs().max()) * entry.k_out, size))
+                largest = max(largest, size)
+        # a gradient that vanishes by symmetry (a bias before BatchNorm, of a key) is rounding noise: measure it by the
+        # others
+        drifts = {name: error / max(size, 1e-4 * largest, 1e-300) for name, error, size in rows}
+        bad = [name for name, drift in drifts.items() if not drift <= self.tolerance * 10]
+        self.gradient_drift = _worst(self.gradient_drift, *drifts.values())
+        if bad:  # the fault is nearest to the loss: everything before it inherits a wrong gradient
+            name = max(bad, key=lambda n: order.get(n.rpartition(".")[0], -1))
+            self.blame(name.rpartition(".")[0], f"the gradient of {name!r} drifts by {drifts[name]:.1e}")
+
+    def weights(self, narrow: nn.Module, wide: nn.Module) -> None:
+        targets = dict(wide.named_parameters())
+        for name, source in narrow.named_parameters():
+            wanted = _widened(self.plan.parameters[name], source.detach(), out_power=0, in_power=-1)
+            drift = _relative(targets[name].detach(), wanted, float(wanted.abs().max()) if wanted.numel() else 0.0)
+            self.weight_drift = _worst(self.weight_drift, drift)
+            if not drift <= self.tolerance * 10:
+                self.blame(
+                    name.rpartition(".")[0],
+                    f"the update of {name!r} drifts by {drift:.1e} although its gradient agrees,",
+                )
+
+    def verdict(self, steps: int) -> Verdict:
+        module, reason = self.first or (None, None)
+        if reason:
+            hints = [note for note in self.plan.notes if _concerns(note.partition(":")[0], str(module))]
+            reason = "\n  ".join([reason.rstrip(","), *(f"note: {hint}" for hint in hints)])
+        return Verdict(
+            passed=self.first is None,
+            loss_drift=self.loss_drift,
+            activation_drift=self.activation_drift,
+            gradient_drift=self.gradient_drift,
+            weight_drift=self.weight_drift,
+            first_divergent=module,
+            reason=reason,
+            steps=steps,
+            tolerance=self.tolerance,
+            drift_by_module=self.by_module,
+            plan=self.plan,
+        )
+
+    def _tensors_drift(self, key: Any, narrow: list[Tensor], wide: list[Tensor]) -> float:
+        if len(narrow) != len(wide):
+            return math.inf
+        drifts = [self._drift((key, i), a, b) for i, (a, b) in enumerate(zip(narrow, wide, strict=True))]
+        return _worst(0.0, *drifts)
+
+    def _drift(self, key: Any, narrow: Tensor, wide: Tensor) -> float:
+        """How far `wide` is from `narrow` duplicated, in the layout that fits best; the first layout that fits is
+        remembered.
+
+        An activation carries no plan: heads may stand on an axis of their own, or be flattened with positions. So every
+        block length is tried. A layout that is wrong for the next module shows in what that module makes of it.
+        """
+        if narrow.ndim != wide.ndim:
+            return math.inf
+        size = float(narrow.abs().max()) if narrow.numel() else 0.0
+        key = key, narrow.shape, wide.shape
+        known = self.layouts.get(key)
+        best = _duplication_error(narrow, wide, *known, size) if known else math.inf
+        if best <= self.tolerance or (known and self.first):  # once diverged, no other layout will fit
+            return best
+        candidates = list(islice(self._candidates(narrow.shape, wide.shape), 4096))
+        if not candidates:  # a concatenation that no parameter describes: what follows will show
+            return 0.0
+        for candidate in candidates:
+            error = _duplication_error(narrow, wide, *candidate, size)
+            if not error >= best:
+                best, self.layouts[key] = error, candidate
+            if best <= self.tolerance:
+                break
+        return best
+
+    def _candidates(self, narrow: torch.Size, wide: torch.Size) -> Iterator[tuple[tuple[Layout, ...], float]]:
+        planned = {layout for entry in self.plan.parameters.values() for layout in entry.layouts}
+        axes: list[list[Layout]] = []
+        for n, w in zip(narrow, wide, strict=True):
+            if n == w:
+                axes.append([(Piece(n, max(n, 1), 1),)])
+                continue
+            options = [x for x in planned if narrow_length(x) == n and wide_length(x) == w]
+            if n and w % n == 0:
+                options += [x for b in range(1, n + 1) if n % b == 0 and (x := (Piece(n, b, w // n),)) not in options]
+            axes.append(options)
+        # the output of a norm in role `readout` carries the 1/k of the readout behind it
+        scales = {1.0} | {1 / e.k_in for e in self.plan.parameters.values() if e.role == "readout" and e.kind == "gain"}
+        for scale in sorted(scales, reverse=True):
+            for layouts in product(*axes):
+                yield layouts, scale
+
+
+@dataclass
+class _Call:
+    name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+class _Recorder:
+    """Records what goes in and out of every module, in the order in which modules finish."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.calls: list[_Call] = []
+        self._handles: list[Any] = []
+        self._inputs: list[list[Tensor]] = []
+
+    def __enter__(self) -> "_Recorder":
+        for name, module in self.model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def order(self) -> dict[str, int]:
+        return {call.name: index for index, call in enumerate(self.calls)}
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inputs.append(_floats((args, kwargs)))  # cloned: a later in-place operation must not rewrite the record
+
+    def _after(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.calls.append(_Call(name, self._inputs.pop(), _floats(output)))
+
+        return hook
+
+
+class _Batches:
+    """Batches by index, in float64, over and over; read from the iterable only as far as needed."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._source = iter(batches)
+        self._seen: list[Any] = []
+        self._ended = False
+
+    def __getitem__(self, index: int) -> Any:
+        while not self._ended and index >= len(self._seen):
+            try:
+                self._seen.append(tree_map(_to_float64, next(self._source)))
+            except StopIteration:
+                self._ended = True
+        if not self._seen:
+            raise ValueError("verify: batches is empty")
+        return self._seen[index % len(self._seen)]
+
+
+class _LowPrecisionWatch(TorchDispatchMode):
+    """Notices an operation on the way from the weights to the loss that rounds float64 to fewer digits."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        rounded = isinstance(result, Tensor) and result.is_floating_point() and result.dtype != torch.float64
+        self.seen |= rounded and any(
+            isinstance(a, Tensor) and a.dtype == torch.float64 and a.requires_grad for a in tree_leaves((args, kwargs))
+        )
+        return result
+
+
+def _concerns(noted: str, module: str) -> bool:
+    """Whether a note on one module may explain a divergence that shows in another: one contains the other."""
+    return (
+        "(the model)" in (noted, module) or f"{noted}.".startswith(f"{module}.") or f"{module}.".startswith(f"{noted}.")
+    )
+
+
+def _computes_in_float32(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> bool:
+    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with _LowPrecisionWatch() as watch:
+        loss(model, batch)
+    with torch.no_grad():  # a forward pass moves running statistics
+        for name, buffer in model.named_buffers():
+            buffer.copy_(state[name])
+    return watch.seen
+
+
+def _steps_in_float32(optimizer: Optimizer) -> bool:
+    """Capturable optimizers compute their bias correction in float32; a float32 learning rate is rounded when it is
+    rescaled.
+    """
+    return any(
+        group.get("capturable")
+        or any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in group.values())
+        for group in optimizer.param_groups
+    )
+
+
+def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    model.zero_grad()
+    value = loss(model, batch)
+    value.backward()
+    return value.detach()
+
+
+def _vanishing(model: nn.Module) -> dict[str, Tensor]:
+    """The gradient entries that are rounding noise.
+
+    Some gradients vanish by symmetry: of a key's bias, of a bias before BatchNorm. An optimizer that normalises would
+    blow their noise up to real steps, of random sign, in directions that do not matter.
+    """
+    gradients = {
+        name: p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None and not p.grad.is_sparse and p.numel()
+    }
+    if not gradients:
+        return {}
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    return {name: gradient.abs() < 1e-11 * largest for name, gradient in gradients.items()}
+
+
+def _flush(model: nn.Module, masks: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        if name in masks and parameter.grad is not None:
+            parameter.grad.masked_fill_(masks[name], 0.0)
+
+
+def _step(model: nn.Module, optimizers: Sequence[Optimizer], clip: float | None) -> None:
+    if clip is not None:
+        clip_grad_norm_(model, clip)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def _float64_copy(model: nn.Module) -> nn.Module:
+    restore_infshapes(model)
+    twin = copy.deepcopy(model).double()
+    restore_infshapes(twin)
+    return twin
+
+
+def _widened(entry: TensorPlan, source: Tensor, *, out_power: int, in_power: int) -> Tensor:
+    target = source.new_empty(entry.wide_shape)
+    duplicate_(target, source, entry.layouts, entry.scales(out_power, in_power))
+    return target
+
+
+def _duplication_error(narrow: Tensor, wide: Tensor, layouts: tuple[Layout, ...], scale: float, size: float) -> float:
+    return _relative(wide, duplicate(narrow, layouts) * scale, size * scale)
+
+
+def _relative(value: Tensor, wanted: Tensor, size: float) -> float:
+    if value.numel() == 0:
+        return 0.0
+    error = (value - wanted).abs().nan_to_num(nan=math.inf)
+    both = (value == wanted) | (value.isnan() & wanted.isnan())  # -inf in a masked score agrees with itself
+    return float(error.masked_fill(both, 0.0).max()) / max(size if math.isfinite(size) else 1.0, 1e-30)
+
+
+def _worst(*drifts: float) -> float:
+    return max((math.inf if math.isnan(drift) else drift for drift in drifts), default=0.0)
+
+
+def _dense(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def _floats(values: Any) -> list[Tensor]:
+    return [x.detach().clone() for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _to_float64(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

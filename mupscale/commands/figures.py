@@ -1,0 +1,384 @@
+"""Figures, from numbers: heatmaps, curves. Each is written as PNG and PDF."""
+
+import math
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+STAR: dict[str, Any] = {"marker": "*", "color": "red", "edgecolors": "white", "linewidths": 0.8, "zorder": 5}
+COLOURS = "viridis"
+
+
+class Curve(NamedTuple):
+    """A line, and the value that its colour stands for."""
+
+    value: Any
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+class Band(NamedTuple):
+    """A line with the range about it, in a place of the palette; `marks` are places on the horizontal axis."""
+
+    label: str
+    colour: int
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    marks: Sequence[float] = ()
+
+
+class Theme(NamedTuple):
+    """What a figure is drawn on, and with."""
+
+    paper: str
+    ink: str
+    grid: str
+    palette: Sequence[str]
+
+
+LIGHT = Theme(
+    "#ffffff",
+    "#1c2026",
+    "#d9dde3",
+    ("#0072b2", "#d55e00", "#7a7f87", "#009e73", "#aa4499", "#b8860b", "#332288", "#88ccee"),
+)
+DARK = Theme(
+    "#15181d",
+    "#dfe3e8",
+    "#333941",
+    ("#56b4e9", "#ff8c42", "#9aa1ab", "#2fc79a", "#e58fc5", "#e6c34a", "#a79bff", "#bfe6f7"),
+)
+"""Colours that are told apart by the colour-blind, too (after Okabe and Ito)."""
+
+
+def figure(width: float = 5.2, height: float = 4.0) -> "tuple[Figure, Axes]":
+    """A figure that no window system knows of."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    answer = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(answer)
+    return answer, answer.add_subplot()
+
+
+def save(drawn: "Figure", path: Path, dpi: int = 160) -> list[Path]:
+    """Writes `path`.png and `path`.pdf."""
+    png, pdf = (path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf"))
+    save_png(drawn, png, dpi)
+    drawn.savefig(pdf)
+    return [png, pdf]
+
+
+def save_png(drawn: "Figure", path: Path, dpi: int) -> None:
+    """With 256 colours, which lines and cells do not exceed, at a third of the size: pages carry their figures with
+    them.
+    """
+    from PIL import Image
+
+    whole = BytesIO()
+    drawn.savefig(whole, format="png", dpi=dpi)
+    Image.open(whole).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def heatmap(
+    path: Path,
+    x: Sequence[Any],
+    y: Sequence[Any],
+    value: Callable[[Any, Any], float | None],
+    x_label: str,
+    y_label: str,
+    label: str,
+) -> list[Path]:
+    """Values over a grid: the smallest starred, infinite ones (diverged) blank, those there are none of hatched."""
+    from matplotlib.patches import Rectangle
+
+    drawn, ax = figure(1.6 + 0.75 * max(4, len(x)), 1.4 + 0.55 * max(4, len(y)))
+    cells = {(column, row): value(a, b) for column, a in enumerate(x) for row, b in enumerate(y)}
+    finite = {cell: number for cell, number in cells.items() if number is not None and math.isfinite(number)}
+    best = min(finite, key=finite.__getitem__) if finite else None
+    rows = [[finite.get((column, row), math.nan) for column in range(len(x))] for row in range(len(y))]
+    scale = loss_norm(list(finite.values()))
+    image = ax.imshow(rows, origin="lower", aspect="auto", cmap=f"{COLOURS}_r", norm=scale)
+    for (column, row), number in cells.items():
+        if number is None:
+            ax.add_patch(
+                Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, hatch="////", edgecolor="lightgrey", linewidth=0)
+            )
+        elif math.isfinite(number):
+            red, green, blue, _ = image.cmap(scale(number))
+            dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
+            below = (0, -9 if (column, row) == best else 0)  # in points: under the star
+            colour = "white" if dark else "black"
+            ax.annotate(
+                f"{number:.3g}",
+                (column, row),
+                below,
+                textcoords="offset points",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=colour,
+            )
+    if best is not None:
+        ax.scatter([best[0]], [best[1] + 0.12], s=150, **STAR)
+    ax.set_xticks(range(len(x)), [tick(a) for a in x], **slanted(x))
+    ax.set_yticks(range(len(y)), [tick(b) for b in y])
+    ax.set_xlabel(x_label)
+    ax.set_ylabel(y_label)
+    colour_bar(drawn, image, ax, label, list(finite.values()))
+    return save(drawn, path)
+
+
+def scatter(path: Path, points: Sequence[tuple[Any, Any, float]], x_label: str, y_label: str, label: str) -> list[Path]:
+    """Values (x, y, value) at points of a plane, with log axes where they can be: the smallest starred, diverged ones
+    hollow.
+    """
+    drawn, ax = figure()
+    logarithmic = [is_positive([point[axis] for point in points]) for axis in (0, 1)]
+    points = [(x if logarithmic[0] else tick(x), y if logarithmic[1] else tick(y), value) for x, y, value in points]
+    finite = [point for point in points if math.isfinite(point[2])]
+    diverged = [point for point in points if not math.isfinite(point[2])]
+    ax.scatter(
+        [p[0] for p in diverged], [p[1] for p in diverged], s=45, facecolors="none", edgecolors="grey", label="diverged"
+    )
+    dots = ax.scatter(
+        [p[0] for p in finite], [p[1] for p in finite], c=[p[2] for p in finite], s=45, cmap=f"{COLOURS}_r",
+        norm=loss_norm([p[2] for p in finite]),
+    )  # fmt: skip
+    best = min(finite, key=lambda p: p[2])
+    ax.scatter([best[0]], [best[1]], s=220, **STAR)
+    if logarithmic[0]:
+        ax.set_xscale("log")
+        plain_numbers(ax.xaxis, [p[0] for p in points])
+    if logarithmic[1]:
+        ax.set_yscale("log")
+        plain_numbers(ax.yaxis, [p[1] for p in points])
+    ax.set_xlabel(x_label)
+    ax.set_ylabel(y_label)
+    if diverged:
+        ax.legend(loc="best", fontsize=8)
+    colour_bar(drawn, dots, ax, label, [p[2] for p in finite])
+    return save(drawn, path)
+
+
+def profile(path: Path, x: Sequence[Any], values: Sequence[float], x_label: str, label: str) -> list[Path]:
+    """A value over one axis, a log one if it can be: the smallest starred, infinite ones (diverged) left out."""
+    drawn, ax = figure()
+    positions = list(x) if is_positive(x) else list(range(len(x)))
+    pairs = sorted((a, b) for a, b in zip(positions, values, strict=True) if math.isfinite(b))
+    ax.plot([a for a, _ in pairs], [b for _, b in pairs], marker="o", markersize=4)
+    best = min(pairs, key=lambda pair: pair[1])
+    ax.scatter([best[0]], [best[1]], s=220, **STAR)
+    if is_positive(x):
+        ax.set_xscale("log")
+        margin = (max(positions) / min(positions)) ** 0.05
+        ax.set_xlim(min(positions) / margin, max(positions) * margin)  # diverged ones have their place, too
+    if len(x) <= 12:
+        ax.set_xticks(positions, [tick(a) for a in x], **slanted(x))
+        ax.minorticks_off()
+    ax.ticklabel_format(axis="y", useOffset=False)
+    ax.set_xlabel(x_label)
+    ax.set_ylabel(label)
+    ax.grid(alpha=0.3)
+    return save(drawn, path)
+
+
+def curves(path: Path, lines: Sequence[Curve], x_label: str, y_label: str, label: str, title: str = "") -> list[Path]:
+    """Curves with a log vertical axis, coloured by their value; cut above where a bad one would hide the others."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+
+    drawn, ax = figure(5.6, 4.0)
+    lines = sorted(lines, key=lambda line: line.value) if is_ordered([line.value for line in lines]) else list(lines)
+    numbers = [line.value for line in lines]
+    scale = LogNorm(min(numbers), max(numbers)) if is_positive(numbers) and len(set(numbers)) > 1 else None
+    for index, line in enumerate(lines):
+        colour = colormaps[COLOURS](scale(line.value) if scale else index / max(1, len(lines) - 1))
+        ax.plot(line.x, line.y, color=colour, linewidth=1.2, label=tick(line.value))
+    if scale is not None:
+        bar = drawn.colorbar(ScalarMappable(scale, COLOURS), ax=ax, label=label)
+        levels = sorted(set(numbers))
+        if all(
+            b / a > (levels[-1] / levels[0]) ** (1 / 15) for a, b in pairwise(levels)
+        ):  # or their names would lie over each other
+            bar.set_ticks(levels, labels=[tick(number) for number in levels])
+            bar.minorticks_off()
+        else:
+            plain_numbers(bar.ax.yaxis, levels)
+    else:
+        ax.legend(title=label, fontsize=7, title_fontsize=8)
+    ax.set_yscale("log")
+    low, high = span([line.y for line in lines])
+    ax.set_ylim(low, high)
+    plain_numbers(ax.yaxis, (low, high))
+    ax.set_xlabel(x_label)
+    ax.set_ylabel(y_label)
+    ax.set_title(title, fontsize=9)
+    ax.grid(alpha=0.3, which="both")
+    return save(drawn, path)
+
+
+def bands(
+    path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, higher_is_better: bool = False
+) -> tuple[list[Path], Path]:
+    """Lines with their ranges and marks; cut where the beginnings would hide the differences, and then the axis says
+    so.
+
+    Written as PNG and PDF, and once more as PNG for a dark page, which is the second of the answer.
+    """
+    from matplotlib.ticker import EngFormatter
+
+    low, high, is_cut = worth_showing(lines, higher_is_better)
+    scale = "log" if not higher_is_better and low > 0 and high > 4 * low else "linear"
+    columns = max(
+        1, 56 // (5 + max(len(band.label) for band in lines))
+    )  # of the legend above the axes, where it hides no line
+    for theme in (DARK, LIGHT):
+        drawn, ax = figure(5.4, 3.5 + 0.2 * math.ceil(len(lines) / columns))
+        for band in lines:
+            again, place = divmod(band.colour, len(theme.palette))
+            colour = theme.palette[place]
+            ax.fill_between(band.x, band.low, band.high, color=colour, alpha=0.22, linewidth=0)
+            marker = "o" if len(band.x) == 1 else None
+            ax.plot(
+                band.x,
+                band.y,
+                color=colour,
+                linewidth=1.7,
+                linestyle=("-", "--", ":", "-.")[again % 4],
+                label=band.label,
+                marker=marker,
+            )
+            for mark in band.marks:
+                ax.axvline(mark, color=colour, linewidth=1.1, linestyle=":")
+                ax.annotate(
+                    "grows",
+                    (mark, 1),
+                    (3, -3),
+                    xycoords=("data", "axes fraction"),
+                    textcoords="offset points",
+                    va="top",
+                    fontsize=8,
+                    color=colour,
+                    rotation=90,
+                )
+        ax.set_yscale(scale)
+        ax.set_ylim(low, high)
+        if scale == "log":
+            plain_numbers(ax.yaxis, (low, high))
+        ax.set_xlim(0, max(max(band.x) for band in lines) * 1.02)
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.set_xlabel(x_label)
+        ax.set_ylabel(f"{y_label} (axis cut)" if is_cut else y_label)
+        ax.grid(color=theme.grid, linewidth=0.7)
+        ax.set_axisbelow(True)
+        ax.legend(
+            fontsize=9,
+            frameon=False,
+            labelcolor=theme.ink,
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            borderaxespad=0.3,
+            ncols=columns,
+        )
+        dress(drawn, ax, theme)
+        if theme is DARK:
+            dark = path.with_name(f"{path.name}.dark.png")
+            save_png(drawn, dark, 200)
+    return save(drawn, path, dpi=200), dark
+
+
+def plain_numbers(axis: "Axis", values: Sequence[float]) -> None:
+    """Plain numbers along a log axis that is short, where powers of ten would be few."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    ratio = max(values) / min(values)
+    if ratio < 1000:
+        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if ratio < 8 else (1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
+
+
+def slanted(values: Sequence[Any]) -> dict[str, Any]:
+    """How to set the names of values below an axis: aslant, if they are long."""
+    return {"rotation": 20, "ha": "right"} if any(len(tick(value)) > 8 for value in values) else {}
+
+
+def dress(drawn: "Figure", ax: "Axes", theme: Theme) -> None:
+    drawn.set_facecolor(theme.paper)
+    ax.set_facecolor(theme.paper)
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme.ink)
+    ax.tick_params(which="both", colors=theme.ink, labelsize=10)
+    for label in (ax.xaxis.label, ax.yaxis.label):
+        label.set_color(theme.ink)
+        label.set_fontsize(11)
+
+
+def worth_showing(lines: Sequence[Band], higher_is_better: bool) -> tuple[float, float, bool]:
+    """The range of an axis that leaves out the first tenth of the lines where it would hide the rest; and whether it
+    does.
+    """
+    late = [band.y[len(band.y) // 10 :] for band in lines]
+    best, worst = (max, min) if higher_is_better else (min, max)
+    good = best(best(best(band.low), best(band.high)) for band in lines)
+    bad = worst(worst(values) for values in late)
+    margin = 0.06 * abs(good - bad) or 0.05 * abs(good) or 1.0
+    low, high = (bad - margin, good + margin) if higher_is_better else (good - margin, bad + margin)
+    if not higher_is_better and good > 0:
+        low = max(low, good / 1.15)
+    extremes = [value for band in lines for value in (*band.low, *band.high)]
+    return low, high, min(extremes) < low or max(extremes) > high
+
+
+def span(lines: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The range worth showing: all ends and minima, and starts up to three times above the best line's."""
+    low = min(min(y) for y in lines)
+    ends = max(y[-1] for y in lines)
+    start = min(max(y) for y in lines)
+    return low / 1.1, max(min(ends, 3 * start), start) * 1.1
+
+
+def loss_norm(values: Sequence[float]) -> Any:
+    """Colours by the logarithm, where there is one, and cut at ten times the best: what is worse than that is all the
+    same.
+    """
+    from matplotlib.colors import LogNorm, Normalize
+
+    if not values:
+        return Normalize()
+    low, high = min(values), max(values)
+    return LogNorm(low, max(min(high, 10 * low), 1.001 * low)) if low > 0 else Normalize(low, high)
+
+
+def colour_bar(drawn: "Figure", coloured: Any, ax: "Axes", label: str, values: Sequence[float]) -> None:
+    from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+
+    cut = bool(values) and coloured.norm.vmax < max(values)
+    bar = drawn.colorbar(coloured, ax=ax, label=label, extend="max" if cut else "neither")
+    bar.ax.yaxis.set_major_locator(MaxNLocator(5))
+    bar.ax.yaxis.set_major_formatter(ScalarFormatter(useOffset=False))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+
+
+def is_positive(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in values)
+
+
+def is_ordered(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
+def tick(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

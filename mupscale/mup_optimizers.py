@@ -1,0 +1,91 @@
+"""Optimizers under muP: their hyperparameters are base constants, rescaled for the width of each parameter."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mupscale.widening.parameter_groups import SOURCE_GROUP, names_by_id, split_groups
+from mupscale.widening.rules import Factors, rule_of
+from mupscale.widening.width_table import Width, merged_table
+
+
+def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
+    """Turns a plain optimizer over `model` into its muP-scaled self, in place, and returns it.
+
+    Its hyperparameters become base constants: what they are at the base width of `set_base_shapes`. Groups are split
+    where their parameters scale differently; each part remembers its origin under the key "source_group". Without the
+    model, widths are read off the parameters themselves, which copies of a model do not carry.
+    """
+    if model is None:
+        return _scaled_from_base(optimizer, _own_width)
+    table = merged_table(model, mup_only=True)
+    if not table:
+        raise ValueError(
+            "apply_mup: the model has no base shapes. Call mupscale.set_base_shapes(model, base, delta) first"
+        )
+    names = names_by_id(model)
+    widths: dict[int, Width] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                raise ValueError(
+                    f"apply_mup: the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the "
+                    "model"
+                )
+            widths[id(parameter)] = table.get(name, Width())
+    return _scaled_from_base(optimizer, lambda parameter: widths[id(parameter)])
+
+
+def MuSGD(params: nn.Module | Iterable[Any], **settings: Any) -> Optimizer:
+    """torch's SGD under muP, over a model or its parameters."""
+    return _mu_optimizer(torch.optim.SGD, params, settings)
+
+
+def MuAdam(params: nn.Module | Iterable[Any], **settings: Any) -> Optimizer:
+    """torch's Adam under muP, over a model or its parameters."""
+    return _mu_optimizer(torch.optim.Adam, params, settings)
+
+
+def MuAdamW(params: nn.Module | Iterable[Any], **settings: Any) -> Optimizer:
+    """torch's AdamW under muP, over a model or its parameters."""
+    return _mu_optimizer(torch.optim.AdamW, params, settings)
+
+
+def _mu_optimizer(kind: type[Optimizer], params: nn.Module | Iterable[Any], settings: dict[str, Any]) -> Optimizer:
+    if isinstance(params, nn.Module):
+        return apply_mup(kind(params.parameters(), **settings), params)
+    return apply_mup(kind(params, **settings))
+
+
+def _own_width(parameter: Tensor) -> Width:
+    if not hasattr(parameter, "mup_width"):
+        raise ValueError(
+            f"muP: a parameter of shape {tuple(parameter.shape)} has no base shape (copies of a model lose it). "
+            "Call mupscale.set_base_shapes, or pass the model itself: apply_mup(optimizer, model), MuAdamW(model, ...)"
+        )
+    return parameter.mup_width
+
+
+def _scaled_from_base(optimizer: Optimizer, width_of: Callable[[Tensor], Width]) -> Optimizer:
+    if any(SOURCE_GROUP in group for group in optimizer.param_groups):
+        raise ValueError("apply_mup: this optimizer is muP-scaled already")
+    rule = rule_of(optimizer)
+
+    def factors(parameter: Tensor) -> Factors:
+        width = width_of(parameter)
+        after = tuple(parameter.shape)
+        before = tuple(base or size for base, size in zip(width.base, after, strict=True)) if width.base else after
+        return Factors(width.m_out, width.m_in, before, after)
+
+    groups = split_groups(optimizer.param_groups, rule, lambda parameter: (parameter, factors(parameter)))
+    for parameter in (p for group in groups for p in group["params"]):
+        state = optimizer.state.get(parameter, {})
+        if float(state.get("step", 0)) == 0:  # Adagrad starts from an accumulator that is in the gradient's units
+            for key in rule.state.keys() & state.keys():
+                state[key].mul_(factors(parameter).k_out ** -rule.state[key])
+    optimizer.param_groups[:] = groups
+    return optimizer

@@ -1,0 +1,43 @@
+"""Gradient clipping that a wider copy of the same function feels in the same way."""
+
+import torch
+from torch import Tensor, nn
+
+from mupscale.widening.sharding import gathered
+from mupscale.widening.width_table import Width, merged_table
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Clips the gradients of `model` to a width-invariant global norm, in place; returns that norm before clipping.
+
+    norm² = Σ ‖g‖² · m_out / m_in, with m the widths of each parameter in units of the base width: duplication leaves it
+    as it was, and at the base width it is the usual norm. The widths come from `set_base_shapes`, or from the upscale
+    that made the model; without either this is `torch.nn.utils.clip_grad_norm_`. Nothing waits for the device.
+    """
+    table = merged_table(model)
+    gradients, values, factors = [], [], []
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        width = table.get(name, Width())
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        if width.relative:
+            dense = dense * (width.relative_scale("out", dense) / width.relative_scale("in", dense)).sqrt()
+        gradients.append(gradient)
+        values.append(dense)
+        factors.append((width.m_out / width.m_in) ** 0.5)
+    if not gradients:
+        return torch.tensor(0.0)
+    # a kernel for many gradients, not one for each: a large network has hundreds
+    norms = [gathered(norm) for norm in torch._foreach_norm(values)]
+    device = norms[0].device
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in torch._foreach_mul(norms, factors)]))
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, there in by_device.items():
+        torch._foreach_mul_(there, coefficient.to(device))
+    return total

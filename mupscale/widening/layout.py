@@ -1,0 +1,129 @@
+"""How the entries of one axis are duplicated, and tensors duplicated along their axes.
+
+An axis of a narrow tensor is a row of pieces `(length, block, factor)`: each run of `block` consecutive entries of the
+piece is repeated `factor` times. Block 1 is `repeat_interleave`; a block of head_dim repeats whole heads; factor 1
+copies.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Piece(NamedTuple):
+    length: int
+    block: int
+    factor: int
+
+
+Layout = tuple[Piece, ...]
+"""One axis. An axis that does not grow is a single piece of factor 1."""
+
+LayoutSpec = int | Sequence[Sequence[int]]
+"""What a user writes for an axis: a block length, or a list of (length, block, factor)."""
+
+
+def interleaved(length: int, factor: int) -> Layout:
+    return (Piece(length, 1, factor),)
+
+
+def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
+    """The layout a user's `spec` means for an axis growing from `narrow` to `wide` entries; ValueError says what is
+    off.
+    """
+    if isinstance(spec, int) and not isinstance(spec, bool):
+        if narrow == 0 or wide % narrow:
+            raise ValueError(f"{wide} is not a multiple of {narrow}")
+        pieces: Layout = (Piece(narrow, spec, wide // narrow),)
+    else:
+        if not isinstance(spec, list | tuple) or not all(_is_piece(row) for row in spec):
+            raise ValueError(
+                f"give a block length, or a list of (length, block, factor) in whole numbers; got {spec!r}"
+            )
+        pieces = tuple(Piece(*row) for row in spec)
+    for piece in pieces:
+        if min(piece) < 1:
+            raise ValueError(f"length, block and factor must be at least 1, got {tuple(piece)}")
+        if piece.length % piece.block:
+            raise ValueError(f"a block of {piece.block} does not divide {piece.length} entries")
+    source, target = narrow_length(pieces), wide_length(pieces)
+    if (source, target) != (narrow, wide):
+        raise ValueError(
+            f"the pieces {[tuple(p) for p in pieces]} cover {source} → {target} entries, the axis has {narrow} → {wide}"
+        )
+    return pieces
+
+
+def _is_piece(row: object) -> bool:
+    return isinstance(row, list | tuple) and len(row) == 3 and all(isinstance(number, int) for number in row)
+
+
+def narrow_length(layout: Layout) -> int:
+    return sum(piece.length for piece in layout)
+
+
+def wide_length(layout: Layout) -> int:
+    return sum(piece.length * piece.factor for piece in layout)
+
+
+def reference_factor(layout: Layout) -> int:
+    """The factor of the axis; of unlike pieces, the largest: fixed features beside width have factor 1."""
+    return max(piece.factor for piece in layout)
+
+
+def is_mixed(layout: Layout) -> bool:
+    return len({piece.factor for piece in layout}) > 1
+
+
+def duplicate_(
+    target: Tensor,
+    source: Tensor,
+    layouts: Sequence[Layout],
+    scales: Sequence[Sequence[float]] | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Writes `source`, duplicated along every axis, into `target`, without a temporary of the target's size.
+
+    `scale` multiplies everything and `scales[axis][piece]` that piece of that axis, on the narrow side, in the wider
+    dtype.
+    """
+    scales = scales or [[1.0] * len(layout) for layout in layouts]
+    dtype = torch.promote_types(source.dtype, target.dtype)
+    for source_slices, target_slices, pieces, cell_scale in _cells(layouts, scales):
+        # each axis of n entries becomes three, (n / block, factor, block), so that one strided copy does all the
+        # repeating
+        part = source[source_slices]
+        if scale * cell_scale != 1.0:
+            part = part.to(dtype) * (scale * cell_scale)
+        part = part.reshape([size for p in pieces for size in (p.length // p.block, 1, p.block)])
+        copies = target[target_slices].view([size for p in pieces for size in (p.length // p.block, p.factor, p.block)])
+        copies.copy_(part.expand(copies.shape))
+
+
+def duplicate(source: Tensor, layouts: Sequence[Layout]) -> Tensor:
+    """A new tensor: `source` duplicated along every axis."""
+    target = source.new_empty([wide_length(layout) for layout in layouts])
+    duplicate_(target, source, layouts)
+    return target
+
+
+def _cells(
+    layouts: Sequence[Layout], scales: Sequence[Sequence[float]]
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...], tuple[Piece, ...], float]]:
+    """The grid of pieces: slices of source and target, the piece along each axis, and the product of their scales."""
+    axes = []
+    for layout, axis_scales in zip(layouts, scales, strict=True):
+        rows, at, to = [], 0, 0
+        for piece, scale in zip(layout, axis_scales, strict=True):
+            end, stop = at + piece.length, to + piece.length * piece.factor
+            rows.append((slice(at, end), slice(to, stop), piece, scale))
+            at, to = end, stop
+        axes.append(rows)
+    for cell in product(*axes):
+        scale = 1.0
+        for row in cell:
+            scale *= row[3]
+        yield tuple(r[0] for r in cell), tuple(r[1] for r in cell), tuple(r[2] for r in cell), scale

@@ -1,0 +1,69 @@
+"""Parameters whose pieces grow by different factors: optimizers step in the units of the fastest-growing piece."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mupscale.widening.width_table import merged_table
+
+_HOOKS = "_mupscale_reference_units"
+
+
+def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
+    """Makes `optimizer` exact for parameters whose pieces grew by different factors, with hooks around its step.
+
+    A layer that reads width concatenated with fixed features would need a learning rate per column. Instead the step
+    sees every piece in the units of the fastest-growing one: weights · k_in / k_in(reference), gradients · k_out /
+    k_out(reference); by Table 1 one learning rate, weight decay and eps are then right for all. Its update is scaled
+    back after the step.
+
+    `upscale` calls this. Hooks are not part of an optimizer's state: after loading one into a new process, call it
+    again.
+    """
+    for handle in optimizer.__dict__.pop(_HOOKS, ()):
+        handle.remove()
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    table = merged_table(model)
+    mixed = [
+        (p, table[name])
+        for name, p in model.named_parameters()
+        if id(p) in held and name in table and table[name].relative
+    ]
+    if not mixed:
+        return
+    originals: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+    @torch.no_grad()
+    def enter() -> None:
+        for parameter, width in mixed:
+            weights, gradient = parameter.clone(), parameter.grad
+            parameter.mul_(width.relative_scale("in", parameter))
+            originals.append((weights, parameter.clone(), gradient))
+            if gradient is not None:
+                parameter.grad = gradient * width.relative_scale("out", gradient)
+
+    @torch.no_grad()
+    def leave() -> None:
+        for (parameter, width), (weights, converted, gradient) in zip(mixed, originals, strict=True):
+            # only the update is scaled, so that rounding never touches a weight that did not move
+            parameter.sub_(converted).div_(width.relative_scale("in", parameter)).add_(weights)
+            parameter.grad = gradient
+        originals.clear()
+
+    def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
+        if closure is None:
+            enter()
+            return args, kwargs
+
+        def closure_then_enter() -> Any:  # the closure computes the gradients, so it must see the weights as they are
+            loss = closure()
+            enter()
+            return loss
+
+        return args[:1], {**kwargs, "closure": closure_then_enter}
+
+    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(lambda *_: leave())
+    optimizer.__dict__[_HOOKS] = handles

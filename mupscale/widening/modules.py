@@ -1,0 +1,236 @@
+"""What module types tell about their parameters: which axis produces, which is summed over, and what they cannot do
+exactly.
+
+`axis_sides` is the whole knowledge of layouts: `nn.Linear` is (out, in), `nn.ConvTranspose2d` and the transformers
+library's `Conv1D` are (in, out), an embedding is (not width, out). A module type that is not here answers None, and the
+plan then asks for a role instead of guessing.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from mup import MuReadout
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.rnn import RNNBase, RNNCellBase
+from torch.nn.utils import parametrize
+
+from mupscale.widening.layout import LayoutSpec
+from mupscale.widening.readout import Readout
+
+Side = Literal["out", "in"] | None
+"""A width axis produces its units ("out"), or is summed over ("in"); None is an axis that is not width."""
+
+Kind = Literal["weight", "bias", "gain"]
+
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_HEAD_COUNTS = (
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "n_head",
+    "n_heads",
+    "n_kv_head",
+    "n_kv_heads",
+    "heads",
+)
+_LOGIT_SCALES = ("scale", "scaling", "softmax_scale", "inv_norm_factor")
+
+
+def axis_sides(module: nn.Module, attribute: str, parameter: Tensor) -> tuple[Side, ...] | None:
+    """The side of every axis of `module.<attribute>`, were all of them width; None where the type does not tell."""
+    rest: tuple[Side, ...] = (None,) * (parameter.ndim - 2)
+    if isinstance(module, (*_NORMS, nn.PReLU)):
+        return all_produced(parameter)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return (None, "out")
+    if isinstance(module, nn.MultiheadAttention) and attribute in ("bias_k", "bias_v"):
+        return (None, None, "out")
+    if not isinstance(
+        module, (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, RNNBase, RNNCellBase)
+    ) and not is_conv1d(module):
+        return None
+    if "bias" in attribute:
+        return ("out",)
+    if "weight" not in attribute or attribute.endswith(
+        ("_orig", "_g", "_v")
+    ):  # pruning and the like: not the layer's own weight
+        return None
+    if isinstance(module, nn.Bilinear):
+        return ("out", "in", "in")
+    if isinstance(module, _ConvTransposeNd) or is_conv1d(module):
+        return ("in", "out", *rest)
+    return ("out", "in", *rest)
+
+
+def all_produced(parameter: Tensor) -> tuple[Side, ...]:
+    return tuple("out" for _ in parameter.shape)
+
+
+def kind_of(module: nn.Module, attribute: str, parameter: Tensor) -> Kind:
+    """A bias, a gain (norm weights, PReLU slopes, LayerScale: what multiplies or shifts unit by unit), or a weight."""
+    if "bias" in attribute and not attribute.startswith("bias_k") and not attribute.startswith("bias_v"):
+        return "bias"
+    if isinstance(module, (*_NORMS, nn.PReLU)) or parameter.ndim <= 1:
+        return "gain"
+    if axis_sides(module, attribute, parameter) is None and all(size == 1 for size in parameter.shape[1:]):
+        return "gain"  # a LayerScale of (channels, 1, 1)
+    return "weight"
+
+
+def drawn_fan_growth(
+    before: nn.Module, after: nn.Module, attribute: str, shapes: tuple[Sequence[int], Sequence[int]]
+) -> float:
+    """The growth of what torch's default initialisation divides the variance by: "fan_in", as each module type
+    understands it.
+    """
+    if isinstance(before, RNNBase | RNNCellBase) and isinstance(after, RNNBase | RNNCellBase):
+        return after.hidden_size / before.hidden_size
+    if isinstance(before, nn.MultiheadAttention) and attribute.endswith(("weight", "_k", "_v")):
+        small, large = (sum(shape) if len(shape) == 2 else shape[-1] for shape in shapes)  # Xavier: fan_in + fan_out
+        return large / small
+    if isinstance(before, (nn.Linear, nn.Bilinear, _ConvNd)) and isinstance(after, (nn.Linear, nn.Bilinear, _ConvNd)):
+        return (
+            after.weight.shape[1] / before.weight.shape[1]
+        )  # torch takes axis 1 for the fan, in a transposed convolution too
+    return 1.0
+
+
+def is_readout(module: nn.Module) -> bool:
+    return isinstance(module, (Readout, MuReadout))
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """The transformers library's (in, out) linear layer, known by name and attributes: the library need not be
+    installed.
+    """
+    return (
+        type(module).__name__ == "Conv1D"
+        and hasattr(module, "nf")
+        and isinstance(getattr(module, "weight", None), Tensor)
+    )
+
+
+def growing_groups(narrow: nn.Module, wide: nn.Module) -> bool:
+    """Whether a grouped convolution or a GroupNorm has more groups in the wide model."""
+    return group_count(wide) > group_count(narrow)
+
+
+def group_count(module: nn.Module) -> int:
+    if isinstance(module, _ConvNd):
+        return module.groups
+    return module.num_groups if isinstance(module, nn.GroupNorm) else 1
+
+
+def own_blocks(narrow: nn.Module, wide: nn.Module) -> dict[str, dict[int, LayoutSpec]]:
+    """The block lengths that a module type itself implies, by parameter name: whole heads, whole groups."""
+    if (
+        isinstance(narrow, nn.MultiheadAttention)
+        and isinstance(wide, nn.MultiheadAttention)
+        and wide.num_heads > narrow.num_heads
+    ):
+        head = narrow.head_dim
+        rows = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+        return {
+            **{name: {0: head} for name in rows},
+            "bias_k": {2: head},
+            "bias_v": {2: head},
+            "out_proj.weight": {1: head},
+        }
+    if not growing_groups(narrow, wide):
+        return {}
+    in_block, out_block = _group_channels(narrow)
+    return {"weight": {0: in_block if isinstance(narrow, _ConvTransposeNd) else out_block}, "bias": {0: out_block}}
+
+
+def _group_channels(module: nn.Module) -> tuple[int, int]:
+    """Input and output channels of one group."""
+    if isinstance(module, _ConvNd):
+        return module.in_channels // module.groups, module.out_channels // module.groups
+    assert isinstance(module, nn.GroupNorm)
+    return (module.num_channels // module.num_groups,) * 2
+
+
+def why_reparametrised(name: str, module: nn.Module) -> str | None:
+    """Why the parameters of this module are not its weights, with the remedy; None where they are."""
+    hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
+    if parametrize.is_parametrized(module) or hooks & {"WeightNorm", "SpectralNorm"}:
+        return (
+            f"module {name!r} ({type(module).__name__}) is reparametrised (weight_norm, spectral_norm, ...): a norm "
+            "over the width "
+            "does not survive duplication. Remove it first: torch.nn.utils.parametrize.remove_parametrizations, "
+            "torch.nn.utils.remove_weight_norm or remove_spectral_norm"
+        )
+    return None
+
+
+def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
+    """Why this module cannot be widened with exact dynamic equivalence, with the remedy; None where it can."""
+    if (
+        isinstance(narrow, nn.MultiheadAttention)
+        and isinstance(wide, nn.MultiheadAttention)
+        and wide.head_dim != narrow.head_dim
+    ):
+        return (
+            f"module {name!r} (MultiheadAttention) grows head_dim {narrow.head_dim} → {wide.head_dim}, and its logits "
+            "are scaled "
+            f"by 1/sqrt(head_dim), which is not exact. Grow num_heads instead (embed_dim / {narrow.head_dim} of them "
+            "keep head_dim = "
+            f"{narrow.head_dim}), or use an attention scaled by c/head_dim"
+        )
+    if group_count(wide) < group_count(narrow):
+        return (
+            f"module {name!r} ({type(narrow).__name__}) has fewer groups in the wide model ({group_count(narrow)} → "
+            f"{group_count(wide)}), "
+            "which mixes units that were apart. Keep the number of groups, or grow it"
+        )
+    if growing_groups(narrow, wide) and _group_channels(narrow) != _group_channels(wide):
+        return (
+            f"module {name!r} ({type(narrow).__name__}) grows both its groups ({group_count(narrow)} → "
+            f"{group_count(wide)}) and the "
+            f"channels of a group (in, out: {_group_channels(narrow)} → {_group_channels(wide)}). Do it in two "
+            "upscales, one of each"
+        )
+    return None
+
+
+def growing_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
+    """The head count of an attention module, or of a model's configuration, that grows."""
+    if isinstance(narrow, nn.MultiheadAttention):  # knows its own blocks
+        return None
+    for before_owner, after_owner in ((narrow, wide), (getattr(narrow, "config", None), getattr(wide, "config", None))):
+        for attribute in _HEAD_COUNTS:
+            before, after = getattr(before_owner, attribute, None), getattr(after_owner, attribute, None)
+            if isinstance(before, int) and isinstance(after, int) and after > before:
+                return f"{attribute} grows {before} → {after}"
+    return None
+
+
+def caveat(narrow: nn.Module, wide: nn.Module) -> str | None:
+    """What a reader of the plan should know of this module: dropout, groups, logit scales, what mixes neighbours."""
+    dropout = getattr(narrow, "p", 0.0) if isinstance(narrow, _DropoutNd) else getattr(narrow, "dropout", 0.0)
+    if isinstance(narrow, (_DropoutNd, nn.MultiheadAttention, RNNBase)) and dropout:
+        return f"dropout p = {dropout} draws another mask for every unit, so wide and narrow agree only without it"
+    if isinstance(narrow, (nn.Embedding, nn.EmbeddingBag)) and narrow.max_norm is not None:
+        return "max_norm renormalises rows, whose norm grows as sqrt(k): not exact unless max_norm grows with it"
+    if isinstance(narrow, nn.LocalResponseNorm):
+        return "LocalResponseNorm mixes neighbouring channels, which duplication moves apart: not exact"
+    if growing_groups(narrow, wide) and max(_group_channels(narrow)) > 1:
+        return (
+            f"groups grow, so channels are duplicated in blocks of (in, out) {_group_channels(narrow)}; "
+            "every layer that reads or writes them needs the same blocks"
+        )
+    if isinstance(narrow, (nn.Linear, _ConvNd)):
+        return None
+    for attribute in _LOGIT_SCALES:
+        before, after = getattr(narrow, attribute, None), getattr(wide, attribute, None)
+        if isinstance(before, float) and isinstance(after, float) and before > after > 0:
+            k = (before / after) ** 2
+            if round(k) > 1 and abs(k - round(k)) < 1e-6:
+                return (
+                    f"{attribute} shrinks by sqrt({round(k)}), as 1/sqrt(head_dim) does; growing head_dim is exact "
+                    "only under c/head_dim"
+                )
+    return None

@@ -1,0 +1,186 @@
+"""Optimizer state across widths: what can be continued, and the state moved by parameter name."""
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mupscale.widening.layout import duplicate_
+from mupscale.widening.parameter_groups import is_nonzero, names_by_id, split_groups
+from mupscale.widening.plan import Plan, TensorPlan
+from mupscale.widening.rules import Factors, Group, OptimizerRule, is_number, rule_of
+from mupscale.widening.sharding import gathered, whole
+
+
+def check_transfer(
+    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer | None
+) -> None:
+    """Raises ValueError, before anything is written, where `narrow_opt` cannot be continued on the wide model."""
+    rule = rule_of(narrow_opt)
+    names = names_by_id(narrow)
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the narrow "
+                    "model: "
+                    "it belongs to another model, or to a copy of this one. Pass the optimizer built over "
+                    "narrow.parameters()"
+                )
+            if plan.parameters[name].mixed and not rule.entrywise:
+                raise ValueError(
+                    f"parameter {name!r} is made of unlike pieces, which {type(narrow_opt).__name__} cannot continue "
+                    "exactly; "
+                    "give it to AdamW in a second optimizer"
+                )
+            _check_state(name, parameter, narrow_opt.state.get(parameter, {}), group, rule)
+    strangers = {id(p) for p in narrow_opt.state} - {id(p) for g in narrow_opt.param_groups for p in g["params"]}
+    if strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in narrow_opt.state if id(p) in strangers)
+        raise ValueError(
+            f"the optimizer has state for parameters (of shape {shapes}) in none of its groups: remove it, or add them "
+            "to a group"
+        )
+    if wide_opt is None:
+        try:
+            inspect.signature(type(narrow_opt)).bind([], **_settings(narrow_opt))
+        except TypeError as error:
+            raise ValueError(
+                f"{type(narrow_opt).__name__} cannot be built from its defaults ({error}): give wide_opt yourself"
+            ) from None
+        return
+    if type(wide_opt) is not type(narrow_opt):
+        raise ValueError(
+            f"the state of {type(narrow_opt).__name__} cannot move into {type(wide_opt).__name__}; give the wide model "
+            "the same class"
+        )
+    held = {id(parameter) for group in wide_opt.param_groups for parameter in group["params"]}
+    wide_named = dict(wide.named_parameters())
+    unknown = held - {id(parameter) for parameter in wide_named.values()}
+    if unknown:
+        raise ValueError("wide_opt holds parameters that are not in the wide model: build it over wide.parameters()")
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            if id(wide_named[name]) not in held and wide_named[name].requires_grad and narrow_opt.state.get(parameter):
+                raise ValueError(
+                    f"parameter {name!r} has optimizer state, but wide_opt does not hold it: build it over all "
+                    "parameters"
+                )
+
+
+def continued_groups(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module) -> list[Group]:
+    """The parameter groups that continue `narrow_opt` on the wide model, its hyperparameters rescaled."""
+    names = names_by_id(narrow)
+    wide_named = dict(wide.named_parameters())
+
+    def target(parameter: Tensor) -> tuple[Tensor, Factors]:
+        entry = plan.parameters[names[id(parameter)]]
+        return wide_named[entry.name], Factors(entry.k_out, entry.k_in, entry.narrow_shape, entry.wide_shape)
+
+    return split_groups(narrow_opt.param_groups, rule_of(narrow_opt), target)
+
+
+def continued_optimizer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module) -> Optimizer:
+    """A new optimizer of the same class over the wide parameters, with those groups."""
+    optimizer = type(narrow_opt)(continued_groups(plan, narrow, narrow_opt, wide), **_settings(narrow_opt))
+    optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
+    return optimizer
+
+
+def off_the_rule(
+    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer
+) -> list[str]:
+    """A note on each hyperparameter of `wide_opt` that does not follow from `narrow_opt` by one common change of base
+    constants.
+    """
+    rule, wide_named = rule_of(narrow_opt), dict(wide.named_parameters())
+    group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
+    names = names_by_id(narrow)
+    ratios: dict[str, dict[float, str]] = {"lr": {}, "eps": {}, "weight_decay": {}}
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:
+            entry = plan.parameters[names[id(parameter)]]
+            wide_group = group_of.get(id(wide_named[entry.name]))
+            scaling = rule.scale(group, Factors(entry.k_out, entry.k_in, entry.narrow_shape, entry.wide_shape))
+            for key, factor in scaling._asdict().items():
+                if wide_group is not None and is_nonzero(group.get(key)) and is_nonzero(wide_group.get(key)):
+                    ratio = float(wide_group[key]) / (float(group[key]) * factor)
+                    ratios[key].setdefault(float(f"{ratio:.6g}"), entry.name)
+    return [
+        f"wide_opt: {key} is {' and '.join(f'{ratio:g} times (of {name})' for ratio, name in found.items())} what "
+        "continues the narrow "
+        "run; a change of base constants would be the same for all. Scale it with apply_mup, or pass wide_opt=None"
+        for key, found in ratios.items()
+        if len(found) > 1
+    ]
+
+
+def transfer_state(
+    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer, *, consume: bool
+) -> None:
+    """Moves all state by parameter name; with `consume`, freeing the narrow tensors one by one."""
+    wide_named = dict(wide.named_parameters())
+    names = names_by_id(narrow)
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:  # what wide_opt may hold from before is of another run
+            wide_opt.state.pop(wide_named[names[id(parameter)]], None)
+    group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
+    rule = rule_of(narrow_opt)
+    for name, source in narrow.named_parameters():
+        target = wide_named[name]
+        if source not in narrow_opt.state or id(target) not in group_of:
+            continue
+        state = narrow_opt.state.pop(source) if consume else narrow_opt.state[source]
+        moved = {}
+        for key in list(state):
+            value = state.pop(key) if consume else state[key]
+            moved[key] = _moved(key, value, plan.parameters[name], source, target, group_of[id(target)], rule)
+            del value
+        wide_opt.state[target] = moved
+
+
+def _moved(
+    key: str, value: Any, entry: TensorPlan, source: Tensor, target: Tensor, group: Group, rule: OptimizerRule
+) -> Any:
+    """Tensors of the parameter's shape as dup / k_out^power in their own dtype; counters as clones in theirs."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if key not in rule.state:
+        on_device = group.get("fused") or group.get("capturable") or value.device.type != "cpu"
+        return value.detach().clone().to(target.device if on_device else value.device)
+    dtype = target.dtype if value.dtype == source.dtype else value.dtype
+    tensor = torch.empty_like(target, dtype=dtype, memory_format=torch.preserve_format)
+    with whole(tensor) as state:
+        # one factor for all, also where pieces grow differently: such state is kept in reference units
+        duplicate_(state, gathered(value), entry.layouts, scale=entry.k_out ** -rule.state[key])
+    return tensor
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    """The arguments its constructor takes, from its defaults."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    return {key: copy.copy(value) for key, value in optimizer.defaults.items() if key in accepted}
+
+
+def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Group, rule: OptimizerRule) -> None:
+    reason = rule.ready(group, state) if rule.ready and parameter.requires_grad else None
+    if reason:
+        raise ValueError(f"parameter {name!r}: {reason}")
+    for key, value in state.items():
+        if key in rule.state:
+            if isinstance(value, Tensor) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
+                    f"{tuple(parameter.shape)}: "
+                    "it does not belong to this model. Load the state that was saved with it"
+                )
+        elif not is_number(value):
+            raise ValueError(
+                f"optimizer state {key!r} of {name!r} is a tensor of shape {tuple(value.shape)} that no rule covers; "
+                "register the optimizer with the power of the gradient it holds"
+            )

@@ -1,0 +1,71 @@
+"""Parameter groups across widths: split where their parameters scale differently, rescaled by Table 1."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from mupscale.widening.rules import Factors, Group, OptimizerRule, Scaling
+
+SOURCE_GROUP = "source_group"
+"""Key of a parameter group: the index of the group it was split from."""
+
+_LEARNING_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""What schedulers keep in a group beside the rate itself, in the same unit."""
+
+
+def split_groups(
+    groups: Sequence[Group], rule: OptimizerRule, target_of: Callable[[Tensor], tuple[Tensor, Factors]]
+) -> list[Group]:
+    """The groups with every parameter replaced by its target and hyperparameters rescaled; split where the scaling
+    differs.
+    """
+    answer: list[Group] = []
+    for index, group in enumerate(groups):
+        parts: dict[Scaling, Group] = {}
+        for position, parameter in enumerate(group["params"]):
+            target, factors = target_of(parameter)
+            scaling = _relevant(rule.scale(group, factors), group)
+            if scaling not in parts:
+                parts[scaling] = _scaled_group(group, scaling) | {
+                    "params": [],
+                    SOURCE_GROUP: group.get(SOURCE_GROUP, index),
+                }
+                if "param_names" in group:
+                    parts[scaling]["param_names"] = []
+            parts[scaling]["params"].append(target)
+            if "param_names" in group:
+                parts[scaling]["param_names"].append(group["param_names"][position])
+        answer += parts.values()
+    return answer
+
+
+def _relevant(scaling: Scaling, group: Group) -> Scaling:
+    """The scaling without what this group does not have, so that it is not split for nothing."""
+    return Scaling(
+        scaling.lr,
+        scaling.eps if group.get("eps") else 1.0,
+        scaling.weight_decay if is_nonzero(group.get("weight_decay")) else 1.0,
+    )
+
+
+def is_nonzero(value: Any) -> bool:
+    return value is not None and bool(value != 0)
+
+
+def _scaled_group(group: Group, scaling: Scaling) -> Group:
+    scaled = {key: copy.copy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    for key in _LEARNING_RATES:
+        if key in scaled:
+            scaled[key] = scaled[key] * scaling.lr  # out of place: a tensor learning rate belongs to the old group
+    if group.get("eps"):
+        scaled["eps"] = group["eps"] * scaling.eps
+    if "weight_decay" in group:
+        scaled["weight_decay"] = group["weight_decay"] * scaling.weight_decay
+    return scaled
+
+
+def names_by_id(model: nn.Module) -> dict[int, str]:
+    """The name of every parameter, by its identity."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}

@@ -1,0 +1,483 @@
+"""The plan: for every parameter and buffer, which axes are width, by what factor they grow, in which blocks, in what
+role.
+
+Factors are read off the shapes of the two models and roles off their module types (`modules.py`), so a plain PyTorch
+model needs no preparation. What neither tells, `roles` and `blocks` say by name pattern; a model class may say it
+itself with attributes `width_roles` and `width_blocks` of the same form, their patterns relative to the module that
+carries them.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+from mup import MuReadout
+from torch import nn
+
+from mupscale.widening import modules
+from mupscale.widening.layout import Layout, LayoutSpec, Piece, interleaved, is_mixed, parse_layout, reference_factor
+from mupscale.widening.modules import Kind, Side
+from mupscale.widening.readout import Readout
+from mupscale.widening.survey import Survey, Use, some_names
+
+Role = Literal["matrix", "transposed_matrix", "vector", "readout", "mu_readout", "scalar"]
+"""`matrix` is (out, in), `transposed_matrix` (in, out); `vector` produces its width, `readout` sums over it,
+`mu_readout` averages over it, `scalar` has none.
+"""
+
+Roles = Mapping[str, Role]
+Blocks = Mapping[str, Mapping[int, LayoutSpec]]
+
+_TIED = """parameter {names} is used in conflicting roles: {uses}.
+One tensor cannot be both duplicated and divided by the width factor. Remedies:
+- give the readout a 1/width multiplier: mupscale.Readout with set_base_shapes, its weight tied to the embedding;
+- let the last norm before the readout carry the factor: roles={{"<last norm>.*": "readout"}};
+- or untie the two."""
+
+_UNKNOWN = """parameter {name!r} {narrow} → {wide} grows along {count} axes, and its module ({module}) does not tell \
+which is summed over.
+Say what it is: roles={{"{name}": "matrix"}} for (out, in), "transposed_matrix" for (in, out), "vector" if both are \
+produced."""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How one parameter or buffer grows. `k_out`, `k_in` are the factors of the axes it produces and sums over."""
+
+    names: tuple[str, ...]
+    """Its name, and the further names of a tied parameter."""
+    narrow_shape: tuple[int, ...]
+    wide_shape: tuple[int, ...]
+    role: Role | Literal["buffer"]
+    kind: Kind | Literal["buffer"]
+    sides: tuple[Side, ...]
+    layouts: tuple[Layout, ...]
+    fan_in: int
+    """Entries of the summed width axes at the wide width: N_in of the muP initialisation; 1 without one."""
+    matrix_axes: tuple[int, int] | None
+    """The two axes that make a matrix, every other axis counting its copies (kernel positions); None: flatten to width
+    × rest.
+    """
+    zero_initialised: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def k_out(self) -> int:
+        return math.prod(reference_factor(x) for x, side in zip(self.layouts, self.sides, strict=True) if side == "out")
+
+    @property
+    def k_in(self) -> int:
+        return math.prod(reference_factor(x) for x, side in zip(self.layouts, self.sides, strict=True) if side == "in")
+
+    @property
+    def grows(self) -> bool:
+        return self.narrow_shape != self.wide_shape
+
+    @property
+    def mixed(self) -> bool:
+        """Whether pieces of one axis grow by different factors, so that no single learning rate is right for all
+        entries.
+        """
+        return any(is_mixed(layout) for layout, side in zip(self.layouts, self.sides, strict=True) if side)
+
+    def scales(self, out_power: int, in_power: int) -> list[list[float]]:
+        """k_out^out_power · k_in^in_power, spelled out per axis and piece, as `layout.duplicate_` takes it."""
+        power = {"out": out_power, "in": in_power, None: 0}
+        return [
+            [float(piece.factor) ** power[side] for piece in layout]
+            for layout, side in zip(self.layouts, self.sides, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `upscale` will do, parameter by parameter. `print` it."""
+
+    parameters: dict[str, TensorPlan]
+    buffers: dict[str, TensorPlan]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        header = ("parameter", "role", "narrow → wide", "k_out", "k_in", "weight", "duplicated")
+        rows = [header, *(_row(entry) for entry in (*self.parameters.values(), *self.buffers.values()))]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        before = sum(math.prod(e.narrow_shape) for e in self.parameters.values())
+        after = sum(math.prod(e.wide_shape) for e in self.parameters.values())
+        lines.insert(1, "-" * max(map(len, lines)))
+        lines.append(f"{before:,} → {after:,} parameters")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, blocks: Blocks | None = None) -> Plan:
+    """The dry run of `upscale`: touches nothing, and raises ValueError where the widening would not be exact."""
+    survey = Survey(narrow, wide)
+    survey.refuse_inexact_modules()
+    role_of = match_roles(survey, narrow, roles)
+    block_of = _block_overrides(survey, narrow, blocks)
+    sides = all_sides(survey, role_of)
+    entries: dict[str, TensorPlan] = {}
+    layouts: dict[str, tuple[Layout, ...]] = {}
+    for use in sorted(
+        survey.uses, key=lambda use: "bias" in use.owners[0][3]
+    ):  # a bias follows the layout of its weight
+        spec = {**_inherited(survey, layouts, sides, use), **_merge(block_of, use.names)}
+        layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec)
+    for use in survey.uses:
+        entries[use.name] = _entry(use, *sides[use.name], layouts[use.name])
+        _refuse_entry(use, entries[use.name])
+
+    buffers: dict[str, TensorPlan] = {}
+    for name, source, target in survey.buffers:
+        shapes = tuple(source.shape), tuple(target.shape)
+        owner = name.rpartition(".")[0]
+        weight = f"{owner}.weight" if owner else "weight"
+        spec = {} if weight not in layouts else _like(layouts[weight], sides[weight][1], shapes[0])
+        spec = {**spec, **block_of.get(name, {})}
+        buffers[name] = TensorPlan(
+            (name,), *shapes, "buffer", "buffer", (None,) * source.ndim, _layouts(name, *shapes, spec), 1, None
+        )
+    in_blocks = [
+        name for name, entry in entries.items() if any(p.block > 1 and p.factor > 1 for x in entry.layouts for p in x)
+    ]
+    return Plan(entries, buffers, (*survey.caveats(in_blocks), *_guesses(survey, role_of)))
+
+
+def _guesses(survey: Survey, role_of: Mapping[str, Role]) -> Iterator[str]:
+    for use in survey.uses:
+        _, owner, _, attribute = use.owners[0]
+        guessed = use.name not in role_of and modules.axis_sides(owner, attribute, use.narrow) is None
+        if guessed and use.growing and len(use.narrow_shape) == 2:
+            yield (
+                f"{use.name}: taken for a vector, which produces its width; if it is summed over, say "
+                f'roles={{"{use.name}": "readout"}}'
+            )
+
+
+def match_roles(survey: Survey, model: nn.Module, given: Roles | None) -> dict[str, Role]:
+    """Roles by parameter name: what model classes declare, overridden by what the caller gives; the last match wins."""
+    names = survey.parameter_names()
+    answer: dict[str, Role] = {}
+    for pattern, role in [*_declared(model, "width_roles"), *_pairs("roles", given)]:
+        if role not in get_args(Role):
+            raise ValueError(f"roles: {pattern!r} has role {role!r}; the roles are {', '.join(get_args(Role))}")
+        matched = [first for name, first in names.items() if matches(name, pattern)]
+        if not matched:
+            raise ValueError(f"roles: the pattern {pattern!r} matches no parameter; there are {some_names(names)}")
+        answer.update(dict.fromkeys(matched, role))
+    return answer
+
+
+def _sides_found(survey: Survey, use: Use, carried: Iterable[float], averaging: bool) -> tuple[Role, tuple[Side, ...]]:
+    """The role of a parameter and the side of each of its axes, from the modules that hold it.
+
+    `carried` are the width factors that norms in role `readout` carry: they resolve an embedding tied to a plain
+    readout.
+    """
+    width = survey.width_of(use)
+    found: dict[tuple[float, float], tuple[Role, tuple[Side, ...]]] = {}
+    uses = []
+    for module_name, before, after, attribute in use.owners:
+        sides = _sides_of_module(use, width, before, after, attribute)
+        named: Role = role_name(sides)
+        if (
+            modules.is_readout(before)
+            and attribute == "weight"
+            and (averaging or _averages(use, module_name, before, after))
+        ):
+            sides = tuple("out" if axis in width else None for axis in range(len(sides)))
+            named = "mu_readout" if width else "scalar"
+        key = growth(use, sides, "out"), growth(use, sides, "in")
+        if named != "mu_readout" or key not in found:
+            found[key] = named, sides
+        uses.append(f"{named} in {module_name or '(the model)'!r} ({type(before).__name__})")
+    if len(found) == 1:
+        return next(iter(found.values()))
+    for (k_out, k_in), answer in found.items():
+        if k_in == 1 and k_out in carried and set(found) == {(k_out, 1), (1, k_out)}:
+            return answer
+    raise ValueError(_TIED.format(names=" = ".join(map(repr, use.names)), uses=", ".join(uses)))
+
+
+def role_name(sides: Sequence[Side]) -> Role:
+    if "out" in sides and "in" in sides:
+        return "matrix"
+    return "vector" if "out" in sides else "readout" if "in" in sides else "scalar"
+
+
+def all_sides(
+    survey: Survey, role_of: Mapping[str, Role], *, averaging: bool = False
+) -> dict[str, tuple[Role, tuple[Side, ...]]]:
+    """The role and the sides of every parameter; `averaging` takes for granted that muP readouts will have their
+    multiplier.
+    """
+    told = {
+        use.name: (role_of[use.name], _sides_of_role(survey, use, role_of[use.name]))
+        for use in survey.uses
+        if use.name in role_of
+    }
+    carried = {growth(use, told[use.name][1], "in") for use in survey.uses if role_of.get(use.name) == "readout"}
+    return {use.name: told.get(use.name) or _sides_found(survey, use, carried, averaging) for use in survey.uses}
+
+
+def _sides_of_role(survey: Survey, use: Use, role: Role) -> tuple[Side, ...]:
+    width = survey.width_of(use)
+    wanted: dict[int, Side]
+    if role in ("matrix", "transposed_matrix"):
+        if len(width) > 2:
+            raise ValueError(
+                f"roles: {use.name!r} {use.narrow_shape} → {use.wide_shape} is no {role}: {len(width)} axes are width"
+            )
+        if len(width) == 1:
+            if len(use.narrow_shape) != 2:
+                raise ValueError(
+                    f"roles: only one axis of {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, and {role!r} "
+                    "does not tell its "
+                    'side: say "vector" if it is produced, "readout" if it is summed over'
+                )
+            wanted = {width[0]: "out" if width[0] == 0 else "in"}
+        else:
+            wanted = dict(zip(width, ("out", "in"), strict=False))
+        if role == "transposed_matrix":
+            wanted = {axis: "in" if side == "out" else "out" for axis, side in wanted.items()}
+    elif role == "scalar":
+        if use.growing:
+            raise ValueError(f"roles: {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, so it is no scalar")
+        wanted = {}
+    else:
+        wanted = dict.fromkeys(width, "in" if role == "readout" else "out")
+    return tuple(wanted.get(axis) for axis in range(len(use.narrow_shape)))
+
+
+def _sides_of_module(
+    use: Use, width: Sequence[int], before: nn.Module, after: nn.Module, attribute: str
+) -> tuple[Side, ...]:
+    known = modules.axis_sides(before, attribute, use.narrow)
+    if known is None:
+        if len(width) > 1:
+            raise ValueError(
+                _UNKNOWN.format(
+                    name=use.name,
+                    narrow=use.narrow_shape,
+                    wide=use.wide_shape,
+                    count=len(width),
+                    module=type(before).__name__,
+                )
+            )
+        known = modules.all_produced(use.narrow)
+    elif modules.group_count(before) != modules.group_count(after):
+        # a group reads its own channels only: whichever axis counts the groups is produced, and nothing more is summed
+        known = ("out", *known[1:])
+    for axis in use.growing:
+        if known[axis] is None:
+            raise ValueError(
+                f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape}: axis {axis} of a "
+                f"{type(before).__name__} "
+                "is not a width, so it cannot grow. Build both models with the same size there"
+            )
+    return tuple(side if axis in width else None for axis, side in enumerate(known))
+
+
+def _averages(use: Use, name: str, before: nn.Module, after: nn.Module) -> bool:
+    """Whether the readout's own multiplier falls as its width grows; a multiplier that stays makes it a plain linear
+    layer.
+    """
+    ratio = readout_multiplier(name, before) / readout_multiplier(name, after)
+    k = use.wide_shape[1] / use.narrow_shape[1]
+    if math.isclose(ratio, k, rel_tol=1e-9):
+        return True
+    if math.isclose(ratio, 1.0, rel_tol=1e-9):
+        return False
+    raise ValueError(
+        f"readout {name!r} grows {k:g}-fold but its multiplier falls {ratio:g}-fold: "
+        "call mupscale.set_base_shapes on both models with the same base model"
+    )
+
+
+def readout_multiplier(name: str, module: nn.Module) -> float:
+    if isinstance(module, Readout):
+        return module.multiplier
+    assert isinstance(module, MuReadout)
+    if not hasattr(module.weight, "infshape"):
+        raise ValueError(
+            f"mup.MuReadout {name!r} has lost its base shape (a copy does): call mupscale.set_base_shapes, or use "
+            "mupscale.Readout"
+        )
+    return module.output_mult / module.width_mult()
+
+
+def growth(use: Use, sides: Sequence[Side], side: Side) -> float:
+    pairs = zip(use.narrow_shape, use.wide_shape, sides, strict=True)
+    return math.prod(wide / narrow for narrow, wide, s in pairs if s == side)
+
+
+def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout, ...]) -> TensorPlan:
+    _, before, _, attribute = use.owners[0]
+    known = modules.axis_sides(before, attribute, use.narrow)
+    axes = next(
+        ((s.index("out"), s.index("in")) for s in (known, sides) if s and s.count("in") == 1 and "out" in s), None
+    )
+    fan_in = math.prod(size for size, side in zip(use.wide_shape, sides, strict=True) if side == "in")
+    return TensorPlan(
+        names=use.names,
+        narrow_shape=use.narrow_shape,
+        wide_shape=use.wide_shape,
+        role=role,
+        kind=modules.kind_of(before, attribute, use.narrow),
+        sides=sides,
+        layouts=layouts,
+        fan_in=fan_in,
+        matrix_axes=axes,
+        zero_initialised=any(getattr(owner, "readout_zero_init", False) for _, owner, _, _ in use.owners),
+    )
+
+
+def _refuse_entry(use: Use, entry: TensorPlan) -> None:
+    _, owner, _, _ = use.owners[0]
+    if entry.k_in > 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
+        raise ValueError(
+            f"{use.name!r} {use.narrow_shape} → {use.wide_shape} holds whole numbers ({use.narrow.dtype}), which "
+            "cannot be divided by "
+            f"{entry.k_in}. Give both models floating-point weights"
+        )
+    if entry.mixed and entry.role == "mu_readout":
+        raise ValueError(
+            f"readout {use.name!r} {use.narrow_shape} → {use.wide_shape} averages over pieces that grow by different "
+            "factors, with one "
+            "multiplier for all. Read the pieces with two readouts"
+        )
+    if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+        raise ValueError(
+            f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors: its average "
+            "would weigh them "
+            "anew. Normalise the pieces apart"
+        )
+
+
+def _layouts(
+    name: str, narrow: tuple[int, ...], wide: tuple[int, ...], spec: Mapping[int, LayoutSpec]
+) -> tuple[Layout, ...]:
+    answer: list[Layout] = []
+    for axis, (n, w) in enumerate(zip(narrow, wide, strict=True)):
+        if axis in spec:
+            try:
+                answer.append(parse_layout(spec[axis], n, w))
+            except ValueError as error:
+                raise ValueError(f"blocks: axis {axis} of {name!r} {narrow} → {wide}: {error}") from None
+        elif n == w:
+            answer.append((Piece(n, max(n, 1), 1),))
+        elif w < n:
+            raise ValueError(
+                f"{name!r} {narrow} → {wide}: axis {axis} is narrower in the wide model ({w} < {n}); swap the models?"
+            )
+        elif n == 0 or w % n:
+            raise ValueError(
+                f"{name!r} {narrow} → {wide}: axis {axis} does not grow by a whole factor ({w} / {n}). Choose a "
+                f"multiple of {n}, "
+                f'or give the pieces of the axis: blocks={{"{name}": {{{axis}: [(length, block, factor), ...]}}}}'
+            )
+        else:
+            answer.append(interleaved(n, w // n))
+    return tuple(answer)
+
+
+def _inherited(
+    survey: Survey,
+    layouts: Mapping[str, tuple[Layout, ...]],
+    sides: Mapping[str, tuple[Role, tuple[Side, ...]]],
+    use: Use,
+) -> dict[int, LayoutSpec]:
+    """A bias, or a norm's shift, is duplicated as the rows of the weight beside it."""
+    module_name, _, _, attribute = use.owners[0]
+    if "bias" not in attribute or len(use.narrow_shape) != 1:
+        return {}
+    weight = survey.parameter_names().get(f"{module_name}." * bool(module_name) + attribute.replace("bias", "weight"))
+    return {} if weight is None or weight not in layouts else _like(layouts[weight], sides[weight][1], use.narrow_shape)
+
+
+def _like(layouts: tuple[Layout, ...], sides: tuple[Side, ...], shape: tuple[int, ...]) -> dict[int, LayoutSpec]:
+    """The layout of a weight's produced axis, for a one-axis tensor of the same length."""
+    for layout, side in zip(layouts, sides, strict=True):
+        if side == "out" and shape == (sum(p.length for p in layout),):
+            return {0: [tuple(piece) for piece in layout]}
+    return {}
+
+
+def _merge(block_of: Mapping[str, Mapping[int, LayoutSpec]], names: Iterable[str]) -> dict[int, LayoutSpec]:
+    return {axis: spec for name in names for axis, spec in block_of.get(name, {}).items()}
+
+
+def _declared(model: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
+    for prefix, module in model.named_modules():
+        for pattern, value in (getattr(module, attribute, None) or {}).items():
+            yield (f"{prefix}.{pattern}" if prefix else pattern), value
+
+
+def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks | None) -> dict[str, dict[int, LayoutSpec]]:
+    """Blocks by tensor name: what module types imply, then what model classes declare, then what the caller gives."""
+    shapes = {name: use.narrow_shape for use in survey.uses for name in use.names}
+    shapes |= {name: tuple(buffer.shape) for name, buffer, _ in survey.buffers}
+    answer: dict[str, dict[int, LayoutSpec]] = {}
+    for prefix, before, after in survey.modules:
+        for attribute, spec in modules.own_blocks(before, after).items():
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if name in shapes:
+                answer.setdefault(name, {}).update(spec)
+    for pattern, axes in [*_declared(narrow, "width_blocks"), *_pairs("blocks", given)]:
+        if not isinstance(axes, Mapping) or not all(isinstance(axis, int) for axis in axes):
+            raise ValueError(f"blocks: {pattern!r} must map to {{axis: block}} with whole numbers, got {axes!r}")
+        matched = [name for name in shapes if matches(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"blocks: the pattern {pattern!r} matches no parameter or buffer; there are {some_names(shapes)}"
+            )
+        for axis, spec in axes.items():
+            holders = [name for name in matched if -len(shapes[name]) <= axis < len(shapes[name])]
+            if not holders:
+                raise ValueError(
+                    f"blocks: nothing that {pattern!r} matches has an axis {axis}; {matched[0]!r} has shape "
+                    f"{shapes[matched[0]]}"
+                )
+            for name in holders:
+                answer.setdefault(name, {})[axis % len(shapes[name])] = spec
+    return answer
+
+
+def _pairs(keyword: str, given: Mapping[str, Any] | None) -> Iterable[tuple[str, Any]]:
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"{keyword} must map name patterns to values, got {given!r}")
+    return (given or {}).items()
+
+
+def matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(
+        f".{name}", pattern
+    )  # "*.q_proj.weight" means a top-level q_proj too
+
+
+def _row(entry: TensorPlan) -> tuple[str, ...]:
+    shapes = f"{_shape(entry.narrow_shape)} → {_shape(entry.wide_shape)}" if entry.grows else _shape(entry.narrow_shape)
+    weight = "copy" if not entry.grows else "dup" if entry.k_in == 1 else f"dup / {entry.k_in}"
+    return " = ".join(entry.names), entry.role, shapes, str(entry.k_out), str(entry.k_in), weight, _layout_text(entry)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "()"
+
+
+def _layout_text(entry: TensorPlan) -> str:
+    texts = []
+    for axis, layout in enumerate(entry.layouts):
+        if len(layout) > 1:
+            texts.append(f"axis {axis}: " + " + ".join(f"{p.length}·{p.factor} by {p.block}" for p in layout))
+        elif layout[0].factor > 1:
+            texts.append(
+                f"axis {axis} ×{layout[0].factor}" + f" in blocks of {layout[0].block}" * (layout[0].block > 1)
+            )
+    return ", ".join(texts)

@@ -1,0 +1,41 @@
+"""The muP output layer."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Readout(nn.Linear):
+    """A linear layer from width to outputs that averages over the width: y = W · (multiplier · x) + b.
+
+    `multiplier` is `output_mult / m` for m times the base width. `set_base_shapes` writes it as a plain number, so that
+    copies, pickles and reloaded weights keep it; before that the layer is an ordinary linear one. Tie it with
+    `readout.weight = wte.weight`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        output_mult: float = 1.0,
+        readout_zero_init: bool = False,
+    ) -> None:
+        self.readout_zero_init = readout_zero_init
+        self.output_mult = output_mult
+        self.multiplier = output_mult
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self) -> None:
+        if self.readout_zero_init:
+            nn.init.zeros_(self.weight)
+            if self.bias is not None:
+                nn.init.zeros_(self.bias)
+        else:
+            super().reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.multiplier * x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, multiplier={self.multiplier:g}"

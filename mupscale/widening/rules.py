@@ -1,0 +1,170 @@
+"""Table 1 of the paper as pure functions, and the registry of optimizers they hold for.
+
+`k_out` and `k_in` are the factors of the axes that a parameter produces and sums over: from narrow to wide in an
+upscale, from the base width in muP. m is the optimizer's degree of homogeneity: its update is proportional to the m-th
+power of the gradient. A `vector` has k_in = 1, a `readout` k_out = 1, a `mu_readout` behaves as a vector, a `scalar`
+has both 1.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Group = dict[str, Any]
+
+
+class Factors(NamedTuple):
+    """Of one parameter: the two width factors, and its shapes before and after growing by them."""
+
+    k_out: float
+    k_in: float
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def lr_factor(f: Factors, m: int) -> float:
+    return f.k_out**m / f.k_in
+
+
+def eps_factor(f: Factors) -> float:
+    return 1 / f.k_out
+
+
+def coupled_weight_decay_factor(f: Factors) -> float:
+    return f.k_in / f.k_out
+
+
+def decoupled_weight_decay_factor(f: Factors, m: int) -> float:
+    return f.k_in * f.k_out**-m
+
+
+class Scaling(NamedTuple):
+    """What the hyperparameters of one parameter are multiplied by."""
+
+    lr: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class OptimizerRule:
+    """How one optimizer class scales with width."""
+
+    degree: int
+    """m: 1 for SGD, 0 for the Adam family."""
+    state: Mapping[str, int] = field(default_factory=dict)
+    """For each state tensor of the parameter's shape, the power p of the gradient it holds: it moves as dup / k_out^p.
+    """
+    decoupled_weight_decay: bool | None = None
+    """None reads the `decoupled_weight_decay` of each parameter group, False without one."""
+    scaling: Callable[["OptimizerRule", Group, Factors], Scaling] | None = None
+    """Replaces the table for an optimizer that is not entrywise."""
+    ready: Callable[[Group, Mapping[str, Any]], str | None] | None = None
+    """Why this parameter's state cannot be moved yet, or None."""
+    entrywise: bool = True
+
+    def scale(self, group: Group, f: Factors) -> Scaling:
+        return self.scaling(self, group, f) if self.scaling else table_scaling(self, group, f)
+
+
+def table_scaling(rule: OptimizerRule, group: Group, f: Factors) -> Scaling:
+    decoupled = rule.decoupled_weight_decay
+    if decoupled is None:
+        decoupled = group.get("decoupled_weight_decay", False)
+    decay = decoupled_weight_decay_factor(f, rule.degree) if decoupled else coupled_weight_decay_factor(f)
+    return Scaling(lr_factor(f, rule.degree), eps_factor(f), decay)
+
+
+def muon_scaling(rule: OptimizerRule, group: Group, f: Factors) -> Scaling:
+    """Newton–Schulz commutes with duplication, up to 1/sqrt(k_out · k_in); torch then adjusts the rate by the shape."""
+    lr = math.sqrt(f.k_out / f.k_in) * _muon_adjustment(group, f.before) / _muon_adjustment(group, f.after)
+    return Scaling(lr, math.sqrt(f.k_in / f.k_out), 1 / lr)
+
+
+def _muon_adjustment(group: Group, shape: tuple[int, ...]) -> float:
+    rows, columns = shape[:2]
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def _radam_ready(group: Group, state: Mapping[str, Any]) -> str | None:
+    """RAdam takes plain momentum steps (degree 1) until its variance term switches on at ρ_t > 5."""
+    beta2 = group["betas"][1]
+    step = float(state.get("step", 0)) + 1
+    rho = 2 / (1 - beta2) - 1 - 2 * step * beta2**step / (1 - beta2**step)
+    if rho > 5:
+        return None
+    off = f"RAdam's variance term is still off (ρ = {rho:.2f} ≤ 5 at its next step, {step:.0f})"
+    never = 2 / (1 - beta2) - 1 <= 5
+    return (
+        f"{off}, and with β₂ = {beta2} it never switches on; use a larger β₂, or Adam"
+        if never
+        else f"{off}; train a few more steps first"
+    )
+
+
+_REGISTRY: dict[type, OptimizerRule] = {}
+
+_NOT_HOMOGENEOUS = {
+    "Adadelta": "its accumulated updates carry the weights' units, not the gradient's",
+    "ASGD": "its rate decays with the product of lr and its own constants",
+    "Rprop": "its step sizes have absolute bounds",
+    "Adafactor": "its second moment is factored and its rate is relative to the weights' size",
+    "LBFGS": "it mixes all parameters in one curvature estimate",
+}
+
+
+def register_optimizer(
+    optimizer: type, *, degree: int, state: Mapping[str, int], decoupled_weight_decay: bool | None = None, **more: Any
+) -> None:
+    """Teaches mupscale an optimizer class: its degree of homogeneity m, and the power of the gradient each state tensor
+    holds.
+
+    `register_optimizer(Lion, degree=0, state={"exp_avg": 1}, decoupled_weight_decay=True)`. State without an entry is
+    copied if it is a number or a one-element tensor, and refused otherwise.
+    """
+    if degree not in (0, 1):
+        raise ValueError(f"register_optimizer: degree must be 0 (Adam-like) or 1 (SGD-like), got {degree}")
+    _REGISTRY[optimizer] = OptimizerRule(degree, dict(state), decoupled_weight_decay, **more)
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
+    """The rule of exactly this class. A subclass may change the update, so it must be registered by itself."""
+    kind = type(optimizer)
+    if kind in _REGISTRY:
+        return _REGISTRY[kind]
+    if kind.__name__ in _NOT_HOMOGENEOUS and kind.__module__.startswith("torch.optim"):
+        known = ", ".join(sorted(k.__name__ for k in _REGISTRY))
+        raise ValueError(
+            f"{kind.__name__} is not homogeneous in the gradient ({_NOT_HOMOGENEOUS[kind.__name__]}), so no rescaling "
+            "continues it "
+            f"exactly. Upscale without it (narrow_opt=None), or train with one of {known}"
+        )
+    raise ValueError(
+        f"optimizer {kind.__module__}.{kind.__name__} is not registered. Say how it scales: "
+        f"mupscale.register_optimizer({kind.__name__}, degree=0 or 1, state={{'<name>': <power of the gradient>}})"
+    )
+
+
+def is_number(value: Any) -> bool:
+    """State that does not follow the parameter's shape: a step count, a running product."""
+    return not isinstance(value, Tensor) or value.numel() == 1
+
+
+_ADAM = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
+register_optimizer(torch.optim.SGD, degree=1, state={"momentum_buffer": 1})
+register_optimizer(torch.optim.Adam, degree=0, state=_ADAM)
+register_optimizer(torch.optim.AdamW, degree=0, state=_ADAM, decoupled_weight_decay=True)
+register_optimizer(torch.optim.NAdam, degree=0, state=_ADAM)
+register_optimizer(torch.optim.RAdam, degree=0, state=_ADAM, ready=_radam_ready)
+register_optimizer(torch.optim.SparseAdam, degree=0, state=_ADAM)
+register_optimizer(torch.optim.Adamax, degree=0, state={"exp_avg": 1, "exp_inf": 1})
+# the momentum of RMSprop averages the normalised gradient, which has degree 0
+register_optimizer(torch.optim.RMSprop, degree=0, state={"square_avg": 2, "grad_avg": 1, "momentum_buffer": 0})
+register_optimizer(torch.optim.Adagrad, degree=0, state={"sum": 2})
+register_optimizer(torch.optim.Muon, degree=0, state={"momentum_buffer": 1}, scaling=muon_scaling, entrywise=False)

@@ -1,0 +1,186 @@
+"""Two models of one architecture walked side by side: their modules, parameters and buffers in pairs, by name."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mupscale.widening import modules
+from mupscale.widening.width_table import merged_table
+
+
+class Use(NamedTuple):
+    """One parameter of the two models, with every module that holds it."""
+
+    names: tuple[str, ...]
+    narrow: Tensor
+    wide: Tensor
+    owners: tuple[tuple[str, nn.Module, nn.Module, str], ...]
+    """(module name, narrow module, wide module, attribute) for each place."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def narrow_shape(self) -> tuple[int, ...]:
+        return tuple(self.narrow.shape)
+
+    @property
+    def wide_shape(self) -> tuple[int, ...]:
+        return tuple(self.wide.shape)
+
+    @property
+    def growing(self) -> tuple[int, ...]:
+        return tuple(i for i, (n, w) in enumerate(zip(self.narrow_shape, self.wide_shape, strict=True)) if n != w)
+
+
+class Survey:
+    """The two models walked side by side, refused where they are not two widths of one architecture.
+
+    `width_axes` names axes that are width although their size is the same in both models (the muP table knows them).
+    """
+
+    def __init__(
+        self, narrow: nn.Module, wide: nn.Module, width_axes: Mapping[str, Sequence[bool]] | None = None
+    ) -> None:
+        self.modules = _pair_modules(narrow, wide)
+        self.uses = _pair_parameters(self.modules, narrow, wide)
+        self._first_names = {alias: use.name for use in self.uses for alias in use.names}
+        self.buffers = _pair_buffers(narrow, wide)
+        self.width_axes = {**_known_width_axes(narrow), **_known_width_axes(wide), **(width_axes or {})}
+
+    def parameter_names(self) -> dict[str, str]:
+        """Every name a parameter goes by, and the first of them."""
+        return self._first_names
+
+    def width_of(self, use: Use) -> list[int]:
+        """The width axes of a parameter: those that grow, and those the muP table knows."""
+        known = self.width_axes.get(use.name) or (False,) * use.narrow.ndim
+        return [axis for axis in range(use.narrow.ndim) if axis in use.growing or known[axis]]
+
+    def refuse_reparametrised(self) -> None:
+        for name, module, _ in self.modules:
+            reason = modules.why_reparametrised(name or "(the model)", module)
+            if reason:
+                raise ValueError(reason)
+
+    def refuse_inexact_modules(self) -> None:
+        self.refuse_reparametrised()
+        for name, before, after in self.modules:
+            reason = modules.why_not_exact(name or "(the model)", before, after)
+            if reason:
+                raise ValueError(reason)
+
+    def caveats(self, in_blocks: Sequence[str]) -> Iterator[str]:
+        """What a reader of the plan should know; `in_blocks` are the parameters that are duplicated in blocks."""
+        for name, before, after in self.modules:
+            heads = modules.growing_heads(before, after)
+            if heads and not any(parameter.startswith(f"{name}." if name else "") for parameter in in_blocks):
+                yield f"{name or '(the model)'}: {heads}; its projections need blocks of whole heads"
+            text = modules.caveat(before, after)
+            if text:
+                yield f"{name or '(the model)'}: {text}"
+            for attribute in before._non_persistent_buffers_set:
+                buffer, other = before._buffers[attribute], after._buffers[attribute]
+                if buffer is None or other is None or buffer.is_meta or other.is_meta or buffer.shape != other.shape:
+                    continue
+                if not torch.equal(buffer, other.to(buffer)):
+                    yield (
+                        f"{name + '.' * bool(name)}{attribute}: this buffer differs between the models and is not "
+                        "saved; the wide "
+                        "model gets the narrow value, and loses it when it is rebuilt from a checkpoint"
+                    )
+
+
+def some_names(names: Iterable[str]) -> str:
+    shown = list(names)[:6]
+    return ", ".join(map(repr, shown)) + ", ..." * (len(list(names)) > 6)
+
+
+def _pair_modules(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
+    wide_modules = dict(wide.named_modules())
+    narrow_modules = dict(narrow.named_modules())
+    _same_names("module", narrow_modules, wide_modules)
+    pairs = [(name, module, wide_modules[name]) for name, module in narrow_modules.items()]
+    for name, before, after in pairs:
+        if type(before).__qualname__ != type(after).__qualname__:
+            raise ValueError(
+                f"module {name!r} is a {type(before).__qualname__} in the narrow model, a {type(after).__qualname__} "
+                "in the wide one. "
+                "Build both from the same class and options"
+            )
+    return pairs
+
+
+def _pair_parameters(pairs: list[tuple[str, nn.Module, nn.Module]], narrow: nn.Module, wide: nn.Module) -> list[Use]:
+    wide_named = dict(wide.named_parameters(remove_duplicate=False))
+    narrow_named = dict(narrow.named_parameters(remove_duplicate=False))
+    _same_names("parameter", narrow_named, wide_named)
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in narrow_named.items():
+        names_of.setdefault(id(parameter), []).append(name)
+        if is_lazy(parameter) or is_lazy(wide_named[name]):
+            raise ValueError(f"parameter {name!r} is a lazy one without a shape: run a batch through both models first")
+    owners: dict[int, list[tuple[str, nn.Module, nn.Module, str]]] = {}
+    for module_name, before, after in pairs:
+        for attribute, held in before._parameters.items():
+            if held is not None:
+                owners.setdefault(id(held), []).append((module_name, before, after, attribute))
+    wide_ids = {id(parameter) for parameter in wide_named.values()}
+    uses = []
+    for key, names in names_of.items():
+        source, target = narrow_named[names[0]], wide_named[names[0]]
+        if any(wide_named[name] is not target for name in names) or sum(
+            p is target for p in wide_named.values()
+        ) != len(names):
+            raise ValueError(
+                f"parameter {names[0]!r} is tied in one of the models only (narrow: {names}). Tie, or untie, it in both"
+            )
+        if key in wide_ids:
+            raise ValueError(f"parameter {names[0]!r} belongs to both models: build the wide one by itself")
+        if source.ndim != target.ndim:
+            raise ValueError(
+                f"parameter {names[0]!r} has shape {tuple(source.shape)} in the narrow model, {tuple(target.shape)} in "
+                "the wide one. "
+                "Build both from the same class and options"
+            )
+        uses.append(Use(tuple(names), source, target, tuple(owners[key])))
+    return uses
+
+
+def _pair_buffers(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
+    wide_named = dict(wide.named_buffers())
+    narrow_named = dict(narrow.named_buffers())
+    _same_names("buffer", narrow_named, wide_named)
+    for name, buffer in narrow_named.items():
+        if is_lazy(buffer) or is_lazy(wide_named[name]):
+            raise ValueError(f"buffer {name!r} is a lazy one without a shape: run a batch through both models first")
+        if buffer.ndim != wide_named[name].ndim:
+            raise ValueError(
+                f"buffer {name!r} has shape {tuple(buffer.shape)} in the narrow model, {tuple(wide_named[name].shape)} "
+                "in the wide one. "
+                "Build both from the same class and options"
+            )
+    return [(name, buffer, wide_named[name]) for name, buffer in narrow_named.items()]
+
+
+def _same_names(what: str, narrow: Mapping[str, object], wide: Mapping[str, object]) -> None:
+    if set(narrow) != set(wide):
+        only_narrow, only_wide = sorted(set(narrow) - set(wide)), sorted(set(wide) - set(narrow))
+        raise ValueError(
+            f"the models are not two widths of one architecture (different depth?): {what}s "
+            f"{some_names(only_narrow) or 'none'} are in "
+            f"the narrow one only, {some_names(only_wide) or 'none'} in the wide one only. Build both with the same "
+            "depth and options"
+        )
+
+
+def _known_width_axes(model: nn.Module) -> dict[str, tuple[bool, ...]]:
+    return {
+        name: tuple(size is not None for size in width.base)
+        for name, width in merged_table(model).items()
+        if width.base
+    }

@@ -1,0 +1,166 @@
+"""The paper's meta-algorithm over (model, optimizer): one public call, `upscale`."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mupscale.widening.mixed_axes import keep_reference_units
+from mupscale.widening.noise import Constants, Noise, add_noise_, save_constants
+from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
+from mupscale.widening.plan import Blocks, Plan, Roles
+from mupscale.widening.plan import plan as make_plan
+from mupscale.widening.sharding import gathered, whole
+from mupscale.widening.weights import (
+    materialise_,
+    materialise_recurrent_,
+    refuse_held,
+    release_,
+    remember_widths,
+    widen_,
+    widen_buffers_,
+)
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+@dataclass(frozen=True)
+class UpscaleReport:
+    """What `upscale` did."""
+
+    plan: Plan
+    optimizer: Optimizer | list[Optimizer] | None
+    """The optimizer, or the list of them, that continues the run on the wide model."""
+    noise: Constants = field(repr=False)
+    """σ̄ of every parameter, 0 where it got no noise."""
+    notes: tuple[str, ...]
+    """What keeps the wide run from continuing the narrow one exactly, noise aside."""
+    seconds: float
+
+    def save_noise(self, path: str | Path) -> None:
+        """Writes the noise constants to a JSON file that `RecordedNoise` reads."""
+        save_constants(self.noise, path)
+
+    def __str__(self) -> str:
+        entries = self.plan.parameters.values()
+        before, after = (
+            sum(math.prod(shape) for shape in shapes)
+            for shapes in zip(*((e.narrow_shape, e.wide_shape) for e in entries), strict=True)
+        )
+        noisy = sum(bool(torch.as_tensor(constant).any()) for constant in self.noise.values())
+        lines = [
+            f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; noise on {noisy} of "
+            f"{len(self.noise)} of them"
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+@torch.no_grad()
+def upscale(
+    narrow: nn.Module,
+    wide: nn.Module,
+    narrow_opt: Optimizers = None,
+    wide_opt: Optimizers = None,
+    *,
+    noise: Noise | None = None,
+    seed: int = 0,
+    roles: Roles | None = None,
+    blocks: Blocks | None = None,
+    consume: bool = False,
+) -> UpscaleReport:
+    """Writes the widened `narrow` into `wide`: weights, buffers, noise and optimizer state, all by name.
+
+    Without noise the wide model computes, and trains, exactly as the narrow one would have. `wide` may hold any values,
+    or sit on the meta device: it then gets memory where `narrow` is. With `wide_opt=None`, `report.optimizer` is a new
+    optimizer of the same class, hyperparameters rescaled relative to the narrow one's; a given `wide_opt` keeps its own
+    (muP: `apply_mup`) and receives the state. Both may be lists, paired in order. `consume=True` frees the narrow model
+    and its state tensor by tensor, so that memory peaks at the wide footprint plus one tensor.
+
+    Everything is checked before anything is written: after a ValueError both models are as they were.
+    """
+    start = time.perf_counter()
+    plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
+    narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
+    for before, after in zip(narrow_opts, wide_opts, strict=True):
+        check_transfer(plan, narrow, before, wide, after)
+    if noise is not None:
+        if not isinstance(noise, Noise):
+            raise ValueError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
+        noise.check(plan)
+    _refuse_non_finite(narrow)
+    refuse_held(wide, wide_opts)
+
+    materialise_recurrent_(wide, narrow)
+    constants: Constants = {}
+    targets = dict(wide.named_parameters())
+    for name, source in narrow.named_parameters():
+        entry, target = plan.parameters[name], targets[name]
+        assert isinstance(target, nn.Parameter)
+        if target.is_meta:
+            materialise_(target, source.device)
+        narrow_weight = gathered(source)
+        with whole(target) as weight:
+            widen_(weight, narrow_weight, entry)
+            constants[name] = add_noise_(weight, entry, noise, narrow_weight, seed) if noise is not None else 0.0
+        del narrow_weight
+        if consume:
+            release_(source)
+    widen_buffers_(plan, narrow, wide)
+    kept = {id(buffer) for buffer in wide.buffers()}
+    for buffer in narrow.buffers() if consume else ():
+        if id(buffer) not in kept:
+            release_(buffer)
+    remember_widths(plan, narrow, wide)
+    optimizers: list[Optimizer] = []
+    notes = list(plan.notes)
+    for before, given in zip(narrow_opts, wide_opts, strict=True):
+        after = continued_optimizer(plan, narrow, before, wide) if given is None else given
+        notes += off_the_rule(plan, narrow, before, wide, after)
+        transfer_state(plan, narrow, before, wide, after, consume=consume)
+        keep_reference_units(wide, after)
+        optimizers.append(after)
+    answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
+    return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start)
+
+
+def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimizer], list[Optimizer | None]]:
+    narrow_opts = _as_list(narrow_opt)
+    if wide_opt is None:
+        return narrow_opts, [None] * len(narrow_opts)
+    wide_opts = _as_list(wide_opt)
+    if len(wide_opts) != len(narrow_opts):
+        raise ValueError(
+            f"there are {len(narrow_opts)} narrow optimizers and {len(wide_opts)} wide ones; give one for each, in the "
+            "same order"
+        )
+    return narrow_opts, list(wide_opts)
+
+
+def _as_list(optimizers: Optimizers) -> list[Optimizer]:
+    if optimizers is None:
+        return []
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _refuse_non_finite(model: nn.Module) -> None:
+    named = [(name, p) for name, p in model.named_parameters() if p.numel() and p.is_floating_point()]
+    if any(parameter.is_meta for _, parameter in named):
+        raise ValueError("the narrow model is on the meta device: it has no weights to widen. Load them first")
+    if not named:
+        return
+    device = named[0][1].device
+    largest = [
+        gathered(torch.linalg.vector_norm(parameter, ord=math.inf)).to(device, torch.float64) for _, parameter in named
+    ]
+    finite = torch.isfinite(torch.stack(largest)).tolist()  # one wait for the device
+    for (name, parameter), good in zip(named, finite, strict=True):
+        if not good:
+            raise ValueError(
+                f"parameter {name!r} {tuple(parameter.shape)} of the narrow model has NaN or infinite entries; take an "
+                "earlier checkpoint"
+            )

@@ -1,0 +1,107 @@
+"""Weights and buffers (Step 1 of the paper's meta-algorithm): duplicated along width axes, weights divided by k_in."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mupscale.widening.layout import duplicate, duplicate_, reference_factor
+from mupscale.widening.modules import Side
+from mupscale.widening.plan import Plan, TensorPlan
+from mupscale.widening.width_table import Table, Width, merged_table, restore_infshapes, store_table
+
+
+def widen_(target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+    """Writes the widened weight into `target`: dup / k_in (Table 1, first column)."""
+    duplicate_(target, source, entry.layouts, entry.scales(out_power=0, in_power=-1))
+
+
+def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
+    """Buffers are statistics and tables of their units: duplicated, never rescaled."""
+    sources = dict(narrow.named_buffers())
+    real: dict[int, Tensor] = {}
+    for name, target in list(wide.named_buffers(remove_duplicate=False)):
+        owner, _, attribute = name.rpartition(".")
+        if target.is_meta:
+            if id(target) not in real:
+                real[id(target)] = torch.empty_like(target, device=sources[name].device)
+            wide.get_submodule(owner)._buffers[attribute] = real[id(target)]
+    for name, target in wide.named_buffers():
+        duplicate_(target, sources[name], plan.buffers[name].layouts)
+
+
+def materialise_(parameter: nn.Parameter, device: torch.device) -> None:
+    """Gives a meta parameter memory without changing its identity: ties, modules and optimizers keep holding it."""
+    real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+    real.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, real)
+
+
+def materialise_recurrent_(wide: nn.Module, narrow: nn.Module) -> None:
+    """Recurrent layers hold weak references to their parameters, which must be made anew; the layers see to that
+    themselves.
+    """
+    for name, module in wide.named_modules():
+        if isinstance(module, nn.RNNBase) and any(parameter.is_meta for parameter in module.parameters()):
+            module.to_empty(device=next(narrow.get_submodule(name).parameters()).device)
+    restore_infshapes(wide)
+
+
+def refuse_held(wide: nn.Module, optimizers: Sequence[Optimizer | None]) -> None:
+    """ValueError where a meta parameter cannot be given memory, because a graph or a weak reference holds on to it."""
+    anew = {id(p) for module in wide.modules() if isinstance(module, nn.RNNBase) for p in module.parameters()}
+    kept = {
+        id(p)
+        for optimizer in optimizers
+        if optimizer is not None
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    for name, parameter in wide.named_parameters():
+        if not parameter.is_meta or (id(parameter) in anew and id(parameter) not in kept):
+            continue
+        if weakref.getweakrefcount(parameter) or cast(Any, parameter)._use_count() > 1:
+            raise ValueError(
+                f"parameter {name!r} {tuple(parameter.shape)} of the wide model is on the meta device, and something "
+                "refers to it (an "
+                "output of the model, a weak reference), so it cannot be given memory. Drop that, or call "
+                "wide.to_empty(device=...) "
+                "before the optimizer is made"
+            )
+
+
+def release_(tensor: Tensor) -> None:
+    """Frees the memory of a narrow parameter or buffer that has been consumed."""
+    tensor.data = tensor.data.new_empty(0)
+    tensor.grad = None
+
+
+def remember_widths(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
+    """Leaves the width factors on the wide module, for clipping, where its own base shapes do not tell them."""
+    before, after = merged_table(narrow), merged_table(wide, mup_only=True)
+    widths = {}
+    for name, entry in plan.parameters.items():
+        old = before.get(name, Width())
+        grown = Width(old.m_out * entry.k_out, old.m_in * entry.k_in, old.base, _relative(entry, old))
+        width = after[name] if name in after and not grown.relative else grown
+        widths.update(dict.fromkeys(entry.names, width))
+    if any(widths[name] is not after.get(name) for name in widths):
+        store_table(wide, Table(bool(after) or bool(merged_table(narrow, mup_only=True)), widths))
+
+
+def _relative(entry: TensorPlan, old: Width) -> tuple[tuple[int, Side, tuple[float, ...]], ...]:
+    """The per-entry factors of mixed axes after this growth, on top of those of an earlier one."""
+    earlier = {axis: torch.tensor(row, dtype=torch.float64) for axis, _, row in old.relative}
+    answer = []
+    for axis, (layout, side) in enumerate(zip(entry.layouts, entry.sides, strict=True)):
+        reference = reference_factor(layout)
+        now = torch.cat(
+            [torch.full((piece.length,), piece.factor / reference, dtype=torch.float64) for piece in layout]
+        )
+        now = now * earlier.get(axis, 1.0)
+        if side and not bool((now == 1).all()):
+            answer.append((axis, side, tuple(duplicate(now, [layout]).tolist())))
+    return tuple(answer)

@@ -1,0 +1,77 @@
+"""The width table: for every parameter of a model, how many times its base width it is. It lives on the module, by
+name.
+
+mup keeps the same knowledge as an attribute of each Parameter, which deepcopy, EMA copies, `to_empty` and
+`load_state_dict(assign=True)` lose. A plain attribute of the module survives all of these, and pickling.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mup import InfDim, InfShape
+from torch import Tensor, nn
+
+from mupscale.widening.modules import Side
+
+_ATTRIBUTE = "_mupscale_table"
+
+
+@dataclass(frozen=True)
+class Width:
+    """One parameter: its produced and its summed width, in units of the base width."""
+
+    m_out: float = 1.0
+    m_in: float = 1.0
+    base: tuple[int | None, ...] = ()
+    """The base size of every axis, None where it is not width (muP only)."""
+    relative: tuple[tuple[int, Side, tuple[float, ...]], ...] = ()
+    """(axis, side, factor of each entry in units of the axis') where pieces of one axis grew by different factors."""
+
+    def relative_scale(self, side: Side, like: Tensor) -> Tensor:
+        """The relative factors of that side, broadcastable to the parameter."""
+        scale = like.new_ones([1] * like.ndim)
+        for axis, axis_side, row in self.relative:
+            if axis_side == side:
+                scale = scale * like.new_tensor(row).reshape([-1 if i == axis else 1 for i in range(like.ndim)])
+        return scale
+
+
+@dataclass(frozen=True)
+class Table:
+    mup: bool
+    """Whether hyperparameters follow muP from these widths; a plain model that was upscaled only remembers them for
+    clipping.
+    """
+    widths: dict[str, Width] = field(default_factory=dict)
+
+
+def store_table(model: nn.Module, table: Table) -> None:
+    object.__setattr__(model, _ATTRIBUTE, table)
+    restore_infshapes(model)
+
+
+def merged_table(model: nn.Module, *, mup_only: bool = False) -> dict[str, Width]:
+    """The tables of `model` and of the modules inside it (a network in a LightningModule, DDP or EMA wrapper), by full
+    name.
+    """
+    answer: dict[str, Width] = {}
+    for prefix, module in model.named_modules():
+        table = module.__dict__.get(_ATTRIBUTE)
+        if table and (table.mup or not mup_only):
+            for name, width in table.widths.items():
+                answer.setdefault(f"{prefix}.{name}" if prefix else name, width)
+    return answer
+
+
+def restore_infshapes(model: nn.Module) -> None:
+    """Gives the parameters back the `infshape` that mup's own layers and initialisers read, and the width that `MuAdam`
+    reads.
+    """
+    for name, width in merged_table(model, mup_only=True).items():
+        parameter: Any = model.get_parameter(name)
+        if len(width.base) != parameter.ndim:  # added after the base shapes were set: no width is known
+            continue
+        parameter.infshape = InfShape(
+            [InfDim(base, size) for base, size in zip(width.base, parameter.shape, strict=True)]
+        )
+        parameter.mup_width = width

@@ -1,0 +1,516 @@
+"""The coordinate check: the three models pass it; whatever scales wrongly with the width fails it by name; and the
+command.
+"""
+
+import csv
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import mupscale
+from mupscale.__main__ import main
+from mupscale.checks.coordinate_check import CoordCheck, Scan, _judged, coord_check, log_log_slope
+from mupscale.commands import coord_check as command
+from mupscale.models import gpt2
+from mupscale.models.base import WidthScalable
+from mupscale.models.gpt2 import GPT2
+from mupscale.models.mlp import MLP, MLPNet
+from mupscale.models.resnet import ResNet18
+from mupscale.widening import noise, optimizer_state
+
+WIDTHS = (32, 64, 128)
+SCANS = ("fresh", "doubled", "grown")
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.003)
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+
+
+def samples(shape: tuple[int, ...], rows: int = 32, count: int = 4, classes: int = 7) -> list[tuple[Tensor, Tensor]]:
+    """Noisy samples of a few prototypes, which a network can learn."""
+    generator = torch.Generator().manual_seed(0)
+    prototypes = torch.randn(classes, *shape, generator=generator)
+    labels = [torch.randint(classes, (rows,), generator=generator) for _ in range(count)]
+    return [(prototypes[y] + 0.5 * torch.randn(rows, *shape, generator=generator), y) for y in labels]
+
+
+def tokens(vocabulary: int, rows: int = 4, length: int = 17) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocabulary, (rows, length), generator=generator) for _ in range(4)]
+
+
+def check(module: WidthScalable, batches: list[Any], widths: tuple[int, ...] = WIDTHS, **settings: Any) -> CoordCheck:
+    def loss(net: nn.Module, batch: Any) -> Tensor:
+        module.net = net
+        return module.loss(batch)
+
+    def optimizer(net: nn.Module) -> Optimizer:
+        module.net = net
+        return module.configure_optimizers()
+
+    return coord_check(module.network, widths, **{"optimizer": optimizer, "batches": batches, "loss": loss} | settings)
+
+
+def check_mlp(kind: type[MLP] = MLP, optimizer: Callable[[Any], Optimizer] = adamw, **settings: Any) -> CoordCheck:
+    return check(kind(width=32, base_width=32, inputs=20, optimizer=optimizer), samples((20,)), **settings)
+
+
+def language_model(**settings: Any) -> GPT2:
+    return GPT2(
+        **{"width": 16, "layers": 1, "heads": 4, "vocabulary": 64, "context": 16, "optimizer": adamw} | settings
+    )
+
+
+def failing(answer: CoordCheck, scan: str) -> list[str]:
+    return [layer for layer, scans in answer.layers.items() if scans[scan].problem]
+
+
+def largest(answer: CoordCheck, *quantities: str) -> float:
+    """The slope that is farthest from zero, of all that are not zero throughout."""
+    slopes = [
+        getattr(s, quantity) for scans in answer.layers.values() for s in scans.values() for quantity in quantities
+    ]
+    return max(abs(slope) for slope in slopes if slope is not None)
+
+
+# --- what is right
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_the_mlp_passes(optimizer: Callable[[Any], Optimizer]) -> None:
+    answer = check_mlp(optimizer=optimizer)
+    assert answer.passed, str(answer)
+    assert list(answer.layers) == ["layers.0", "layers.1", "layers.2", "readout"]
+    assert answer.layers["readout"]["fresh"].output is None  # it begins at zero
+    assert largest(answer, "output", "update") < 0.15
+    assert [scan.widths for scan in answer.scans] == [(32, 64, 128), (64, 128, 256), (64, 128, 256)]
+
+
+def test_the_resnet_passes() -> None:
+    module = ResNet18(8, base_width=8, outputs=7, optimizer=adamw)
+    answer = check(module, samples((3, 8, 8), rows=16), (8, 16, 32), steps=2, seeds=2)
+    assert answer.passed, str(answer)
+    assert len(answer.layers) == 41  # every convolution, every norm and the readout
+    assert abs(answer.layers["readout"]["fresh"].update or math.inf) < 0.1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpt2_passes(tied: bool) -> None:
+    answer = check(language_model(tied=tied), tokens(64), noise=mupscale.AdditiveNoise(0.02))
+    assert answer.passed, str(answer)
+    assert largest(answer, "update") < 0.2
+    logits = answer.layers["head.readout"]["fresh"].output  # it is fused with the loss, and measured all the same
+    assert logits is not None
+    # tied, a token's own logit is no sum of random signs, and does not shrink
+    assert -0.45 < logits < -0.2 if tied else logits == pytest.approx(-0.5, abs=0.05)
+
+
+class Recurrent(WidthScalable):
+    """A language model with a table drawn from N(0, 1), as torch does, and tied: narrow ones begin with large and
+    random outputs.
+    """
+
+    def __init__(self, width: int, base_width: int = 32, **settings: Any) -> None:
+        super().__init__(width, base_width, **settings)
+
+    def build(self, width: int) -> nn.Module:
+        net = nn.ModuleDict(
+            {
+                "table": nn.Embedding(40, width),
+                "cell": nn.GRU(width, width),
+                "readout": mupscale.Readout(width, 40, False),
+            }
+        )
+        net["readout"].weight = net["table"].weight
+        return net
+
+    def loss(self, batch: Tensor) -> Tensor:
+        assert isinstance(self.net, nn.ModuleDict)
+        outputs = self.net["readout"](self.net["cell"](self.net["table"](batch[:, :-1].T))[0])
+        return F.cross_entropy(outputs.flatten(0, 1), batch[:, 1:].T.flatten())
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_updates_of_a_right_network_may_fall_towards_their_limit(optimizer: Callable[[Any], Optimizer]) -> None:
+    """What its initial outputs have of chance, its updates have as well."""
+    answer = check(Recurrent(32, optimizer=optimizer), tokens(40, rows=16, length=12))
+    assert answer.passed, str(answer)
+    assert answer.layers["readout"]["fresh"].update < -0.35
+
+
+# --- what is not
+
+
+class PlainMLP(MLP):
+    """With an ordinary linear layer as readout.
+
+    muP draws and trains it rightly, but noise on it is as large as on one that averages.
+    """
+
+    def build(self, width: Any) -> nn.Module:
+        net = MLPNet(20, [width] * 3, 7)
+        net.readout = nn.Linear(width, 7)
+        return net
+
+
+class SummingMLP(MLP):
+    """With a readout that sums over the width."""
+
+    def network(self, width: Any, *, meta: bool = False) -> nn.Module:
+        net = super().network(width, meta=meta)
+        net.readout.multiplier = 1.0
+        return net
+
+
+class UnscaledMLP(MLP):
+    """Trained as if there were no muP."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.net is not None
+        return self.optimizer_callable(self.net.parameters())
+
+
+class PartlyUnscaledMLP(MLP):
+    """One matrix of which has the same learning rate at every width."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        assert isinstance(self.net, MLPNet)
+        weight = self.net.layers[2].weight
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p is not weight]
+        optimizer.add_param_group({"params": [weight]})
+        return optimizer
+
+
+def test_a_readout_that_sums_is_named() -> None:
+    answer = check_mlp(SummingMLP)
+    assert list(answer.failing) == ["readout"]
+    assert 0.7 < answer.layers["readout"]["fresh"].update < 1  # 1 but for the bias
+    assert "readout: fresh: its update grows as width^+" in str(answer)
+    assert "FAILED in 1 of 4 layers, look first at readout" in str(answer)
+
+
+def test_a_plain_readout_is_named_once_noise_is_on_it() -> None:
+    answer = check_mlp(PlainMLP)
+    assert failing(answer, "fresh") == []
+    assert failing(answer, "doubled") == failing(answer, "grown") == ["readout"]
+    assert answer.layers["readout"]["doubled"].output == pytest.approx(0.5, abs=0.15)
+    assert check_mlp(PlainMLP, noise=None).passed
+
+
+def test_the_layer_to_look_at_is_where_outputs_go_wrong() -> None:
+    """SGD's updates depend on the size of gradients, so that those before a wrong readout fail with it."""
+    answer = check_mlp(PlainMLP, sgd)
+    assert next(iter(answer.failing)) == "layers.0"
+    assert answer.first == "readout"
+    assert "FAILED in 4 of 4 layers, look first at readout" in str(answer)
+
+
+def test_a_fused_readout_that_sums_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = GPT2.network
+
+    def network(self: GPT2, width: int) -> nn.Module:
+        net = original(self, width)
+        net.head.readout.multiplier = 1.0
+        return net
+
+    monkeypatch.setattr(GPT2, "network", network)
+    assert failing(check(language_model(tied=False), tokens(64), noise=None), "fresh") == ["head.readout"]
+    with pytest.raises(ValueError, match=r"'wte.weight' = 'head.readout.weight' is used in conflicting roles"):
+        check(language_model(), tokens(64))
+
+
+def test_unscaled_rates_are_named() -> None:
+    answer = check_mlp(UnscaledMLP)
+    assert failing(answer, "fresh")[:2] == [
+        "layers.1",
+        "layers.2",
+    ]  # Adam's rate for the first layer is the same at every width
+    assert answer.first == next(iter(answer.failing)) == "layers.1"
+    assert answer.layers["layers.2"]["fresh"].update > 0.5
+
+
+def test_one_unscaled_rate_is_named_first() -> None:
+    answer = check_mlp(PartlyUnscaledMLP)
+    assert next(iter(answer.failing)) == "layers.2"
+    assert {"layers.0", "layers.1"}.isdisjoint(answer.failing)
+
+
+def test_unscaled_rates_of_sgd_let_updates_vanish() -> None:
+    answer = check_mlp(UnscaledMLP, sgd)
+    assert failing(answer, "fresh")[0] == "layers.0"
+    assert answer.layers["layers.0"]["fresh"].update < -0.75
+    assert "its update vanishes as width^-" in answer.failing["layers.0"]
+
+
+def test_noise_of_the_wrong_scale_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "init_scale", lambda entry: 1.0)
+    answer = check_mlp(noise=mupscale.AdditiveNoise(0.3))
+    assert failing(answer, "fresh") == []
+    assert failing(answer, "doubled")[0] == failing(answer, "grown")[0] == "layers.1"
+    assert answer.layers["layers.1"]["doubled"].output == pytest.approx(0.5, abs=0.1)
+    assert answer.layers["layers.1"]["doubled"].output_fails
+
+
+@pytest.mark.parametrize(("key", "optimizer"), [("exp_avg", adamw), ("exp_avg_sq", adamw), ("momentum_buffer", sgd)])
+def test_state_in_the_wrong_units_shows_in_how_updates_depend_on_the_factor(
+    key: str, optimizer: Callable[[Any], Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = optimizer_state.rule_of
+
+    def broken(made: Optimizer) -> Any:
+        rule = original(made)
+        return replace(rule, state={**rule.state, key: 0})
+
+    monkeypatch.setattr(optimizer_state, "rule_of", broken)
+    answer = check_mlp(optimizer=optimizer)
+    assert failing(answer, "fresh") == failing(answer, "doubled") == []
+    assert len(failing(answer, "grown")) >= 3
+    slope = answer.layers["layers.1"]["grown"].update
+    assert slope is not None
+    assert slope < -0.4 if key == "exp_avg_sq" else slope > 0.4
+
+
+def test_weights_that_are_not_divided_show_in_how_outputs_depend_on_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mupscale.widening import upscale
+
+    original = upscale.widen_
+    monkeypatch.setattr(
+        upscale, "widen_", lambda target, source, entry: (original(target, source, entry), target.mul_(entry.k_in))
+    )
+    answer = check_mlp()
+    assert failing(answer, "fresh") == []
+    assert failing(answer, "grown")[0] == "layers.1"
+    assert answer.layers["layers.1"]["grown"].output > 0.75
+
+
+def test_attention_by_the_root_is_named_by_verify_and_not_by_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 / sqrt(head_dim) is wrong by a power that hardly shows at small widths; equivalence is broken at any."""
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        gpt2.F, "scaled_dot_product_attention", lambda *qkv, is_causal, scale: original(*qkv, is_causal=is_causal)
+    )
+    module, batches = language_model(), tokens(64)
+
+    def loss(net: nn.Module, batch: Tensor) -> Tensor:
+        return net(batch[:, :-1], batch[:, 1:])
+
+    made = lambda parameters: mupscale.apply_mup(adamw(parameters))  # noqa: E731
+    verdict = mupscale.verify(
+        module.network(16), module.network(32, meta=True), optimizer=made, batches=batches, loss=loss, steps=5
+    )
+    assert not verdict.passed
+    assert verdict.first_divergent == "blocks.0.attention"
+    assert check(module, batches, seeds=2).passed
+
+
+# --- measuring
+
+
+def test_a_slope_is_the_power_of_the_width() -> None:
+    widths = torch.tensor([10.0, 20.0, 80.0])
+    assert log_log_slope((10, 20, 80), 3 * widths**-0.5) == pytest.approx(-0.5)
+    assert log_log_slope((10, 20, 80), torch.zeros(3)) is None
+    assert log_log_slope((10, 20, 80), torch.tensor([1.0, 1.0, 0.0])) == -math.inf
+
+
+def test_scatter_over_seeds_is_no_failure() -> None:
+    """A slope fails where it is beyond the tolerance by more than its standard error."""
+    widths = torch.tensor([10.0, 20.0, 40.0], dtype=torch.float64)
+
+    def scan(*slopes: float) -> Scan:
+        sizes = torch.stack(
+            [(widths / 20) ** slope for slope in slopes]
+        )  # equal in the middle, so that the mean's slope is the mean
+        return Scan("fresh", "", (10, 20, 40), {"layer": sizes[:, :, None, None].expand(-1, -1, 2, 2)})
+
+    slope, error = scan(0.5, 0.2).slope("layer", 1)
+    assert slope == pytest.approx(0.35, abs=0.01)
+    assert error == pytest.approx(0.15, abs=1e-9)  # the deviation of two, 0.3 / sqrt(2), over sqrt(2)
+    assert not _judged(scan(0.5, 0.2), "layer", False).update_fails
+    assert _judged(scan(0.36, 0.34), "layer", False).update_fails
+    assert not _judged(scan(-0.45, -0.45), "layer", False).update_fails
+    assert _judged(scan(-0.55, -0.55), "layer", False).update_fails
+    assert not _judged(scan(-0.7, -0.7), "layer", True).update_fails
+    assert _judged(scan(-0.8, -0.8), "layer", True).update_fails
+    assert _judged(scan(-0.36, -0.34), "layer", False).output_fails
+    assert not _judged(scan(-0.36, -0.34), "layer", True).output_fails  # the network's own output may
+
+
+class Dropping(MLP):
+    """With norms that count batches, and chance."""
+
+    def build(self, width: Any) -> nn.Module:
+        return nn.Sequential(nn.Linear(20, width), nn.BatchNorm1d(width), nn.Dropout(0.5), mupscale.Readout(width, 7))
+
+
+class Even(MLP):
+    """Takes even widths only."""
+
+    def build(self, width: Any) -> nn.Module:
+        assert width % 2 == 0, f"width {width} is odd"
+        return super().build(width)
+
+
+def test_measuring_is_no_training() -> None:
+    """At a rate of zero nothing changes: neither by dropout nor by running statistics, which count the steps alone."""
+    nets: list[nn.Module] = []
+
+    def optimizer(net: nn.Module) -> Optimizer:
+        nets.append(net)
+        return mupscale.MuSGD(net, lr=0.0)
+
+    answer = check(Dropping(width=32, base_width=32), samples((20,)), optimizer=optimizer, seeds=1, noise=None)
+    assert answer.passed
+    assert all(s.update is None for scans in answer.layers.values() for s in scans.values())
+    assert [int(net[1].num_batches_tracked) for net in nets] == [4, 4, 4]
+    assert answer.layers["0"]["grown"].output == pytest.approx(0, abs=1e-6)  # without noise an upscale is exact
+
+
+@pytest.mark.parametrize("widths", [(), (32, 64), (32, 64, 64), (0, 32, 64)])
+def test_too_few_widths_are_refused(widths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="widths: a slope needs at least three different ones"):
+        check_mlp(widths=widths)
+
+
+@pytest.mark.parametrize("setting", ["steps", "seeds"])
+def test_nothing_to_measure_is_refused(setting: str) -> None:
+    with pytest.raises(ValueError, match=f"{setting} must be at least 1, got 0"):
+        check_mlp(**{setting: 0})
+
+
+def test_divergence_says_where() -> None:
+    (inputs, labels), *more = samples((20,))
+    with pytest.raises(
+        ValueError, match=r"at width 32, before any step, the output of layers\.0 is not finite: see the data"
+    ):
+        check(MLP(width=32, base_width=32, inputs=20), [(inputs.log(), labels), *more])
+    with pytest.raises(ValueError, match=r"at width 32, after step \d of 4, the output of \S+ is not finite"):
+        check_mlp(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))
+
+
+# --- the command
+
+
+def configuration(path: Path, model: str = "MLP", **arguments: Any) -> str:
+    settings = {
+        "width": 8,
+        "base_width": 16,
+        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
+        **arguments,
+    }
+    config = {
+        "trainer": {"accelerator": "cpu", "logger": False, "enable_progress_bar": False},
+        "model": {"class_path": model, "init_args": settings},
+        "data": {"class_path": "Covertype", "init_args": {"batch_size": 100}},
+    }
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+def refused(*arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main(["coord-check", *arguments])
+    assert isinstance(exit.value.code, str)
+    return exit.value.code
+
+
+def sizes(folder: Path) -> list[list[str]]:
+    with (folder / "coord_check.csv").open() as file:
+        return list(csv.reader(file))
+
+
+def test_the_command_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(
+        [
+            "coord-check",
+            "--config",
+            configuration(tmp_path / "c.yaml"),
+            "--widths",
+            "16,32,64",
+            "--seeds=2",
+            f"--out={tmp_path / 'out'}",
+        ]
+    )
+    told = capsys.readouterr().out
+    assert "passed: no layer's output or update grows or vanishes" in told
+    assert (tmp_path / "out/coord_check.png").read_bytes().startswith(b"\x89PNG")
+    rows = sizes(tmp_path / "out")
+    assert rows[0] == ["scan", "layer", "width", "step", "output", "update"]
+    assert len(rows) == 1 + 3 * 4 * 3 * 5  # scans, layers, widths, steps and the start
+    assert [row[:4] for row in rows if row[5] == "0.0"] == [
+        [scan, layer, str(width), "0"]
+        for scan, widths in zip(SCANS, ((16, 32, 64), (32, 64, 128), (32, 64, 128)), strict=True)
+        for layer in ("layers.0", "layers.1", "layers.2", "readout")
+        for width in widths
+    ]
+
+
+def test_the_command_fails_where_a_layer_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configuration(tmp_path / "c.yaml", f"{__name__}.UnscaledMLP")
+    with pytest.raises(SystemExit) as exit:
+        main(["coord-check", "--config", config, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path}"])
+    assert exit.value.code == 1
+    assert "look first at layers.1" in capsys.readouterr().out
+    assert (tmp_path / "coord_check.png").is_file()
+
+
+def test_a_warm_up_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "draw", lambda *_: None)
+    warm_up = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 1e-3}}
+    for name, arguments in (("constant", {}), ("warm_up", {"lr_scheduler": warm_up})):
+        config = configuration(tmp_path / f"{name}.yaml", **arguments)
+        main(["coord-check", "--config", config, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path / name}"])
+    assert sizes(tmp_path / "warm_up") == sizes(tmp_path / "constant")
+
+
+def test_the_configured_noise_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "draw", lambda *_: None)
+    config = configuration(tmp_path / "c.yaml")
+    callback = (
+        "--trainer.callbacks=[{class_path: UpscaleCallback, init_args: {at_step: 1, width: 16}}]"  # without noise
+    )
+    main(["coord-check", "--config", config, callback, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path}"])
+    starts = {tuple(row[1:3]): float(row[4]) for row in sizes(tmp_path) if row[0] == "grown" and row[3] == "0"}
+    assert starts["layers.2", "128"] == pytest.approx(starts["layers.2", "32"], rel=1e-5)
+
+
+def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configuration(tmp_path / "c.yaml")
+    assert (
+        refused("--config", config, "--widths=16,32")
+        == "error: widths: a slope needs at least three different ones, got 16, 32"
+    )
+    heads = ["--model=GPT2", "--model.width=8", "--model.heads=4", "--model.layers=1"]
+    assert (
+        refused(*heads, "--data=Covertype", "--widths=8,16,30")
+        == "error: --widths: width 30 is not divisible by 4 heads"
+    )
+    assert "does not correspond to a subclass of WidthScalable" in refused(
+        "--model=torch.nn.Linear", "--data=Covertype", "--widths=8,16,32"
+    )
+    assert "is not finite" in refused("--config", config, "--model.optimizer.init_args.lr=1e30", "--widths=8,16,32")
+    assert "error: --widths: width 25 is odd" in refused(
+        "--config", config, f"--model={__name__}.Even", "--widths=8,16,25"
+    )
+    for widths in ("8,16,x", "0,8,16"):
+        with pytest.raises(SystemExit):
+            main(["coord-check", "--config", config, f"--widths={widths}"])
+        assert f"wanted widths like 64,128,256,512, got '{widths}'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["coord-check", "--config", config, "--widths=8,16,32", f"--out={config}"])
+    assert f"--out {config} is not a folder" in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""The infinite-width limits: against the paper's equations written out, and against networks that the library trains
+and upscales.
+"""
+
+import math
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from paths import ROOT
+
+from mupscale.checks.limits import Limit, Run, four_layer_limit, three_layer_limit
+from mupscale.widening.noise import RecordedNoise, save_constants
+
+THEORY = runpy.run_path(str(ROOT / "docs/theory_figure.py"))
+
+
+def logistic_slope(y: float) -> float:
+    return -1 / (1 + math.exp(y))
+
+
+RUN = Run(logistic_slope, lr=0.3, steps=5, lr_up=0.2, steps_up=6, x=0.9, sigma=1.1)
+SQUARED = Run(lambda y: y - 2, lr=0.1, steps=4, lr_up=0.07, steps_up=5, x=1.2, sigma=0.8)
+
+
+def three_layers_by_the_paper(run: Run, A: float, C: float) -> Limit:
+    """Both recursions of Appendix "Example: 3-layer MLP", in its notation."""
+    T, g, g_up, x2, s = run.steps + 1, run.lr, run.lr_up, run.x**2, run.sigma
+    L: dict[int, float] = {}
+    y: dict[int, float] = {}
+    for t in range(T):
+        y[t] = -g * x2 * s**4 * sum(L[u] for u in range(t))
+        L[t] = run.slope(y[t])
+    for t in range(T, T + run.steps_up + 1):
+        y[t] = -g * x2 * s**4 * sum(L[u] for u in range(T - 1))
+        y[t] -= g_up * x2 * (s**2 + C**2) * (s**2 + A**2) * sum(L[u] for u in range(T, t))
+        L[t] = run.slope(y[t])
+    outputs = [y[t] for t in sorted(y)]
+    return Limit(outputs[:T], outputs[T:])
+
+
+class Paper(NamedTuple):
+    limit: Limit
+    M: list[float]
+    """M before the upscale, M + M′ after it."""
+    N: list[float]
+
+
+def four_layers_by_the_paper(run: Run, k: int, A: float, B: float, C: float, D: float) -> Paper:
+    """The recursions of Appendix "Example: 4-layer MLP", in its notation and with its sums."""
+    T, g, g_up, x2, s = run.steps + 1, run.lr, run.lr_up, run.x**2, run.sigma
+    s_A, s_D = s**2 + A**2, s**2 + D**2
+    L: dict[int, float] = {}
+    y: dict[int, float] = {}
+    M: dict[int, float] = {}
+    N: dict[int, float] = {}
+    M_: dict[int, float] = {}
+    N_: dict[int, float] = {}
+
+    def double_sum(first: int, end: int, X: dict[int, float]) -> float:
+        return sum(L[u] * sum(L[v] * X[v] for v in range(first, u)) for u in range(first, end))
+
+    for t in range(T):
+        M[t] = 1 + g**2 * x2 * s**4 * double_sum(0, t, M)
+        N[t] = -g * x2 * s**2 * sum(L[u] for u in range(t)) + g**2 * x2 * s**4 * double_sum(0, t, N)
+        y[t] = s**4 * N[t] - g * s**2 * sum(L[u] * (M[u] * M[t] * s**4 * x2 + N[u] * N[t] * s**4) for u in range(t))
+        L[t] = run.slope(y[t])
+    for t in range(T, T + run.steps_up + 1):
+        for X in (M, N):
+            crossing = g * s**2 * sum(L[v] * X[v] for v in range(T - 1)) * sum(L[u] for u in range(T, t))
+            X[t] = g**2 * x2 * s**4 * double_sum(0, T - 1, X) + g_up * x2 * s_D * (
+                crossing + g_up * s_A * double_sum(T, t, X)
+            )
+        N[t] -= g * x2 * s**2 * sum(L[u] for u in range(T - 1))
+        M_[t] = 1 + g_up**2 * x2 * s_D * s_A * double_sum(T, t, M_)
+        N_[t] = -g_up * x2 * s_D * (sum(L[u] for u in range(T, t)) - g_up * s_A * double_sum(T, t, N_))
+        y[t] = s**4 * (N[t] + N_[t]) + (s**2 * B**2 + s**2 * A**2 / k + A**2 * B**2) * N_[t]
+        for u in range(T - 1):
+            y[t] -= s**2 * g * L[u] * (M[u] * (M[t] + M_[t]) * s**4 * x2 + N[u] * (N[t] + N_[t]) * s**4)
+        for u in range(T, t):
+            overlap = x2 * s**4 * (M[u] + M_[u]) * (M[t] + M_[t]) + s**4 * (N[u] + N_[u]) * (N[t] + N_[t])
+            overlap += M_[u] * M_[t] * (s**2 * D**2 / k + s**2 * C**2 + C**2 * D**2) * x2
+            overlap += N_[u] * N_[t] * (s**2 * A**2 / k + s**2 * B**2 + A**2 * B**2)
+            y[t] -= s_A * g_up * L[u] * overlap
+        L[t] = run.slope(y[t])
+    outputs = [y[t] for t in sorted(y)]
+    sums = [[X[t] + X_.get(t, 0.0) for t in sorted(X)] for X, X_ in ((M, M_), (N, N_))]
+    return Paper(Limit(outputs[:T], outputs[T:]), *sums)
+
+
+def close(limit: Limit, expected: Limit) -> bool:
+    return all(
+        mine == pytest.approx(theirs, rel=1e-12, abs=1e-14) for mine, theirs in zip(limit, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("run", [RUN, SQUARED, replace(RUN, steps=0), replace(SQUARED, steps_up=0)])
+def test_three_layers_follow_the_papers_equations(run: Run):
+    assert close(three_layer_limit(run, noise_A=0.7, noise_C=0.5), three_layers_by_the_paper(run, A=0.7, C=0.5))
+
+
+@pytest.mark.parametrize("run", [RUN, SQUARED, replace(RUN, steps=0), replace(SQUARED, steps_up=0)])
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_four_layers_follow_the_papers_equations(run: Run, k: int):
+    limit = four_layer_limit(run, k, noise_A=0.7, noise_B=0.4, noise_C=1.3, noise_D=0.5)
+    assert close(limit, four_layers_by_the_paper(run, k, A=0.7, B=0.4, C=1.3, D=0.5).limit)
+
+
+@pytest.mark.parametrize("limit", [three_layer_limit, lambda run: four_layer_limit(run, 3)], ids=["three", "four"])
+def test_without_noise_training_goes_on(limit):
+    """Dynamic equivalence: the same learning rate on the widened network continues the narrow run."""
+    whole = limit(replace(RUN, steps=RUN.steps + RUN.steps_up, steps_up=0)).before
+    split = limit(replace(RUN, lr_up=RUN.lr))
+    assert split.before + split.after[1:] == pytest.approx(whole, rel=1e-12)
+
+
+def test_a_smaller_learning_rate_takes_back_the_noise_on_three_layers():
+    """The paper's relation γ σ⁴ = γ↑ (σ² + σ_C²)(σ² + σ_A²)."""
+    variance = RUN.sigma**2
+    lr_up = RUN.lr * variance**2 / ((variance + 0.5**2) * (variance + 0.7**2))
+    noisy = three_layer_limit(replace(RUN, lr_up=lr_up), noise_A=0.7, noise_C=0.5)
+    assert noisy.after == pytest.approx(three_layer_limit(replace(RUN, lr_up=RUN.lr)).after, rel=1e-12)
+
+
+def test_noise_does_not_move_the_output_but_what_follows():
+    limit = four_layer_limit(RUN, 2, noise_A=1, noise_B=1, noise_C=1, noise_D=1)
+    quiet = four_layer_limit(RUN, 2)
+    assert limit.after[0] == pytest.approx(limit.before[-1], rel=1e-12)
+    assert limit.after[1] - limit.after[0] > 2 * (quiet.after[1] - quiet.after[0])
+
+
+def steady_coefficients(noise_A: float, noise_D: float, lr_up: float) -> tuple[float, float]:
+    """M + M′ and N + N′ at the end, where the slope is constant, so that only the coefficients' own recursions are
+    compared.
+    """
+    run = Run(lambda y: -1.0, lr=0.1, steps=5, lr_up=lr_up, steps_up=5)
+    paper = four_layers_by_the_paper(run, 2, A=noise_A, B=0, C=0, D=noise_D)
+    return paper.M[-1], paper.N[-1]
+
+
+def test_the_coefficients_go_on_under_equal_noise_on_both_ends_only():
+    """The paper's condition, γ↑² (σ² + σ_D²)(σ² + σ_A²) = γ² σ⁴, is not enough: γ↑ (σ² + σ_D²) = γ σ² is needed as
+    well.
+    """
+    undisturbed = steady_coefficients(0, 0, 0.1)
+    assert steady_coefficients(1, 1, 0.1 / 2) == pytest.approx(undisturbed, rel=1e-12)
+    assert undisturbed == pytest.approx((1.4712, 1.1225), abs=1e-4)
+    assert steady_coefficients(0, 1, 0.1 / 2**0.5) == pytest.approx((1.5790, 1.3550), abs=1e-4)
+    assert steady_coefficients(1, 0, 0.1 / 2**0.5) == pytest.approx((1.3950, 0.9581), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["three layers", "four layers"])
+def test_finite_networks_approach_the_limit_as_one_over_the_root_of_the_width(name: str):
+    before, after = THEORY["errors"](THEORY["examples"]()[name])
+    assert THEORY["log_log_slope"](before) == pytest.approx(-0.5, abs=0.15)
+    assert THEORY["log_log_slope"](after) == pytest.approx(-0.5, abs=0.15)
+
+
+@pytest.mark.parametrize("layers", ["CBA", "DCBA"])
+def test_each_weights_noise_acts_as_the_limit_says(layers: str, tmp_path: Path):
+    """With a σ_Δ for every weight and k = 3; the mean over networks must be within what their spread allows."""
+    noise = {"A": 1.2, "B": 0.8, "C": 0.5, "D": 1.6} if len(layers) == 4 else {"A": 1.2, "B": 0.8, "C": 0.5}
+    save_constants({f"{name}.weight": std for name, std in noise.items()}, tmp_path / "noise.json")
+    run = Run(logistic_slope, lr=0.1, steps=4, lr_up=0.05, steps_up=6, x=0.9)
+    if len(layers) == 4:
+        limit = four_layer_limit(run, 3, noise_A=1.2, noise_B=0.8, noise_C=0.5, noise_D=1.6)
+    else:
+        limit = three_layer_limit(run, noise_A=1.2, noise_C=0.5)
+    runs = [
+        THEORY["finite_width"](layers, run, 256, 3, RecordedNoise(tmp_path / "noise.json"), seed).after
+        for seed in range(64)
+    ]
+    gains = torch.tensor([after[-1] - after[0] for after in runs], dtype=torch.float64)
+    assert gains.mean().item() == pytest.approx(
+        limit.after[-1] - limit.after[0], abs=3 * gains.std().item() / len(runs) ** 0.5
+    )

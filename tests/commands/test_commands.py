@@ -1,0 +1,346 @@
+"""The command line: shipped configurations, composition, every command from narrow and wide checkpoints."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from paths import ROOT
+
+from mupscale.__main__ import main
+from mupscale.commands.fit import parsed
+from mupscale.commands.resume import newest_checkpoint
+from mupscale.models.mlp import MLP
+
+CONFIGS = ROOT / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
+BRIEF = [
+    "--trainer.max_steps=6",
+    "--trainer.limit_val_batches=1",
+    "--trainer.val_check_interval=2",
+    "--trainer.enable_progress_bar=false",
+]
+
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+class Marker(Callback):
+    """One to be found in a list."""
+
+
+def upscale(at_step: int, width: int) -> dict[str, Any]:
+    noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
+    return {"class_path": "UpscaleCallback", "init_args": {"at_step": at_step, "width": width, "noise": noise}}
+
+
+def small(path: Path, *callbacks: dict[str, Any], **trainer: Any) -> str:
+    """A configuration that takes a second: width 8, a few steps."""
+    config = {
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": 6,
+            "val_check_interval": 3,
+            "limit_val_batches": 1,
+            "limit_test_batches": 1,
+            "limit_predict_batches": 1,
+            "enable_progress_bar": False,
+            "logger": {"init_args": {"name": "small"}},
+            "callbacks": list(callbacks),
+            **trainer,
+        },
+        "model": {"class_path": "MLP", "init_args": {"width": 8, "base_width": 8}},
+        "data": {"class_path": "Covertype", "init_args": {"batch_size": 500}},
+        "checkpoint": {"every_n_train_steps": 2, "save_top_k": -1},
+    }
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+def refused(*arguments: str) -> str:
+    """The one line of a command that fails."""
+    with pytest.raises(SystemExit) as exit:
+        main(list(arguments))
+    assert isinstance(exit.value.code, str)  # which python prints, and exits with 1
+    assert "\n" not in exit.value.code
+    return exit.value.code
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configuration_runs(config: Path, tmp_path: Path) -> None:
+    settings = yaml.safe_load(config.read_text())
+    for index, callback in enumerate(
+        c for c in settings["trainer"].get("callbacks", []) if c["class_path"].endswith("UpscaleCallback")
+    ):
+        callback["init_args"]["at_step"] = 1 + index
+    copy = tmp_path / "config.yaml"
+    copy.write_text(yaml.safe_dump(settings))
+    main(["fit", "--config", str(copy), *BRIEF])
+    path, checkpoint = newest_checkpoint(Path("runs"))
+    assert path is not None
+    assert checkpoint["global_step"] == 6
+
+
+def test_quickstart_ends_by_telling_what_happened(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["fit", "--config", small(tmp_path / "c.yaml", upscale(3, 16))])
+    told = capsys.readouterr().out
+    assert "step 3: width 8 → 16" in told
+    assert "just before" in told
+    assert "tensorboard --logdir runs/small/version_0" in told
+    assert "val/loss" in told
+
+
+def test_every_command_takes_narrow_and_wide_checkpoints(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(3, 16), upscale(5, 48))
+    main(["fit", "--config", config])
+    checkpoints = {
+        torch.load(p, weights_only=True)["hyper_parameters"]["width"]: p for p in Path("runs").rglob("*.ckpt")
+    }
+    assert checkpoints.keys() == {8, 16, 48}
+    for width, checkpoint in checkpoints.items():
+        for command in ("validate", "test", "predict"):
+            cli = parsed([command, "--config", config, "--ckpt_path", str(checkpoint)])
+            assert cli.model.width == width
+        assert MLP.load_from_checkpoint(checkpoint).width == width
+    predictions = [torch.load(path) for path in Path("runs").rglob("predictions.pt")]
+    assert len(predictions) == 3
+    assert all(torch.allclose(batch.sum(-1), torch.ones(500)) for file in predictions for batch in file)
+
+
+def test_fit_goes_on_from_a_checkpoint_in_a_new_folder(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(3, 16))
+    main(["fit", "--config", config])
+    main(["fit", "--config", config, "--ckpt_path", "runs/small/version_0/checkpoints/pre-upscale-3.ckpt"])
+    ours, theirs = (newest_checkpoint(Path("runs/small") / version)[1] for version in ("version_1", "version_0"))
+    assert all(torch.equal(ours["state_dict"][name], tensor) for name, tensor in theirs["state_dict"].items())
+
+
+def test_composition(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    more = tmp_path / "more.yaml"
+    more.write_text(
+        yaml.safe_dump({"trainer": {"max_steps": 8, "callbacks+": [{"class_path": "test_commands.Marker"}]}})
+    )
+    with pytest.raises(SystemExit) as exit:
+        main(
+            [
+                "fit",
+                "--config",
+                small(tmp_path / "c.yaml", upscale(3, 16)),
+                "--config",
+                str(more),
+                "--model.width=4",
+                "--print_config",
+            ]
+        )
+    assert exit.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"]["max_steps"] == 8
+    assert [c["class_path"].rpartition(".")[2] for c in printed["trainer"]["callbacks"]] == [
+        "UpscaleCallback",
+        "Marker",
+    ]
+    assert printed["model"]["init_args"]["width"] == 4
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(printed))
+    main(["fit", "--config", str(again)])  # what is printed runs
+    assert newest_checkpoint(Path("runs"))[1]["global_step"] == 8
+
+
+def test_saved_configuration_is_what_was_given(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(3, 16))
+    main(["fit", "--config", config])
+    run = Path("runs/small/version_0")
+    saved = (run / "config.yaml").read_text()
+    assert yaml.safe_load(saved)["model"]["init_args"]["width"] == 8
+    for path in run.rglob("*=6.ckpt"):
+        path.unlink()
+    main(["resume", str(run)])
+    assert (run / "config.yaml").read_text() == saved
+    main(["resume", str(run), "--trainer.max_steps=9"])
+    assert newest_checkpoint(run)[1]["global_step"] == 9
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 9
+    assert not list(Path("runs/small").glob("version_[1-9]"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model=Foo"], ["model", "Foo", "MLP"]),
+        (["--data=Foo"], ["data", "Foo", "Covertype"]),
+        (["--model.nope=3"], ["model", "nope"]),
+        (["--trainer.max_steps=many"], ["trainer.max_steps", "many"]),
+        (["--trainer.max_steps=100"], ["UpscaleCallback.at_step", "300", "trainer.max_steps"]),
+        (["--model.width=48"], ["UpscaleCallback.width", "256", "48"]),
+        (
+            [
+                "--model.lr_scheduler=CosineAnnealingLR",
+                "--model.lr_scheduler.T_max=9",
+                "--model.lr_scheduler.eta_min=1e-4",
+            ],
+            ["model.lr_scheduler", "eta_min"],
+        ),
+        (["--data.data_dir=/dev/null/nowhere"], ["data_dir", "/dev/null/nowhere"]),
+        (["--ckpt_path=last"], ["ckpt_path", "last", "mupscale resume"]),
+        (["--ckpt_path=/nowhere/x.ckpt"], ["ckpt_path", "/nowhere/x.ckpt", "mupscale resume"]),
+        (["--ckpt_path=."], ["ckpt_path", "mupscale resume ."]),
+    ],
+)
+def test_mistakes_are_told_in_a_line(arguments: list[str], told: list[str]) -> None:
+    message = refused("fit", "--config", QUICKSTART, *arguments)
+    assert all(part in message for part in told), message
+    assert not list(Path().rglob("*.ckpt"))
+
+
+def test_more_mistakes(tmp_path: Path) -> None:
+    assert "config" in refused("fit", "--config", "nope.yaml")
+    assert "model" in refused("fit")
+    config = small(tmp_path / "c.yaml")
+    main(["fit", "--config", config])
+    other = ["--model.inputs=54", "--model.hidden_layers=2"]
+    checkpoint = "runs/small/version_0/checkpoints/last.ckpt"
+    assert "hidden_layers" in refused("fit", "--config", config, *other, "--ckpt_path", checkpoint)
+    assert "hidden_layers" in refused("validate", "--config", config, *other, "--ckpt_path", checkpoint)
+    version = ["--trainer.logger.version=version_0"]
+    assert "resume runs/small/version_0" in refused("fit", "--config", config, *version)
+
+
+def test_resume_refuses_to_start_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not the folder of a run" in refused("resume", str(tmp_path))
+    main(["fit", "--config", small(tmp_path / "c.yaml")])
+    run = Path("runs/small/version_0")
+    capsys.readouterr()
+    main(["resume", str(run)])
+    assert "is finished" in capsys.readouterr().out
+    for path in run.rglob("*.ckpt"):
+        path.write_bytes(path.read_bytes()[:1000])
+    assert "no checkpoint that can be read" in refused("resume", str(run))
+
+
+def test_a_failure_that_is_no_mistake_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(*_: Any) -> None:
+        raise ValueError("deep inside")
+
+    config = small(tmp_path / "c.yaml")
+    monkeypatch.setattr(MLP, "training_step", explode)
+    with pytest.raises(ValueError, match="deep inside"):
+        main(["fit", "--config", config])
+
+
+def test_a_swap_that_fails_names_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(tmp_path / "c.yaml", upscale(3, 16))
+    main(["fit", "--config", config])
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            "mupscale.callbacks.upscale.upscale", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room"))
+        )
+        with pytest.raises(RuntimeError, match=r"no room.*pre-upscale-3\.ckpt"):
+            main(["fit", "--config", config])
+    main(["resume", "runs/small/version_1"])
+    ours, theirs = (newest_checkpoint(Path("runs/small") / version)[1] for version in ("version_1", "version_0"))
+    assert ours["global_step"] == theirs["global_step"] == 6
+    assert all(torch.equal(ours["state_dict"][name], tensor) for name, tensor in theirs["state_dict"].items())
+
+
+def test_a_run_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["fit", "--config", small(tmp_path / "c.yaml")])
+    for path in Path("runs").rglob("*=6.ckpt"):
+        path.unlink()
+    Path("elsewhere").mkdir()
+    Path("runs/small/version_0").rename("elsewhere/mine")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    main(["resume", "mine"])
+    assert newest_checkpoint(Path("mine"))[1]["global_step"] == 6
+    assert [path.name for path in Path().iterdir()] == ["mine"]
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    start = time.monotonic()
+    script = "import sys; from mupscale.__main__ import main; main(['--help']); assert 'torch' not in sys.modules"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert time.monotonic() - start < 5
+    assert all(command in told for command in ("fit", "resume", "validate", "plan", "verify", "upscale"))
+    with pytest.raises(SystemExit, match="there is no command"):
+        main(["nope"])
+
+
+def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew() -> None:
+    named = ["--config", QUICKSTART, *BRIEF, "--trainer.logger.version=one", "--trainer.callbacks=[]"]
+    assert "there is no checkpoint" in refused("fit", *named, "--model.init_from=missing.ckpt")
+    Path("half.ckpt").write_bytes(b"PK")
+    assert "half.ckpt is not a checkpoint, or a damaged one" in refused("fit", *named, "--model.init_from=half.ckpt")
+    folder = Path("runs/quickstart/one")
+    (folder / "events.out.tfevents.1.dead").write_text("what it logged")
+    assert (folder / "config.yaml").is_file()
+    main(["fit", *named])
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]["init_from"] is None
+    assert "dead" not in " ".join(path.name for path in folder.iterdir())
+    assert "has a run already" in refused("fit", *named)
+
+
+def test_what_was_logged_is_kept_with_its_run_and_goes_with_a_dead_attempt() -> None:
+    place = "init_args: {save_dir: runs, name: two, version: one}"
+    loggers = f"[{{class_path: TensorBoardLogger, {place}}}, {{class_path: CSVLogger, {place}}}]"
+    named = [
+        "--config",
+        QUICKSTART,
+        *BRIEF,
+        f"--trainer.logger={loggers}",
+        "--trainer.callbacks=[]",
+        "--trainer.log_every_n_steps=1",
+    ]
+    main(["fit", *named])
+    folder = Path("runs/two/one")
+    table, events = (folder / "metrics.csv").read_text(), next(folder.glob("events.*")).read_bytes()
+    assert "has a run already" in refused("fit", *named)
+    assert (folder / "metrics.csv").read_text() == table
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "events.out.tfevents.1.dead").write_bytes(events)
+    main(["fit", *named])  # the very same configuration
+    assert "dead" not in " ".join(path.name for path in folder.iterdir())
+    assert len((folder / "metrics.csv").read_text().splitlines()) == len(table.splitlines())
+
+
+class Silent(Logger):
+    """One of the user's own: `trainer.log_dir` is the folder of all its runs."""
+
+    def __init__(self, save_dir: str, name: str, version: str) -> None:
+        super().__init__()
+        self.place = save_dir, name, version
+
+    save_dir = property(lambda self: self.place[0])
+    name = property(lambda self: self.place[1])
+    version = property(lambda self: self.place[2])
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_a_run_with_a_logger_of_ones_own_has_a_folder_of_its_own() -> None:
+    def arguments(version: str) -> list[str]:
+        logger = f"{{class_path: {__name__}.Silent, init_args: {{save_dir: runs, name: mine, version: {version}}}}}"
+        return [
+            "--config",
+            QUICKSTART,
+            *BRIEF,
+            f"--trainer.logger={logger}",
+            "--trainer.callbacks=[]",
+            "--checkpoint.every_n_train_steps=2",
+        ]
+
+    for version in ("one", "two"):
+        main(["fit", *arguments(version)])
+    assert "runs/mine/one has a run already" in refused("fit", *arguments("one"))
+    main(["resume", "runs/mine/one", "--trainer.max_steps=8"])
+    steps = [newest_checkpoint(Path("runs/mine") / version)[1]["global_step"] for version in ("one", "two")]
+    assert steps == [8, 6]

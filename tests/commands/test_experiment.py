@@ -1,0 +1,565 @@
+"""Experiments: the protocol end to end, killed and resumed to the same numbers; processes; transfer and its verdict;
+bad files.
+"""
+
+import csv
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from paths import ROOT
+from test_commands import refused
+from test_kill_and_resume import Server
+from test_sweep import LR, NOISE, losses, small, table
+
+from mupscale.__main__ import main
+from mupscale.callbacks.trial_metric import TrialMetric
+from mupscale.commands.experiment import workers as experiment_workers
+from mupscale.commands.experiment.file import Growth, check, growths_of, read
+from mupscale.commands.experiment.parts import Sweep
+from mupscale.commands.experiment.protocols import Experiment, spread, verdict
+from mupscale.commands.experiment.transfer import Line, Panel, draw, shown_range
+from mupscale.commands.sweep import trial as sweep_trial
+from mupscale.commands.sweep.results import Results
+from mupscale.commands.sweep.study import Lease
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+ADDITIVE = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
+SIGNAL = {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}
+
+
+def upscale(trainer: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    """An experiment whose runs take a second or less: 20 steps, 6 an epoch."""
+    small(Path("c.yaml"), **(trainer or {}))
+    told = {
+        "protocol": "upscale",
+        "config": "c.yaml",
+        "small": [8, 16],
+        "target": [16, 32],
+        "seeds": [3, 4],
+        "noise": ADDITIVE,
+        "sweep_1": {LR: [0.001, 0.02]},
+        "sweep_2": {LR: [0.005], NOISE: [0.05, 5.0]},
+        **keys,
+    }
+    return {key: value for key, value in told.items() if value is not None}
+
+
+def transfer(**keys: Any) -> dict[str, Any]:
+    small(Path("c.yaml"))
+    told = {
+        "protocol": "transfer", "config": "c.yaml", "growths": [[8, 16], [16, 32]], "seeds": [3, 4], "noise": ADDITIVE,
+        "sweeps": {"noise": {NOISE: [0.05, 5.0]}}, **keys,
+    }  # fmt: skip
+    return {key: value for key, value in told.items() if value is not None}
+
+
+def file(told: Any) -> str:
+    Path("e.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
+    return "e.yaml"
+
+
+def config_of(run: Path) -> Any:
+    return yaml.safe_load((run / "config.yaml").read_text())
+
+
+def lr_of(run: Path) -> float:
+    return config_of(run)["model"]["init_args"]["optimizer"]["init_args"]["lr"]
+
+
+def swap_of(run: Path) -> Any:
+    (swap,) = (
+        c["init_args"] for c in config_of(run)["trainer"]["callbacks"] if c["class_path"].endswith("UpscaleCallback")
+    )
+    return swap
+
+
+def values(out: Path) -> dict[str, float]:
+    """The metric of every run under a folder, by its path."""
+    return {
+        str(path.parent.relative_to(out)): sweep_trial.result_of(path.parent)[0] for path in out.rglob("result.json")
+    }
+
+
+def starts(run: Path) -> list[int]:
+    """The steps at which a run was begun and resumed."""
+    return [int(step) for step in re.findall(r"^step (\d+):", (run / "log.txt").read_text(), re.MULTILINE)]
+
+
+@pytest.fixture
+def _without_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds."""
+    monkeypatch.setattr("mupscale.commands.report.write_report", lambda folders, out: [])
+
+
+@pytest.fixture
+def _without_figures_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Results, "draw", lambda *_: [])
+
+
+# --- the protocol
+
+
+def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mupscale.commands.report.draw.draw", lambda *_: [])  # takes seconds
+    out = Path("runs/experiments/e")
+    main(["experiment", file(upscale()), "--workers", "2", "--data.batch_size=900"])
+    told = capfd.readouterr().out
+    units = ["sweep_1, lr=0.001", "sweep_1, lr=0.02", "sweep_2, lr=0.005, std=0.05", "sweep_2, lr=0.005, std=5"]
+    units += [f"{role}, seed {seed}" for role in ("base", "scratch", "upscale") for seed in (3, 4)]
+    assert Counter(re.findall(r"^(.*): begins$", told, re.MULTILINE)) == dict.fromkeys(units, 1)
+    assert Counter(re.findall(r"^(.*): training loss", told, re.MULTILINE)) == dict.fromkeys(units, 1)
+    assert "10 of 10 runs left; tensorboard --logdir runs/experiments/e" in told
+    assert told.count("0 of 10 runs left\n") == 1
+
+    best = {name: min(table(out / name), key=lambda row: float(row["last_epoch"])) for name in ("sweep_1", "sweep_2")}
+    assert [len(table(out / name)) for name in best] == [2, 2]
+    lr, std = float(best["sweep_1"][LR]), float(best["sweep_2"][NOISE])
+    assert (lr, std) == (0.02, 0.05)
+    for trial in (out / "sweep_2/trials").iterdir():  # from the best trial of sweep 1
+        model = config_of(trial)["model"]["init_args"]
+        assert model["init_from"] == f"{out}/sweep_1/{best['sweep_1']['run']}/checkpoints/last.ckpt"
+        assert (model["width"], swap_of(trial)["width"], swap_of(trial)["at_step"]) == (8, 16, 0)
+    for seed in (3, 4):
+        base, scratch, upscaled = (out / role / f"seed={seed}" for role in ("base", "scratch", "upscale"))
+        assert [config_of(run)["seed_everything"] for run in (base, scratch, upscaled)] == [seed] * 3
+        assert [config_of(run)["model"]["init_args"]["width"] for run in (base, scratch, upscaled)] == [16, 32, 16]
+        assert [lr_of(run) for run in (base, scratch, upscaled)] == [lr, lr, 0.005]
+        assert config_of(upscaled)["model"]["init_args"]["init_from"] == f"{base}/checkpoints/last.ckpt"
+        assert (swap_of(upscaled)["width"], swap_of(upscaled)["noise"]["init_args"]["std"]) == (32, std)
+        assert [config_of(run)["data"]["init_args"]["batch_size"] for run in (base, scratch, upscaled)] == [900] * 3
+        assert sweep_trial.result_of(upscaled)[0] == pytest.approx(math.fsum(losses(upscaled)[-6:]) / 6, rel=1e-6)
+    described = json.loads((out / "experiment.json").read_text())
+    assert described["runs"][0] == {"role": "base", "seed": 3, "folder": "base/seed=3"}
+    assert [run["role"] for run in described["runs"]] == ["base", "base", "scratch", "upscale", "scratch", "upscale"]
+    assert described["sweeps"] == {"sweep_1": "sweep_1", "sweep_2": "sweep_2"}
+    assert "Upscaled ends" in (out / "report/index.html").read_text()
+
+    kept = (path for path in out.rglob("*") if path.is_file() and path.name != "lock" and path.parent.name != "report")
+    before = {path: path.stat().st_mtime_ns for path in kept}
+    (out / ".report-of-the-dead").mkdir()
+    main(["experiment", "e.yaml", "--data.batch_size=900"])
+    again = capfd.readouterr().out
+    assert not list(out.glob(".report-*"))
+    assert f"{out}: all 10 runs are done" in again
+    assert "begins" not in again
+    assert again.splitlines()[1:] == told.splitlines()[-6:]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    of = values(out)
+    mean = sum(of[f"upscale/seed={seed}"] for seed in (3, 4)) / 2
+    assert f"upscale      2  {mean:.5g} (" in again
+
+
+@pytest.mark.usefixtures("_without_a_report", "_without_figures_of_sweeps")
+def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = upscale({"max_steps": 120, "val_check_interval": 60, "check_val_every_n_epoch": None})
+    told |= {"seeds": [3], "metric": "last_100%", "sweep_1": {LR: [0.02]}, "sweep_2": {NOISE: [0.05]}}
+    arguments = ["experiment", file(told), "--checkpoint.every_n_train_steps=20", "--out"]
+    server = Server(tmp_path)
+    for role in ("sweep_2", "upscale"):  # each killed in its turn
+        process = server.start(*arguments, "killed")
+        while not list(Path("killed", role).glob("**/checkpoints/*step=[2-9]?.ckpt")):
+            os.kill(process, 0)  # it lives
+            time.sleep(0.005)
+        os.kill(process, signal.SIGKILL)
+        assert server.answer() == -signal.SIGKILL
+        assert not list(Path("killed", role).rglob("result.json"))
+        done = {path: path.stat().st_mtime_ns for path in Path("killed").rglob("result.json")}
+    server.process.communicate()
+    capfd.readouterr()
+    main([*arguments, "killed"])
+    assert re.findall(r"^(.*): begins$", capfd.readouterr().out, re.MULTILINE) == ["upscale, seed 3"]
+    assert {path: path.stat().st_mtime_ns for path in done} == done  # what was done was not done again
+    (trial,) = Path("killed/sweep_2/trials").iterdir()
+    for run in (trial, Path("killed/upscale/seed=3")):
+        first, second = starts(run)
+        assert first == 0
+        assert second >= 20
+    main([*arguments, "whole"])
+    assert values(Path("killed")) == values(Path("whole"))  # over all steps, those before the kills, too
+    assert len(values(Path("whole"))) == 5
+
+
+@pytest.mark.usefixtures("_without_a_report", "_without_figures_of_sweeps")
+def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
+    main(
+        [
+            "experiment",
+            file(upscale(noise=SIGNAL, seeds=[3], sweep_1=None, sweep_2={"UpscaleCallback.noise.t": [0.2]})),
+            "--out",
+            "o",
+        ]
+    )
+    recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": "o/sweep_2/noise.json"}}
+    assert swap_of(Path("o/upscale/seed=3"))["noise"] == recorded
+    assert [swap_of(run)["noise"]["class_path"] for run in Path("o/sweep_2/trials").iterdir()] == [SIGNAL["class_path"]]
+    assert lr_of(Path("o/upscale/seed=3")) == 0.01  # without sweep 1 the configuration's
+    model = config_of(next(Path("o/sweep_2/trials").iterdir()))["model"]["init_args"]
+    assert model["init_from"] == "o/small_base/seed=3/checkpoints/last.ckpt"
+    assert json.loads(Path("o/experiment.json").read_text())["sweeps"] == {
+        "small_base": "small_base",
+        "sweep_2": "sweep_2",
+    }
+    assert config_of(Path("o/small_base/seed=3"))["model"]["init_args"]["width"] == 8
+
+
+def test_what_is_laid_over_the_upscaled_runs_only() -> None:
+    laid = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.004}}}}}
+    description = read(Path(file(upscale(upscaled=laid))), ["--trainer.max_steps=30", "--model.optimizer.lr=0.02"])
+    grown = description.config(description.grown(description.growths[1], Path("b.ckpt")), description.upscaled)
+    rates = [config["model"]["init_args"]["optimizer"]["init_args"]["lr"] for config in (description.config(), grown)]
+    assert rates == [0.02, 0.004]  # an option is laid over the configuration, and under what the experiment says
+    assert grown["trainer"]["max_steps"] == 30
+    inline = read(Path(file(upscale(config=["c.yaml", {"data": {"init_args": {"batch_size": 77}}}]))), [])
+    assert inline.config()["data"]["init_args"]["batch_size"] == 77
+    assert inline.config({"data": {"init_args": {"batch_size": 78}}})["data"]["init_args"]["batch_size"] == 78
+
+
+def test_a_base_that_diverges_is_an_error_and_other_runs_are_results() -> None:
+    message = refused("experiment", file(upscale(sweep_1=None)), "--out", "o", "--model.optimizer.lr=1e7")
+    assert all(
+        part in message for part in ("o/small_base/seed=3 diverged", "model.optimizer.lr", "sweep_1", "--out")
+    ), message
+    assert "small_base/seed=3 diverged" in refused("experiment", "e.yaml", "--out", "o", "--model.optimizer.lr=1e7")
+    whole = Experiment(Path("p"), read(Path("e.yaml"), []))
+    for part, value in zip(whole.parts, ("1", "1", "1", None, "inf", "inf", "inf", "inf"), strict=True):
+        part.folder.mkdir(parents=True)
+        (part.folder / "best.yaml").touch()
+        if value is not None:
+            (part.folder / "result.json").write_text(json.dumps({"value": value, "seconds": 1.0}))
+    assert whole.finished
+    (whole.parts[1].folder / "result.json").write_text('{"value": "inf", "seconds": 1.0}')
+    with pytest.raises(ValueError, match="p/base/seed=3 diverged"):
+        whole.take()
+    assert "all 1 trials diverged" in refused("experiment", file(upscale(sweep_1={LR: [1e7]})), "--out", "q")
+    assert not Path("q/base").exists()
+
+
+def test_the_verdict_in_words() -> None:
+    inf = math.inf
+    assert (
+        verdict({0: 0.5, 1: 0.5}, {0: 1.0, 1: 1.0})
+        == "Upscaled ends below from-scratch in each seed, on average by 50.0%."
+    )
+    assert (
+        verdict({0: 0.5, 1: 1.2}, {0: 1.0, 1: 1.0})
+        == "Upscaled ends below from-scratch in 1 of 2 seeds only, on average by 15.0%."
+    )
+    assert (
+        verdict({0: 0.9, 1: 1.2}, {0: 1.0, 1: 1.0})
+        == "Upscaled ends below from-scratch in 1 of 2 seeds only, and not on average."
+    )
+    assert verdict({0: inf, 1: 1.0}, {0: 1.0, 1: 1.0}) == "Upscaled does not end below from-scratch in any seed."
+    assert verdict({0: 1.0}, {0: inf}) == "Upscaled ends below from-scratch in each seed."
+    assert spread([1.0, inf, 2.0]) == "1.5 (1–2), 1 diverged"
+    assert spread([inf]) == "all diverged"
+
+
+def test_the_plan_tells_what_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["experiment", file(upscale()), "--out", "o", "--plan"])
+    assert not Path("o").exists()
+    assert "10 of 10 runs left" in capsys.readouterr().out
+    for folder in ("base/seed=3", "leases", "sweep_1/leases"):
+        Path("o", folder).mkdir(parents=True)
+    Path("o/lock").touch()
+    Path("o/base/seed=3/result.json").write_text('{"value": "0.5", "seconds": 1.0}')
+    Path("o/sweep_1/trials.csv").write_text("trial,last_epoch\n0,0.5\n")
+    leases = [Lease(Path("o/leases/scratch-4")), Lease(Path("o/sweep_1/leases/1"))]
+    main(["experiment", "e.yaml", "--out", "o", "--plan"])
+    rows = [line.split("  after")[0].rsplit(maxsplit=3) for line in capsys.readouterr().out.splitlines()[1:-1]]
+    for lease in leases:
+        lease.release()
+    assert {name: tuple(map(int, numbers)) for name, *numbers in rows} == {
+        "sweep_1": (2, 1, 1), "base, seed 3": (1, 1, 0), "base, seed 4": (1, 0, 0), "scratch, seed 3": (1, 0, 0),
+        "scratch, seed 4": (1, 0, 1), "sweep_2": (2, 0, 0), "upscale, seed 3": (1, 0, 0), "upscale, seed 4": (1, 0, 0),
+    }  # fmt: skip
+
+
+# --- transfer
+
+
+@pytest.mark.usefixtures("_without_figures_of_sweeps")
+def test_transfer_from_end_to_end(capfd: pytest.CaptureFixture[str]) -> None:
+    main(["experiment", file(transfer()), "--out", "o"])
+    told = capfd.readouterr().out
+    assert told.count(": begins\n") == 4 + 4
+    for growth, base in (("8-16", 8), ("16-32", 16)):
+        runs = list(Path("o", growth, "noise/trials").iterdir())
+        assert len(runs) == 4
+        for run in runs:
+            seed = run.name.rpartition("=")[2]
+            assert (
+                config_of(run)["model"]["init_args"]["init_from"] == f"o/{base}/base/seed={seed}/checkpoints/last.ckpt"
+            )
+            assert swap_of(run)["width"] == 2 * base
+    with open("o/transfer.csv") as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == 4
+    of = values(Path("o"))
+    for row in rows:
+        name = f"std={float(row['value']):g}"
+        folder = f"{row['before']}-{row['after']}/{row['sweep']}/trials"
+        pair = [
+            next(v for k, v in of.items() if k.startswith(folder) and k.endswith(f"_{name},seed={seed}"))
+            for seed in (3, 4)
+        ]
+        assert [float(row["seed 3"]), float(row["seed 4"]), float(row["last_epoch"])] == [*pair, sum(pair) / 2]
+    assert {(row["sweep"], row["value"]) for row in rows if row["optimum"]} == {("noise", "0.05")}
+    assert f"noise: the optimum of {NOISE} stays in its cell (0.05 at 8 → 16, 0.05 at 16 → 32): it transfers\n" in told
+    assert Path("o/transfer.pdf").exists()
+    described = json.loads(Path("o/experiment.json").read_text())
+    assert described["runs"][0] == {"role": "base", "seed": 3, "folder": "8/base/seed=3"}
+    assert list(described["sweeps"]) == ["8-16/noise", "16-32/noise"]
+
+
+def panel(*optima: int) -> Panel:
+    """Made up: five values, the optimum of each width where it is told."""
+    levels = [0.1, 0.2, 0.4, 0.8, 1.6]
+    lines = [
+        Line(Growth(2**i, 2 ** (i + 1)), {v: [1.0 + abs(j - best), 1.2 + abs(j - best)] for j, v in enumerate(levels)})
+        for i, best in enumerate(optima)
+    ]
+    return Panel("lr", LR, levels, lines)
+
+
+def test_the_verdict_of_transfer() -> None:
+    assert [panel(*optima).moved for optima in ((2, 2, 2), (1, 2, 1), (1, 2, 3), (3, 1))] == [0, 1, 2, 2]
+    assert "moves by 1 cell of the grid (0.2 at 1 → 2, 0.4 at 2 → 4): it transfers" in panel(1, 2).verdict()
+    assert "moves by 2 cells of the grid (0.2 at 1 → 2, 0.8 at 2 → 4): it does not transfer" in panel(1, 3).verdict()
+    assert "edge" not in panel(1, 3).verdict()
+    assert "at 1 of 2 widths it is at the edge of the grid" in panel(0, 1).verdict()
+    moving = panel(1, 3)
+    moving.lines[0].values[1.6] = [math.inf]
+    moving.lines[1].values[0.1] = [1000.0, 1000.0]
+    assert [line.optimum for line in moving.lines] == [0.2, 0.8]
+    low, high = shown_range(moving)
+    assert low < 1.1
+    assert 3.2 < high < 3.6  # three times the optima, 1.1; not the thousand
+    assert [path.name for path in draw(Path("t"), [moving, panel(2, 2)], "loss")] == ["t.png", "t.pdf"]
+
+
+# --- processes
+
+
+def fake_worker(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Workers that do what a shell script says."""
+    Path("worker").write_text(f"#!/bin/sh\n{script}\n")
+    Path("worker").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(Path("worker").absolute()))
+
+
+def test_workers_share_the_gpus_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    fake_worker(monkeypatch, 'echo "$CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS $*" > told-$$')
+    experiment_workers.supervise(["e.yaml", "--out", "o"], 5, ["4", "7"])
+    told = [path.read_text() for path in Path().glob("told-*")]
+    threads = max(1, (os.cpu_count() or 1) // 5)
+    command = "-m mupscale experiment e.yaml --out o --workers=1 --child\n"
+    assert sorted(told) == [f"{gpu} {threads} {command}" for gpu in (4, 4, 4, 7, 7)]
+
+
+def test_a_worker_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_worker(
+        monkeypatch,
+        "if [ $CUDA_VISIBLE_DEVICES = 0 ]; then echo $$ > other; exec sleep 60; fi; while [ ! -s other ]; do :; done; "
+        "exit 3",
+    )
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"worker 1 failed.*the same command goes on"):
+        experiment_workers.supervise([], 2, ["0", "1"])
+    assert time.monotonic() - start < 5
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("other").read_text()), 0)
+
+
+def test_a_worker_that_is_killed_leaves_its_run_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_worker(monkeypatch, "if [ $CUDA_VISIBLE_DEVICES = 0 ]; then kill -9 $$; fi")
+    experiment_workers.supervise([], 2, ["0", "1"])
+    assert "worker 0 was killed (signal 9)" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="all workers were killed"):
+        experiment_workers.supervise([], 2, ["0"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_stops_its_workers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # for a minute, and not for ever, should nobody stop it
+    fake_worker(
+        monkeypatch,
+        f"trap '' TERM; echo $$ > child; kill -{number} {os.getpid()}; for i in $(seq 60); do sleep 1; done",
+    )
+    monkeypatch.setattr(experiment_workers, "PATIENCE", 0.3)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have their background jobs ignore
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            experiment_workers.supervise([], 1, [])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("child").read_text()), 0)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_long_run_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with sweep_trial.progress("base, seed 0"):
+        tell = TrialMetric.progress
+        assert tell is not None
+        for step in range(1000, 6001, 1000):
+            now[0] += 25
+            tell(step, 100_000, 0.0612345)
+    assert TrialMetric.progress is None
+    assert capsys.readouterr().out.splitlines() == [  # 40 steps a second
+        "base, seed 0: step 3,000 of 100,000, loss 0.06123, 40 min left",
+        "base, seed 0: step 6,000 of 100,000, loss 0.06123, 39 min left",
+    ]
+
+
+# --- files
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/experiments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_experiments_are_accepted_without_data(path: Path) -> None:
+    Path("configs").symlink_to(ROOT / "configs")
+    description = read(Path("configs/experiments", path.name), ["--trainer.accelerator=cpu"])
+    check(description)
+    assert f"python -m mupscale experiment configs/experiments/{path.name}" in path.read_text()
+    assert not Path("data").exists()
+    if description.protocol == "transfer":  # what the sweep of the rate holds fixed lies within the sweep of the noise
+        levels, fixed = description.sweeps["noise"][0].values, description.told["noise"]["init_args"]["std"]
+        assert min(levels) < fixed < max(levels)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"protocol": "grow"}, ["protocol", "upscale or transfer", "grow"]),
+        ({"sweep_3": {}}, ["sweep_3", "sweep_2"]),
+        ({"target": None}, ["target", "needs"]),
+        ({"config": "nope.yaml"}, ["config", "nope.yaml"]),
+        ({"config": [1]}, ["config", "1"]),
+        ({"seeds": []}, ["seeds", "[]"]),
+        ({"seeds": [0, 0]}, ["seeds", "different"]),
+        ({"small": [8, 20]}, ["small", "multiple", "8 → 20"]),
+        ({"small": [16, 8]}, ["small", "multiple"]),
+        ({"small": [8, 8]}, ["small", "multiple"]),
+        ({"small": 8}, ["small", "two widths"]),
+        ({"target": [16, 64]}, ["target grows by 4", "small by 2"]),
+        ({"small": [[8, 8], [16, 16]], "target": [[16, 16], [32, 32]]}, ["widths [8, 8] → [16, 16]"]),
+        ({"sweep_1": {}}, ["sweep_1", "empty"]),
+        ({"sweep_1": {LR: []}}, ["sweep_1", LR, "empty"]),
+        ({"sweep_1": {LR: 0.1}}, ["sweep_1", LR, "list"]),
+        ({"sweep_1": {LR: "0.1:0.2"}}, ["sweep_1", LR, "LOW:HIGH:N"]),
+        ({"sweep_1": {"seed_everything": [0, 1]}}, ["sweep_1", "seeds: [0"]),
+        ({"sweep_1": {NOISE: [0.1]}}, ["sweep_1:", NOISE]),
+        ({"sweep_2": {"UpscaleCallback.noise.sdt": [0.1]}}, ["sweep_2:", "sdt"]),
+        ({"sweep_2": {LR: [0.1, "fast"]}}, ["sweep_2:", LR, "fast"]),
+        ({"noise": {"class_path": "mupscale.Loud"}}, ["Loud"]),
+        ({"metric": "last_0%"}, ["metric last_0%"]),
+        ({"metric": 2}, ["metric", "last_2%", "got 2"]),
+        ({"metric": "val/accuracy"}, ["metric val/accuracy", "minimised"]),
+        ({"upscaled": [1]}, ["upscaled", "mapping"]),
+        ({"upscaled": {"model": {"init_args": {"lrr": 1}}}}, ["lrr"]),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_before_the_first_run(keys: dict[str, Any], told: list[str]) -> None:
+    message = refused("experiment", file(upscale(**keys)), "--out", "o")
+    assert all(part in message for part in told), message
+    assert not Path("o").exists()
+
+
+def test_more_mistakes() -> None:
+    assert "there is no file nope.yaml" in refused("experiment", "nope.yaml")
+    Path("e.yaml").write_text("a: [")
+    assert "e.yaml is no YAML" in refused("experiment", "e.yaml")
+    assert "trainer.devices" in refused("experiment", file(upscale()), "--trainer.devices=2")
+    assert "--workers" in refused("experiment", "e.yaml", "--workers=0")
+    assert "nope" in refused("experiment", "e.yaml", "--nope=1")
+    grows = {"trainer": {"callbacks": [{"class_path": "UpscaleCallback", "init_args": {"at_step": 1, "width": 16}}]}}
+    assert "UpscaleCallback already" in refused("experiment", file(upscale(config=["c.yaml", grows])))
+    assert "growths: give at least two" in refused("experiment", file(transfer(growths=[[8, 16]])))
+    assert "sweeps.both: give one key" in refused("experiment", file(transfer(sweeps={"both": {LR: [1], NOISE: [1]}})))
+    assert "sweeps.lr: model.lr" in refused("experiment", file(transfer(sweeps={"lr": {"model.lr.x": [1]}})))
+    assert "a growth is there twice" in refused("experiment", file(transfer(growths=[[8, 16], [8, 16]])))
+    assert growths_of(transfer(growths=[[[8, 16], [16, 32]], [[16, 16], [32, 32]]]))[0].name == "8x16-16x32"
+    assert not Path("runs").exists()
+
+
+@pytest.mark.usefixtures("_without_figures_of_sweeps")
+def test_damaged_files_are_named_and_written_again() -> None:
+    whole = Experiment(Path("o"), read(Path(file(upscale())), []))
+    whole.begin(["command"])
+    sweep, base = whole.parts[:2]
+    assert isinstance(sweep, Sweep)
+    while (taken := sweep.study.take()) is not None:
+        sweep.study.finish(taken, [float(taken.cell)], 1.0)
+    assert sweep.take() is None
+    good = sweep.tuned.read_text()
+    for bad in (
+        "",
+        "{}",
+        "model: [",
+        good.replace("0.001", "0.002"),
+    ):  # each would be a base of another learning rate, or a riddle
+        Path("o/sweep_1/best.yaml").write_text(bad)
+        unit = whole.take()
+        assert unit is not None
+        assert unit.name == "base, seed 3"
+        with pytest.raises(ValueError, match=r"^o/sweep_1/best.yaml is not what the sweep found; delete it"):
+            unit.run()
+    Path("o/sweep_1/best.yaml").unlink()
+    assert sweep.take() is None
+    assert sweep.tuned.read_text() == good
+
+    base.folder.mkdir(parents=True)
+    (base.folder / "result.json").write_text("")
+    with pytest.raises(ValueError, match=r"^o/base/seed=3/result.json is damaged .*; delete it"):
+        whole.take()
+    described = Path("o/experiment.json").read_text()
+    for bad in ("", "{}", "[1]", described[:100]):
+        Path("o/experiment.json").write_text(bad)
+        with pytest.raises(ValueError, match=r"^o/experiment.json is damaged .*; delete it"):
+            whole.begin(["command"])
+    Path("o/experiment.json").unlink()
+    whole.begin(["command"])
+    assert Path("o/experiment.json").read_text() == described
+
+
+def test_another_experiment_is_left_alone() -> None:
+    description = read(Path(file(upscale())), [])
+    Experiment(Path("o"), description).begin(["command"])
+    before = Path("o/experiment.json").read_bytes()
+    for keys, options, different in (
+        ({"seeds": [1]}, [], "experiment.seeds is [3, 4] there and [1] here"),
+        ({}, ["--trainer.max_steps=7"], "trainer.max_steps is 20 there and 7 here"),
+        (
+            {"trainer": {"max_steps": 8}},
+            [],
+            "trainer.max_steps is 20 there and 8 here",
+        ),  # the file of the configuration has changed
+    ):
+        message = refused("experiment", file(upscale(**keys)), "--out", "o", *options)
+        assert "--out o is of another experiment" in message
+        assert different in message
+        assert "of another experiment" in refused("experiment", "e.yaml", "--out", "o", *options, "--plan")
+    assert Path("o/experiment.json").read_bytes() == before
+    assert sorted(path.name for path in Path("o").iterdir()) == ["experiment.json", "lock"]
+    Path("mine").mkdir()
+    Path("mine/file").touch()
+    assert "not empty" in refused("experiment", file(upscale()), "--out", "mine")
+    assert "is a file" in refused("experiment", "e.yaml", "--out", "mine/file")

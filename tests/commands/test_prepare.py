@@ -1,0 +1,325 @@
+"""prepare: tokens that are the text, splits that share no document, and refusals that leave nothing behind."""
+
+import gzip
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpus import ENTRIES, contents, prepared, refused, texts, write_article, write_hub, write_parquet, write_text
+from tiktoken_ext import openai_public
+
+from mupscale.__main__ import main
+from mupscale.datamodules import documents, preparation
+from mupscale.datamodules.documents import TextFiles
+from mupscale.datamodules.fineweb import JARGON
+from mupscale.datamodules.preparation import is_held_out, prepare
+from mupscale.datamodules.shards import read_index
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "BATCH", 5000)
+
+
+@pytest.fixture
+def article(tmp_path: Path) -> Path:
+    return write_article(tmp_path / "article.txt")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hub(tmp_path / "hub", monkeypatch)
+
+
+# ---- a whole preparation
+
+
+def test_the_tokens_are_the_text(tmp_path: Path, article: Path, capsys: pytest.CaptureFixture[str]):
+    main(["prepare", "text", str(article), "--vocab", "300", "--val-fraction", "0.2", "--out", str(tmp_path / "out")])
+    index = read_index(tmp_path / "out")
+    index.verify()
+    splits = {split: texts(index, split) for split in ("train", "val")}
+    held_out = [is_held_out(document, 0.2) for document in ENTRIES[:120]]
+    assert splits["val"] == [document for document, out in zip(ENTRIES, held_out, strict=False) if out]
+    assert splits["train"] == [document for document, out in zip(ENTRIES, held_out, strict=False) if not out]
+    assert len(splits["val"]) == sum(held_out) == index.content["val"]["documents"]
+    assert index.content["tokenizer"]["trained_on"] == {
+        "documents": len(splits["train"]), "bytes": len("".join(splits["train"]).encode()),
+    }  # fmt: skip
+    assert index.content["preparation"] == {
+        "source": "text",
+        "files": [
+            {
+                "name": "article.txt",
+                "bytes": article.stat().st_size,
+                "sha256": hashlib.sha256(article.read_bytes()).hexdigest(),
+            }
+        ],
+        "separator": "<|endoftext|>",
+        "vocab": 300,
+        "tokens": None,
+        "val-fraction": 0.2,
+        "shard tokens": 2**26,
+    }
+    assert f"{len(splits['train'])} documents to train on" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"index.json", *index.files()}
+
+
+def test_equal_documents_lie_on_one_side(tmp_path: Path):
+    index = prepared(write_text(tmp_path / "twice", [*ENTRIES[:60], *ENTRIES[:60]]), tmp_path / "out")
+    train, val = (texts(index, split) for split in ("train", "val"))
+    assert not set(train) & set(val)
+    assert len(train) + len(val) == 120
+    assert 0.1 < len(val) / 120 < 0.35
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path: Path, article: Path):
+    folders = [prepared(article, tmp_path / str(workers), workers=workers).folder for workers in (1, 2, 7)]
+    assert contents(folders[0]) == contents(folders[1]) == contents(folders[2])
+    assert len(list(folders[0].glob("train-*.tokens"))) > 2
+
+
+def test_tokens_stop_with_the_document_that_reaches_them(tmp_path: Path, article: Path):
+    whole = prepared(article, tmp_path / "whole")
+    ends = {}
+    for wanted in (8000, 8001, 20_000):
+        index = prepared(article, tmp_path / str(wanted), tokens=wanted)
+        parts = [index.tokens(split) for split in ("train", "val")]
+        total = sum(map(len, parts))
+        last = [int(part.document_starts[-2]) for part in parts]
+        assert total >= wanted
+        assert (
+            min(total - len(part) + begin for part, begin in zip(parts, last, strict=True)) < wanted
+        )  # without it, too few
+        for split, part in zip(("train", "val"), parts, strict=True):
+            tokens, all_of_them = (
+                np.concatenate([shard for _, shard in source.shards()]) for source in (part, whole.tokens(split))
+            )
+            assert np.array_equal(tokens, all_of_them[: len(tokens)])
+        ends[wanted] = total
+    assert ends[8000] < ends[20_000]
+
+
+def test_a_stream_is_prepared_and_its_revision_kept(tmp_path: Path, hub: None):
+    out = tmp_path / "out"
+    command = [
+        "prepare",
+        "fineweb",
+        "--subset",
+        "CC-MAIN-2013-20",
+        "--tokens",
+        "15k",
+        "--vocab",
+        "300",
+        "--val-fraction",
+        "0.2",
+        "--out",
+    ]
+    main([*command, str(out)])
+    index = read_index(out)
+    assert index.content["preparation"]["revision"] == "0123456789abcdef"
+    found = {text for split in ("train", "val") for text in texts(index, split)}
+    assert found == set(ENTRIES[: len(found)])
+    assert 15_000 <= index.content["train"]["tokens"] + index.content["val"]["tokens"] < 20_000
+
+
+# ---- the embedded sample
+
+
+def test_the_sample_is_the_jargon_file():
+    """Compared with the package it comes from when it was made; the digest says that it is still that."""
+    index = read_index(JARGON)
+    index.verify()
+    assert sum(path.stat().st_size for path in JARGON.iterdir()) < 1_000_000
+    assert (index.vocabulary, index.content["train"]["tokens"], index.content["val"]["tokens"]) == (
+        4096,
+        368_158,
+        25_536,
+    )
+    assert (index.content["train"]["documents"], index.content["val"]["documents"], len(ENTRIES)) == (2166, 141, 2307)
+    assert (
+        hashlib.sha256("\0".join(sorted(ENTRIES)).encode()).hexdigest()
+        == "8ee4230deeba329c8e215089548ac14573c0f4563fafcd959d0d2b65d1c802e2"
+    )
+    assert ENTRIES[1].startswith("/dev/null\n /dev·nuhl/, n.\n\n    [from the Unix null device, used as a data sink]")
+
+
+def test_the_sample_is_what_the_command_makes_of_its_text(tmp_path: Path):
+    """Only the order between the splits is lost, and that changes no byte of them, nor the vocabulary."""
+    index = prepare(
+        TextFiles([write_text(tmp_path / "jargon.txt", ENTRIES)]), tmp_path / "out", vocabulary=4096, val_fraction=0.05
+    )
+    made, shipped = contents(index.folder), contents(JARGON)
+    assert made.keys() == shipped.keys()
+    assert [name for name in made if made[name] != shipped[name]] == ["index.json"]  # it names the file
+    asked = read_index(JARGON).content["preparation"]
+    assert {**asked, "files": None} == {**index.content["preparation"], "files": None}
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("empty.txt", b"", "empty.txt: there is no text in it"),
+        ("blank.txt", b" \n<|endoftext|>\n\n", "blank.txt: there is no text in it"),
+        ("one.txt", b"a single document", "one.txt: none of its 1 documents falls to the split `val`"),
+        ("latin.txt", b"caf\xe9", "latin.txt cannot be read: byte 3 is not UTF-8"),
+        ("late.txt", b"ok\n<|endoftext|>\nna\xefve", "late.txt cannot be read: byte 19 is not UTF-8"),
+        (
+            "no.jsonl",
+            b'{"text": "a"}\n{"body": "b"}',
+            "no.jsonl cannot be read: the line at byte 14 is not a JSON object with a string `text` (KeyError('text'))",
+        ),
+        ("list.jsonl", b'["a"]', "list.jsonl cannot be read: the line at byte 0"),
+        ("number.jsonl", b'{"text": 3}', "number.jsonl cannot be read: the line at byte 0"),
+        ("cut.jsonl", b'{"text": "a"}\n{"text": ', "cut.jsonl cannot be read: the line at byte 14"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99, mtime=0)[:-9], "cut.jsonl.gz cannot be read"),
+        ("not.txt.gz", b"plain", "not.txt.gz cannot be read"),
+        ("not.parquet", b"PAR1" + bytes(99), "not.parquet cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("vocab", ["257", "gpt2"])
+def test_bad_text_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, told: str, vocab: str
+):
+    monkeypatch.setattr(
+        openai_public, "gpt2", lambda: {"mergeable_ranks": {bytes([byte]): byte for byte in range(256)}}
+    )
+    (tmp_path / name).write_bytes(content)
+    assert told in refused("text", tmp_path / name, "--vocab", vocab, "--out", tmp_path / "new/out")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine").mkdir()
+    assert told in refused("text", tmp_path / name, "--vocab", vocab, "--out", tmp_path / "mine")
+    assert not list((tmp_path / "mine").iterdir())
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path):
+    content = bytearray(write_parquet(tmp_path / "a.parquet", ENTRIES[:100]).read_bytes())
+    content[2000:3000] = bytes(1000)
+    (tmp_path / "a.parquet").write_bytes(content)
+    assert "a.parquet cannot be read" in refused(
+        "text", tmp_path / "a.parquet", "--vocab", "300", "--out", tmp_path / "out"
+    )
+    assert not (tmp_path / "out").exists()
+    pq.write_table(pa.table({"text": [1, 2], "body": ["a", "b"]}), tmp_path / "b.parquet")
+    assert "b.parquet cannot be read: it wants a column `text` of strings, and has ['text', 'body']" in refused(
+        "text", tmp_path / "b.parquet", "--vocab", "300", "--out", tmp_path / "out"
+    )
+
+
+def test_text_that_turns_bad_late_leaves_nothing_either(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):
+    with article.open("ab") as stream:
+        stream.write(b"\n<|endoftext|>\n\xff")
+    monkeypatch.setattr(preparation, "TRAINING_BYTES", 10_000)
+    monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+    assert "is not UTF-8" in refused("text", article, "--vocab", "300", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--vocab", "65537"], "--vocab 65537: wanted 257 (all bytes, and the end of text) to 65536"),
+        (["--vocab", "256"], "--vocab 256: wanted 257"),
+        (["--vocab", "60000"], "--vocab 60000: article.txt gives no more than "),
+        (["--vocab", "300", "--val-fraction", "0"], "--val-fraction 0.0: wanted a number between 0 and 1"),
+        (["--vocab", "300", "--val-fraction", "nan"], "--val-fraction nan"),
+        (["--vocab", "300", "--val-fraction", "0.0001"], "none of its 120 documents falls to the split `val`"),
+    ],
+)
+def test_bad_options_are_named_and_leave_nothing(tmp_path: Path, article: Path, options: list[str], told: str):
+    assert told in refused("text", article, *options, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "option", [["--vocab", "gpt3"], ["--tokens", "100X"], ["--tokens", "0"], ["--tokens", ""], ["--workers", "0"]]
+)
+def test_options_of_the_wrong_kind_are_named(
+    tmp_path: Path, article: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main(["prepare", "text", str(article), "--vocab", "300", *option, "--out", str(tmp_path / "out")])
+    assert f"argument {option[0]}: wanted" in capsys.readouterr().err
+
+
+def test_numbers_of_tokens():
+    from mupscale.commands.prepare import number_of_tokens
+
+    assert [number_of_tokens(text) for text in ("100M", "11.8B", "500k", "7", "1e6")] == [
+        10**8,
+        118 * 10**8,
+        500_000,
+        7,
+        10**6,
+    ]
+
+
+def test_files_and_folders_in_the_way(tmp_path: Path, article: Path):
+    options = ["--vocab", "300", "--out"]
+    assert refused("text", tmp_path / "no", *options, tmp_path / "out") == f"error: there is no file {tmp_path / 'no'}"
+    assert refused("text", tmp_path, *options, tmp_path / "out") == f"error: {tmp_path} is a folder: name its files"
+    assert refused("text", article, *options, article) == f"error: --out {article} is a file: name a folder"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.tex").write_text("years of work")
+    assert "has other files (thesis.tex): name a new folder" in refused("text", article, *options, tmp_path / "full")
+    assert contents(tmp_path / "full").keys() == {"thesis.tex"}
+
+
+@pytest.mark.parametrize("content", ["", '{"preparation": {}', '{"other": 1}', "[]"])
+def test_a_damaged_journal_is_named(tmp_path: Path, article: Path, content: str):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/progress.json").write_text(content)
+    told = refused("text", article, "--vocab", "300", "--out", tmp_path / "out")
+    assert f"{tmp_path / 'out/progress.json'} is damaged" in told
+    assert "delete the folder and prepare it anew" in told
+
+
+def test_without_a_network_the_error_says_what_to_do(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Name or service\nnot known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
+    monkeypatch.setattr(openai_public, "gpt2", unreachable)
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    told = refused(
+        "fineweb", "--subset", "CC-MAIN-2013-20", "--tokens", "100M", "--vocab", "gpt2", "--out", tmp_path / "out"
+    )
+    assert "(Name or service not known)" in told
+    assert "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/tree/main/data/CC-MAIN-2013-20" in told
+    assert "`python -m mupscale prepare text FILES…`" in told
+    told = refused("text", article, "--vocab", "gpt2", "--out", tmp_path / "out")
+    assert (
+        "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe as "
+        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee" in told
+    )
+    assert "TIKTOKEN_CACHE_DIR" in told
+    assert "--vocab 8192" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_subset_that_there_is_not(tmp_path: Path, hub: None):
+    told = refused(
+        "fineweb", "--subset", "CC-MAIN-1999-01", "--tokens", "1M", "--vocab", "300", "--out", tmp_path / "out"
+    )
+    assert "--subset CC-MAIN-1999-01" in told
+    assert "CC-MAIN-2013-48" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_waits_for_nothing():
+    heavy = ("torch", "datasets", "tiktoken", "tokenizers", "pyarrow", "tqdm")
+    script = (
+        f"import sys, mupscale.commands.prepare; sys.exit(' '.join(name for name in {heavy} if name in sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stderr.strip() == ""
+    )

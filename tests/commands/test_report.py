@@ -1,0 +1,245 @@
+"""Reports: one page that needs nothing else; mistakes, after which nothing is written; what `fit` leaves behind,
+reported.
+"""
+
+import base64
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from synthetic_runs import Page, accuracy, base, epochs, report, scratch, write_run
+
+from mupscale.commands import figures
+from mupscale.commands.fit import parsed
+from mupscale.commands.report import GENERATOR, main
+from mupscale.flops import mlp_flops
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"data.init_args.batch_size": 100}, "data.batch_size is 2000 in the one and 100 in the other"),
+        (
+            {"data.class_path": "x.CIFAR100"},
+            "data.class_path is 'mupscale.datamodules.covertype.Covertype' in the one and 'x.CIFAR100' in",
+        ),
+        ({"model.init_args.hidden_layers": 5}, "model.hidden_layers is 3 in the one and 5 in the other"),
+        (
+            {"model.init_args.optimizer.class_path": "torch.optim.SGD"},
+            "model.optimizer.class_path is 'torch.optim.AdamW' in the one",
+        ),
+    ],
+)
+def test_runs_of_different_tasks(values: dict[str, Any], told: str):
+    base(epochs(1.0))
+    scratch(epochs(1.0), values=values)
+    with pytest.raises(ValueError, match="runs/base/seed=0 and runs/scratch/seed=0 are of different tasks") as error:
+        report()
+    assert told in str(error.value)
+    assert not Path("report").exists()
+    assert not list(Path().glob(".report-*"))
+
+
+@pytest.mark.parametrize(
+    ("folders", "told"),
+    [
+        (["nowhere"], "nowhere is not a folder"),
+        (["empty"], "empty holds no runs"),
+        (["runs", "empty"], "empty holds no runs"),
+        (["begun"], "there is nothing to report in begun. begun has logged no training loss"),
+        (["broken"], "broken/experiment.json is not the description of an experiment"),
+    ],
+)
+def test_folders_that_hold_nothing(folders: list[str], told: str, capsys: pytest.CaptureFixture[str]):
+    base(epochs(1.0))
+    Path("empty/inner").mkdir(parents=True)
+    write_run(Path("begun"), [], steps=0)
+    Path("broken").mkdir()
+    Path("broken/experiment.json").write_text("[]")
+    with pytest.raises(SystemExit) as end:
+        main("report", [*folders, "--out", "report"])
+    assert str(end.value.code).startswith(f"error: {told}")
+    assert not Path("report").exists()
+
+
+def test_other_files_are_not_overwritten():
+    base(epochs(1.0))
+    Path("report").mkdir()
+    Path("report/index.html").write_text("<p>mine</p>")
+    with pytest.raises(ValueError, match="--out report has files but no report"):
+        report()
+    assert [path.name for path in Path("report").iterdir()] == ["index.html"]
+    Path("file").write_text("")
+    with pytest.raises(ValueError, match="--out file is a file"):
+        report(out="file")
+
+
+def test_a_report_is_replaced_once_the_new_one_is_there(monkeypatch: pytest.MonkeyPatch):
+    base(epochs(1.0), validation=accuracy(0.5))
+    report()
+    Path("report/notes.txt").write_text("mine")
+    before = {path.name: path.read_bytes() for path in Path("report").iterdir()}
+    assert "val_accuracy_steps.png" in before
+    scratch(epochs(1.0), values={"data.init_args.batch_size": 1})
+    with pytest.raises(ValueError, match="different tasks"):
+        report()
+
+    def fails(*_: Any) -> str:
+        raise RuntimeError("in the last moment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mupscale.commands.report.summary.as_csv", fails)
+        with pytest.raises(RuntimeError):
+            report("runs/base")
+    assert {path.name: path.read_bytes() for path in Path("report").iterdir()} == before
+    assert not list(Path().glob(".report-*"))
+    base(epochs(1.0))
+    report("runs/base")
+    after = {path.name for path in Path("report").iterdir()}
+    assert set(before) - after == {
+        f"val_accuracy_{axis}.{kind}" for axis in ("steps", "flops") for kind in ("png", "pdf")
+    }
+    assert Path("report/notes.txt").read_text() == "mine"
+
+
+# --- the page
+
+
+def test_the_page_needs_nothing_else():
+    base(epochs(1.0), validation=accuracy(0.7))
+    scratch(epochs(1.0, 0.5), validation=accuracy(0.7), values={"data.init_args.data_dir": "<script>alert(1)</script>"})
+    text, summary = report()
+    page = Page(text)
+    assert GENERATOR in text
+    assert not {"script", "link", "iframe", "object", "embed"} & {*page.tags}
+    assert not re.search(r"url\(|@import|https?://", text)
+    assert page.tags.count("picture") == 4  # loss and accuracy, against steps and FLOPs
+    assert len(page.resources) == 8  # each on white and on black
+    corners = []
+    for resource in page.resources:
+        kind, _, content = resource.partition(",")
+        assert kind == "data:image/png;base64"
+        picture = Image.open(io.BytesIO(base64.b64decode(content, validate=True))).convert("RGB")
+        assert picture.width >= 700
+        corners.append(sum(picture.getpixel((1, 1))) > 600)
+    assert corners == [False, True] * 4
+    files = {path.name for path in Path("report").iterdir()}
+    assert files == {*summary["files"]}
+    assert {name for name in files if name.endswith(".pdf")} == {
+        f"{what}_{axis}.pdf" for what in ("training_loss", "val_accuracy") for axis in ("steps", "flops")
+    }
+    assert Path("report/training_loss_steps.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_transfer():
+    Path("wide/8-16/lr").mkdir(parents=True)
+    Path("wide/8-16/lr/sweep.json").write_text(
+        json.dumps({"sweep": [{"key": "model.optimizer.lr", "values": [0.1, 0.2]}]})
+    )
+    Path("wide/8-16/lr/best.yaml").write_text("# lr=0.2: it is.\n")
+    for name in ("wide/transfer.png", "wide/8-16/lr/profile.png"):
+        Image.new("RGB", (4, 4)).save(name)
+    Path("wide/transfer.csv").write_text("sweep,width,value,optimum\nlr,16,0.5,\nlr,16,0.2512345678,*\n")
+    described = {
+        "protocol": "transfer",
+        "command": ["x"],
+        "experiment": {},
+        "runs": [],
+        "sweeps": {"8-16/lr": "8-16/lr"},
+    }
+    Path("wide/experiment.json").write_text(json.dumps(described))
+    text, summary = report("wide")
+    page = Page(text)
+    assert page.tables[0] == [["sweep", "width", "value"], ["lr", "16", "0.25123"]]
+    assert len(page.tables[1]) == 3
+    assert page.tags.count("img") == 2
+    assert "Best: lr=0.2: it is." in page.text
+    assert summary["experiments"] == [{"folder": "wide", "protocol": "transfer"}]
+
+
+def test_the_command_loads_no_torch():
+    scratch(epochs(0.5), validation=accuracy(0.8))
+    heavy = "{'torch', 'lightning', 'optuna'}"
+    code = f"import sys, mupscale.__main__ as m; m.main(['report', 'runs']); print(sorted({heavy} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "Scratch ends at 0.5000 (1 seed).",
+        "wrote report/index.html and 10 more files",
+        "[]",
+    ]
+
+
+def fit(folder: str, *options: str) -> None:
+    common: Sequence[str] = [
+        "--model=MLP", "--model.base_width=4", "--data=Covertype", "--data.batch_size=500", "--trainer.max_epochs=3",
+        "--trainer.log_every_n_steps=4", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
+        "--trainer.logger.save_dir=.", "--trainer.logger.name=runs", f"--trainer.logger.version={folder}",
+    ]  # fmt: skip
+    parsed(["fit", *common, *options])
+
+
+def test_real_runs():
+    """Base, from scratch and upscaled as `fit` leaves them; with FLOPs that are the paper's but for the gradient of the
+    data.
+    """
+    fit("base", "--model.width=4")
+    fit("scratch", "--model.width=16")
+    grow = '[{"class_path": "UpscaleCallback", "init_args": {"at_step": 0, "width": 16}}]'
+    fit(
+        "upscale", "--model.width=4", "--model.init_from=runs/base/checkpoints/last.ckpt", f"--trainer.callbacks={grow}"
+    )
+    text, summary = report()
+    assert {run["group"]: run["width"] for run in summary["runs"]} == {"upscaled": 16, "from scratch": 16, "base": 4}
+    assert summary["window"] == {"steps": 12, "epochs": True, "final_loss": None}
+    samples = 3 * 6000
+    for run in summary["runs"]:
+        paper = samples * mlp_flops(run["width"])
+        assert run["flops"] == pytest.approx(paper - samples * 2 * 54 * run["width"], abs=2e6)
+    (comparison,) = summary["comparisons"]
+    assert comparison["reach"][0]["epoch"] in (None, 1, 2, 3)
+    assert "MLP on Covertype: width 4 → 16" in text
+
+
+# --- figures
+
+
+def band(values: list[float], spread: float = 0.0) -> figures.Band:
+    x = [float(index) for index in range(len(values))]
+    return figures.Band("a", 0, x, values, [value - spread for value in values], [value + spread for value in values])
+
+
+def test_an_axis_is_cut_where_the_beginning_would_hide_the_rest():
+    loss = [100.0, *[2 - index / 10 for index in range(11)]]  # 100, then from 2 to 1
+    low, high, cut = figures.worth_showing([band(loss, 0.1)], False)
+    assert (low, high) == pytest.approx((0.9 - 0.06 * 1.1, 2 + 0.06 * 1.1))
+    assert cut
+    low, high, cut = figures.worth_showing([band([-value for value in loss], 0.1)], True)
+    assert (low, high) == pytest.approx((-2 - 0.06 * 1.1, -0.9 + 0.06 * 1.1))
+    assert cut
+    assert not figures.worth_showing([band(loss[3:])], False)[2]
+
+
+def test_bands_are_drawn(tmp_path: Path):
+    many = [
+        band([3.0, 2.0 - place / 10], 0.1)._replace(colour=place, label=f"line {place}", marks=[0.5])
+        for place in range(10)
+    ]
+    (png, pdf), dark = figures.bands(tmp_path / "many", [*many, band([1.0])], "steps", "loss")
+    assert pdf.read_bytes().startswith(b"%PDF")
+    for path, colour in ((png, "#0072b2"), (dark, "#56b4e9")):  # the first line's blue, on white and on black
+        with Image.open(path) as picture:
+            assert picture.size == (1080, 820)  # three rows of names above the axes make it higher
+            colours = picture.convert("RGB").getcolors(10**6)
+        assert sum(count for count, seen in colours if seen == tuple(bytes.fromhex(colour[1:]))) > 100

@@ -1,0 +1,471 @@
+"""The numbers of reports against those worked out by hand; which runs are what to each other; runs that are not as they
+should be.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from synthetic_runs import UPSCALED, WIDE, Page, accuracy, base, epochs, report, scratch, upscale, upscaled, write_run
+
+from mupscale.commands import figures
+from mupscale.commands.report.groups import find, grouped
+from mupscale.commands.report.numbers import Windows, computed, line
+from mupscale.commands.run_logs import Run
+from mupscale.flops import mlp_flops
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+@pytest.fixture(autouse=True)
+def blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time, and is tested elsewhere."""
+
+    def blank(path: Path, *_: Any, **__: Any) -> tuple[list[Path], Path]:
+        paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf", "dark.png")]
+        for each in paths:
+            each.touch()
+        return paths[:2], paths[2]
+
+    monkeypatch.setattr(figures, "bands", blank)
+
+
+# --- numbers
+
+
+def test_the_papers_figures():
+    """Its MLP with SGD: 740 TFLOPs for the base, 11,326 from scratch, 598 until the upscaled one reaches it: 8.5 times
+    cheaper.
+    """
+    epoch, whole = (
+        464_809,
+        {"steps_per_epoch": 2, "values": {"trainer.max_epochs": 500, "trainer.log_every_n_steps": 1}},
+    )
+    options = {**whole, "validation": accuracy(0.9)}
+    wide = {**options, "flops": lambda step: step / 2 * epoch * mlp_flops(2000)}
+    for seed, reached in enumerate([24, 25, 26, 27, 30]):  # 26.4 on average
+        base(epochs(0.2, count=500), seed, flops=lambda step: step / 2 * epoch * mlp_flops(500), **options)
+        scratch([0.3, *[0.2] * 250, 0.1 + seed / 1000, *[0.15] * 248], seed, **wide)
+        upscaled([*[0.25] * (reached - 1), *[0.1 - seed / 1000] * (501 - reached)], seed, **wide)
+    text, summary = report()
+    page = Page(text)
+    assert page.table("charged") == [
+        ["from scratch", "11,326", "1.0×"],
+        ["upscaled, until it reaches that minimum", "598", "18.9×"],
+        ["… and the base model", "1,338", "8.5×"],
+    ]
+    assert page.table("seed")[4] == ["4", "0.1040", "30", "60", f"{30 * epoch * mlp_flops(2000) / 1e12:,.0f}"]
+    assert (
+        "It reaches from scratch's minimum after 26.4 epochs (24–30), 18.9× cheaper than training from scratch"
+        in page.text
+    )
+    assert "; 8.5× cheaper with the base model charged." in page.text
+    (comparison,) = summary["comparisons"]
+    assert comparison["reach_epoch"] == {"mean": 26.4, "min": 24, "max": 30, "runs": 5}
+    charged = 26.4 / 500 + mlp_flops(500) / mlp_flops(2000)
+    assert [cost["speedup"] for cost in comparison["costs"]] == pytest.approx([1, 500 / 26.4, 1 / charged], rel=1e-6)
+
+
+def test_the_verdict_and_the_ends():
+    for seed in (0, 1):
+        base(epochs(1.0), seed, validation=accuracy(0.7))
+        scratch(epochs(1.0, 0.5, 0.4 + seed / 10), seed, validation=accuracy(0.8))
+        upscaled(epochs(0.6, 0.3, 0.2), seed, validation=accuracy(0.75 + seed / 100))
+    text, summary = report()
+    page = Page(text)
+    assert "MLP on Covertype: width 500 → 2000" in page.text
+    assert (
+        "Upscaled ends at 0.2000 (0.2000–0.2000, 2 seeds), from scratch at 0.4500 (0.4000–0.5000, 2 seeds): lower by "
+        "56 %." in page.text
+    )
+    assert "Validation accuracy ends at 0.7550 (0.7500–0.7600) against 0.8000 (0.8000–0.8000): worse." in page.text
+    assert "It reaches from scratch's minimum after 2 epochs, 5.0× cheaper" in page.text  # of 10
+    assert page.table("")[0] == ["upscaled", "2", "0.2000 (0.2000–0.2000)", "0.7550 (0.7500–0.7600)", "2,000"]
+    assert [group["final_loss"]["mean"] for group in summary["groups"]] == pytest.approx([0.2, 0.45, 1.0])
+    assert [run["reach_step"] for run in summary["runs"]] == [40, 40, None, None, None, None]
+    assert (
+        Path("report/summary.csv")
+        .read_text()
+        .splitlines()[1]
+        .startswith("upscaled,0,runs/upscale/seed=0,500,2000,200,200 steps,0.2")
+    )
+
+
+def test_plainly_when_it_does_not_pay():
+    scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
+    upscaled(epochs(0.6, 0.5), validation=accuracy(0.9))
+    text, summary = report()
+    assert "Upscaled ends at 0.5000 (1 seed), from scratch at 0.4000 (1 seed): not lower but higher, by 25 %." in text
+    assert "It does not reach from scratch&#x27;s minimum within 10 epochs: no savings can be stated." in text
+    assert "Validation accuracy ends at 0.9000 against 0.8000: better." in text
+    assert Page(text).table("seed") == [["0", "0.4000", "not within 10 epochs", "—", "—"]]
+    assert summary["comparisons"][0]["costs"] is None
+
+
+def test_one_seed_that_does_not_reach_it():
+    for seed in (0, 1):
+        scratch(epochs(1.0, 0.4), seed, validation=accuracy(0.8))
+        upscaled(epochs(0.6, 0.3 + seed / 2), seed, validation=accuracy(0.8))
+    text, summary = report()
+    assert "With seed 1 it does not reach from scratch&#x27;s minimum within 10 epochs" in text
+    assert [reach["epoch"] for reach in summary["comparisons"][0]["reach"]] == [2, None]
+    assert summary["comparisons"][0]["reach_epoch"] is None
+
+
+def test_overlapping_ranges_are_said():
+    for seed in (0, 1):
+        scratch(epochs(0.4 + seed / 5), seed, validation=accuracy(0.8))
+        upscaled(epochs(0.3 + seed / 5), seed, validation=accuracy(0.8))
+    assert "lower by 20 %, though the ranges overlap" in report()[0]
+
+
+def test_tuning_is_every_trial_of_the_sweeps():
+    base(epochs(1.0), validation=accuracy(0.7))
+    scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
+    upscaled(epochs(0.6, 0.5, 0.3), validation=accuracy(0.75))
+    narrow, small = (
+        {"model.init_args.width": 100},
+        {**UPSCALED, "model.init_args.width": 100, "trainer.callbacks": [upscale(width=400)]},
+    )
+    for name, values, cost in (("sweep_1", narrow, 0.1e12), ("sweep_2", small, 0.5e12)):
+        for cell in range(4):
+            steps = 50 if cell == 3 else 200  # one was given up
+            folder = Path(f"runs/{name}/trials/{cell:03d}_lr=0.1")
+            write_run(
+                folder,
+                lambda step: 1.0,
+                steps=steps,
+                values=values,
+                flops=lambda step, cost=cost: step * cost,
+                grown={0: 400},
+            )
+        Path(f"runs/{name}/sweep.json").write_text(
+            json.dumps({"sweep": [{"key": "model.optimizer.lr", "values": [0.1, 0.2]}]})
+        )
+        Path(f"runs/{name}/best.yaml").write_text(f"# lr=0.1: best of {name}.\nmodel: {{}}\n")
+        Image.new("RGB", (4, 4)).save(f"runs/{name}/heatmap.png")
+    roles = {"base": "base", "scratch": "scratch", "upscale": "upscale"}
+    described = {
+        "protocol": "upscale",
+        "command": ["python", "-m", "mupscale", "experiment", "x y.yaml"],
+        "experiment": {"small": [100, 400]},
+        "runs": [{"role": role, "seed": 0, "folder": f"{folder}/seed=0"} for role, folder in roles.items()],
+        "sweeps": {"sweep_1": "sweep_1", "sweep_2": "sweep_2"},
+    }
+    plain, there = report()
+    assert "Tuning" not in Page(plain).text  # nobody has named the sweeps
+    assert len(there["runs"]) == 3  # and their trials are no runs of their own
+    Path("runs/experiment.json").write_text(json.dumps(described))
+    text, summary = report()
+    page = Page(text)
+    assert [sweep["flops"] for sweep in summary["tuning"]] == [65e12, 325e12]  # 650 steps each
+    assert [sweep["speedup"] for sweep in summary["tuning"]] == [None, 20.0]
+    assert page.table("sweep") == [["sweep_1", "100", "4", "65.0", "—"], ["sweep_2", "100 → 400", "4", "325", "20.0×"]]
+    assert page.table("charged") == [
+        ["from scratch", "2,000", "1.0×"],
+        ["upscaled, until it reaches that minimum", "600", "3.3×"],
+        ["… and tuning", "990", "2.0×"],
+        ["… and the base model", "800", "2.5×"],
+        ["… and both", "1,190", "1.7×"],
+    ]
+    assert "Best: lr=0.1: best of sweep_2." in page.text
+    assert "python -m mupscale experiment 'x y.yaml'" in page.text
+    assert {run["group"] for run in summary["runs"]} == {"base", "from scratch", "upscaled"}  # no trials
+    named, _ = report("runs/base", "runs/scratch", "runs/upscale", "runs/sweep_2")
+    assert Page(named).table("charged")[2] == ["… and tuning", "925", "2.2×"]
+    assert len(report("runs/sweep_2/trials", out="trials")[1]["runs"]) == 4
+
+
+def test_trials_cost_what_they_ran_and_those_that_are_gone_are_told():
+    scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
+    upscaled(epochs(0.6, 0.3), validation=accuracy(0.75))
+    rarely = {"model.init_args.width": 100, "trainer.log_every_n_steps": 30}  # the last time at 180 of 200 steps
+    options = {"values": rarely, "flops": lambda step: step * 1e12, "validation": accuracy(0.7)}
+    write_run(Path("s/trials/000"), lambda step: 1.0, result=0.5, **options)
+    write_run(Path("s/trials/001"), lambda step: 1.0, result=math.inf, steps=100, **options)  # known of until 90
+    write_run(Path("s/trials/002"), lambda step: 1.0, steps=70, **options)  # runs: known of until 60
+    Path("s/sweep.json").write_text("{}")
+    Path("s/trials.csv").write_text("trial,last_epoch,run\n0,0.5,trials/000\n1,diverged,trials/001\n")
+    text, summary = report("runs", "s")
+    assert [(sweep["trials"], sweep["flops"]) for sweep in summary["tuning"]] == [(3, (200 + 90 + 60) * 1e12)]
+    assert "or are gone" not in text
+    shutil.rmtree("s/trials/000")
+    text, summary = report("runs", "s")
+    assert [(sweep["trials"], sweep["flops"]) for sweep in summary["tuning"]] == [(3, (90 + 60) * 1e12)]
+    assert "1 of 3 trials of s have logged no FLOPs, or are gone: tuning cost more than is said." in text
+
+
+def test_an_experiment_without_sweep_1_has_a_small_base_to_pay_for():
+    scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
+    upscaled(epochs(0.6, 0.3), validation=accuracy(0.75))
+    write_run(
+        Path("runs/small_base/seed=0"),
+        lambda step: 1.0,
+        values={"model.init_args.width": 100},
+        flops=lambda step: step * 1e12,
+    )
+    runs = [
+        {"role": "scratch", "seed": 0, "folder": "scratch/seed=0"},
+        {"role": "upscale", "seed": 0, "folder": "upscale/seed=0"},
+    ]
+    Path("runs/experiment.json").write_text(
+        json.dumps({"protocol": "upscale", "runs": runs, "sweeps": {"small_base": "small_base", "sweep_2": "sweep_2"}})
+    )
+    text, summary = report()
+    assert [(sweep["sweep"], sweep["flops"]) for sweep in summary["tuning"]] == [("small_base", 200e12)]
+    assert "have logged no FLOPs" not in text
+    write_run(Path("runs/small_base/seed=0"), lambda step: 1.0, values={"model.init_args.width": 100})
+    assert (
+        "1 of 1 trials of small_base have logged no FLOPs, or are gone: tuning cost more than is said." in report()[0]
+    )
+
+
+def test_windows_where_steps_are_counted():
+    """400 steps: a running mean over 2 %, which is 8 steps, at every logged one."""
+    by_steps = {"trainer.max_steps": 400, "trainer.max_epochs": None, "trainer.log_every_n_steps": 1}
+    scratch(lambda step: 1.0 if step <= 200 else 0.5, values=by_steps)
+    upscaled(lambda step: 0.75 if step <= 100 else 0.25, values=by_steps)
+    text, summary = report()
+    assert summary["window"]["steps"] == 8
+    # (0.75 + 0.25) / 2 is from scratch's minimum
+    assert [(reach["step"], reach["epoch"]) for reach in summary["comparisons"][0]["reach"]] == [(104, None)]
+    assert Page(text).table("seed") == [["0", "0.5000", "104", "1,040"]]
+    assert "Training loss, running mean over 8 steps" in text
+
+
+def test_runs_of_many_epochs_are_counted_in_epochs_even_if_told_in_steps():
+    by_steps = {"trainer.max_steps": 190, "trainer.max_epochs": None}
+    scratch(epochs(1.0, 0.5), values=by_steps, validation=accuracy(0.8))
+    assert report()[1]["window"] == {"steps": 20, "epochs": True, "final_loss": None}
+    scratch(epochs(1.0, 0.5), values={**by_steps, "trainer.max_steps": 90}, validation=accuracy(0.8))
+    assert report()[1]["window"] == {"steps": 18, "epochs": False, "final_loss": None}
+
+
+@pytest.mark.parametrize(("steps", "last"), [(200, 200), (193, 180), (181, 180), (179, 160)])
+def test_an_epoch_counts_when_no_more_of_it_would_be_logged(steps: int, last: int):
+    """Epochs of 20 steps, a loss every 6."""
+    run = Run(scratch(epochs(0.5), steps=steps, values={"trainer.log_every_n_steps": 6}, validation=accuracy(0.8)))
+    ends, losses = Windows(20, 20, True).of(run)
+    assert ends.tolist() == list(range(20, last + 1, 20))
+    assert losses == pytest.approx(0.5)
+
+
+def test_different_log_intervals():
+    by_steps = {"trainer.max_steps": 2000, "trainer.max_epochs": None}
+    scratch(lambda step: 1 - step / 4000, values={**by_steps, "trainer.log_every_n_steps": 40})
+    upscaled(lambda step: 1 - step / 2000, values={**by_steps, "trainer.log_every_n_steps": 5})
+    _, summary = report()
+    assert summary["window"]["steps"] == 200  # five losses of the one that logs less
+    (reach,) = summary["comparisons"][0]["reach"]
+    assert reach["target"] == pytest.approx(1 - 1920 / 4000)  # those of steps 1840 … 2000
+    # forty losses in a window that ends at s have the mean 1 - (s - 97.5) / 2000, so s is at least 1057.5; windows end
+    # every 40
+    assert reach["step"] == 1080
+
+
+def test_a_run_that_grows_in_the_middle():
+    growing = {
+        "trainer.callbacks": [upscale(at_step=60, width=1000), upscale(at_step=100)],
+        "model.init_args.init_from": None,
+    }
+    cost = [(0, 1e12), (60, 3e12), (100, 10e12)]
+
+    def flops(step: float) -> float:
+        spans = zip(cost, (60, 100, 1e9), strict=True)
+        return sum(rate * (min(step, end) - at) for (at, rate), end in spans if step > at)
+
+    scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
+    upscaled(
+        epochs(1.0, 1.0, 1.0, 0.9, 0.8, 0.5, 0.4, 0.3),
+        values=growing,
+        flops=flops,
+        grown={60: 1000, 100: 2000},
+        validation=accuracy(0.8),
+    )
+    text, summary = report()
+    (comparison,) = summary["comparisons"]
+    assert comparison["reach"][0]["epoch"] == 7
+    assert comparison["reach"][0]["flops"] == pytest.approx(60e12 + 40 * 3e12 + 40 * 10e12)
+    assert "The base model&#x27;s training is part of the upscaled runs" in text
+    assert [cost["charged"] for cost in comparison["costs"]] == [
+        "from scratch",
+        "upscaled, until it reaches that minimum",
+    ]
+    assert Run(Path("runs/upscale/seed=0")).growths == [60, 100]
+
+
+def test_final_losses_are_the_recorded_ones_where_every_run_has_them():
+    judge = {"class_path": "mupscale.callbacks.trial_metric.TrialMetric", "init_args": {"metric": "last_epoch"}}
+    scratch(epochs(0.5), values={"trainer.callbacks": [judge]}, result=0.51, validation=accuracy(0.8))
+    upscaled(epochs(0.4), values={"trainer.callbacks": [upscale(), judge]}, result=0.41, validation=accuracy(0.8))
+    text, summary = report()
+    assert [group["final_loss"]["mean"] for group in summary["groups"]] == [0.41, 0.51]
+    assert "Final losses are means over every step of the last epoch, as the runs recorded them." in text
+    Path("runs/scratch/seed=0/result.json").unlink()
+    assert [group["final_loss"]["mean"] for group in report()[1]["groups"]] == pytest.approx([0.4, 0.5])
+
+
+def test_the_band_is_the_range_over_seeds():
+    for seed, loss in enumerate([0.2, 0.3, 0.7]):
+        scratch(epochs(loss, 2 * loss), seed, validation=accuracy(0.8))
+    groups = grouped(find([Path("runs")]).runs)
+    numbers = computed(find([Path("runs")]), groups)
+    found = line(groups[0], numbers.windows.of)
+    assert found is not None
+    assert found.steps[:2].tolist() == [20, 40]
+    assert found.flops[:2].tolist() == [200e12, 400e12]
+    assert [found.mean[1], found.low[1], found.high[1]] == pytest.approx([0.8, 0.4, 1.4])
+
+
+# --- groups
+
+
+def names(*folders: str) -> dict[str, list[int]]:
+    return {
+        group.name: [run.seed for run in group.runs]
+        for group in grouped(find([Path(folder) for folder in folders]).runs)
+    }
+
+
+def test_groups_and_their_names():
+    for seed in (1, 0):
+        base(epochs(1.0), seed)
+        scratch(epochs(1.0), seed)
+        for std in (0.1, 0.5):
+            noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": std}}
+            upscaled(epochs(1.0), seed, {"trainer.callbacks": [upscale(noise=noise)]}, name=f"upscale-{std}")
+    write_run(Path("runs/tiny"), epochs(1.0), values={"model.init_args.width": 3})
+    assert names("runs") == {
+        "upscaled, std 0.1": [0, 1],
+        "upscaled, std 0.5": [0, 1],
+        "from scratch": [0, 1],
+        "base": [0, 1],
+        "tiny": [0],
+    }
+    assert names("runs/tiny") == {"tiny": [0]}
+    assert names("runs/base", "runs/tiny") == {"base": [0, 1], "tiny": [0]}
+    _, summary = report()
+    assert [(each["upscaled"], each["scratch"]) for each in summary["comparisons"]] == [
+        ("upscaled, std 0.1", "from scratch"),
+        ("upscaled, std 0.5", "from scratch"),
+    ]
+
+
+def test_names_tell_groups_apart_and_are_short():
+    for name, lr, width, std in [("a", 0.1, 1000, 0.1), ("b", 0.2, 2000, 0.1), ("c", 0.2, 2000, 0.5)]:
+        noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": std}}
+        values = {"model.init_args.width": width // 4, "model.init_args.optimizer.init_args.lr": lr}
+        write_run(
+            Path("four") / name,
+            epochs(1.0),
+            values={**values, "trainer.callbacks": [upscale(width=width, noise=noise)]},
+        )
+    assert list(names("four")) == [
+        "upscaled, width 250, lr 0.1, width 1000, std 0.1",
+        "upscaled, width 500, lr 0.2, width 2000, std 0.1",
+        "upscaled, width 500, lr 0.2, width 2000, std 0.5",
+    ]
+    for name in ("first", "other/second"):
+        noise = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": f"{Path.cwd()}/{name}/noise.json"}}
+        upscaled(epochs(1.0), 0, {"trainer.callbacks": [upscale(noise=noise)]}, name=name)
+    assert list(names("runs")) == ["upscaled, path first/noise.json", "upscaled, path other/second/noise.json"]
+
+
+def test_a_seed_that_is_there_twice():
+    scratch(epochs(0.5))
+    write_run(Path("runs/again"), epochs(0.7), values=WIDE)
+    text, summary = report()
+    assert [group["seeds"] for group in summary["groups"]] == [[0, 0]]
+    assert "runs has several runs of seed 0: all count" in text
+
+
+def test_one_run_alone():
+    scratch(epochs(1.0, 0.4))
+    text, summary = report("runs/scratch/seed=0")
+    assert [group["name"] for group in summary["groups"]] == ["scratch"]  # from its folder: nothing grows to its width
+    assert "Scratch ends at 0.4000 (1 seed)." in text
+
+
+def test_of_two_baselines_the_better_one_counts():
+    scratch(epochs(0.5))
+    worse = {**WIDE, "model.init_args.optimizer.init_args.lr": 0.5}
+    write_run(Path("runs/worse"), epochs(0.9), values=worse)
+    upscaled(epochs(0.4))
+    (comparison,) = report()[1]["comparisons"]
+    assert comparison["scratch"] == "from scratch, lr 0.1"
+
+
+def test_the_table_of_differences_shows_what_differs_and_nothing_else():
+    base(epochs(1.0))
+    scratch(epochs(1.0), values={"data.init_args.data_dir": "elsewhere", "trainer.devices": 4})
+    upscaled(epochs(1.0))
+    rows = {key: values for key, *values in Page(report()[0]).table("key")}
+    assert rows["model.width"] == ["500", "2000", "500"]
+    assert rows["model.optimizer.lr"] == ["0.013", "0.1", "0.1"]
+    assert rows["model.init_from"] == ["a checkpoint", "None", "None"]
+    assert rows["UpscaleCallback.noise.std"] == ["1", "—", "—"]
+    assert set(rows) == {
+        "model.width",
+        "model.optimizer.lr",
+        "model.init_from",
+        "UpscaleCallback.at_step",
+        "UpscaleCallback.width",
+        "UpscaleCallback.lr",
+        "UpscaleCallback.noise.class_path",
+        "UpscaleCallback.noise.std",
+    }
+
+
+# --- runs that are not as they should be
+
+
+def test_runs_in_progress_diverged_unpaired_and_without_a_loss():
+    scratch(epochs(0.5), 0, validation=accuracy(0.8))
+    scratch(lambda step: math.inf if step > 100 else 0.1, 1, validation=accuracy(0.8))
+    upscaled(epochs(0.4), 0, validation=accuracy(0.8))
+    upscaled(epochs(0.3), 1, steps=90, validation=accuracy(0.8))
+    upscaled(epochs(0.2), 2, validation=accuracy(0.8))
+    write_run(Path("runs/begun"), [], steps=0)
+    path = next(Path("runs/upscale/seed=2").glob("events*"))
+    path.write_bytes(path.read_bytes()[:-3])
+    text, summary = report()
+    assert "from scratch, seed 1 (runs/scratch/seed=1): diverged at step 105: it is left out of means." in text
+    assert "upscaled, seed 1 (runs/upscale/seed=1): in progress, 90 of 200 steps." in text
+    assert "1 of 2 runs of from scratch diverged, and did not count." in text
+    assert "Seed 2 of upscaled has no partner from scratch" in text
+    assert "An event file of runs/upscale/seed=2 is damaged or cut off" in text
+    assert "runs/begun has logged no training loss to TensorBoard, and is left out." in text
+    assert (
+        "ends at 0.3000 (0.2000–0.4000, 2 seeds), from scratch at 0.5000 (1 seed)" in text
+    )  # of those that are finished
+    assert [reach["seed"] for reach in summary["comparisons"][0]["reach"]] == [0]
+    assert summary["runs"][-1]["final_loss"] is None
+
+
+def test_all_in_progress():
+    scratch(epochs(0.5), steps=95, validation=accuracy(0.8))
+    upscaled(epochs(0.4), steps=45, validation=accuracy(0.8))
+    text, summary = report()
+    assert "Upscaled stands at 0.4000 (1 seed), from scratch at 0.5000" in text
+    assert "Runs are still in progress: this is how they stand now." in text
+    assert [run["flops"] for run in summary["runs"]] == [450e12, 950e12]
+
+
+def test_all_diverged():
+    scratch(epochs(0.5), validation=accuracy(0.8))
+    upscaled(lambda step: math.nan, validation=accuracy(0.8))
+    assert "All runs of upscaled diverged: there is nothing to compare." in report()[0]
+
+
+def test_runs_without_flops():
+    scratch(epochs(0.5), flops=None, validation=accuracy(0.8))
+    upscaled(epochs(0.4), flops=None, validation=accuracy(0.8))
+    text, summary = report()
+    assert "have logged no FLOPs" in text
+    assert summary["comparisons"][0]["costs"] is None
+    assert not list(Path("report").glob("*flops*"))
+    assert "It reaches from scratch&#x27;s minimum after 1 epoch." in text

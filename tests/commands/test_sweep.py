@@ -1,0 +1,728 @@
+"""Sweeps: keys and values, the metric to the last digit, divergence, processes that share a study and die, results, bad
+input.
+"""
+
+import csv
+import json
+import math
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_commands import refused, upscale
+from test_kill_and_resume import Server
+from torch import Tensor
+
+from mupscale.__main__ import main
+from mupscale.callbacks import trial_metric
+from mupscale.callbacks.trial_metric import TrialMetric
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands import figures
+from mupscale.commands.fit import parsed
+from mupscale.commands.sweep import parser as sweep_parser
+from mupscale.commands.sweep import settings_of
+from mupscale.commands.sweep import study as sweep_study
+from mupscale.commands.sweep import trial as sweep_trial
+from mupscale.commands.sweep.results import Results
+from mupscale.commands.sweep.space import Axis, at, grid, labels, parsed_axis, shown
+from mupscale.commands.sweep.study import Lease, Study, lapsed
+from mupscale.models.mlp import MLP
+from mupscale.widening.noise import SignalNoise
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+LR, NOISE = "model.optimizer.lr", "UpscaleCallback.noise.std"
+
+
+def small(path: Path, *callbacks: dict[str, Any], width: int = 8, **trainer: Any) -> str:
+    """A configuration that takes a second: 20 steps, 6 an epoch."""
+    config = {
+        "trainer": {
+            "accelerator": "cpu",
+            "max_steps": 20,
+            "limit_val_batches": 1,
+            "val_check_interval": 6,
+            "log_every_n_steps": 1,
+            "callbacks": list(callbacks),
+            **trainer,
+        },
+        "model": {
+            "class_path": "MLP",
+            "init_args": {
+                "width": width,
+                "base_width": 8,
+                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
+            },
+        },
+        "data": {"class_path": "Covertype", "init_args": {"batch_size": 1000}},
+        "checkpoint": {"every_n_train_steps": 5},
+    }
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+def losses(run: Path) -> list[float]:
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events.Reload()
+    return [event.value for event in events.Scalars("train/loss")]
+
+
+def table(out: Path) -> list[dict[str, str]]:
+    with open(out / "trials.csv") as file:
+        return list(csv.DictReader(file))
+
+
+# --- keys and values
+
+
+def test_axes() -> None:
+    assert parsed_axis(f"{LR}=1e-3,0.002,3") == Axis(LR, (0.001, 0.002, 3))
+    assert parsed_axis("a.b=0.25:4:5") == Axis("a.b", (0.25, 0.5, 1.0, 2.0, 4.0))
+    assert [type(value) for value in parsed_axis("a=2:16:4").values] == [int] * 4  # hidden layers, say
+    assert [type(value) for value in parsed_axis("a=2.0:16:4").values] == [float] * 4
+    assert parsed_axis("a=1e-4:1e-2") == Axis("a", bounds=(1e-4, 1e-2))
+    assert parsed_axis("a.betas=[0.9, 0.95],[0.9, 0.99]").values == ([0.9, 0.95], [0.9, 0.99])
+    assert parsed_axis("a=true,false,null,x").values == (True, False, None, "x")
+    assert list(grid([Axis("a", (1, 2)), Axis("b", ("x", "y"))])) == [
+        {"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"},
+    ]  # fmt: skip
+    assert labels([Axis(LR), Axis("UpscaleCallback.lr"), Axis(NOISE)]) == {
+        LR: "optimizer.lr", "UpscaleCallback.lr": "UpscaleCallback.lr", NOISE: "std",
+    }  # fmt: skip
+    assert [
+        shown(value) for value in (0.12345, [1, 2], {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-4}})
+    ] == [
+        "0.1235",
+        "[1, 2]",
+        "SGD(lr=0.0001)",
+    ]
+
+
+def test_values_are_set_where_they_stand() -> None:
+    noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
+    swaps = [
+        {"class_path": "x.UpscaleCallback", "init_args": {"width": width, "noise": dict(noise)}} for width in (16, 32)
+    ]
+    config = {
+        "trainer": {"max_steps": 3, "callbacks": [*swaps, {"class_path": "x.Other", "init_args": {}}]},
+        "model": {"class_path": "MLP", "init_args": {"optimizer": {"class_path": "SGD", "init_args": {"lr": 1}}}},
+    }
+    answer = at(
+        config, {LR: 5, "trainer.max_steps": 7, "UpscaleCallback.noise": {"class_path": "N", "init_args": {"t": 1}}}
+    )
+    assert answer["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 5
+    assert answer["trainer"]["max_steps"] == 7
+    assert [c["init_args"].get("noise", {}).get("class_path") for c in answer["trainer"]["callbacks"]] == [
+        "N",
+        "N",
+        None,
+    ]
+    assert config["trainer"]["max_steps"] == 3
+    for key, told in {
+        "Foo.lr": "Foo.*UpscaleCallback",
+        "model.optimiser.lr": "optimiser.*optimizer",
+        "trainer.max_steps.x": "is 3",
+        "UpscaleCallback.init_args": "there is no",
+        "UpscaleCallback.class_path": "there is no",
+    }.items():
+        with pytest.raises(ValueError, match=told):
+            at(config, {key: 1})
+
+
+# --- the metric
+
+
+@pytest.mark.parametrize(("metric", "last"), [("last_epoch", 6), ("last_2%", 1), ("last_20%", 4)])
+def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(10, 16))
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.02", "--metric", metric, "--out", "s"])
+    (run,) = Path("s/trials").iterdir()
+    expected = losses(run)
+    assert len(expected) == 20
+    assert float(table(Path("s"))[0][metric]) == pytest.approx(math.fsum(expected[-last:]) / last, rel=1e-6)
+    if metric == "last_epoch":  # a trial is an ordinary run
+        main(["fit", "--config", config, "--model.optimizer.lr=0.02", "--trainer.enable_progress_bar=false"])
+        assert losses(Path("runs/default/version_0")) == expected
+        value, _ = sweep_trial.run({}, run, "")
+        (run / "result.json").unlink()  # a process that died between the last checkpoint and the result
+        assert sweep_trial.run({}, run, "")[0] == value
+        assert losses(run) == expected
+
+
+def test_the_metric_of_accumulated_batches_and_of_seeds(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", accumulate_grad_batches=2, val_check_interval=1.0, max_steps=9)
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.02", "--seeds", "3,4", "--out", "s"])
+    runs = sorted(Path("s/trials").iterdir())
+    assert [run.name for run in runs] == ["000_lr=0.02,seed=3", "000_lr=0.02,seed=4"]
+    assert [yaml.safe_load((run / "config.yaml").read_text())["seed_everything"] for run in runs] == [3, 4]
+    expected = [math.fsum(losses(run)[-3:]) / 3 for run in runs]
+    assert expected[0] != expected[1]
+    (row,) = table(Path("s"))
+    assert [float(row["seed 3"]), float(row["seed 4"])] == pytest.approx(expected, rel=1e-6)
+    assert float(row["last_epoch"]) == pytest.approx(sum(expected) / 2, rel=1e-6)
+
+
+def test_a_logged_metric_is_its_last_value(tmp_path: Path) -> None:
+    main(
+        ["sweep", "--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.02", "--metric", "val/loss", "--out", "s"]
+    )
+    events = EventAccumulator(str(next(Path("s/trials").iterdir())))
+    events.Reload()
+    assert float(table(Path("s"))[0]["val/loss"]) == pytest.approx(events.Scalars("val/loss")[-1].value, rel=1e-6)
+
+
+# --- divergence
+
+
+def fed(metric: TrialMetric, values: list[float], monkeypatch: pytest.MonkeyPatch, swap_at: int | None = None) -> int:
+    """Feeds losses to a metric as a run would; how many it took."""
+
+    class Trainer:
+        global_step, should_stop, callbacks, log_dir = 0, False, (), None
+        fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace())
+
+    monkeypatch.setattr(trial_metric, "untrained_loss", lambda *_: 2.0)
+    monkeypatch.setattr(trial_metric, "stepped", lambda _: True)
+    trainer: Any = Trainer()
+    module: Any = MLP(8)
+    metric._steps, metric.window = 1000, 100
+    for value in values:
+        metric.on_train_batch_start(trainer, module, None, 0)
+        if trainer.global_step == swap_at:
+            module.hparams["width"] = 16
+        trainer.global_step += 1
+        module.train_loss = torch.tensor(value)
+        metric.on_train_batch_end(trainer, module, None, None, 0)
+        if trainer.should_stop:
+            break
+    return trainer.global_step
+
+
+def test_only_divergence_stops_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stops(values: list[float], swap_at: int | None = None) -> int | None:
+        metric = TrialMetric()
+        steps = fed(metric, values, monkeypatch, swap_at)
+        assert metric.diverged == (steps < len(values) or not math.isfinite(values[-1]))
+        return steps if metric.diverged else None
+
+    assert stops([0.01] * 10 + [19.0] * 990) is None  # far above its start, but not above what no training gives
+    assert stops([2.0] * 10 + [21.0] * 990) == 60  # five checks of ten steps
+    assert stops([2.0] * 10 + [21.0] * 40 + [1.0] * 950) is None  # it recovers
+    assert stops([2.0] * 15 + [math.nan] + [2.0] * 984) == 20
+    assert stops([2.0] * 999 + [math.inf]) == 1000
+    assert (
+        stops([0.1] * 100 + [500.0 - step for step in range(300)] + [0.05] * 600, swap_at=100) is None
+    )  # a noisy start
+    assert stops([0.1] * 100 + [50.0] + [600.0] * 899, swap_at=100) == 150
+
+
+def test_an_untrained_network_is_looked_at_and_leaves_no_trace() -> None:
+    trainer, module = Trainer(accelerator="cpu", logger=False), MLP(8)
+    module.configure_model()
+    net, state = module.net, torch.get_rng_state()
+    torch.nn.init.ones_(module.net.readout.weight)  # type: ignore[union-attr]
+    batch = torch.randn(4, 54), torch.tensor([0, 1, 2, 6])
+    torch.set_rng_state(state)
+    assert trial_metric.untrained_loss(trainer, module, batch) == pytest.approx(
+        math.log(7)
+    )  # its readout starts at zero
+    assert module.net is net
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_diverged_trials_end_early_and_are_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(
+        figures, "heatmap", lambda path, x, y, value, *_: drawn.append([[value(a, b) for a in x] for b in y]) or []
+    )
+    config = small(tmp_path / "c.yaml", upscale(2, 16), max_steps=60)
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.01,1e6", "--sweep", f"{NOISE}=0,0.1", "--out", "s"])
+    good, bad = (
+        [float(row["last_epoch"]) for row in table(Path("s"))[:2]],
+        [row["last_epoch"] for row in table(Path("s"))[2:]],
+    )
+    assert bad == ["diverged", "diverged"]
+    assert drawn == [[[good[0], math.inf], [good[1], math.inf]]]
+    steps = {run.name: len(losses(run)) for run in Path("s/trials").iterdir()}
+    assert steps["000_lr=0.01,std=0"] == 60
+    assert steps["002_lr=1e+06,std=0"] < 60
+    kept = [run.name for run in Path("s/trials").iterdir() if list(run.rglob("*.ckpt"))]
+    assert kept == ["000_lr=0.01,std=0" if good[0] < good[1] else "001_lr=0.01,std=0.1"]
+    left = Path("s/trials/002_lr=1e+06,std=0/checkpoints")
+    left.mkdir()  # by a process that died before it could tidy up
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.01,1e6", "--sweep", f"{NOISE}=0,0.1", "--out", "s"])
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("noise", ["AdditiveNoise", "SignalNoise"])
+def test_a_network_that_is_not_finite_is_not_widened(noise: str, tmp_path: Path) -> None:
+    level = "std" if noise == "AdditiveNoise" else "t"
+    swap = upscale(3, 16)  # before the first check
+    swap["init_args"]["noise"] = {"class_path": f"mupscale.{noise}", "init_args": {level: 0.1}}
+    config = small(tmp_path / "c.yaml", swap, min_steps=10)
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.01,1e25,1e30", "--out", "s"])
+    assert [row["last_epoch"] for row in table(Path("s"))][1:] == ["diverged", "diverged"]
+    assert [len(losses(run)) for run in sorted(Path("s/trials").iterdir())] == [20, 3, 3]
+
+
+def test_a_diverged_run_is_not_resumed(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(3, 16))
+    options, rest = sweep_parser().parse_known_args(["--config", config, "--sweep", f"{LR}=1e30", "--out", "s"])
+    settings, run = settings_of(options, rest), Path("s/run")
+    whole = sweep_trial.with_run(at(settings.config, {LR: 1e30}), settings.metric, 0, run)
+    assert sweep_trial.run(whole, run, "")[0] == math.inf
+    (run / "result.json").unlink()  # a process that died between the last checkpoint and the result
+    assert sweep_trial.run(whole, run, "")[0] == math.inf
+    assert len(losses(run)) == 3
+
+
+# --- processes
+
+
+def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
+    config = small(
+        tmp_path / "c.yaml", upscale(40, 16), max_steps=120, val_check_interval=60, check_val_every_n_epoch=None
+    )
+    arguments = [
+        "--config",
+        config,
+        "--sweep",
+        f"{LR}=0.003,0.01",
+        "--sweep",
+        f"{NOISE}=0.1,0.5",
+        "--out",
+        "s",
+        "--metric",
+        "last_100%",
+    ]
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    servers = [Server(folder) for folder in folders]
+    process = servers[0].start("sweep", *arguments)
+    while not list(Path("s/trials").glob("*/checkpoints/*step=[5-9]?.ckpt")):
+        os.kill(process, 0)  # it lives
+        time.sleep(0.01)
+    os.kill(process, signal.SIGKILL)
+    assert servers[0].answer() == -signal.SIGKILL
+    (killed,) = Path("s/trials").iterdir()
+    assert not (killed / "result.json").exists()
+
+    for server in servers:
+        server.start("sweep", *arguments)
+    codes = [server.answer() for server in servers]
+    told = [server.log.read_text() for server in servers]
+    assert codes == [0, 0], told
+    for server in servers:
+        server.process.communicate()
+    study = sweep_study.optuna.load_study(study_name="sweep", storage=sweep_study.store(Path("s"), None))
+    states = Counter((trial.user_attrs["cell"], trial.state.name) for trial in study.trials)
+    assert states == {**{(cell, "COMPLETE"): 1 for cell in range(4)}, (0, "FAIL"): 1}
+    assert sum(text.count(" s; best ") for text in told) == 4
+    assert len(list(Path("s/trials").iterdir())) == 4
+    starts = [line.split(":")[0] for line in (killed / "log.txt").read_text().splitlines() if line.startswith("step ")]
+    assert starts[0] == "step 0"
+    assert int(starts[1].removeprefix("step ")) >= 50  # resumed, after the swap
+    assert len(starts) == 2
+    value = float(table(Path("s"))[0]["last_100%"])
+
+    again = ["--sweep", f"{LR}=0.003", "--sweep", f"{NOISE}=0.1", "--out", "uninterrupted", "--metric", "last_100%"]
+    main(["sweep", "--config", config, *again])
+    assert float(table(Path("uninterrupted"))[0]["last_100%"]) == value  # over all steps, those before the kill, too
+
+
+def test_a_lease_lasts_as_long_as_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lease"
+    assert lapsed(path)
+    lease = Lease(path)
+    assert not lapsed(path)
+    lease.release()
+    assert lapsed(path)
+    path.write_text("elsewhere 1")  # another machine, whose lock cannot be seen
+    assert not lapsed(path)
+    os.utime(path, (time.time() - 100,) * 2)
+    assert lapsed(path)
+
+
+def study_of(*arguments: str) -> Study:
+    options, rest = sweep_parser().parse_known_args(arguments)
+    return Study(options.out, settings_of(options, rest), options.storage)
+
+
+@pytest.mark.parametrize("storage", [[], ["--storage=sqlite:///study.db"]])
+def test_trials_are_handed_out_once_and_come_back(storage: list[str], tmp_path: Path) -> None:
+    arguments = ["--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01,0.02", "--out", "s", *storage]
+    one, two = study_of(*arguments), study_of(*arguments)
+    a, b = one.take(), two.take()
+    assert a is not None
+    assert b is not None
+    assert [a.point[LR], b.point[LR]] == [0.01, 0.02]
+    assert one.take() is None
+    two.give_back(b)
+    one.finish(a, [math.inf], 1.0)
+    again = one.take()
+    assert again is not None
+    assert again.point == b.point
+    two.finish(b, [0.1], 1.0)  # it was given up: this must not count
+    one.finish(again, [0.5], 2.0)
+    assert one.take() is two.take() is None
+    assert [(o.cell, o.value, o.attempts) for o in two.outcomes()] == [(0, math.inf, 1), (1, 0.5, 2)]
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: set[str] = set()
+    original = os.fsync
+
+    def spy(file: int) -> None:  # a SIGKILL here would leave what there is to the others
+        there.update(path.name for path in Path("s").iterdir())
+        original(file)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    study = study_of("--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01", "--out", "s")
+    taken = study.take()
+    assert taken is not None
+    study.finish(taken, [0.5], 1.0)
+    assert there == {
+        "lock",
+        "leases",
+        "study.journal",
+        "sweep.json",
+    }  # of which lock, and what is in leases, are locked by the system
+
+
+def test_draws_do_not_depend_on_who_makes_them(tmp_path: Path) -> None:
+    arguments = [
+        "--config",
+        small(tmp_path / "c.yaml"),
+        "--sweep",
+        f"{LR}=0.001:0.1",
+        "--sweep",
+        "data.batch_size=100:1000",
+    ]
+    points = []
+    for sampler, workers in (("random", 1), ("random", 3), ("tpe", 1)):
+        out = f"{sampler}{workers}"
+        studies = [study_of(*arguments, "--sampler", sampler, "--trials", "12", "--out", out) for _ in range(workers)]
+        points.append([])
+        for number in range(12):
+            taken = studies[number % workers].take()
+            assert taken is not None
+            points[-1].append(tuple(taken.point.values()))
+            studies[number % workers].finish(taken, [abs(math.log(taken.point[LR] / 0.01))], 1.0)
+        assert studies[0].take() is None
+    assert points[0] == points[1]
+    assert points[0][:10] == points[2][:10]  # tpe starts at random, then does not
+    assert points[0][10:] != points[2][10:]
+    assert all(0.001 <= lr <= 0.1 and 100 <= size <= 1000 and isinstance(size, int) for lr, size in points[0])
+    assert len(set(points[0])) == 12
+
+
+def test_a_damaged_study_goes_on_or_says_so() -> None:
+    arguments = ["--config", small(Path("c.yaml")), "--sweep", f"{LR}=0.01,0.02", "--out", "s"]
+    study = study_of(*arguments)
+    taken = study.take()
+    assert taken is not None
+    study.finish(taken, [0.5], 1.0)
+    journal, settings = Path("s/study.journal"), Path("s/sweep.json")
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-20])  # the machine went down while it was written that the trial is finished
+    again = study_of(*arguments)
+    assert again.outcomes() == []
+    while (taken := again.take()) is not None:
+        again.finish(taken, [0.5 + taken.cell], 1.0)
+    assert [(outcome.value, outcome.attempts) for outcome in study_of(*arguments).outcomes()] == [(0.5, 2), (1.5, 1)]
+
+    journal.write_bytes(b"{" + whole)
+    assert "s/study.journal is damaged" in refused("sweep", *arguments)
+    settings.write_text("")
+    assert "s/sweep.json is damaged" in refused("sweep", *arguments)
+    journal.unlink()
+    settings.unlink()
+    assert study_of(*arguments).outcomes() == []  # as told
+
+
+# --- what it ends in
+
+
+def test_best_composes_with_another_width(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(10, 16))
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.001,0.02", "--sweep", f"{NOISE}=0.05,5", "--out", "s"])
+    assert yaml.safe_load(Path("s/best.yaml").read_text()) == {
+        "model": {"init_args": {"optimizer": {"init_args": {"lr": 0.02}}}},
+        "callback_args": {
+            "UpscaleCallback": {"noise": {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.05}}}
+        },
+    }
+    target = small(tmp_path / "target.yaml", upscale(10, 64), width=32)
+    cli = parsed(["fit", "--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"])
+    (swap,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
+    assert (swap.width, swap.noise.std, cli.model.width) == (64, 0.05, 64)
+    assert cli.trainer.optimizers[0].defaults["lr"] == 0.02
+    assert "std: 0.05" in Path("runs/default/version_0/config.yaml").read_text()
+
+
+def test_arguments_for_callbacks_that_are_not_there(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(10, 16))
+    assert "callback_args.Foo" in refused("fit", "--config", config, "--callback_args={Foo: {x: 1}}")
+    assert "UpscaleCallback" in refused("fit", "--config", config, "--callback_args={UpscaleCallback: {x: 1}}")
+    assert not Path("runs").exists()
+
+
+def test_signal_noise_is_carried_by_its_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap = upscale(10, 16)
+    swap["init_args"]["noise"] = {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}
+    saved: list[dict[str, Any]] = []
+    original = SignalNoise.constant
+
+    def spy(self: SignalNoise, entry: Any, *tensors: Tensor) -> Tensor:
+        value = original(self, entry, *tensors)
+        saved.append({"t": self.t, "name": entry.name, "value": float(value)})
+        return value
+
+    monkeypatch.setattr(SignalNoise, "constant", spy)
+    main(
+        [
+            "sweep",
+            "--config",
+            small(tmp_path / "c.yaml", swap),
+            "--sweep",
+            "UpscaleCallback.noise.t=0.2,4",
+            "--out",
+            "s",
+        ]
+    )
+    best = yaml.safe_load(Path("s/best.yaml").read_text())
+    assert best == {
+        "callback_args": {"UpscaleCallback": {"noise": {"class_path": "mupscale.RecordedNoise",
+                                                        "init_args": {"path": "s/noise.json"}}}},
+    }  # fmt: skip
+    constants = json.loads(Path("s/noise.json").read_text())["constants"]
+    t = float(min(table(Path("s")), key=lambda row: float(row["last_epoch"]))["UpscaleCallback.noise.t"])
+    assert {name: value for name, value in constants.items() if value} == {
+        s["name"]: s["value"] for s in saved if s["t"] == t
+    }
+    assert sum(value > 0 for value in constants.values()) == 3  # the hidden layers
+    assert set(constants) == {name for name, _ in MLP(8).network(8).named_parameters()}
+    target = small(tmp_path / "target.yaml", swap | {"init_args": swap["init_args"] | {"width": 64}}, width=32)
+    cli = parsed(["fit", "--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"])
+    (wide,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
+    assert wide.noise.constants == constants
+    assert cli.model.width == 64
+
+
+def test_best_may_be_a_class_or_another_step(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(10, 16))
+    classes = [{"class_path": f"mupscale.{name}", "init_args": {level: value}}
+               for name, level, value in (("AdditiveNoise", "std", 50.0), ("SignalNoise", "t", 0.1))]  # fmt: skip
+    noise, betas = f"UpscaleCallback.noise={','.join(map(json.dumps, classes))}", "model.optimizer.betas=[0.8, 0.9]"
+    main(
+        [
+            "sweep",
+            "--config",
+            config,
+            "--sweep",
+            noise,
+            "--sweep",
+            betas,
+            "--sweep",
+            "UpscaleCallback.init_args.at_step=6",
+            "--out",
+            "s",
+        ]
+    )
+    recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": "s/noise.json"}}
+    assert yaml.safe_load(Path("s/best.yaml").read_text()) == {
+        "callback_args": {"UpscaleCallback": {"noise": recorded, "at_step": 6}},
+        "model": {"init_args": {"optimizer": {"init_args": {"betas": [0.8, 0.9]}}}},
+    }
+    best = Path("s/trials/001_noise=SignalNoise-t=0.1-,betas=-0.8,-0.9-,at_step=6")
+    assert Path("s/noise.json").read_bytes() == (best / "noise-6.json").read_bytes()
+    assert all(Path(f"s/{name}.png").exists() for name in ("profile", "curves"))
+    target = small(tmp_path / "target.yaml", upscale(10, 64), width=32)
+    cli = parsed(["fit", "--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"])
+    (wide,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
+    assert (wide.at_step, wide.summary["step"], wide.width) == (6, 6, 64)
+    assert cli.trainer.optimizers[0].defaults["betas"] == (0.8, 0.9)
+
+
+def test_three_axes_draw_the_two_that_tell_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = [Axis("a", (1, 2)), Axis("b", (1, 2)), Axis("c", (1, 2))]
+    settings = sweep_study.Settings({}, axes, "grid", 8, [0], "last_epoch")
+    outcomes = [
+        sweep_study.Outcome(cell, point, 10 * point["c"] + 3 * point["a"] + 0.1 * point["b"], [1.0], 1.0, 1)
+        for cell, point in enumerate(grid(axes))
+    ]
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "heatmap", lambda path, x, y, value, *names: drawn.append((names, value(1, 2))) or [])
+    monkeypatch.setattr("mupscale.commands.sweep.results.training_curve", lambda _: [(0, 1.0)])
+    Results(tmp_path, settings, outcomes).draw(outcomes[0])
+    assert drawn == [(("a", "c", "training loss, last epoch (best over 1 more)"), 23.1)]
+
+
+def red(path: Path) -> tuple[float, float]:
+    """Where the red of a star is in a picture, as shares of its width and height, from the bottom left."""
+    from matplotlib.image import imread
+
+    picture = np.asarray(imread(path))[..., :3]
+    rows, columns = np.nonzero((picture[..., 0] > 0.95) & (picture[..., 1:].max(-1) < 0.1))
+    assert len(rows) > 20
+    return float(columns.mean() / picture.shape[1]), 1 - float(rows.mean() / picture.shape[0])
+
+
+def test_figures_star_the_optimum(tmp_path: Path) -> None:
+    values = {("a", 1): 3.0, ("a", 2): 1.0, ("b", 1): math.inf, ("b", 2): None}
+    paths = figures.heatmap(tmp_path / "h", ["a", "b"], [1, 2], lambda x, y: values[x, y], "x", "y", "loss")
+    assert [path.name for path in paths] == ["h.png", "h.pdf"]
+    assert all(path.stat().st_size > 1000 for path in paths)
+    x, y = red(tmp_path / "h.png")
+    assert 0.15 < x < 0.4
+    assert y > 0.6
+    figures.profile(tmp_path / "p", [0.01, 0.1, 1.0], [2.0, math.inf, 1.0], "x", "loss")
+    x, y = red(tmp_path / "p.png")
+    assert x > 0.85
+    assert y < 0.3
+    figures.scatter(tmp_path / "s", [(0.1, 0.1, 1.0), (1.0, 1.0, 2.0), (0.5, 0.5, math.inf)], "x", "y", "loss")
+    x, y = red(tmp_path / "s.png")
+    assert x < 0.3
+    assert y < 0.3
+
+
+def test_curves_show_what_matters(tmp_path: Path) -> None:
+    assert figures.span([[2.0, 1.0, 0.5], [4.0, 1.0, 0.4], [900.0, 5.0, 1.0]]) == pytest.approx((0.4 / 1.1, 2.2))
+    lines = [figures.Curve(value, [0, 1], [1.0, 0.5]) for value in (0.1, 0.2)]
+    assert all(path.exists() for path in figures.curves(tmp_path / "c", lines, "step", "loss", "noise"))
+    assert all(
+        path.exists()
+        for path in figures.curves(tmp_path / "d", [figures.Curve(v, [0, 1], [1.0, 0.5]) for v in (0, "x")], "", "", "")
+    )
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], ["--sweep", "empty"]),
+        (["--sweep", f"{LR}=1", "--metric", "val/accuracy"], ["metric val/accuracy", "minimised", "val/loss"]),
+        (["--sweep", f"{LR}="], ["--sweep", LR, "empty"]),
+        (["--sweep", LR], ["--sweep", LR, "KEY=VALUE"]),
+        (["--sweep", f"{LR}=1,1"], [LR, "twice"]),
+        (["--sweep", f"{LR}=1", "--sweep", f"{LR}=2"], [LR, "twice"]),
+        (["--sweep", f"{LR}=0.1:0.01:3"], [LR, "LOW < HIGH"]),
+        (["--sweep", f"{LR}=0.1:0.5"], [LR, "range", "--sampler"]),
+        (["--sweep", f"{LR}=0.1:0.5", "--sampler", "tpe"], ["--trials"]),
+        (["--sweep", f"{LR}=0.1,fast"], [LR, "fast"]),
+        (["--sweep", "model.optimizer.lrr=0.1"], ["model.optimizer.lrr=0.1", "lrr"]),
+        (["--sweep", "model.widht=8"], ["model.widht", "widht"]),
+        (["--sweep", f"{NOISE}=0.1"], [NOISE, "trainer.callbacks"]),
+        (["--sweep", "UpscaleCallback.lr=-1"], ["UpscaleCallback.lr"]),
+        (["--sweep", "trainer.max_steps=many"], ["trainer.max_steps", "many"]),
+        (["--sweep", "seed_everything=0,1"], ["--seeds 0,1"]),
+        (["--sweep", f"{LR}=0.1", "--seeds", "0,0"], ["--seeds", "twice"]),
+        (["--sweep", f"{LR}=0.1", "--seeds", "a"], ["--seeds", "whole numbers"]),
+        (["--sweep", f"{LR}=0.1", "--trainer.devices=2"], ["trainer.devices", "CUDA_VISIBLE_DEVICES"]),
+        (["--sweep", f"{LR}=0.1", "--nope=1"], ["nope"]),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_before_the_first_trial(arguments: list[str], told: list[str], tmp_path: Path) -> None:
+    message = refused("sweep", "--config", small(tmp_path / "c.yaml"), "--out", "s", *arguments)
+    assert all(part in message for part in told), message
+    assert not Path("s").exists()
+
+
+def test_another_sweep_is_left_alone(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml")
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.01", "--out", "s"])
+    before = {path: path.read_bytes() for path in Path("s").rglob("*") if path.is_file() and path.name != "lock"}
+    for other in (
+        [f"{LR}=0.02"],
+        [f"{LR}=0.01", "--model.width=16"],
+        [f"{LR}=0.01", "--metric", "last_2%"],
+        [f"{LR}=0.01", "--seeds", "1"],
+    ):
+        message = refused("sweep", "--config", config, "--out", "s", "--sweep", *other)
+        assert "--out s is of another sweep" in message
+    assert "model.init_args.width is 8 there and 16 here" in refused(
+        "sweep", "--config", config, "--out", "s", "--sweep", f"{LR}=0.01", "--model.width=16"
+    )
+    assert "leave --storage out" in refused(
+        "sweep", "--config", config, "--sweep", f"{LR}=0.01", "--out", "s", "--storage", "sqlite:///x"
+    )
+    assert {path: path.read_bytes() for path in before} == before
+    Path("mine").mkdir()
+    Path("mine/file").touch()
+    assert "not empty" in refused("sweep", "--config", config, "--out", "mine", "--sweep", f"{LR}=0.01")
+    assert [path.name for path in Path("mine").iterdir()] == ["file"]
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.01", "--out", "s"])  # the same once more: nothing to run
+    assert table(Path("s"))[0]["attempts"] == "1"
+
+
+def test_a_metric_that_is_never_logged(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml")
+    message = refused("sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--metric", "val/los", "--out", "s")
+    assert "metric val/los is never logged" in message
+    assert "val/loss" in message
+    assert not list(Path("s").rglob("*.ckpt"))  # before the first step
+    assert "never logged" in refused(
+        "sweep", "--config", config, "--sweep", f"{LR}=0.01", "--metric", "train/los", "--out", "t"
+    )
+    assert len(losses(next(Path("t/trials").iterdir()))) == 6  # after the first epoch
+    assert "an epoch has 6 steps" in refused(
+        "sweep",
+        "--config",
+        config,
+        "--trainer.max_steps=5",
+        "--trainer.val_check_interval=5",
+        "--sweep",
+        f"{LR}=0.01",
+        "--out",
+        "u",
+    )
+
+
+@pytest.mark.parametrize("url", ["nothing", "nothing://there", "sqlite:////nothing/there.db"])
+def test_a_database_that_is_not_there(url: str, tmp_path: Path) -> None:
+    message = refused(
+        "sweep", "--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01", "--out", "s", "--storage", url
+    )
+    assert message.startswith("error: --storage: ")
+
+
+def test_a_database_and_another_folder(tmp_path: Path) -> None:
+    arguments = [
+        "sweep",
+        "--config",
+        small(tmp_path / "c.yaml"),
+        "--sweep",
+        f"{LR}=0.01",
+        "--storage",
+        "sqlite:///study.db",
+        "--out",
+    ]
+    main([*arguments, "a/s"])
+    assert "study s has its runs in another folder, not in b/s" in refused(*arguments, "b/s")
+    assert not Path("b/s/best.yaml").exists()
+    Path("a/s/sweep.json").unlink()
+    main([*arguments, "a/s"])
+    assert table(Path("a/s"))[0]["attempts"] == "1"
+
+
+def test_all_trials_diverged(tmp_path: Path) -> None:
+    message = refused("sweep", "--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=1e7,1e8", "--out", "s")
+    assert "all 2 trials diverged" in message
+    assert [row["last_epoch"] for row in table(Path("s"))] == ["diverged", "diverged"]
+    assert not Path("s/best.yaml").exists()
+    assert not list(Path("s").glob("*.png"))

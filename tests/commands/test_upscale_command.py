@@ -1,0 +1,157 @@
+"""`python -m mupscale upscale`: the offline surgery equals the swap inside a run."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+from mupscale.__main__ import main
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.mlp import MLP
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:You're using the WeightAveraging callback with a model that overrides:UserWarning"
+    ),
+]
+
+
+def data() -> ResidentLoader:
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(112, 54, generator=generator), torch.randint(7, (112,), generator=generator)
+    return ResidentLoader(tensors, 16, shuffle=True)
+
+
+def fit(folder, steps: int, *callbacks, ckpt_path=None) -> Trainer:
+    torch.manual_seed(0)
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+
+    module = MLP(
+        8,
+        base_width=4,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.1),
+        lr_scheduler=schedule,
+    )
+    trainer = Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        precision="64-true",
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, data(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [p.detach() for p in trainer.lightning_module.net.parameters()]
+
+
+def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
+    """Width 8 to 24 after 10 of 30 steps: at the end weights, rates, eps and decay agree to rounding."""
+    inside = fit(tmp_path, 30, UpscaleCallback(10, 24))
+    main(["upscale", str(tmp_path / "pre-upscale-10.ckpt"), "--width", "24", "--out", str(tmp_path / "wide.ckpt")])
+    assert "→ 2,695 parameters" in capsys.readouterr().out
+    offline = fit(
+        tmp_path, 30, UpscaleCallback(10, 24), ckpt_path=tmp_path / "wide.ckpt"
+    )  # at its width the swap is left out
+    assert offline.lightning_module.width == 24
+    for a, b in zip(weights(offline), weights(inside), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    for a, b in zip(offline.optimizers[0].param_groups, inside.optimizers[0].param_groups, strict=True):
+        assert [a[key] for key in ("lr", "initial_lr", "eps", "weight_decay")] == pytest.approx(
+            [b[key] for key in ("lr", "initial_lr", "eps", "weight_decay")], rel=1e-12
+        )
+
+
+def test_noise_options_and_files(tmp_path):
+    fit(tmp_path, 3).save_checkpoint(tmp_path / "narrow.ckpt")
+    narrow, noise = str(tmp_path / "narrow.ckpt"), str(tmp_path / "noise.json")
+    main(
+        [
+            "upscale",
+            narrow,
+            "--width",
+            "16",
+            "--signal-noise",
+            "0.5",
+            "--save-noise",
+            noise,
+            "--out",
+            str(tmp_path / "a.ckpt"),
+        ]
+    )
+    main(
+        [
+            "upscale",
+            narrow,
+            "--width",
+            "16",
+            "--recorded-noise",
+            noise,
+            "--no-optimizer",
+            "--out",
+            str(tmp_path / "b.ckpt"),
+        ]
+    )
+    a, b = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in "ab")
+    assert all(torch.equal(a["state_dict"][name], b["state_dict"][name]) for name in a["state_dict"])
+    assert (len(a["optimizer_states"]), len(b["optimizer_states"])) == (1, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt", "narrow.ckpt", "noise.json"]
+
+
+def test_an_average_gets_the_noise_of_its_model(tmp_path):
+    """Not its own: it is smaller than the weights it averages, and signal-normalised noise would be, too."""
+    fit(tmp_path, 11, EMAWeightAveraging(decay=0.9), UpscaleCallback(10, 16))
+    for name, options in {"exact": [], "noisy": ["--signal-noise", "0.5"]}.items():
+        main(
+            [
+                "upscale",
+                str(tmp_path / "pre-upscale-10.ckpt"),
+                "--width",
+                "16",
+                *options,
+                "--out",
+                str(tmp_path / f"{name}.ckpt"),
+            ]
+        )
+    exact, noisy = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("exact", "noisy"))
+    moved = 0.0
+    for name in exact["current_model_state"]:
+        model, average = (noisy[key][name] - exact[key][name] for key in ("current_model_state", "state_dict"))
+        assert average.dtype == torch.float32  # as Lightning keeps it, beside a model in float64
+        torch.testing.assert_close(average, model.float(), rtol=0, atol=1e-6)
+        moved = max(moved, float(model.abs().max()))
+    assert moved > 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.ckpt", "--width", "16", "--out", "x.ckpt"], "there is no checkpoint missing.ckpt"),
+        (["half.ckpt", "--width", "16", "--out", "x.ckpt"], "half.ckpt is not a checkpoint, or a damaged one"),
+        (["narrow.ckpt", "--width", "12", "--out", "x.ckpt"], "does not grow by a whole factor"),
+        (["narrow.ckpt", "--width", "16", "--out", "narrow.ckpt"], "exists; --force overwrites it"),
+        (["narrow.ckpt", "--width", "16", "--out", "x.ckpt", "--noise", "-1"], "std must be a finite number"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, tmp_path, monkeypatch, capsys):
+    fit(tmp_path, 1).save_checkpoint(tmp_path / "narrow.ckpt")
+    before = (tmp_path / "narrow.ckpt").read_bytes()
+    (tmp_path / "half.ckpt").write_bytes(before[: len(before) // 2])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["upscale", *arguments])
+    assert caught.value.code != 0
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "narrow.ckpt").read_bytes() == before
+    assert not (tmp_path / "x.ckpt").exists()

@@ -1,0 +1,575 @@
+"""CIFAR-100: torchvision's files and numbers, its transforms pixel by pixel, and the same batches on any ranks and
+after any resume.
+"""
+
+import hashlib
+import io
+import pickle
+import struct
+import tarfile
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from stand_ins import names, quiet_trainer, serving, trainer_stub
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.datasets import CIFAR100 as Published
+from torchvision.transforms import functional as TF
+
+from mupscale.datamodules.cifar100 import (
+    CIFAR100,
+    augment,
+    channel_statistics,
+    normalisation_table,
+    normalise,
+    padded,
+    read,
+    unpack,
+)
+
+pytestmark = [
+    # Lightning 2.6 itself, on torch 2.13
+    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
+    # torchvision, on Python 3.12
+    pytest.mark.filterwarnings("ignore:Python 3.14 will, by default, filter extracted tar archives:DeprecationWarning"),
+]
+
+TRAIN, TEST, BATCH = 70, 20, 16  # four whole batches and six images over
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def arrays() -> Arrays:
+    """Noise, darker and of less contrast in the test images; no two pixels in a place are likely to be equal."""
+    draw = np.random.default_rng(0)
+    return {
+        "x_train": draw.integers(0, 256, (TRAIN, 32, 32, 3), dtype=np.uint8),
+        "y_train": draw.integers(0, 100, TRAIN, dtype=np.uint8),
+        "x_test": draw.integers(0, 100, (TEST, 32, 32, 3), dtype=np.uint8),
+        "y_test": draw.integers(0, 100, TEST, dtype=np.uint8),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, arrays: Arrays) -> str:
+    path = tmp_path_factory.mktemp("data")
+    np.savez(path / "cifar100.npz", **arrays)
+    return str(path)
+
+
+def module(folder: str, **options) -> CIFAR100:
+    data = CIFAR100(folder, **{"batch_size": BATCH, **options})
+    data.setup()
+    return data
+
+
+def epoch(loader) -> list[list[Tensor]]:
+    return [list(batch) for batch in loader]
+
+
+def torchvision(
+    image: np.ndarray, statistics: tuple[Tensor, Tensor], top: int = 4, left: int = 4, flip: bool = False
+) -> Tensor:
+    """What torchvision's transforms make of one image on given parameters; by default, without augmentation."""
+    picture = TF.crop(TF.pad(TF.to_pil_image(image), [4]), top, left, 32, 32)
+    picture = TF.hflip(picture) if flip else picture
+    return TF.normalize(TF.to_tensor(picture), *(statistic.tolist() for statistic in statistics))
+
+
+# ---- pure functions
+
+
+def test_statistics_are_those_of_the_pixels():
+    images = torch.zeros(2, 32, 32, 3, dtype=torch.uint8)
+    images[0, :, :, 0] = 255  # half black, half white
+    images[..., 1] = 51  # constant
+    images[:, ::4, :, 2] = 204  # a quarter
+    mean, deviation = channel_statistics(images)
+    assert mean.tolist() == [0.5, 0.2, 0.2]
+    torch.testing.assert_close(
+        deviation, torch.tensor([0.5, 1.0, 0.8 * 3**0.5 / 4], dtype=torch.float64), rtol=1e-15, atol=0
+    )
+
+
+def test_statistics_agree_with_float64(arrays: Arrays):
+    mean, deviation = channel_statistics(torch.from_numpy(arrays["x_train"]))
+    pixels = arrays["x_train"].reshape(-1, 3) / 255
+    np.testing.assert_allclose(mean, pixels.mean(0), rtol=1e-13)
+    np.testing.assert_allclose(deviation, pixels.std(0), rtol=1e-13)
+
+
+def test_every_crop_and_flip_is_torchvisions_bit_by_bit(arrays: Arrays):
+    parameters = list(product(range(9), range(9), (False, True)))
+    rows = torch.arange(len(parameters)) % TRAIN
+    tops, lefts, flips = (torch.tensor(column) for column in zip(*parameters, strict=True))
+    images = torch.from_numpy(arrays["x_train"])
+    statistics = channel_statistics(images)
+    ours = augment(padded(images), rows, tops, lefts, flips, normalisation_table(*statistics))
+    theirs = [
+        torchvision(arrays["x_train"][row], statistics, *some)
+        for row, some in zip(rows.tolist(), parameters, strict=True)
+    ]
+    assert torch.equal(ours, torch.stack(theirs))
+    assert (ours.dtype, ours.shape) == (torch.float32, (162, 3, 32, 32))
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_every_value_is_normalised_to_torchvisions():
+    ramp = torch.arange(256, dtype=torch.uint8).repeat(12).view(1, 3, 32, 32).permute(0, 2, 3, 1).contiguous()
+    statistics = torch.tensor([0.5071, 0.4867, 0.4408]).double(), torch.tensor([0.2675, 0.2565, 0.2761]).double()
+    ours = normalise(ramp, normalisation_table(*statistics))
+    assert torch.equal(ours[0], torchvision(ramp[0].numpy(), statistics))
+    assert len(ours[0, 0].unique()) == 256
+
+
+# ---- batches
+
+
+def test_training_batches_are_torchvisions_of_what_the_epoch_draws(folder: str, arrays: Arrays):
+    """Crop and flip are read off the pixels, so that the draw itself is seen: every offset occurs, and every sample has
+    its own.
+    """
+    data = module(folder)
+    statistics = channel_statistics(torch.from_numpy(arrays["x_train"]))
+    variants = {}
+    for row, image in enumerate(arrays["x_train"]):
+        for some in product(range(9), range(9), (False, True)):
+            pixels = np.pad(image, ((4, 4), (4, 4), (0, 0)))[some[0] : some[0] + 32, some[1] : some[1] + 32]
+            variants[(pixels[:, ::-1] if some[2] else pixels).tobytes()] = row, some
+    mean, deviation = (statistic.float().view(3, 1, 1) for statistic in statistics)
+    loader, drawn = data.train_dataloader(), []
+    for _ in range(15):
+        batches = epoch(loader)
+        assert len(batches) == 4
+        seen = []
+        for images, labels in batches:
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            assert (images.dtype, images.shape, labels.dtype) == (torch.float32, (BATCH, 3, 32, 32), torch.int64)
+            raw = ((images * deviation + mean) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+            found = [variants[image.tobytes()] for image in raw]
+            assert labels.tolist() == arrays["y_train"][[row for row, _ in found]].tolist()
+            assert len({some for _, some in found}) > BATCH / 2
+            assert torch.equal(images[0], torchvision(arrays["x_train"][found[0][0]], statistics, *found[0][1]))
+            seen += found
+        assert len({row for row, _ in seen}) == 64
+        drawn += [some for _, some in seen]
+    tops, lefts, flips = np.array(drawn).T
+    for offsets in (tops, lefts):
+        counts = np.bincount(offsets)
+        assert len(counts) == 9
+        assert counts.min() > 70  # of 960, in ninths
+    assert 0.45 < flips.mean() < 0.55
+    for one, other in ((tops, lefts), (tops, flips), (lefts, flips)):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.1
+
+
+def test_statistics_come_from_the_training_images(folder: str, arrays: Arrays):
+    centre = torch.cat([images for images, _ in epoch(module(folder).val_dataloader())])
+    assert centre.mean() < -0.9  # about 49 of 255 with the training images' 127 ± 74
+    assert len(centre) == TEST
+
+
+def test_evaluation_sees_the_test_images_as_they_are(folder: str, arrays: Arrays):
+    data = module(folder)
+    statistics = channel_statistics(torch.from_numpy(arrays["x_train"]))
+    wanted = torch.stack([torchvision(image, statistics) for image in arrays["x_test"]])
+    for loader in (data.val_dataloader(), data.test_dataloader()):
+        images, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
+        assert torch.equal(images, wanted)
+        assert labels.tolist() == arrays["y_test"].tolist()
+    predicted = list(data.predict_dataloader())
+    assert torch.equal(torch.cat(predicted), wanted)
+    assert all(batch.is_contiguous(memory_format=torch.channels_last) for batch in predicted)
+
+
+def test_batches_are_a_function_of_seed_and_epoch(folder: str):
+    data, again, other = (module(folder, seed=seed).train_dataloader() for seed in (3, 3, 4))
+    torch.manual_seed(0)
+    following = torch.rand(1)
+    torch.manual_seed(0)
+    epochs = [torch.cat([images for images, _ in epoch(data)]) for _ in range(2)]
+    assert torch.equal(torch.rand(1), following)
+    repeated = [torch.cat([images for images, _ in epoch(again)]) for _ in range(2)]
+    assert all(torch.equal(one, same) for one, same in zip(epochs, repeated, strict=True))
+    assert not torch.equal(*epochs)
+    assert not torch.equal(epochs[0], torch.cat([images for images, _ in epoch(other)]))
+
+
+def test_resident_images_are_bytes(folder: str):
+    data = module(folder)
+    for loader, side in ((data.train_dataloader(), 40), (data.val_dataloader(), 32)):
+        assert (loader.tensors[0].dtype, loader.tensors[0].shape[1:]) == (torch.uint8, (side, side, 3))
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that are not views: what a GPU has to launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view:
+            self.launched.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_training_batch_is_eight_kernels(folder: str):
+    """Launches are what a batch costs on a GPU, whatever it holds; that none waits for a value is seen on the meta
+    device below.
+    """
+    batches = iter(module(folder).train_dataloader())
+    next(batches)  # which also draws the epoch
+    with Kernels() as kernels:
+        next(batches)
+    assert len(kernels.launched) <= 8, kernels.launched
+
+
+# ---- the trainer's device and ranks
+
+
+def ranked(folder: str, rank: int, ranks: int) -> CIFAR100:
+    data = CIFAR100(folder, BATCH)
+    data.trainer = trainer_stub(distributed_sampler_kwargs={"rank": rank, "num_replicas": ranks})
+    data.setup()
+    return data
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_together_see_the_batches_of_one(folder: str, ranks: int):
+    modules = [ranked(folder, rank, ranks) for rank in range(ranks)]
+    for part, batches in (("train_dataloader", 4), ("val_dataloader", 2)):
+        whole = epoch(getattr(module(folder), part)())
+        shares = [epoch(getattr(data, part)()) for data in modules]
+        assert len(whole) == batches
+        for batch, *parts in zip(whole, *shares, strict=True):
+            for wanted, *pieces in zip(batch, *parts, strict=True):
+                assert torch.equal(torch.cat(pieces), wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("seen", [1, 3, 4, 6])
+def test_a_resumed_loader_yields_the_very_next_batch(folder: str, seen: int, ranks: int):
+    straight, interrupted = (module(folder).train_dataloader() for _ in range(2))
+    expected = [*epoch(straight), *epoch(straight)]
+    drawn = 0
+    while drawn < seen:
+        for _batch in interrupted:
+            drawn += 1
+            if drawn == seen:
+                break
+    shares = []
+    for rank in range(ranks):
+        loader = ranked(folder, rank, ranks).train_dataloader()
+        loader.load_state_dict(interrupted.state_dict())
+        shares.append([*epoch(loader), *epoch(loader)][: len(expected) - seen])
+    for batch, *parts in zip(expected[seen:], *shares, strict=True):
+        for wanted, *pieces in zip(batch, *parts, strict=True):
+            assert torch.equal(torch.cat(pieces), wanted)
+
+
+def test_tensors_move_to_the_device_of_the_trainer_at_hand(folder: str):
+    data = module(folder)
+    data.trainer = trainer_stub("meta")
+    data.setup("fit")
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        assert {tensor.device.type for tensor in (*loader.tensors, *next(iter(loader)))} == {"meta"}
+
+
+def test_overfitting_sees_the_same_images_every_epoch(folder: str):
+    for overfit_batches, same in ((1, True), (0, False)):
+        data = CIFAR100(folder, BATCH)
+        data.trainer = trainer_stub(overfit_batches=overfit_batches)
+        data.setup()
+        loader = data.train_dataloader()
+        assert torch.equal(next(iter(loader))[1], next(iter(loader))[1]) is same
+
+
+# ---- Lightning
+
+
+class Tiny(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3, 2), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(100)
+        )
+        self.net(torch.zeros(1, 3, 32, 32))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        assert len(batch[1]) in (BATCH, TEST % BATCH)
+
+    def predict_step(self, batch: Tensor) -> Tensor:
+        return self.net(batch).argmax(1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.003)
+
+
+def test_a_model_learns_resumes_exactly_and_predicts(tmp_path: Path, folder: str):
+    whole, half, resumed = Tiny(), Tiny(), Tiny()
+    quiet_trainer(max_steps=40).fit(whole, datamodule=CIFAR100(folder, BATCH))
+    # four batches an epoch: step 18 lies in the middle of the fifth
+    first, second = (
+        quiet_trainer(max_steps=steps, callbacks=[ModelCheckpoint(tmp_path / "run", "{step}", every_n_train_steps=18)])
+        for steps in (18, 40)
+    )
+    first.fit(half, datamodule=CIFAR100(folder, BATCH))
+    checkpoint = (tmp_path / "run").rename(
+        tmp_path / "saved"
+    ) / "step=18.ckpt"  # Lightning warns of a folder that is not empty
+    second.fit(resumed, datamodule=CIFAR100(folder, BATCH), ckpt_path=checkpoint, weights_only=True)
+    assert half.losses + resumed.losses == whole.losses
+    assert whole.losses[-1] < 4 < 4.5 < whole.losses[0]
+    assert torch.cat(second.predict(resumed, datamodule=CIFAR100(folder, BATCH))).shape == (TEST,)
+
+
+# ---- the published archive
+
+
+class Python2Pickler(pickle._Pickler):
+    """Writes strings and dtypes as Python 2 and its NumPy did, like the published files."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
+
+    def save_string(self, text: str | bytes) -> None:
+        content = text.encode() if isinstance(text, str) else text
+        self.write(pickle.BINSTRING + struct.pack("<i", len(content)) + content)
+        self.memoize(text)
+
+    dispatch[bytes] = dispatch[str] = save_string
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, np.dtype):
+            return NotImplemented
+        kind, (name, *_), state = value.__reduce__()
+        return kind, (name, 0, 1), state
+
+
+def pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    Python2Pickler(stream, protocol=2).dump(value)
+    return stream.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+
+
+@pytest.fixture(scope="module")
+def members(arrays: Arrays) -> dict[str, bytes]:
+    """The files of the python version of CIFAR-100, of a few images."""
+    parts = {
+        part: {
+            "filenames": [f"image_{i:06}.png" for i in range(len(arrays[f"y_{part}"]))],
+            "batch_label": f"{part} batch 1 of 1",
+            "fine_labels": arrays[f"y_{part}"].tolist(),
+            "coarse_labels": (arrays[f"y_{part}"] // 5).tolist(),
+            "data": np.ascontiguousarray(arrays[f"x_{part}"].transpose(0, 3, 1, 2)).reshape(-1, 3072),
+        }
+        for part in ("train", "test")
+    }
+    meta = {
+        "fine_label_names": [f"fine {i}" for i in range(100)],
+        "coarse_label_names": [f"coarse {i}" for i in range(20)],
+    }
+    return {name: pickled(value) for name, value in (*parts.items(), ("meta", meta))}
+
+
+@pytest.fixture
+def archive(members: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """cifar-100-python.tar.gz with these members; their checksums are the published ones for the time being."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as tar:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(f"cifar-100-python/{name}")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    md5 = {name: hashlib.md5(content).hexdigest() for name, content in members.items()}
+    monkeypatch.setattr(Published, "tgz_md5", hashlib.md5(stream.getvalue()).hexdigest())
+    monkeypatch.setattr(Published, "train_list", [["train", md5["train"]]])
+    monkeypatch.setattr(Published, "test_list", [["test", md5["test"]]])
+    monkeypatch.setattr(Published, "meta", {**Published.meta, "md5": md5["meta"]})
+    return stream.getvalue()
+
+
+def check_read(folder: Path, arrays: Arrays) -> None:
+    for part, (images, labels) in zip(("train", "test"), read(folder), strict=True):
+        assert np.array_equal(images, arrays[f"x_{part}"])
+        assert images.is_contiguous()
+        assert labels.tolist() == arrays[f"y_{part}"].tolist()
+
+
+def test_the_archive_is_fetched_once(
+    tmp_path: Path, archive: bytes, arrays: Arrays, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with serving(archive) as url:
+        monkeypatch.setattr(Published, "url", url)
+        CIFAR100(str(tmp_path / "new")).prepare_data()
+    assert "100%" in capsys.readouterr().err
+    assert names(tmp_path / "new") == ["cifar-100-python"]
+    CIFAR100(str(tmp_path / "new")).prepare_data()  # the server is gone
+    check_read(tmp_path / "new", arrays)
+
+
+def test_the_archive_put_there_by_hand_is_unpacked(tmp_path: Path, archive: bytes, arrays: Arrays):
+    (tmp_path / "cifar-100-python.tar.gz").write_bytes(archive)
+    data = CIFAR100(str(tmp_path), BATCH)
+    data.prepare_data()
+    assert names(tmp_path) == ["cifar-100-python", "cifar-100-python.tar.gz"]
+    check_read(tmp_path, arrays)
+    data.setup()
+    assert len(epoch(data.train_dataloader())) == 4
+
+
+def test_archive_and_npz_give_the_same_batches(tmp_path: Path, archive: bytes, folder: str):
+    (tmp_path / "cifar-100-python.tar.gz").write_bytes(archive)
+    CIFAR100(str(tmp_path)).prepare_data()
+    for one, other in zip(*(epoch(module(data).train_dataloader()) for data in (folder, str(tmp_path))), strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_processes_that_start_together_see_one_whole_folder(tmp_path: Path, archive: bytes, arrays: Arrays):
+    (tmp_path / "cifar-100-python.tar.gz").write_bytes(archive)
+    processes = [get_context("fork").Process(target=CIFAR100(str(tmp_path)).setup) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert names(tmp_path) == ["cifar-100-python", "cifar-100-python.tar.gz"]
+    check_read(tmp_path, arrays)
+
+
+def test_a_process_that_comes_second_leaves_what_the_first_unpacked(tmp_path: Path, archive: bytes, arrays: Arrays):
+    (tmp_path / "cifar-100-python.tar.gz").write_bytes(archive)
+    unpack(tmp_path)
+    unpack(tmp_path)
+    assert names(tmp_path) == ["cifar-100-python", "cifar-100-python.tar.gz"]
+    check_read(tmp_path, arrays)
+
+
+def test_without_a_network_one_error_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with serving(b"") as url:
+        monkeypatch.setattr(Published, "url", url)
+    told = rf"data_dir: .*new lacks .* fetching {url} failed .*refused.* put it there as cifar-100-python\.tar\.gz"
+    with pytest.raises(FileNotFoundError, match=told):
+        CIFAR100(str(tmp_path / "new")).prepare_data()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("length", "status"), [(0, 200), (500, 200), (None, 404)])
+def test_a_download_of_another_checksum_is_refused(
+    tmp_path: Path, archive: bytes, length: int | None, status: int, monkeypatch: pytest.MonkeyPatch
+):
+    with serving(archive[:length], status, promised=len(archive)) as url:
+        monkeypatch.setattr(Published, "url", url)
+        with pytest.raises(FileNotFoundError, match=rf"fetching {url} failed \(.*(corrupted|404)"):
+            CIFAR100(str(tmp_path / "new")).prepare_data()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: content + b"x", lambda content: b""])
+def test_another_archive_put_there_by_hand_is_refused(tmp_path: Path, archive: bytes, damage):
+    (tmp_path / "cifar-100-python.tar.gz").write_bytes(damage(archive))
+    with pytest.raises(
+        ValueError, match=r"cifar-100-python\.tar\.gz is cut short, damaged or another file: its md5 is"
+    ):
+        CIFAR100(str(tmp_path)).prepare_data()
+    assert names(tmp_path) == ["cifar-100-python.tar.gz"]
+
+
+@pytest.mark.parametrize("damaged", ["train", "test", "meta"])
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_damaged_folder_is_refused(
+    tmp_path: Path, archive: bytes, members: dict[str, bytes], damaged: str, missing: bool
+):
+    folder = tmp_path / "cifar-100-python"
+    folder.mkdir()
+    for name, content in members.items():
+        if name != damaged:
+            (folder / name).write_bytes(content)
+        elif not missing:
+            (folder / name).write_bytes(content[:-1])
+    data = CIFAR100(str(tmp_path))
+    data.prepare_data()
+    with pytest.raises(ValueError, match="cifar-100-python is damaged or incomplete"):
+        data.setup()
+
+
+# ---- files of the user's
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (
+            {"x_train": np.zeros((4, 32, 32, 3), np.float32), "y_train": np.zeros(4, int)},
+            r"x_train float32 \(4, 32, 32, 3\), wanted uint8",
+        ),
+        (
+            {"x_test": np.zeros((TEST, 3, 32, 32), np.uint8)},
+            r"x_test uint8 \(20, 3, 32, 32\), wanted uint8 \[images, 32, 32, 3\]",
+        ),
+        ({"x_test": np.zeros((0, 32, 32, 3), np.uint8), "y_test": np.zeros(0, int)}, r"x_test uint8 \(0, 32, 32, 3\)"),
+        ({"y_train": np.zeros(TRAIN - 1, int)}, r"y_train int64 \(69,\), wanted integers \[70\]"),
+        ({"y_test": np.zeros(TEST)}, r"y_test float64 \(20,\), wanted integers \[20\]"),
+        ({"y_test": np.arange(TEST) + 81}, r"y_test in 0\.\.99, has 81\.\.100"),
+        ({"y_test": np.arange(TEST) - 1}, r"y_test in 0\.\.99, has -1\.\.18"),
+    ],
+)
+def test_other_arrays_are_refused(tmp_path: Path, arrays: Arrays, changed: Arrays, named: str):
+    np.savez(tmp_path / "cifar100.npz", **{**arrays, **changed})
+    with pytest.raises(ValueError, match=rf"data_dir: .*cifar100\.npz .*{named}"):
+        CIFAR100(str(tmp_path)).setup()
+
+
+def test_a_truncated_npz_is_refused(tmp_path: Path, folder: str):
+    (tmp_path / "cifar100.npz").write_bytes((Path(folder) / "cifar100.npz").read_bytes()[:-1000])
+    with pytest.raises(
+        ValueError, match=r"cifar100\.npz is not a whole npz file with arrays x_train, y_train, x_test, y_test"
+    ):
+        CIFAR100(str(tmp_path)).setup()
+
+
+# ---- a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_same_batches_and_can_capture_them(folder: str):
+    host, device = module(folder), CIFAR100(folder, BATCH)
+    device.trainer = trainer_stub("cuda")
+    device.setup()
+    for part in ("train_dataloader", "val_dataloader"):
+        for one, other in zip(*(epoch(getattr(data, part)()) for data in (host, device)), strict=True):
+            assert torch.equal(one[0], other[0].cpu())
+            assert other[0].is_contiguous(memory_format=torch.channels_last)
+    loader = device.train_dataloader()
+    images = loader.tensors[0]
+    rows, tops, lefts = (torch.zeros(BATCH, dtype=torch.int64, device="cuda") for _ in range(3))
+    flips = torch.zeros(BATCH, dtype=torch.bool, device="cuda")
+    augment(images, rows, tops, lefts, flips, loader.table)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = augment(images, rows, tops, lefts, flips, loader.table)
+    for value, other in (
+        (rows, torch.arange(BATCH)),
+        (tops, torch.arange(BATCH) % 9),
+        (lefts, 8 - torch.arange(BATCH) % 9),
+    ):
+        value.copy_(other)
+    flips[::2] = True
+    graph.replay()
+    assert torch.equal(captured, augment(images, rows, tops, lefts, flips, loader.table))

@@ -1,0 +1,441 @@
+"""Covertype: a genuine sample, a stratified split, standardised on its training part, resident on a device."""
+
+import gzip
+import hashlib
+import math
+import warnings
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from stand_ins import names, quiet_trainer, serving, trainer_stub
+from torch import Tensor
+
+from mupscale.datamodules import covertype
+from mupscale.datamodules.covertype import SAMPLE, Covertype, stratified
+from mupscale.datamodules.resident import ResidentLoader
+
+# Lightning 2.6 itself, on torch 2.13
+pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
+
+FULL_SET = [211840, 283301, 35754, 2747, 9493, 17367, 20510]  # rows of each cover type, as UCI publishes them
+
+
+@pytest.fixture(scope="module")
+def sample() -> tuple[np.ndarray, np.ndarray]:
+    with np.load(SAMPLE) as arrays:
+        return arrays["X"], arrays["y"]
+
+
+@pytest.fixture(scope="module")
+def data() -> Covertype:
+    module = Covertype()
+    module.setup()
+    return module
+
+
+def rows(loader) -> tuple[Tensor, Tensor]:
+    features, labels = zip(*loader, strict=True)
+    return torch.cat(features), torch.cat(labels)
+
+
+def write(folder: Path, features: np.ndarray, labels: np.ndarray) -> str:
+    np.savez(folder / "covertype.npz", X=features, y=labels)
+    return str(folder)
+
+
+# ---- the embedded sample
+
+
+def test_the_sample_is_small_and_of_the_stored_types(sample):
+    features, labels = sample
+    assert SAMPLE.stat().st_size < 300_000
+    assert (features.dtype, features.shape) == (np.int16, (7500, 54))
+    assert (labels.dtype, labels.shape) == (np.uint8, (7500,))
+
+
+def test_the_sample_is_what_was_drawn_from_the_published_rows(sample):
+    """Compared row by row with the full set when it was drawn; the digest says that it still is that."""
+    features, labels = sample
+    digest = hashlib.sha256(features.tobytes() + labels.tobytes()).hexdigest()
+    assert digest == "d9ae52a9edb6160bf7451f832bc647f79fc9d58df9c2eba788b7407263a4100c"
+    # row 27 of the published file is the first one drawn
+    assert features[0, :10].tolist() == [2962, 148, 16, 323, 23, 5916, 240, 236, 120, 3395]
+    assert labels[0] == 2
+
+
+def test_the_sample_has_the_classes_of_the_full_set(sample):
+    counts = np.bincount(sample[1], minlength=8)[1:]
+    for count, full in zip(counts, FULL_SET, strict=True):
+        assert abs(count - full * 7500 / 581012) < 1
+
+
+def test_the_columns_stand_in_the_published_order(sample):
+    features = sample[0]
+    elevation, aspect, slope, *_ = features.T
+    assert (elevation.min() >= 1859, elevation.max() <= 3858) == (True, True)  # metres, extremes of the full set
+    assert (aspect.min(), aspect.max()) == (0, 360)
+    assert slope.max() <= 66
+    assert (features[:, 6:9].min(), features[:, 6:9].max()) == (0, 254)  # hillshades
+    assert set(np.unique(features[:, 10:])) == {0, 1}
+    assert (features[:, 10:14].sum(1) == 1).all()  # one wilderness area each
+    assert (features[:, 14:].sum(1) == 1).all()  # one soil type each
+
+
+# ---- the split
+
+
+def test_stratified_rounds_by_largest_remainder():
+    labels = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)
+    # of four rows 2.0, 1.2 and 0.8: the third class gets the row that rounding down leaves over
+    assert torch.bincount(labels[stratified(labels, 4, seed=0)]).tolist() == [2, 1, 1]
+    assert stratified(labels, 10, seed=0).tolist() == list(range(10))
+    assert len(stratified(labels, 0, seed=0)) == 0
+
+
+def test_stratified_is_random_by_seed():
+    labels = torch.arange(300) % 3
+    draws = [stratified(labels, 30, seed).tolist() for seed in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+    assert all(len(set(draw)) == 30 and draw == sorted(draw) for draw in draws)
+    # every row has its turn: a prefix of each class would never reach the last ones
+    assert len(set().union(*(stratified(labels, 30, seed).tolist() for seed in range(100)))) == 300
+
+
+def test_split_is_disjoint_whole_and_stratified(tmp_path: Path, sample):
+    numbered = sample[0].copy()
+    numbered[:, 10], numbered[:, 11] = np.divmod(
+        np.arange(7500), 100
+    )  # binary columns pass untouched, so they can carry the row
+    data = Covertype(write(tmp_path, numbered, sample[1]), batch_size=1500)
+    data.setup()
+    parts = [rows(loader) for loader in (data.train_dataloader(), data.val_dataloader())]
+    train, held_out = ((x[:, 10] * 100 + x[:, 11]).long() for x, _ in parts)
+    assert (len(train), len(held_out)) == (6000, 1500)
+    assert torch.cat([train, held_out]).sort().values.tolist() == list(range(7500))
+    for numbers, (_, labels) in zip((train, held_out), parts, strict=True):
+        assert torch.equal(labels, torch.from_numpy(sample[1].astype(np.int64))[numbers] - 1)
+    counts = np.bincount(sample[1])[1:]
+    for count, share in zip(counts, torch.bincount(parts[1][1]).tolist(), strict=True):
+        assert abs(share - count / 5) < 1
+
+
+def test_a_fifth_is_rounded_up(tmp_path: Path, sample):
+    """Of the full set's 581,012 rows that leaves the 464,809 that the paper trains on."""
+    data = Covertype(write(tmp_path, sample[0][:7492], sample[1][:7492]), batch_size=1)
+    data.setup()
+    assert (len(data.train_dataloader()), len(data.val_dataloader())) == (5993, 1499)
+    assert 581012 - covertype._held_out_rows(581012) == 464809
+
+
+def test_split_follows_the_seed():
+    held_out = []
+    for seed in (0, 0, 1):
+        module = Covertype(seed=seed)
+        module.setup()
+        held_out.append(rows(module.val_dataloader())[0])
+    assert torch.equal(held_out[0], held_out[1])
+    assert not torch.equal(held_out[0], held_out[2])
+
+
+def test_order_follows_the_seed():
+    data = Covertype(seed=3)
+    data.setup()
+    loader = data.train_dataloader()
+    order = next(iter(ResidentLoader((torch.arange(6000),), 2000, shuffle=True, seed=3)))
+    assert torch.equal(next(iter(loader))[1], loader.tensors[1][order])
+
+
+# ---- values
+
+
+def test_types_and_sizes(data: Covertype):
+    x, y = next(iter(data.train_dataloader()))
+    assert (x.dtype, x.shape) == (torch.float32, (2000, data.num_features))
+    assert (y.dtype, y.shape) == (torch.int64, (2000,))
+    assert rows(data.train_dataloader())[1].unique().tolist() == list(range(data.num_classes))
+    assert (data.num_features, data.num_classes) == (54, 7)
+
+
+def test_continuous_columns_are_standardised_on_the_training_part(data: Covertype, sample):
+    train, held_out = rows(data.train_dataloader())[0].double(), rows(data.val_dataloader())[0].double()
+    assert train[:, :10].mean(0).abs().max() < 1e-6
+    assert (train[:, :10].std(0, correction=0) - 1).abs().max() < 1e-6
+    # with the deviation of all rows, or of the held-out ones by themselves, these would be 0 and 1
+    assert held_out[:, :10].mean(0).abs().max() > 1e-3
+    assert (held_out[:, :10].std(0, correction=0) - 1).abs().max() > 1e-3
+    assert set(train[:, 10:].unique().tolist()) == set(held_out[:, 10:].unique().tolist()) == {0.0, 1.0}
+    # one affine map for both parts: undone, they are the stored rows
+    stored = torch.from_numpy(sample[0]).double()
+    together = torch.cat([train, held_out])
+    scale = stored[:, 0].std() / together[:, 0].std()
+    elevations = (together[:, 0] - together[:, 0].mean()) * scale + stored[:, 0].mean()
+    torch.testing.assert_close(elevations.sort().values, stored[:, 0].sort().values, rtol=0, atol=1e-2)
+
+
+def test_a_constant_column_becomes_zero(tmp_path: Path, sample):
+    features = sample[0].copy()
+    features[:, 3] = 77
+    data = Covertype(write(tmp_path, features, sample[1]))
+    data.setup()
+    assert not rows(data.train_dataloader())[0][:, 3].any()
+
+
+def test_evaluation_sees_every_held_out_row_once(data: Covertype):
+    validation, test = rows(data.val_dataloader()), rows(data.test_dataloader())
+    assert len(validation[1]) == 1500
+    assert torch.equal(validation[0], test[0])
+    assert torch.equal(validation[0], torch.cat(list(data.predict_dataloader())))
+
+
+# ---- the trainer's device and ranks
+
+
+def test_tensors_move_to_the_device_of_the_trainer_at_hand():
+    data = Covertype()
+    data.setup()
+    assert next(iter(data.train_dataloader()))[0].device.type == "cpu"
+    data.trainer = trainer_stub("meta")
+    data.setup("fit")
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        assert {tensor.device.type for tensor in loader.tensors} == {"meta"}
+
+
+def test_ranks_share_the_global_batch():
+    alone, shares = Covertype(), []
+    alone.setup()
+    for rank in (0, 1):
+        data = Covertype()
+        data.trainer = trainer_stub(distributed_sampler_kwargs={"rank": rank, "num_replicas": 2})
+        data.setup()
+        shares.append(data)
+    for part in ("train_dataloader", "val_dataloader"):
+        batch, *halves = (next(iter(getattr(data, part)())) for data in (alone, *shares))
+        assert len(halves[0][1]) == len(batch[1]) / 2
+        assert torch.equal(batch[0], torch.cat([half[0] for half in halves]))
+
+
+def test_overfitting_sees_the_same_batches_every_epoch(data: Covertype):
+    overfit = Covertype()
+    overfit.trainer = trainer_stub(overfit_batches=1)
+    overfit.setup()
+    for module, same in ((overfit, True), (data, False)):
+        loader = module.train_dataloader()
+        assert torch.equal(next(iter(loader))[0], next(iter(loader))[0]) is same
+
+
+# ---- Lightning
+
+
+class Softmax(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(Covertype.num_features, Covertype.num_classes)
+        self.losses: list[float] = []
+        self.hits = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        assert len(batch[1]) <= 600
+
+    def test_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.hits += int((self.net(batch[0]).argmax(1) == batch[1]).sum())
+
+    def predict_step(self, batch: Tensor) -> Tensor:
+        return self.net(batch).argmax(1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+def test_a_model_learns_resumes_exactly_tests_and_predicts(tmp_path: Path):
+    whole, half, resumed = Softmax(), Softmax(), Softmax()
+    quiet_trainer(max_steps=60).fit(whole, datamodule=Covertype(batch_size=500))
+    # twelve batches an epoch: step 31 lies in the middle of the third
+    saver = ModelCheckpoint(tmp_path / "run", "{step}", every_n_train_steps=31)
+    quiet_trainer(max_steps=31, callbacks=[saver]).fit(half, datamodule=Covertype(batch_size=500))
+    checkpoint = (tmp_path / "run").rename(
+        tmp_path / "saved"
+    ) / "step=31.ckpt"  # Lightning warns of a folder that is not empty
+    second = quiet_trainer(
+        max_steps=60, callbacks=[ModelCheckpoint(tmp_path / "run", "{step}", every_n_train_steps=31)]
+    )
+    second.fit(resumed, datamodule=Covertype(batch_size=500), ckpt_path=checkpoint, weights_only=True)
+    assert half.losses + resumed.losses == whole.losses
+    assert torch.equal(resumed.net.weight, whole.net.weight)
+    assert whole.losses[0] > math.log(7) - 0.1
+    data = Covertype(batch_size=400)
+    second.test(resumed, datamodule=data, verbose=False)
+    assert resumed.hits / 1500 > 0.65  # the largest class alone is 0.49
+    predicted = torch.cat(second.predict(resumed, datamodule=data))
+    assert int((predicted == rows(data.test_dataloader())[1]).sum()) == resumed.hits
+
+
+def test_a_checkpoint_of_another_batch_size_is_refused(tmp_path: Path):
+    first, other = quiet_trainer(max_steps=3), Covertype(batch_size=600)
+    first.fit(Softmax(), datamodule=Covertype(batch_size=500))
+    first.save_checkpoint(tmp_path / "three.ckpt")
+    with pytest.raises(ValueError, match="batch_size=500, this run's loader batch_size=600"):
+        quiet_trainer(max_steps=6).fit(
+            Softmax(), datamodule=other, ckpt_path=tmp_path / "three.ckpt", weights_only=True
+        )
+
+
+# ---- files of the user's
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path):
+    (tmp_path / "covertype.npz").write_bytes(SAMPLE.read_bytes()[:90_000])
+    with pytest.raises(ValueError, match=r"covertype\.npz is not a whole npz file"):
+        Covertype(str(tmp_path)).setup()
+
+
+@pytest.mark.parametrize("place", [70_000, 1000])  # a wrong checksum, and a stream that cannot be unpacked
+def test_a_damaged_file_is_refused(tmp_path: Path, place: int):
+    content = bytearray(SAMPLE.read_bytes())
+    content[place : place + 100] = bytes(100)
+    (tmp_path / "covertype.npz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"covertype\.npz is not a whole npz file"):
+        Covertype(str(tmp_path)).setup()
+
+
+def test_a_file_of_other_arrays_is_refused(tmp_path: Path):
+    np.savez(tmp_path / "covertype.npz", data=np.zeros(3))
+    with pytest.raises(ValueError, match="arrays X, y"):
+        Covertype(str(tmp_path)).setup()
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "named"),
+    [
+        (np.zeros((9, 53)), np.ones(9), r"X \(9, 53\)"),
+        (np.zeros((9, 54)), np.ones(8), r"y \(8,\)"),
+        (np.zeros((9, 54)), np.arange(9), r"labels 1\.\.7, has \[0, 1,"),
+        (np.zeros((0, 54)), np.ones(0), r"labels 1\.\.7, has \[\]"),
+    ],
+)
+def test_other_data_are_refused(tmp_path: Path, features: np.ndarray, labels: np.ndarray, named: str):
+    with pytest.raises(ValueError, match=named):
+        Covertype(write(tmp_path, features, labels)).setup()
+
+
+def test_a_batch_larger_than_the_training_part_is_refused():
+    data = Covertype(batch_size=6001)
+    data.setup()
+    with pytest.raises(ValueError, match="batch_size=6001 leaves no batch of 6000 rows"):
+        data.train_dataloader()
+
+
+# ---- what UCI publishes
+
+
+@pytest.fixture
+def archive(sample, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """The first hundred rows of the sample in the published format; their checksum is the published one for the time
+    being.
+    """
+    table = np.column_stack([sample[0][:100], sample[1][:100]])
+    content = gzip.compress("".join(",".join(map(str, row)) + "\n" for row in table.tolist()).encode())
+    monkeypatch.setattr(covertype, "SHA256", hashlib.sha256(content).hexdigest())
+    return content
+
+
+def check_made(folder: Path, sample) -> None:
+    with np.load(folder / "covertype.npz") as arrays:
+        assert (arrays["X"].dtype, arrays["y"].dtype) == (np.int16, np.uint8)
+        assert np.array_equal(arrays["X"], sample[0][:100])
+        assert np.array_equal(arrays["y"], sample[1][:100])
+
+
+def test_the_published_file_put_there_by_hand_is_taken(tmp_path: Path, archive: bytes, sample):
+    (tmp_path / "covtype.data.gz").write_bytes(archive)
+    data = Covertype(str(tmp_path), batch_size=80)
+    data.prepare_data()
+    assert names(tmp_path) == ["covertype.npz", "covtype.data.gz"]
+    check_made(tmp_path, sample)
+    (tmp_path / "covtype.data.gz").unlink()
+    data.setup()
+    assert len(rows(data.train_dataloader())[1]) == 80
+
+
+def test_the_published_file_is_fetched_once(
+    tmp_path: Path, archive: bytes, sample, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with serving(archive) as url:
+        monkeypatch.setattr(covertype, "URL", url)
+        Covertype(str(tmp_path / "new")).prepare_data()
+    assert f"covtype.data.gz: {len(archive) / 1000:.2f}kB" in capsys.readouterr().err
+    assert names(tmp_path / "new") == ["covertype.npz"]
+    check_made(tmp_path / "new", sample)
+    Covertype(str(tmp_path / "new")).prepare_data()  # the server is gone
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>please log in</html>"])
+def test_a_download_of_another_checksum_is_refused(
+    tmp_path: Path, archive: bytes, content: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    with serving(content) as url:
+        monkeypatch.setattr(covertype, "URL", url)
+        with pytest.raises(FileNotFoundError, match=r"SHA256 checksum of covtype\.data\.gz .* differs"):
+            Covertype(str(tmp_path / "new")).prepare_data()
+    assert names(tmp_path) == []
+
+
+def test_a_download_that_breaks_off_is_refused(tmp_path: Path, archive: bytes, monkeypatch: pytest.MonkeyPatch):
+    with serving(archive[:500], promised=len(archive)) as url:
+        monkeypatch.setattr(covertype, "URL", url)
+        with pytest.raises(FileNotFoundError, match=rf"got only 500 out of {len(archive)} bytes"):
+            Covertype(str(tmp_path)).prepare_data()
+    assert names(tmp_path) == []
+
+
+def test_without_a_network_one_error_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with serving(b"") as url:
+        monkeypatch.setattr(covertype, "URL", url)
+    told = rf"data_dir: .*new lacks .* fetching {url} failed .*refused.*covtype\.data\.gz, or leave data_dir out"
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(FileNotFoundError, match=told):
+        Covertype(str(tmp_path / "new")).prepare_data()
+    assert not warned
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, archive: bytes, monkeypatch: pytest.MonkeyPatch):
+    def half(file: Path, **arrays: np.ndarray) -> None:
+        file.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    (tmp_path / "covtype.data.gz").write_bytes(archive)
+    monkeypatch.setattr(np, "savez_compressed", half)
+    with pytest.raises(OSError, match="No space left"):
+        Covertype(str(tmp_path)).prepare_data()
+    assert names(tmp_path) == ["covtype.data.gz"]
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: content + b"x", lambda content: b""])
+def test_another_file_put_there_by_hand_is_refused(tmp_path: Path, archive: bytes, damage):
+    (tmp_path / "covtype.data.gz").write_bytes(damage(archive))
+    with pytest.raises(ValueError, match=r"covtype\.data\.gz is cut short, damaged or another file: its sha256 is"):
+        Covertype(str(tmp_path)).prepare_data()
+    assert names(tmp_path) == ["covtype.data.gz"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_processes_that_start_together_read_one_whole_file(tmp_path: Path, archive: bytes, sample):
+    (tmp_path / "covtype.data.gz").write_bytes(archive)
+    processes = [get_context("fork").Process(target=Covertype(str(tmp_path)).setup) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert names(tmp_path) == ["covertype.npz", "covtype.data.gz"]
+    check_made(tmp_path, sample)

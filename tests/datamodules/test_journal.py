@@ -1,0 +1,281 @@
+"""Interruptions: killed, interrupted, cut off or started twice, a preparation ends with the same bytes, or says what is
+wrong.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from corpus import ENTRIES, contents, prepared, refused, write_article, write_hub, write_text
+from paths import SUPPORT
+
+from mupscale.__main__ import main
+from mupscale.datamodules import documents, preparation
+from mupscale.datamodules.documents import TextFiles
+from mupscale.datamodules.journal import held
+
+CRASHES = SUPPORT / "prepare_crashes.py"
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "BATCH", 5000)
+
+
+@pytest.fixture
+def article(tmp_path: Path) -> Path:
+    return write_article(tmp_path / "article.txt")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hub(tmp_path / "hub", monkeypatch)
+
+
+def test_killed_at_every_operation_the_result_is_the_same(tmp_path: Path):
+    text = write_text(
+        tmp_path / "text", [text for pair in zip(ENTRIES[:5], ENTRIES[-5:], strict=True) for text in pair]
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", CRASHES, text, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # it forks, and python warns of that among threads
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 25, done.stdout
+
+
+def test_the_command_killed_at_random_moments_goes_on(tmp_path: Path):
+    text = write_text(tmp_path / "text", ENTRIES)
+    script = (
+        "import sys; from mupscale.__main__ import main; from mupscale.datamodules import documents, preparation;"
+        "preparation.COMMIT_SECONDS = 0.05; documents.BATCH = 20_000; main(sys.argv[1:])"
+    )
+
+    def start(out: str) -> subprocess.Popen:
+        options = ["--vocab", "400", "--val-fraction", "0.1", "--out", str(tmp_path / out)]
+        return subprocess.Popen(
+            [sys.executable, "-c", script, "prepare", "text", str(text), *options], stdout=subprocess.DEVNULL
+        )
+
+    began = time.monotonic()
+    assert start("straight").wait() == 0
+    duration = time.monotonic() - began
+    choose, killed = random.Random(1), 0
+    for _ in range(4):
+        process = start("killed")
+        # begun means that there is something to lose
+        while not (tmp_path / "killed/tokenizer.tiktoken").exists() and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(choose.random() * duration / 4)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+    assert killed
+    assert start("killed").wait() == 0
+    assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
+
+
+def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):
+    straight = prepared(article, tmp_path / "straight", shard_tokens=preparation.SHARD_TOKENS)
+    append, calls = preparation.ShardWriter.append, []
+
+    def interrupting(*arguments: Any) -> None:
+        calls.append(None)
+        if len(calls) == 9:  # between the splits of the fifth batch
+            raise KeyboardInterrupt
+        append(*arguments)
+
+    command = ["text", article, "--vocab", "300", "--val-fraction", "0.2", "--out", tmp_path / "out"]
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(preparation.ShardWriter, "append", interrupting)
+        calls.clear()
+        assert refused(*command) == f"interrupted: the same command goes on where it stopped in {tmp_path / 'out'}"
+        interrupted.setattr(
+            preparation.ShardWriter, "append", lambda *arguments: (calls.append(None), append(*arguments))
+        )
+        calls.clear()
+        main(["prepare", *map(str, command)])
+        resumed = len(calls)
+    assert contents(tmp_path / "out") == contents(straight.folder)
+    whole = len(list(TextFiles([article]).batches(None)))
+    assert resumed == 2 * (whole - 4)
+
+
+def test_one_process_at_a_time(tmp_path: Path, article: Path):
+    out = tmp_path / "out"
+    command = ["text", article, "--vocab", "300", "--out", out]
+    with held(out):
+        assert refused(*command) == f"error: --out {out} is being prepared by another process"
+        assert [path.name for path in out.iterdir()] == [".lock"]
+    assert not out.exists()
+
+
+def test_processes_that_start_together_make_one_folder(tmp_path: Path, article: Path):
+    script = "import sys; from mupscale.__main__ import main; main(sys.argv[1:])"
+    command = [
+        "prepare",
+        "text",
+        str(article),
+        "--vocab",
+        "300",
+        "--val-fraction",
+        "0.2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    errors = [process.communicate()[1] for process in processes]
+    statuses = [process.returncode for process in processes]
+    assert 0 in statuses
+    assert all(
+        "is being prepared by another process" in error
+        for error, status in zip(errors, statuses, strict=True)
+        if status
+    )
+    assert contents(tmp_path / "out") == contents(
+        prepared(article, tmp_path / "alone", shard_tokens=preparation.SHARD_TOKENS).folder
+    )
+
+
+def test_a_finished_folder_is_left_as_it_is(
+    tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    folder = prepared(article, tmp_path / "out").folder
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    monkeypatch.setattr(preparation, "encoded", None)
+    (folder / "progress.json").write_text("of a process killed between its last two steps")
+    assert prepared(article, folder).content["train"]["documents"] > 0
+    assert "is finished already" in capsys.readouterr().out
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"vocabulary": 301}, "vocab = 300, this command has vocab = 301"),
+        ({"vocabulary": None}, "vocab = 300, this command has vocab = gpt2"),
+        ({"tokens": 500}, "tokens = None, this command has tokens = 500"),
+        ({"val_fraction": 0.3}, "val-fraction = 0.2, this command has val-fraction = 0.3"),
+        ({}, "files = "),
+    ],
+)
+def test_other_arguments_are_refused(
+    tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch, finished: bool, other: dict, told: str
+):
+    with monkeypatch.context() as interrupted:
+        if not finished:
+            interrupted.setattr(preparation, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        try:
+            prepared(article, tmp_path / "out")
+        except KeyboardInterrupt:
+            assert not finished
+    before = contents(tmp_path / "out")
+    if not other:
+        article.write_text(article.read_text() + "more")
+    with pytest.raises(
+        ValueError, match=f"--out .*out was prepared with {told}.*: name another folder, or delete that one"
+    ):
+        prepared(article, tmp_path / "out", **other)
+    assert contents(tmp_path / "out") == before
+
+
+def test_no_more_is_read_than_is_in_work(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(documents, "BATCH", 500)
+    read, written, ahead = [], [], []
+    batches, append = TextFiles.batches, preparation.ShardWriter.append
+
+    def counting(self: TextFiles, position: Any) -> Iterator[Any]:
+        read.clear()
+        for batch, after in batches(self, position):
+            read.append(len(batch))
+            yield batch, after
+
+    def measuring(self: Any, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        append(self, tokens, lengths)
+        written.append(len(lengths))
+        ahead.append(sum(read) - sum(written))
+
+    monkeypatch.setattr(TextFiles, "batches", counting)
+    monkeypatch.setattr(preparation.ShardWriter, "append", measuring)
+    prepared(article, tmp_path / "out", workers=2)
+    assert sum(read) == sum(written) == 120
+    assert len(read) > 60
+    assert max(ahead) <= 5 * max(read)  # twice the workers are waiting, and one is being written
+
+
+def test_a_stream_that_breaks_off_goes_on(tmp_path: Path, hub: None, monkeypatch: pytest.MonkeyPatch):
+    import datasets  # which takes its time
+
+    rows = datasets.IterableDataset.__iter__
+    left = [100]
+
+    def breaking(self: datasets.IterableDataset) -> Iterator[Any]:
+        for row in rows(self):
+            if left[0] == 0:
+                raise OSError("connection reset")
+            left[0] -= 1
+            yield row
+
+    command = [
+        "fineweb",
+        "--subset",
+        "CC-MAIN-2013-20",
+        "--tokens",
+        "1M",
+        "--vocab",
+        "300",
+        "--val-fraction",
+        "0.2",
+        "--out",
+    ]
+    main(["prepare", *command, str(tmp_path / "straight")])
+    with monkeypatch.context() as broken:
+        broken.setattr(datasets.IterableDataset, "__iter__", breaking)
+        told = refused(*command, tmp_path / "out")
+        assert "connection reset" in told
+        assert not (tmp_path / "out").exists()  # it broke off when the vocabulary was trained
+        left[0] = 120 + 70
+        assert "the same command goes on where it stopped" in refused(*command, tmp_path / "out")
+        journal = json.loads((tmp_path / "out/progress.json").read_bytes())
+        done = sum(documents for shards in journal["shards"].values() for _, documents in shards)
+        assert 60 < done < 70
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="fedcba9876543210"))
+    done_before = contents(tmp_path / "out")
+    with (
+        monkeypatch.context() as broken
+    ):  # as `datasets` says it without a network, if it knows the repository from before
+        broken.setattr(
+            datasets,
+            "load_dataset",
+            lambda *_, **__: (_ for _ in ()).throw(ValueError("Couldn't find cache for fineweb-edu")),
+        )
+        assert "streaming" in refused(*command, tmp_path / "out")
+    assert contents(tmp_path / "out").keys() == done_before.keys()
+    load, revisions = datasets.load_dataset, []
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda *args, **options: (revisions.append(options["revision"]), load(*args, **options))[1],
+    )
+    main(["prepare", *command, str(tmp_path / "out")])
+    assert revisions == ["0123456789abcdef"]  # with which it began, whatever has been published since
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")

@@ -1,0 +1,300 @@
+"""Resident batches: the same for any number of ranks, another order each epoch, and resumable at any batch, in
+Lightning too.
+"""
+
+import shutil
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+
+from mupscale.datamodules.resident import ResidentLoader
+
+# Lightning 2.6 itself, on torch 2.13
+pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
+
+ROWS, BATCH = 26, 4  # six whole batches and two rows over
+
+
+def loader(rows: int = ROWS, batch_size: int = BATCH, **options) -> ResidentLoader:
+    """Each row is its own number, so that a batch is the list of rows it was made of."""
+    return ResidentLoader((torch.arange(rows),), batch_size, **{"shuffle": True, "drop_last": True, **options})
+
+
+def epoch(batches: ResidentLoader) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+# ---- batches
+
+
+def test_one_index_selects_the_same_rows_of_every_tensor():
+    labels = torch.arange(ROWS)
+    features = labels[:, None] * torch.tensor([1.0, 10.0])
+    for x, y in ResidentLoader((features, labels), BATCH, shuffle=True):
+        assert torch.equal(x, y[:, None] * torch.tensor([1.0, 10.0]))
+        x.zero_()
+    assert features[-1, 1] == 250  # a batch is a copy
+
+
+@pytest.mark.parametrize(("drop_last", "batches", "last"), [(True, 6, 4), (False, 7, 2)])
+def test_length_and_last_batch(drop_last: bool, batches: int, last: int):
+    data = loader(drop_last=drop_last)
+    drawn = epoch(data)
+    assert len(data) == len(drawn) == batches
+    assert len(drawn[-1]) == last
+    assert len(set(chain(*drawn))) == (batches - 1) * BATCH + last
+
+
+def test_no_ragged_batch_where_rows_divide():
+    assert len(loader(24, 4, drop_last=False)) == len(loader(24, 4, drop_last=True)) == 6
+
+
+def test_without_shuffling_the_rows_come_in_order_every_epoch():
+    data = loader(shuffle=False, drop_last=False)
+    assert [*chain(*epoch(data))] == [*chain(*epoch(data))] == list(range(ROWS))
+
+
+def test_the_order_is_a_function_of_seed_and_epoch():
+    data, again, other = loader(seed=0), loader(seed=0), loader(seed=1)
+    epochs = [epoch(data) for _ in range(3)]
+    assert epochs == [epoch(again) for _ in range(3)]
+    others = [epoch(other) for _ in range(3)]
+    # seed + epoch would make epoch 1 of seed 0 the epoch 0 of seed 1
+    assert len({str(order) for order in epochs + others}) == 6
+
+
+def test_the_order_ignores_and_leaves_the_global_generator():
+    torch.manual_seed(0)
+    first, drawn = epoch(loader()), torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(1))
+    assert epoch(loader()) == first
+
+
+# ---- ranks
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("rows", "drop_last"), [(26, True), (28, False), (31, False)])
+def test_all_ranks_together_see_the_batches_of_one(world_size: int, rows: int, drop_last: bool):
+    options = {"rows": rows, "batch_size": 8, "drop_last": drop_last}
+    alone = loader(**options)
+    ranks = [loader(**options, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for _ in range(2):
+        whole, shares = epoch(alone), [epoch(rank) for rank in ranks]
+        assert {len(share) for share in shares} == {len(whole)} == {len(alone)}
+        for index, batch in enumerate(whole):
+            parts = [share[index] for share in shares]
+            assert [*chain(*parts)] == batch
+            sizes = [len(part) for part in parts]
+            assert min(sizes) > 0
+            assert max(sizes) - min(sizes) <= (len(batch) < 8)  # only a ragged batch may be shared unevenly
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"batch_size": 6, "world_size": 4}, "batch_size=6 .* multiple of the 4 ranks"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 32}, "batch_size=32 leaves no batch of 26 rows"),
+        ({"rows": 0, "drop_last": False}, "leaves no batch of 0 rows"),
+        ({"batch_size": 8, "world_size": 4, "drop_last": False}, "leaves 2 of 26 rows .* too few for 4 ranks"),
+        ({"rank": 2, "world_size": 2}, "rank must lie in 0..1"),
+    ],
+)
+def test_refused_arguments(options: dict, named: str):
+    with pytest.raises(ValueError, match=named):
+        loader(**options)
+
+
+@pytest.mark.parametrize("tensors", [(), (torch.zeros(3), torch.zeros(4))])
+def test_refused_tensors(tensors: tuple[Tensor, ...]):
+    with pytest.raises(ValueError, match="equal length"):
+        ResidentLoader(tensors, 1, shuffle=False)
+
+
+# ---- resume
+
+
+@pytest.mark.parametrize("seen", range(13))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_loader_yields_the_very_next_batch(seen: int, world_size: int):
+    straight = loader()
+    expected = [*epoch(straight), *epoch(straight), *epoch(straight)]
+    interrupted, drawn = loader(), 0
+    while drawn < seen:
+        for _batch in interrupted:
+            drawn += 1
+            if drawn == seen:
+                break
+    state = interrupted.state_dict()
+    ranks = [loader(rank=rank, world_size=world_size) for rank in range(world_size)]
+    shares = []
+    for rank in ranks:
+        epoch(rank)  # whatever it did before is forgotten
+        rank.load_state_dict(state)
+        shares.append([*epoch(rank), *epoch(rank), *epoch(rank)][: len(expected) - seen])
+    assert [[*chain(*parts)] for parts in zip(*shares, strict=True)] == expected[seen:]
+
+
+def test_iter_without_drawing_changes_nothing():
+    data, expected = loader(), epoch(loader())
+    iter(data)
+    iter(data)
+    assert epoch(data) == expected
+    data.load_state_dict({**data.state_dict(), "epoch": 0, "position": 2})
+    iter(data)
+    assert epoch(data) == expected[2:]
+
+
+def test_iter_after_drawing_abandons_the_epoch():
+    straight, data = loader(), loader()
+    epoch(straight)
+    next(iter(data))
+    assert epoch(data) == epoch(straight)
+
+
+def test_set_epoch_goes_to_another_epoch_and_stays_inside_its_own():
+    epochs, data = loader(), loader()
+    first, second, third = epoch(epochs), epoch(epochs), epoch(epochs)
+    iterator = iter(data)
+    data.sampler.set_epoch(2)  # after iter, as Lightning does
+    assert [batch.tolist() for batch in iterator] == third
+    data.sampler.set_epoch(1)
+    drawing = iter(data)
+    assert next(drawing).tolist() == second[0]
+    data.sampler.set_epoch(1)
+    assert next(drawing).tolist() == second[1]
+    data.sampler.set_epoch(0)
+    assert epoch(data) == first
+
+
+@pytest.mark.parametrize(
+    "other", [{"batch_size": 2}, {"rows": 27}, {"seed": 1}, {"shuffle": False}, {"drop_last": False}]
+)
+def test_a_state_of_another_order_is_refused(other: dict):
+    data, name = loader(), next(iter(other))
+    state = loader(**other).state_dict()
+    with pytest.raises(
+        ValueError, match=f"checkpoint's data order has {name}={other[name]}, this run's loader {name}="
+    ):
+        data.load_state_dict(state)
+    assert epoch(data) == epoch(loader())
+
+
+def test_a_foreign_state_is_refused():
+    with pytest.raises(ValueError, match="rows=None"):
+        loader().load_state_dict({"_num_yielded": 3})
+
+
+# ---- Lightning
+
+
+class Recorder(LightningModule):
+    """Remembers the training batches with the counters they came under."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[tuple[int, int, int, list[int]]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append((self.current_epoch, batch_idx, self.global_step, batch.tolist()))
+        return self.weight * batch.float().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        assert batch.tolist() == [2 * batch_idx, 2 * batch_idx + 1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder: Path, *, ckpt_path: Path | None = None, checkpoint: dict, **options) -> Recorder:
+    model = Recorder()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder, "{step}", save_top_k=-1, **checkpoint)],
+        **options,
+    )
+    trainer.fit(model, loader(), loader(6, 2, shuffle=False), ckpt_path=ckpt_path, weights_only=True)
+    return model
+
+
+EVERY_STEP, EPOCH_END = {"every_n_train_steps": 1}, {"save_on_train_epoch_end": True}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options", "checkpoints"),
+    [
+        (EVERY_STEP, {"max_epochs": 3}, 18),
+        (EVERY_STEP, {"max_steps": 15}, 15),
+        (EVERY_STEP, {"max_epochs": 3, "limit_train_batches": 4}, 12),
+        (EVERY_STEP, {"max_epochs": 3, "val_check_interval": 2}, 18),
+        (EVERY_STEP, {"max_epochs": 2, "accumulate_grad_batches": 2}, 6),
+        # Lightning does not load the loader's state from these
+        (EPOCH_END, {"max_epochs": 3}, 3),
+        (EPOCH_END, {"max_epochs": 3, "limit_train_batches": 4}, 3),
+    ],
+)
+def test_a_resumed_fit_sees_the_batches_of_the_uninterrupted_one(
+    tmp_path: Path, checkpoint: dict, options: dict, checkpoints: int
+):
+    run, saved = tmp_path / "run", tmp_path / "saved"
+    whole = fit(run, checkpoint=checkpoint, **options)
+    run.rename(saved)  # Lightning warns of a folder that is not empty, and of another one
+    assert len({str(batch) for *_, batch in whole.seen}) == len(whole.seen)
+    files = sorted(saved.glob("*.ckpt"))
+    assert len(files) == checkpoints
+    for file in files:
+        loops = torch.load(file, weights_only=True)["loops"]["fit_loop"]
+        seen = loops["epoch_loop.batch_progress"]["total"]["processed"]
+        assert loops["state_dict"]["combined_loader"][0]["batch_size"] == BATCH
+        resumed = fit(run, ckpt_path=file, checkpoint=checkpoint, **options)
+        assert resumed.seen == whole.seen[seen:], file.name
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def test_lightning_refuses_to_resume_with_another_seed(tmp_path: Path):
+    combined, other = CombinedLoader([loader(seed=0)]), CombinedLoader([loader(seed=1)])
+    with pytest.raises(ValueError, match="seed"):
+        other._load_state_dicts(combined._state_dicts())
+
+
+class RankRecorder(Recorder):
+    def on_train_end(self) -> None:
+        torch.save(self.seen, f"{self.trainer.default_root_dir}/{self.global_rank}.pt")
+
+    def train_dataloader(self) -> ResidentLoader:
+        return loader(rank=self.global_rank, world_size=self.trainer.world_size)
+
+
+def test_two_processes_see_the_batches_of_one(tmp_path: Path):
+    """Lightning must neither wrap the loader nor give it a DistributedSampler."""
+    for devices in (1, 2):
+        (tmp_path / str(devices)).mkdir()
+        trainer = Trainer(
+            accelerator="cpu",
+            strategy="ddp_fork" if devices > 1 else "auto",
+            devices=devices,
+            max_epochs=2,
+            logger=False,
+            limit_val_batches=0,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=tmp_path / str(devices),
+        )
+        trainer.fit(RankRecorder(), val_dataloaders=loader(6, 2))
+    (alone, first, second) = (torch.load(tmp_path / file) for file in ("1/0.pt", "2/0.pt", "2/1.pt"))
+    assert len(alone) == 12
+    assert [a[3] + b[3] for a, b in zip(first, second, strict=True)] == [batch for *_, batch in alone]

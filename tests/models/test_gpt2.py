@@ -1,0 +1,213 @@
+"""GPT-2's own loss is the cross-entropy of its logits, in every precision, compiled or not."""
+
+from collections.abc import Iterator
+from functools import partialmethod
+from typing import Any
+
+import mup
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+import mupscale
+from mupscale.models.gpt2 import GPT2, Head, ReadoutLoss
+
+pytestmark = pytest.mark.filterwarnings(  # of torch's compiler about itself
+    "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning",
+)
+
+VOCABULARY, CONTEXT = 37, 12
+
+
+def problem(dtype: torch.dtype = torch.float64, rows: int = 24, width: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of the size of a trained network's: what is read out, the readout, and targets."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, width, generator=generator, dtype=torch.float64) for n in (rows, VOCABULARY))
+    return (
+        x.to(dtype).requires_grad_(),
+        weight.to(dtype).requires_grad_(),
+        torch.randint(VOCABULARY, (rows,), generator=generator),
+    )
+
+
+def with_gradients(loss: Tensor, *inputs: Tensor, scale: float = 1.0) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss * scale, inputs)]
+
+
+def relative_gap(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+# --- the loss
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0, -0.3])  # a loss scale, an accumulated batch's share
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_readout_loss_is_the_cross_entropy_of_the_logits(dtype: torch.dtype, tolerance: float, scale: float) -> None:
+    x, weight, targets = problem(dtype)
+    ours = with_gradients(ReadoutLoss.apply(x, weight, targets), x, weight, scale=scale)
+    exact = problem()
+    theirs = with_gradients(F.cross_entropy(exact[0] @ exact[1].T, targets), *exact[:2], scale=scale)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == dtype
+        assert relative_gap(mine, other) < tolerance
+
+
+def test_readout_loss_against_finite_differences() -> None:
+    x, weight, targets = problem(rows=5, width=3)
+    assert torch.autograd.gradcheck(lambda x, weight: ReadoutLoss.apply(x, weight, targets), (x, weight))
+
+
+def test_large_logits_do_not_overflow() -> None:
+    x, weight, targets = problem(torch.float32)
+    loss, *gradients = with_gradients(ReadoutLoss.apply(x * 1e4, weight * 1e4, targets), x, weight)
+    torch.testing.assert_close(loss, F.cross_entropy(x * 1e4 @ (weight * 1e4).T, targets).detach())
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("targets_given", [True, False])
+def test_in_bfloat16_the_loss_is_right_to_rounding(targets_given: bool) -> None:
+    """By autocast; the other side of the comparison is the logits that a validation sees."""
+    torch.manual_seed(0)
+    head, exact = Head(64, VOCABULARY), Head(64, VOCABULARY).double()
+    exact.load_state_dict(head.state_dict())
+    x, targets = torch.randn(4, CONTEXT, 64), torch.randint(VOCABULARY, (4, CONTEXT))
+    truth = with_gradients(exact(x.double(), targets), *exact.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = head(x, targets) if targets_given else F.cross_entropy(head(x).flatten(0, 1), targets.flatten())
+    assert loss.dtype == torch.float32
+    ours = with_gradients(loss, *head.parameters())
+    assert [gradient.dtype for gradient in ours] == [torch.float32] * 4
+    # a product of rounded factors is off by 2⁻⁸; a mean over many by less
+    assert relative_gap(ours[0], truth[0]) < 2**-9
+    for mine, other in zip(ours[1:], truth[1:], strict=True):
+        assert relative_gap(mine, other) < 2**-7
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, None])
+def test_one_tensor_of_the_size_of_the_logits_is_kept_for_the_backward_pass(precision: torch.dtype | None) -> None:
+    head, x, targets = (
+        Head(8, VOCABULARY),
+        torch.randn(2, CONTEXT, 8, dtype=precision),
+        torch.randint(VOCABULARY, (2, CONTEXT)),
+    )
+    kept: list[Tensor] = []
+    keeping = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with keeping, torch.autocast("cpu", torch.bfloat16, enabled=precision is not None):
+        head(x, targets)
+    logits = [
+        tensor for tensor in kept if tensor.shape[-1] == VOCABULARY and tensor.numel() == 2 * CONTEXT * VOCABULARY
+    ]
+    assert [tensor.dtype for tensor in logits] == [precision or torch.float32]
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, mupscale.Readout, mup.MuReadout])
+def test_a_readout_of_somebodys_own_does(kind: type[nn.Linear]) -> None:
+    """Its loss is that of its logits, bias and all."""
+    torch.manual_seed(0)
+    head, x, targets = Head(8, VOCABULARY), torch.randn(2, CONTEXT, 8), torch.randint(VOCABULARY, (2, CONTEXT))
+    head.readout = kind(8, VOCABULARY)
+    if kind is mup.MuReadout:
+        head.readout.width_mult = lambda: 4
+    nn.init.normal_(head.readout.weight)
+    nn.init.normal_(head.readout.bias)
+    torch.testing.assert_close(head(x, targets), F.cross_entropy(head(x).flatten(0, 1), targets.flatten()))
+
+
+# --- the network
+
+
+def network(tied: bool, compile: bool = False) -> GPT2:
+    torch.manual_seed(0)
+    module = GPT2(
+        16, base_width=4, layers=3, heads=2, vocabulary=VOCABULARY, context=CONTEXT, tied=tied, compile=compile
+    )
+    module.configure_model()
+    return module
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (3, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_logits_of_a_network_agree(tied: bool) -> None:
+    net: Any = network(tied).double().net
+    rows = tokens()
+    assert net.head.readout.multiplier == 1 / 4
+    assert (net.head.readout.weight is net.wte.weight) == tied
+    parameters = dict(net.named_parameters())
+    assert ("head.readout.weight" in parameters) != tied
+    ours = with_gradients(net(rows[:, :-1], rows[:, 1:]), *parameters.values())
+    logits = net(rows[:, :-1])
+    assert logits.shape == (3, CONTEXT, VOCABULARY)
+    theirs = with_gradients(F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()), *parameters.values())
+    for name, mine, other in zip(("loss", *parameters), ours, theirs, strict=True):
+        if "qkv.bias" in name:  # that of the keys has no effect, and so no gradient
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-15)
+        else:
+            assert relative_gap(mine, other) < 1e-12, name
+
+
+@pytest.mark.parametrize(("enabled", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_the_residual_stream_has_the_precision_of_the_matmuls(enabled: bool, expected: torch.dtype) -> None:
+    net: Any = network(tied=True).net
+    rows, seen = tokens(), []
+    for part in (*net.blocks, net.head):
+        part.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        net(rows[:, :-1], rows[:, 1:])
+    assert seen == [expected] * 4
+
+
+# --- compiled
+
+
+@pytest.fixture
+def in_one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules compile for a backend that changes nothing and needs no compiler, and a graph that breaks is an error."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager", fullgraph=True))
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_head_compiles_as_one_graph(enabled: bool, in_one_graph: None) -> None:
+    torch.manual_seed(0)
+    stream = torch.bfloat16 if enabled else torch.float32
+    head, x, targets = (
+        Head(8, VOCABULARY),
+        torch.randn(2, CONTEXT, 8, dtype=stream),
+        torch.randint(VOCABULARY, (2, CONTEXT)),
+    )
+
+    def result() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = head(x, targets)
+        return with_gradients(loss, *head.parameters())
+
+    eager = result()
+    head.compile()
+    for mine, other in zip(result(), eager, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_compiling_by_parts_changes_nothing(tied: bool, in_one_graph: None) -> None:
+    rows, results = tokens(), []
+    for compiled in (False, True):
+        module = network(tied, compiled)
+        parameters = dict(module.named_parameters())
+        results.append(with_gradients(module.loss(rows), *parameters.values()))
+        assert not any("_orig_mod" in name for name in parameters)
+    for name, mine, other in zip(("loss", *parameters), results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8, msg=lambda told, name=name: f"{name}: {told}")
+    assert counters["stats"]["unique_graphs"] == 2, "one for all blocks, one for the head"

@@ -1,0 +1,95 @@
+"""Text to prepare: the embedded Jargon File as documents, in the formats that documents come in."""
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mupscale.__main__ import main
+from mupscale.datamodules import documents
+from mupscale.datamodules.documents import TextFiles
+from mupscale.datamodules.fineweb import JARGON
+from mupscale.datamodules.preparation import prepare
+from mupscale.datamodules.shards import Index, read_index
+from mupscale.datamodules.vocabulary import loaded
+
+
+def texts(index: Index, split: str) -> list[str]:
+    encoding = loaded((index.folder / "tokenizer.tiktoken").read_bytes())
+    tokens = index.tokens(split)
+    found = [tokens.document(number) for number in range(index.content[split]["documents"])]
+    assert all(document[-1] == encoding.eot_token for document in found)
+    return [encoding.decode(document[:-1].tolist()) for document in found]
+
+
+ENTRIES = [text for split in ("train", "val") for text in texts(read_index(JARGON), split)]
+"""Training documents first."""
+
+
+def write_jsonl(file: Path, content: list[str]) -> Path:
+    lines = "\n\n".join(json.dumps({"id": number, "text": text}) for number, text in enumerate(content))
+    file.write_bytes(gzip.compress(lines.encode()) if file.suffix == ".gz" else lines.encode())
+    return file
+
+
+def write_parquet(file: Path, content: list[str | None]) -> Path:
+    """As FineWeb-Edu has it: the text among other columns, in row groups."""
+    columns = {
+        "text": content,
+        "id": [f"<urn:uuid:{number}>" for number in range(len(content))],
+        "score": [3.5] * len(content),
+    }
+    pq.write_table(pa.table(columns), file, row_group_size=7)
+    return file
+
+
+def write_text(file: Path, content: list[str]) -> Path:
+    text = "\n<|endoftext|>\n".join(content).encode()
+    file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
+    return file
+
+
+def write_article(file: Path) -> Path:
+    """A plain text of 120 documents, 80 kB."""
+    return write_text(file, ENTRIES[:120])
+
+
+def write_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository laid out like FineWeb-Edu's, and taken for it, so that the real `datasets` streams it."""
+    configs = []
+    for subset in ("CC-MAIN-2013-20", "CC-MAIN-2013-48"):
+        (folder / "data" / subset).mkdir(parents=True)
+        for number in range(3):
+            write_parquet(
+                folder / "data" / subset / f"train-{number:05d}-of-00003.parquet",
+                ENTRIES[number * 40 : number * 40 + 40],
+            )
+        configs.append(f"- config_name: {subset}\n  data_files:\n  - split: train\n    path: data/{subset}/*\n")
+    (folder / "README.md").write_text("---\nconfigs:\n" + "".join(configs) + "---\n")
+    monkeypatch.setattr(documents, "REPOSITORY", str(folder))
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="0123456789abcdef"))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def refused(*arguments: Any) -> str:
+    """The one line of a command that fails."""
+    with pytest.raises(SystemExit) as exit:
+        main(["prepare", *map(str, arguments)])
+    assert isinstance(exit.value.code, str)
+    assert "\n" not in exit.value.code
+    return exit.value.code
+
+
+def prepared(source: Path, out: Path, **options: Any) -> Index:
+    return prepare(
+        TextFiles([source]), out, **{"vocabulary": 300, "val_fraction": 0.2, "shard_tokens": 10_000, **options}
+    )

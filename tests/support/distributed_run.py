@@ -1,0 +1,131 @@
+"""Runs on two CPU processes, started by test_upscale_callback.py: `python -m torch.distributed.run --nproc-per-node 2 …
+FOLDER`.
+
+One after the other, because starting processes takes longer than training. Rank r writes FOLDER/r.pt.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import conftest  # noqa: F401  first: it makes torchvision importable
+
+# isort: split
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from test_upscale_callback import ADAMW, SGD, Record, gpt2, mlp, resnet, rows
+
+import mupscale
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.base import WidthScalable, optimizer_names
+from mupscale.widening.sharding import gathered
+
+MAKE = {"mlp": (mlp, 24, ADAMW), "gpt2": (gpt2, 24, SGD), "resnet18": (resnet, 4, SGD)}
+
+RUNS: dict[str, Any] = {"narrow": {"grow": False}, "wide": {"grow": True}, "noisy": {"grow": True, "noise": 0.1}}
+
+
+class Data(LightningDataModule):
+    def __init__(self, module: WidthScalable) -> None:
+        super().__init__()
+        self.rows = rows(module, 80, torch.float32)
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        share = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+        return ResidentLoader(self.rows, 8, shuffle=True, drop_last=True, **share)
+
+
+def strategy(name: str) -> Any:
+    if name == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    whole = name == "fsdp, whole checkpoints"
+    return ModelParallelStrategy(2, 1, save_distributed_checkpoint=not whole, process_group_backend="gloo")
+
+
+def fit(
+    kind: str,
+    model: str,
+    folder: Path,
+    *callbacks: Callback,
+    grow: bool,
+    noise: float = 0.0,
+    ckpt: Path | None = None,
+    **arguments: Any,
+) -> tuple[dict[str, Any], Trainer]:
+    seed_everything(1, verbose=False)
+    make, target, optimizer = MAKE[model]
+    module, record = make(optimizer=optimizer, **arguments), Record()
+    growth = UpscaleCallback(6, target, noise=mupscale.AdditiveNoise(noise) if noise else None)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy(kind),
+        max_steps=16,
+        gradient_clip_val=0.05,
+        callbacks=[*callbacks, record, *([growth] if grow else [])],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=bool(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=Data(module), ckpt_path=ckpt)
+    assert module.net is not None
+    weights = {name: gathered(parameter.detach()).clone() for name, parameter in module.net.named_parameters()}
+    (used,) = trainer.optimizers
+    parameters = [p for group in used.param_groups for p in group["params"]]
+    state = {
+        f"{name} {key}": gathered(value).clone()
+        for name, parameter in zip(optimizer_names(module, used), parameters, strict=True)
+        for key, value in used.state[parameter].items()
+    }
+    losses = [
+        float(trainer.strategy.reduce(torch.tensor(loss, dtype=torch.float64), reduce_op="mean"))
+        for loss in record.losses
+    ]
+    answer = {
+        "losses": torch.tensor(losses),
+        "steps": record.steps,
+        "width": module.width,
+        "weights": weights,
+        "state": state,
+    }
+    return answer, trainer
+
+
+def main(folder: Path) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    answers = {}
+    for kind in ("ddp", "fsdp"):
+        for model in MAKE:
+            for name, settings in RUNS.items():
+                if (model, name) == ("resnet18", "noisy"):  # slow
+                    continue
+                answers[kind, model, name], trainer = fit(kind, model, folder / kind / model / name, **settings)
+                if (kind, model, name) == ("ddp", "mlp", "narrow"):
+                    trainer.save_checkpoint(folder / "base.ckpt")
+        answers[kind, "mlp", "from base"], _ = fit(
+            kind, "mlp", folder / kind, grow=True, init_from=str(folder / "base.ckpt")
+        )
+    for kind in ("ddp", "fsdp", "fsdp, whole checkpoints"):
+        saver = ModelCheckpoint(folder / kind, "{step}", every_n_train_steps=11)
+        answers[kind, "mlp", "noisy"], _ = fit(kind, "mlp", folder / kind, saver, **RUNS["noisy"])
+        for name, width in (("pre-upscale-6", 8), ("step=11", 24)):
+            # sharded checkpoints load before the module is told of their width: the configuration has to say it
+            width = 8 if kind == "ddp" else width
+            answers[kind, "mlp", name], _ = fit(
+                kind, "mlp", folder / "again", **RUNS["noisy"], width=width, ckpt=folder / kind / f"{name}.ckpt"
+            )
+    torch.save(answers, folder / f"{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,82 @@
+"""Runs command lines in forks of one process that has imported everything, so that interrupting them many times is
+cheap.
+
+Reads a JSON list of arguments a line, answers with the pid of its process, then, once that has ended, with its exit
+status.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor, nn
+
+from mupscale import __main__ as command_line
+from mupscale.commands import fit, resume  # noqa: F401
+from mupscale.models.mlp import MLP, MLPNet
+
+
+class DropoutNet(MLPNet):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(self.activation(layer(x)), 0.1, self.training)
+        return self.readout(x)
+
+
+class DropoutMLP(MLP):
+    """One that draws random numbers as it trains."""
+
+    def build(self, width: int) -> nn.Module:
+        return DropoutNet(self.hparams["inputs"], [width] * self.hparams["hidden_layers"], self.hparams["outputs"])
+
+
+class SaveAtEveryHook(Checkpoint):
+    """Besides those of ModelCheckpoint, checkpoints wherever one can be resumed from."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.save(trainer, "validation_end")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save(trainer, "epoch_start")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save(trainer, "epoch_end")
+
+    def save(self, trainer: Trainer, hook: str) -> None:
+        path = self.folder / f"{hook}-{trainer.global_step}.ckpt"
+        if trainer.ckpt_path is None and 0 < trainer.global_step < trainer.estimated_stepping_batches:
+            trainer.save_checkpoint(path)
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            status = 0
+            try:
+                with open(os.environ["INTERRUPTED_LOG"], "a", buffering=1) as log:
+                    os.dup2(log.fileno(), 1)
+                    os.dup2(log.fileno(), 2)
+                    command_line.main(json.loads(line))
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+            os._exit(status)
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.modules["interrupted"] = sys.modules["__main__"]  # one class, by whichever name
+    serve()

@@ -1,0 +1,82 @@
+"""A preparation killed at every operation on files that it makes, and run again: `prepare_crashes.py TEXT FOLDER`.
+
+Prints the number of operations, or fails. A process of its own, because it forks before each run, and threads do not
+survive that.
+"""
+
+import hashlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy  # noqa: F401  once, before the forks
+import tiktoken  # noqa: F401
+import tokenizers  # noqa: F401
+
+from mupscale.datamodules import documents, preparation
+from mupscale.datamodules.preparation import prepare
+
+OPERATIONS = ("fsync", "replace", "unlink", "truncate", "rmdir")
+
+
+def main(text: Path, folder: Path) -> None:
+    documents.BATCH = 1000
+    preparation.COMMIT_SECONDS = 0.0
+    expected, operations = folder / "expected", folder / "operations"
+    assert run(text, expected, killed_at=None, count=operations) == 0
+    total = int(operations.read_text())
+    reference = contents(expected)
+    choose = random.Random(0)
+    for killed_at in range(total):
+        out = folder / str(killed_at)
+        assert run(text, out, killed_at=killed_at) == signal.SIGKILL
+        if killed_at % 3 == 0:  # once more, on the way to the end
+            run(text, out, killed_at=choose.randrange(total - killed_at + 1))
+        assert run(text, out, killed_at=None) == 0, f"killed at {killed_at}: it does not go on"
+        assert contents(out) == reference, f"killed at {killed_at}: other bytes"
+        shutil.rmtree(out)
+    print(total)
+
+
+def run(text: Path, out: Path, *, killed_at: int | None, count: Path | None = None) -> int:
+    """The signal, or exit status, with which a process ends that prepares `out` and is killed at an operation."""
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        try:
+            counter = itertools.count()
+            os.fsync = lambda _: None  # what is written outlives a process without it
+            for name in OPERATIONS:
+                setattr(os, name, deadly(getattr(os, name), counter, killed_at))
+            prepare(documents.TextFiles([text]), out, vocabulary=270, val_fraction=0.2, workers=2, shard_tokens=1500)
+            if count is not None:
+                count.write_text(str(next(counter)))
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+
+
+def deadly(operation: Callable, counter: itertools.count, killed_at: int | None) -> Callable:
+    def counted(*arguments, **options):
+        if next(counter) == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return operation(*arguments, **options)
+
+    return counted
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

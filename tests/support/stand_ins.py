@@ -1,0 +1,50 @@
+"""What data modules meet: a trainer of any device and rank, and a web server, without a network."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+
+def quiet_trainer(**options: Any) -> Trainer:
+    """One that writes nothing but what its callbacks save."""
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(accelerator="cpu", devices=1, **off, enable_checkpointing="callbacks" in options, **options)
+
+
+def trainer_stub(device: str = "cpu", **options: Any) -> SimpleNamespace:
+    """What a data module asks a trainer for, on any device and as any rank."""
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    return SimpleNamespace(
+        **{"strategy": strategy, "distributed_sampler_kwargs": None, "overfit_batches": 0, **options}
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def serving(content: bytes, status: int = 200, promised: int | None = None) -> Iterator[str]:
+    """The address of a server that answers everything with `content`; it may promise more bytes than it sends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content) if promised is None else promised))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/file"
+        server.shutdown()

@@ -1,0 +1,225 @@
+"""Folders of runs with given numbers, what `fit` leaves behind without a fit; and reports on them, read."""
+
+import json
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from mupscale.commands.report import write_report
+
+CONFIG: dict[str, Any] = {
+    "seed_everything": 0,
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": None,
+        "callbacks": None,
+        "max_epochs": 10,
+        "max_steps": -1,
+        "val_check_interval": None,
+        "check_val_every_n_epoch": 1,
+        "log_every_n_steps": 5,
+        "precision": None,
+        "gradient_clip_val": None,
+    },
+    "model": {
+        "class_path": "mupscale.models.mlp.MLP",
+        "init_args": {
+            "width": 500,
+            "base_width": 1,
+            "hidden_layers": 3,
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1, "weight_decay": 0.0001}},
+            "lr_scheduler": None,
+            "compile": False,
+            "init_from": None,
+        },
+    },
+    "data": {
+        "class_path": "mupscale.datamodules.covertype.Covertype",
+        "init_args": {"data_dir": None, "batch_size": 2000, "seed": 0},
+    },
+    "checkpoint": {"every_n_train_steps": 500},
+    "ckpt_path": None,
+}
+
+UPSCALE: dict[str, Any] = {
+    "class_path": "mupscale.callbacks.upscale.UpscaleCallback",
+    "init_args": {
+        "at_step": 0,
+        "width": 2000,
+        "noise": {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 1.0}},
+        "lr": None,
+    },
+}
+
+
+class Events:
+    """An event file, as TensorBoard's writer leaves it."""
+
+    def __init__(self, folder: Path, name: str = "events.out.tfevents.1700000000.host.1.0") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / name
+        self._file = self.path.open("wb")
+        self._records = RecordWriter(self._file)
+        self._records.write(Event(wall_time=1.0, file_version="brain.Event:2").SerializeToString())
+
+    def add(self, tag: str, step: int, value: float) -> None:
+        event = Event(wall_time=1.0, step=step)
+        event.summary.value.add(tag=tag, simple_value=value)
+        self._records.write(event.SerializeToString())
+
+    def close(self) -> Path:
+        self._file.close()
+        return self.path
+
+
+def with_values(config: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """A copy with values at dotted keys, `init_args` written out."""
+    answer = deepcopy(config)
+    for key, value in values.items():
+        *parts, last = key.split(".")
+        node = answer
+        for part in parts:
+            node = node[part]
+        node[last] = value
+    return answer
+
+
+def upscale(**arguments: Any) -> dict[str, Any]:
+    answer = deepcopy(UPSCALE)
+    answer["init_args"].update(arguments)
+    return answer
+
+
+def write_run(
+    folder: Path,
+    loss: Callable[[int], float] | Sequence[float],
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    steps_per_epoch: int = 20,
+    flops: Callable[[int], float] | None = None,
+    validation: dict[str, Callable[[int], float]] | None = None,
+    grown: dict[int, int] | None = None,
+    result: float | None = None,
+    values: dict[str, Any] | None = None,
+) -> Path:
+    """A run that logged `loss(step)` (steps from 1; or a loss for every epoch) and FLOPs so far, as its configuration
+    says.
+
+    Args:
+        validation: Metrics by name, at the end of every epoch.
+        grown: Widths by the step before which it grew to them.
+        values: Of the configuration, by dotted keys.
+    """
+    config = with_values({**CONFIG, "seed_everything": seed}, values or {})
+    trainer = config["trainer"]
+    total = trainer["max_steps"] if trainer["max_steps"] > 0 else trainer["max_epochs"] * steps_per_epoch
+    steps = total if steps is None else steps
+    of = loss if callable(loss) else lambda step: loss[(step - 1) // steps_per_epoch]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    events = Events(folder)
+    for step in range(1, steps + 1):
+        for width in [width for at, width in (grown or {}).items() if at == step - 1]:
+            events.add("upscale/width", step - 1, width)
+        if step % trainer["log_every_n_steps"] == 0:
+            events.add("train/loss", step - 1, of(step))
+            events.add("throughput/steps_per_second", step - 1, 1.0)
+            if flops is not None:
+                events.add("by_samples/train/loss", step * 2000, of(step))
+                events.add("by_flops/train/loss", int(flops(step) / 1e6), of(step))
+        if step % steps_per_epoch == 0:
+            for name, metric in (validation or {}).items():
+                events.add(name, step - 1, metric(step))
+                events.add("epoch", step - 1, (step - 1) // steps_per_epoch)
+    events.close()
+    if result is not None:
+        (folder / "result.json").write_text(json.dumps({"value": str(result), "seconds": 1.0}))
+    return folder
+
+
+# --- an experiment in the folder runs: two widths of an MLP, ten epochs of twenty steps
+
+UPSCALED = {"trainer.callbacks": [upscale()], "model.init_args.optimizer.init_args.lr": 0.013}
+WIDE = {"model.init_args.width": 2000}
+
+
+def base(loss: Any, seed: int = 0, values: dict[str, Any] | None = None, **options: Any) -> Path:
+    options = {"flops": lambda step: step * 1e12, **options}
+    return write_run(Path(f"runs/base/seed={seed}"), loss, seed=seed, values=values, **options)
+
+
+def scratch(loss: Any, seed: int = 0, values: dict[str, Any] | None = None, **options: Any) -> Path:
+    options = {"flops": lambda step: step * 10e12, **options}
+    return write_run(Path(f"runs/scratch/seed={seed}"), loss, seed=seed, values={**WIDE, **(values or {})}, **options)
+
+
+def upscaled(
+    loss: Any, seed: int = 0, values: dict[str, Any] | None = None, name: str = "upscale", **options: Any
+) -> Path:
+    init_from = {"model.init_args.init_from": f"runs/base/seed={seed}/checkpoints/last.ckpt"}
+    options = {"flops": lambda step: step * 10e12, "grown": {0: 2000}, **options}
+    return write_run(
+        Path(f"runs/{name}/seed={seed}"), loss, seed=seed, values={**UPSCALED, **init_from, **(values or {})}, **options
+    )
+
+
+def epochs(*losses: float, count: int = 10) -> list[float]:
+    """A loss for every epoch, the last one for the rest."""
+    return [*losses, *[losses[-1]] * (count - len(losses))]
+
+
+def accuracy(value: float) -> dict[str, Any]:
+    return {"val/accuracy": lambda step: value}
+
+
+def report(*folders: str, out: str = "report") -> tuple[str, dict[str, Any]]:
+    """The page as text, and its summary."""
+    write_report([Path(folder) for folder in folders or ("runs",)], Path(out))
+    return (Path(out) / "index.html").read_text(), json.loads((Path(out) / "summary.json").read_text())
+
+
+class Page(HTMLParser):
+    """What a page consists of."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.resources: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self._cell = False
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.resources += [
+            str(value) for name, value in attrs if name in ("src", "srcset", "href", "data", "action", "poster")
+        ]
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self._cell = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._cell:
+            self.tables[-1][-1][-1] += data
+
+    def table(self, first: str) -> list[list[str]]:
+        """The rows below a heading whose first cell is `first`."""
+        return next(rows[1:] for rows in self.tables if rows[0][0] == first)

@@ -1,0 +1,66 @@
+"""The width-invariant clip: the usual one at the base width, the same for a wider copy of the same function."""
+
+import copy
+
+import pytest
+import torch
+from architectures import CASES, cross_entropy
+from torch import nn
+
+import mupscale
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 100.0])
+def test_without_widths_it_is_the_usual_clip(max_norm: float):
+    torch.manual_seed(0)
+    case = CASES["gpt2_untied"]
+    ours, batch = case.build(8), case.batches()[0]
+    theirs = copy.deepcopy(ours)
+    for model in (ours, theirs):
+        cross_entropy(model, batch).backward()
+    norm = mupscale.clip_grad_norm_(ours, max_norm)
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(theirs.parameters(), max_norm).item(), rel=1e-6)
+    for name, gradient in gradients(ours).items():
+        torch.testing.assert_close(gradient, gradients(theirs)[name], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_norm_does_not_change_with_width(name: str):
+    torch.manual_seed(0)
+    case = CASES[name]
+    narrow, wide, batch = case.build(case.narrow).double(), case.build(case.wide).double(), case.batches()[0]
+    batch = tuple(x.double() if x.is_floating_point() else x for x in batch)
+    mupscale.upscale(narrow, wide, roles=case.plain_roles)
+    norms = []
+    for model in (narrow, wide):
+        cross_entropy(model, batch).backward()
+        norms.append(mupscale.clip_grad_norm_(model, 0.01).item())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+
+
+def test_at_the_base_width_of_muP_it_is_the_usual_norm():
+    case = CASES["mlp"]
+    build = case.build
+    model = mupscale.set_base_shapes(build((4, 4, 4)), build((4, 4, 4)), build((8, 8, 8)))
+    cross_entropy(model, case.batches()[0]).backward()
+    usual = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert mupscale.clip_grad_norm_(model, 1.0).item() == pytest.approx(usual.item(), rel=1e-6)
+
+
+def test_it_finds_the_table_inside_wrappers():
+    case = CASES["mlp"]
+    torch.manual_seed(0)
+    narrow, wide = case.build(case.narrow), case.build(case.wide)
+    mupscale.upscale(narrow, wide)
+    wrapped = nn.ModuleDict({"net": copy.deepcopy(wide)})
+    cross_entropy(wide, case.batches()[0]).backward()
+    cross_entropy(wrapped["net"], case.batches()[0]).backward()
+    assert mupscale.clip_grad_norm_(wrapped, 0.1).item() == mupscale.clip_grad_norm_(wide, 0.1).item()
+
+
+def test_no_gradients():
+    assert mupscale.clip_grad_norm_(nn.Linear(2, 2), 1.0).item() == 0.0

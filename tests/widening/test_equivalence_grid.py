@@ -1,0 +1,124 @@
+"""Dynamic equivalence in float64: architectures × optimizers, widened mid-training and followed for 50 steps."""
+
+import pytest
+import torch
+from architectures import CASES, Case, cross_entropy
+from torch import Tensor, nn
+
+import mupscale
+
+STEPS = 50
+FIXED_SIZES = {5, 10, 11, 30}
+"""Classes, features, positions, vocabulary: a parameter with such an axis is no hidden matrix, and not for Muon."""
+
+
+def optimizer(name: str, **settings):
+    return lambda params: getattr(torch.optim, name)(params, **settings)
+
+
+def muon_and_adamw(params):
+    matrices = [p for p in params if p.ndim == 2 and not FIXED_SIZES & set(p.shape)]
+    rest = [p for p in params if not any(p is m for m in matrices)]
+    return [torch.optim.Muon(matrices, lr=0.001, weight_decay=0.1), torch.optim.AdamW(rest, lr=0.003, eps=1e-3)]
+
+
+# eps is large, so that an unscaled one shows
+OPTIMIZERS = {
+    "sgd": optimizer("SGD", lr=0.05),
+    "sgd_dampened": optimizer("SGD", lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "sgd_nesterov": optimizer("SGD", lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=True),
+    "adam": optimizer("Adam", lr=0.003, eps=1e-3, weight_decay=0.1, fused=True),
+    "adam_amsgrad": optimizer("Adam", lr=0.003, eps=1e-3, amsgrad=True, maximize=False, foreach=True),
+    "adam_decoupled": optimizer("Adam", lr=0.003, eps=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
+    "adamw": optimizer("AdamW", lr=0.003, eps=1e-3, weight_decay=0.1, amsgrad=True, foreach=False),
+    "nadam": optimizer("NAdam", lr=0.003, eps=1e-3, weight_decay=0.1),
+    "nadam_decoupled": optimizer("NAdam", lr=0.003, eps=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": optimizer("RAdam", lr=0.003, eps=1e-3, weight_decay=0.1),
+    "radam_decoupled": optimizer("RAdam", lr=0.003, eps=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
+    "adamax": optimizer("Adamax", lr=0.003, eps=1e-3, weight_decay=0.1),
+    "rmsprop": optimizer("RMSprop", lr=0.001, eps=1e-3, weight_decay=0.1),
+    "rmsprop_centered": optimizer("RMSprop", lr=0.001, eps=1e-3, weight_decay=0.1, centered=True, momentum=0.9),
+    "adagrad": optimizer("Adagrad", lr=0.01, eps=1e-3, weight_decay=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
+    "muon": muon_and_adamw,
+}
+
+
+def float64_newton_schulz(grad: Tensor, ns_coefficients: tuple[float, ...], ns_steps: int, eps: float) -> Tensor:
+    a, b, c = ns_coefficients
+    x = grad / grad.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def mup_model(case: Case, size) -> nn.Module:
+    delta = tuple(2 * s for s in case.base) if isinstance(case.base, tuple) else 2 * case.base
+    return mupscale.set_base_shapes(case.build(size), case.build(case.base), case.build(delta), init=case.init)
+
+
+def check(case: Case, make_optimizer, *, mup: bool, clip: float = 0.05) -> mupscale.Verdict:
+    torch.manual_seed(0)
+    narrow, wide = ((mup_model(case, size) if mup else case.build(size)) for size in (case.narrow, case.wide))
+    return mupscale.verify(
+        narrow, wide, optimizer=make_optimizer, batches=case.batches(), loss=cross_entropy, steps=STEPS, clip=clip,
+        roles=None if mup else case.plain_roles,
+    )  # fmt: skip
+
+
+def assert_exact(verdict: mupscale.Verdict) -> None:
+    assert verdict.passed, verdict
+    assert verdict.loss_drift <= 1e-10
+    assert verdict.activation_drift <= 1e-8
+
+
+# the convolutional ones have no hidden matrix of two axes
+GRID = [
+    (case, name) for case in CASES for name in OPTIMIZERS if not (name == "muon" and case in ("resnet18", "convnet"))
+]
+
+
+@pytest.mark.parametrize(("case", "optimizer_name"), GRID)
+def test_plain_model_with_clipping(case: str, optimizer_name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", float64_newton_schulz)
+    assert_exact(check(CASES[case], OPTIMIZERS[optimizer_name], mup=False))
+
+
+@pytest.mark.parametrize("make_optimizer", [mupscale.MuSGD, mupscale.MuAdam, mupscale.MuAdamW])
+@pytest.mark.parametrize("case", CASES)
+def test_mup_model(case: str, make_optimizer):
+    settings = {"lr": 0.02, "momentum": 0.9} if make_optimizer is mupscale.MuSGD else {"lr": 0.003, "eps": 1e-3}
+    assert_exact(check(CASES[case], lambda params: make_optimizer(params, weight_decay=0.1, **settings), mup=True))
+
+
+def test_clipping_was_active():
+    case = CASES["mlp"]
+    torch.manual_seed(0)
+    model, batch = case.build(case.narrow), case.batches()[0]
+    cross_entropy(model, batch).backward()
+    assert mupscale.clip_grad_norm_(model, 0.05) > 0.2
+
+
+def test_muon_as_shipped_agrees_to_its_own_precision():
+    """torch's Newton–Schulz computes in bfloat16."""
+    torch.manual_seed(0)
+    case = CASES["gpt2_untied"]
+    verdict = mupscale.verify(
+        case.build(8), case.build(16), optimizer=muon_and_adamw, batches=case.batches(), loss=cross_entropy, steps=STEPS
+    )
+    assert verdict.loss_drift <= 1e-2
+
+
+@pytest.mark.parametrize("factor", [2, 3, 4])
+def test_factors(factor: int):
+    case = CASES["vit"]
+    torch.manual_seed(0)
+    verdict = mupscale.verify(
+        case.build(4),
+        case.build(4 * factor),
+        optimizer=OPTIMIZERS["adamw"],
+        batches=case.batches(),
+        loss=cross_entropy,
+        steps=STEPS,
+    )
+    assert_exact(verdict)

@@ -1,0 +1,199 @@
+"""Noise: its standard deviation per role, its seed, its recorded constants."""
+
+import json
+import math
+
+import pytest
+import torch
+from architectures import CASES, ConvNet
+from torch import nn
+
+import mupscale
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
+from mupscale.models.resnet import ResNet18Net
+from mupscale.widening.spectral import spectral_norms
+
+
+def added(narrow: nn.Module, wide_twice: tuple[nn.Module, nn.Module], noise, **settings) -> dict[str, torch.Tensor]:
+    """The noise itself: an upscale with it minus one without."""
+    noisy, clean = wide_twice
+    mupscale.upscale(narrow, noisy, noise=noise, **settings)
+    mupscale.upscale(narrow, clean)
+    with_noise, without = dict(noisy.named_parameters()), dict(clean.named_parameters())
+    return {name: (with_noise[name] - without[name]).detach().double() for name in with_noise}
+
+
+def assert_std(sample: torch.Tensor, std: float) -> None:
+    """Within 3 standard errors; those of a normal sample's std and mean are std / sqrt(2n) and std / sqrt(n)."""
+    n = sample.numel()
+    assert abs(sample.std().item() - std) <= 3 * std / math.sqrt(2 * n)
+    assert abs(sample.mean().item()) <= 3 * std / math.sqrt(n)
+
+
+def test_std_per_role_mlp():
+    narrow = MLPNet(10, (40, 60, 30), 7, readout_zero_init=False)
+    noise = added(
+        narrow,
+        tuple(MLPNet(10, (80, 180, 120), 7, readout_zero_init=False) for _ in range(2)),
+        mupscale.AdditiveNoise(0.3),
+    )
+    assert_std(noise["layers.0.weight"], 0.3)
+    assert_std(noise["layers.1.weight"], 0.3 / math.sqrt(80))
+    assert_std(noise["layers.2.weight"], 0.3 / math.sqrt(180))
+    assert_std(noise["readout.weight"], 0.3)
+    assert not any(noise[name].any() for name in noise if name.endswith("bias"))
+
+
+def test_std_per_role_resnet_counts_channels_not_kernel_positions():
+    noise = added(ResNet18Net(8, 5), (ResNet18Net(16, 5), ResNet18Net(16, 5)), mupscale.AdditiveNoise(0.2))
+    assert_std(noise["stem.0.weight"], 0.2)
+    assert_std(noise["blocks.0.conv1.weight"], 0.2 / math.sqrt(16))
+    assert_std(noise["blocks.7.conv2.weight"], 0.2 / math.sqrt(128))
+    assert not noise["readout.weight"].any()  # initialised at zero
+    assert not any(noise[name].any() for name in noise if ".bn" in name)
+
+
+def test_std_per_role_gpt2_embeddings_do_not_grow_with_width():
+    def build(width: int) -> nn.Module:
+        return GPT2Net(width, layers=1, heads=2, vocabulary=50, context=20)
+
+    narrow, *wides = (mupscale.set_base_shapes(build(w), build(8), build(16), init="constant") for w in (16, 64, 64))
+    noise = added(narrow, tuple(wides), mupscale.AdditiveNoise(0.1))
+    assert_std(noise["wte.weight"], 0.1)
+    assert_std(noise["wpe.weight"], 0.1)
+    assert_std(noise["blocks.0.attention.qkv.weight"], 0.1 / math.sqrt(64))
+    assert_std(noise["blocks.0.mlp.2.weight"], 0.1 / math.sqrt(256))
+
+
+def test_the_muP_table_tells_a_matrix_from_a_readout_when_one_side_does_not_grow():
+    build = [
+        mupscale.set_base_shapes(MLPNet(4, h, 3), MLPNet(4, (2, 2), 3), MLPNet(4, (4, 4), 3))
+        for h in ((40, 60), (80, 60), (80, 60))
+    ]
+    noise = added(build[0], (build[1], build[2]), mupscale.AdditiveNoise(1.0))
+    assert_std(noise["layers.1.weight"], 1 / math.sqrt(80))
+
+
+def test_where_overrides_the_rule():
+    noise = added(
+        MLPNet(10, (8, 8), 5), (MLPNet(10, (64, 64), 5), MLPNet(10, (64, 64), 5)),
+        mupscale.AdditiveNoise(0.5, where={"*.bias": True, "readout.*": True, "layers.0.*": False}),
+    )  # fmt: skip
+    assert_std(noise["readout.weight"], 0.5)
+    assert_std(noise["layers.1.bias"], 0.5)
+    assert not noise["layers.0.weight"].any()
+    assert not noise["layers.0.bias"].any()
+
+
+def test_zero_noise_and_none_are_the_same_and_seeds_decide():
+    narrow = MLPNet(4, (8, 8), 3)
+
+    def weights(noise, seed=0) -> list[torch.Tensor]:
+        wide = MLPNet(4, (16, 16), 3)
+        torch.randn(7)  # the global generator must not matter
+        mupscale.upscale(narrow, wide, noise=noise, seed=seed)
+        return [p.detach().clone() for p in wide.parameters()]
+
+    def equal(a, b) -> bool:
+        return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    assert equal(weights(None), weights(mupscale.AdditiveNoise(0.0)))
+    assert equal(weights(mupscale.AdditiveNoise(0.1)), weights(mupscale.AdditiveNoise(0.1)))
+    assert not equal(weights(mupscale.AdditiveNoise(0.1)), weights(mupscale.AdditiveNoise(0.1), seed=1))
+
+
+def _rank(rank: int, path: str) -> None:
+    torch.manual_seed(100 + rank)  # ranks differ in everything but the seed of the upscale
+    wide = MLPNet(4, (16, 16), 3)
+    narrow = MLPNet(4, (8, 8), 3)
+    for p in narrow.parameters():
+        torch.nn.init.constant_(p, 0.25)
+    mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.5), seed=3)
+    torch.save(wide.state_dict(), f"{path}/{rank}.pt")
+
+
+def test_identical_on_one_and_on_two_processes(tmp_path):
+    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
+    _rank(2, str(tmp_path))
+    first, *others = (torch.load(tmp_path / f"{rank}.pt") for rank in range(3))
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_signal_noise_is_a_fraction_of_the_signal_per_kernel_position():
+    torch.manual_seed(0)
+    narrow, wide, clean = ResNet18Net(8, 5), ResNet18Net(24, 5), ResNet18Net(24, 5)
+    report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.25))
+    mupscale.upscale(narrow, clean)
+    for name in ("stem.0.weight", "blocks.0.conv1.weight", "blocks.2.shortcut.0.weight"):
+        signal = clean.get_parameter(name).detach()
+        noise = wide.get_parameter(name).detach() - signal
+        for i in range(signal.shape[2]):
+            for j in range(signal.shape[3]):
+                ratio = torch.linalg.matrix_norm(noise[:, :, i, j], 2) / torch.linalg.matrix_norm(signal[:, :, i, j], 2)
+                assert ratio.item() == pytest.approx(0.25, rel=1e-3)
+    assert torch.tensor(report.noise["blocks.0.conv1.weight"]).shape == (3, 3)
+
+
+def test_the_widened_norm_follows_from_the_narrow_one():
+    torch.manual_seed(0)
+    case = CASES["mlp"]
+    narrow, wide = case.build((8, 12, 6)), case.build((16, 36, 24))
+    report = mupscale.upscale(narrow, wide)
+    from mupscale.widening.noise import widened_norms
+
+    for name, entry in report.plan.parameters.items():
+        if entry.kind == "weight":
+            assert widened_norms(entry, narrow.get_parameter(name)).item() == pytest.approx(
+                torch.linalg.matrix_norm(wide.get_parameter(name).detach(), 2).item(), rel=1e-4
+            )
+
+
+def test_recorded_constants_reproduce_and_transfer(tmp_path):
+    torch.manual_seed(0)
+    narrow, wide = ConvNet(4), ConvNet(8)
+    report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.5), seed=5)
+    report.save_noise(tmp_path / "noise.json")
+    again = ConvNet(8)
+    repeated = mupscale.upscale(narrow, again, noise=mupscale.RecordedNoise(tmp_path / "noise.json"), seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(wide.parameters(), again.parameters(), strict=True))
+    assert repeated.noise == report.noise
+
+    larger = [ConvNet(16), ConvNet(16)]
+    noise = added(ConvNet(8), tuple(larger), mupscale.RecordedNoise(tmp_path / "noise.json"))
+    for i in range(2):
+        for j in range(2):  # σ̄ of each kernel position at N_in^-1/2 of the target width
+            assert_std(noise["up.weight"][:, :, i, j], report.noise["up.weight"][i][j] / math.sqrt(16))
+
+
+def test_noise_files_are_checked_before_anything_is_written(tmp_path):
+    narrow, wide = MLPNet(4, (8, 8), 3), MLPNet(4, (16, 16), 3)
+    before = [p.detach().clone() for p in wide.parameters()]
+    path = tmp_path / "noise.json"
+    mupscale.upscale(MLPNet(4, (2, 2, 2), 3), MLPNet(4, (4, 4, 4), 3), noise=mupscale.AdditiveNoise(0.1)).save_noise(
+        path
+    )
+    with pytest.raises(ValueError, match="of another architecture"):
+        mupscale.upscale(narrow, wide, noise=mupscale.RecordedNoise(path))
+    with pytest.raises(ValueError, match="cannot be read"):
+        mupscale.RecordedNoise(tmp_path / "missing.json")
+    path.write_text(json.dumps({"layers.0.weight": 1.0}))
+    with pytest.raises(ValueError, match="not a file written by"):
+        mupscale.RecordedNoise(path)
+    for noise, message in (
+        (mupscale.AdditiveNoise(-1.0), "std must be a finite number"),
+        (mupscale.SignalNoise(math.nan), "t must be a finite number"),
+        (mupscale.AdditiveNoise(1.0, where={"nothing": True}), "matches no parameter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mupscale.upscale(narrow, wide, noise=noise)
+    assert all(torch.equal(a, b) for a, b in zip(before, wide.parameters(), strict=True))
+
+
+def test_noise_in_half_precision_is_added_before_rounding():
+    narrow, wide, clean = (MLPNet(4, (n, n), 3).bfloat16() for n in (32, 64, 64))
+    mupscale.upscale(narrow, wide, noise=mupscale.AdditiveNoise(0.5))
+    mupscale.upscale(narrow, clean)
+    noise = (wide.layers[1].weight.float() - clean.layers[1].weight.float()).detach()
+    assert noise.std().item() == pytest.approx(0.5 / 8, rel=0.05)
+    assert spectral_norms(wide.layers[1].weight[None]).dtype == torch.float64

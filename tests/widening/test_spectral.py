@@ -1,0 +1,145 @@
+"""Spectral norms against a full SVD: relative error at most 1e-4, in few launches."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.spectral import Launches, kernel_matrices, main
+from mupscale.widening.spectral import spectral_norms
+
+
+def orthogonal(n: int, k: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(n, k, dtype=torch.float64))[0]
+
+
+def with_spectrum(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return orthogonal(rows, len(values)) @ torch.diag(values.double()) @ orthogonal(columns, len(values)).T
+
+
+def matrices() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    ramp = torch.linspace(0, 1, 200)
+    dense_edge = torch.cos(0.5 * math.pi * torch.arange(300) / 300)  # what a Krylov space resolves worst
+    return {
+        "gaussian_square": torch.randn(400, 400),
+        "gaussian_tall": torch.randn(900, 150),
+        "gaussian_wide": torch.randn(150, 900),
+        "gaussian_small": torch.randn(7, 5),
+        "gaussian_half_precision": torch.randn(90, 200).half(),
+        "vector": torch.randn(300, 1),
+        "number": torch.randn(1, 1),
+        "clustered_top": with_spectrum(1 - 1e-3 * ramp, 300, 300),
+        "two_close": with_spectrum(torch.cat([torch.tensor([1.0, 0.9999]), 0.5 * ramp]), 300, 250),
+        "two_apart": with_spectrum(torch.cat([torch.tensor([1.0, 0.997]), 0.3 * ramp]), 300, 250).float(),
+        "dense_edge": with_spectrum(dense_edge, 300, 300).float(),
+        "alone_above_a_dense_edge": with_spectrum(torch.cat([torch.ones(1), 0.9995 * dense_edge]), 320, 310).float(),
+        "rank_one": torch.outer(torch.randn(200), torch.randn(200)),
+        "ones": torch.ones(100, 120),
+        "one_entry": torch.nn.functional.pad(torch.tensor([[-3.0]]), (40, 59, 70, 29)),
+        "zero": torch.zeros(100, 100),
+        "identity": torch.eye(100),
+        "duplicated": torch.randn(60, 60).repeat_interleave(3, 0).repeat_interleave(3, 1),
+        "tiny": 1e-20 * torch.randn(100, 100),
+        "huge": 1e15 * torch.randn(100, 100),
+        "denormal": torch.full((100, 100), 1e-42),
+        "largest": torch.full((20, 20), 3e38),
+        "double": 1e-200 * torch.randn(100, 100, dtype=torch.float64),
+        "half": torch.randn(128, 128).bfloat16(),
+        "trained_like": torch.randn(300, 300) / 17 + 3 * torch.outer(torch.randn(300), torch.randn(300)) / 300,
+    }
+
+
+@pytest.mark.parametrize("name", matrices())
+def test_against_svd(name: str):
+    matrix = matrices()[name]
+    truth = torch.linalg.matrix_norm(matrix.double(), ord=2)
+    assert spectral_norms(matrix[None]).item() == pytest.approx(truth.item(), rel=1e-4)
+
+
+def test_a_batch_of_different_matrices():
+    torch.manual_seed(0)
+    batch = torch.stack([torch.randn(120, 80), 1e-3 * torch.randn(120, 80), torch.zeros(120, 80), torch.ones(120, 80)])
+    truth = torch.linalg.matrix_norm(batch.double(), ord=2)
+    torch.testing.assert_close(spectral_norms(batch), truth, rtol=1e-4, atol=0)
+
+
+def test_kernel_positions_of_a_convolution():
+    torch.manual_seed(0)
+    positions = torch.randn(90, 80, 3, 3).permute(2, 3, 0, 1).flatten(0, 1)
+    assert not positions.is_contiguous()
+    torch.testing.assert_close(
+        spectral_norms(positions), torch.linalg.matrix_norm(positions.double(), ord=2), rtol=1e-4, atol=0
+    )
+
+
+def test_rounding_beyond_an_exhausted_space_adds_nothing():
+    torch.manual_seed(0)
+    assert spectral_norms(orthogonal(300, 300).float()[None]).item() == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("columns", [20, 100])
+def test_not_finite(columns: int):
+    batch = torch.randn(3, 100, columns)
+    batch[1, 2, 3], batch[2, 4, 5] = torch.nan, torch.inf
+    norms = spectral_norms(batch)
+    assert norms.isnan().tolist() == [False, True, True]
+
+
+def test_same_matrix_same_answer():
+    matrix = torch.randn(1, 200, 200)
+    torch.manual_seed(1)
+    first = spectral_norms(matrix)
+    torch.manual_seed(2)
+    assert torch.equal(first, spectral_norms(matrix))
+
+
+def matmul_precisions() -> tuple[str, str]:
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
+def test_the_precision_of_a_training_run_does_not_matter():
+    matrix = 0.1 + 0.1 * torch.rand(1, 200, 200)
+    calm = spectral_norms(matrix)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.baddbmm.default:
+                seen.append((args[1].dtype, *matmul_precisions()))
+            return func(*args, **(kwargs or {}))
+
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16), Watch():
+            assert torch.equal(spectral_norms(matrix), calm)
+        assert set(seen) == {(torch.float32, "ieee", "ieee")}
+        assert matmul_precisions() == ("tf32", "bf16")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def launches(matrices: torch.Tensor) -> int:
+    with Launches(matrices.device) as count:
+        spectral_norms(matrices)
+    return count.count
+
+
+def test_launches():
+    """Eight a step; Gaussian matrices are checked once, after 16 + 4.5 · 256^(1/3) = 45 steps; the rest is set-up and
+    small solves.
+    """
+    torch.manual_seed(0)
+    assert launches(torch.randn(9, 256, 256)) <= 45 * 8 + 48
+    assert launches(torch.randn(9, 64, 256)) <= 20
+    assert sum(launches(weight) for weight in kernel_matrices(32, torch.device("cpu"))) <= 3300
+
+
+def test_benchmark(tmp_path, capsys):
+    main(["--device", "cpu", "--width", "16", "--svd", "--out", str(tmp_path / "spectral.json")])
+    row = json.loads((tmp_path / "spectral.json").read_text())
+    assert row["matrices"] == 156
+    assert row["largest_difference"] < 1e-5
+    assert "156 matrices of 20 convolutions" in capsys.readouterr().out
