@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from mupscale._torch import TorchDispatchMode, tree_leaves
 from mupscale.models.resnet import ResNet18Net
 from mupscale.widening.spectral import spectral_norms
 

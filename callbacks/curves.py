@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mupscale.callbacks.log_files import cut_back, written
 from mupscale.flops import LOGGED
+from mupscale.models._lightning import accumulates
 from mupscale.models.base import WidthScalable
 
 _AXES = {"samples": 1, "flops": LOGGED}
@@ -125,7 +126,7 @@ class Curves(Callback):
 
 def stepped(trainer: Trainer) -> bool:
     """Whether the batch that just ended was the last of its accumulation window."""
-    return not trainer.fit_loop._should_accumulate()
+    return not accumulates(trainer)
 
 
 def width_number(width: int | list[int]) -> float:

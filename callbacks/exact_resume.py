@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.models._lightning import finish_loaded_step, restore_callback_metrics
 
 
 class ExactResume(Callback):
@@ -25,18 +26,18 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self.finished = False
-        self._trainer: Trainer | None = None
+        self._run: Trainer | None = None
         self._loaded: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._trainer = trainer
+        self._run = trainer
         self.finished = False
         # it must come after everybody's on_train_start, because it validates, but before those who save
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback), c is self)  # noqa: E731
         trainer.callbacks = sorted(trainer.callbacks, key=order)
 
     def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
+        trainer = self._run
         assert trainer is not None
         generators = [rng_state(trainer.strategy.root_device)]
         if trainer.world_size > 1:
@@ -58,56 +59,13 @@ class ExactResume(Callback):
             if trainer.global_rank < len(self._loaded["generators"]):
                 set_rng_state(self._loaded["generators"][trainer.global_rank], pl_module.device)
             metrics = {name: value.to(pl_module.device) for name, value in self._loaded["metrics"].items()}
-            trainer._logger_connector._callback_metrics.update(metrics)
+            restore_callback_metrics(trainer, metrics)
             trainer.should_stop = self._loaded["should_stop"] and not self._loaded["finished"]
             self._loaded = None
-            catch_up(trainer)
+            finish_loaded_step(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.finished = True
-
-
-def catch_up(trainer: Trainer) -> None:
-    """Finishes the step in which the loaded checkpoint was written, and leaves the loops between two steps."""
-    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    fit._restarting = (
-        False  # or plateau schedulers are passed over at the end of this epoch, for want of the metrics restored here
-    )
-    if not loop.restarting or loop.val_loop.restarted_mid_evaluation:
-        if fit.resumed_on_epoch_end and loop._num_ready_batches_reached():
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        return
-    if fit.restarted_mid_epoch and (loop.restarted_on_train_batch_end or loop.restarted_on_last):
-        # as at the end of a validation, if it was written before, at the end of the batch
-        validated = loop.restarted_on_last
-        if not validated:
-            loop.batch_progress.increment_completed()
-            if loop.batch_progress.is_last_batch:
-                for count in (fit.epoch_progress.total, fit.epoch_progress.current):  # Lightning has counted it as over
-                    count.processed -= 1
-                    count.completed -= 1
-        loop.reset_restart_stage()
-        loop.val_loop.restarting = False
-        loop._skip_next_val = validated
-        assert fit._data_fetcher is not None
-        loop.on_advance_end(fit._data_fetcher)
-        if not loop.batch_progress.is_last_batch and not (trainer.should_stop and fit._can_stop_early):
-            loop._batches_that_stepped -= 1  # the loop will count it when it restarts
-            return
-        fit.on_advance_end()
-        fit.reset_restart_stage()
-    elif fit.restarted_on_epoch_end:
-        if loop._num_ready_batches_reached():
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        fit.epoch_progress.increment_completed()
-        fit.reset_restart_stage()
-    elif fit.restarted_on_epoch_start:
-        fit.epoch_progress.current.ready += 1  # Lightning takes it back, but does not count it again
-    elif not loop.restarted_on_last:
-        return
-    # a new epoch begins: the loop of batches must not restart in the old one
-    loop.restarting = False
-    loop.reset_restart_stage()
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

@@ -1,14 +1,11 @@
 """The steps of a fit without the time that a general training loop spends between them, and as CUDA graphs."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -16,6 +13,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from mupscale.cuda_graph import CapturedStep, step_kind
+from mupscale.errors import UserError
+from mupscale.models._lightning import EpochLoop, detects_anomalies, enter_hook, hands_over_the_iterator
 from mupscale.models.base import WidthScalable
 
 WARM_UP = 3
@@ -69,14 +68,13 @@ class FastLoop(Callback):
             trainer.fit_loop.epoch_loop.release()
 
 
-class LeanEpochLoop(_TrainingEpochLoop):
+class LeanEpochLoop(EpochLoop):
     """Lightning's loop over batches, with the plain case written out."""
 
     cuda_graph = False
 
-    def __init__(self, loop: _TrainingEpochLoop) -> None:
-        super().__init__(loop.trainer, loop.min_steps, loop.max_steps)
-        self.__dict__.update(loop.__dict__)  # it may have data, and counters, already
+    def __init__(self, loop: Any) -> None:
+        super().__init__(loop)
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
         self.release()
 
@@ -90,7 +88,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
         trainer, module = self.trainer, self.trainer.lightning_module
-        self._plain = plain(trainer) and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+        self._plain = plain(trainer) and not hands_over_the_iterator(data_fetcher)
         for hook in ("on_train_batch_start", "on_train_batch_end"):
             self._hooks[hook] = [
                 partial(getattr(c, hook), trainer, module) for c in trainer.callbacks if is_overridden(hook, c)
@@ -103,7 +101,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
             super().advance(data_fetcher)
             return
         trainer, progress = self.trainer, self.batch_progress
-        module, connector = trainer.lightning_module, trainer._logger_connector
+        module, connector = trainer.lightning_module, self.log_connector
         self.val_loop.restarting = False
         batch, _, _ = next(data_fetcher)
         batch_idx = self.batch_idx + 1
@@ -114,7 +112,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
         connector.on_batch_start(batch)
         outputs = None
         if batch is None:
-            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            self.warn_once("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
             self._call(module, "on_train_batch_start", batch, batch_idx)
             progress.increment_started()
@@ -122,29 +120,28 @@ class LeanEpochLoop(_TrainingEpochLoop):
         progress.increment_processed()
         if trainer.lr_scheduler_configs:
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
-            if self._num_ready_batches_reached():
+            if self.is_at_last_batch:
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         self._call(module, "on_train_batch_end", outputs, batch, batch_idx)
-        logged = bool(self._results)  # most runs log by callbacks, and `self.log` nothing but validations
+        logged = bool(self.logged)  # most runs log by callbacks, and `self.log` nothing but validations
         if logged:
             connector.on_batch_end()
-        self._results.batch = None
+        self.logged.batch = None
         progress.increment_completed()
         if logged:
             connector.update_train_step_metrics()
 
     def _call(self, module: LightningModule, hook: str, *arguments: Any) -> None:
-        outer, module.__dict__["_current_fx_name"] = module._current_fx_name, hook  # what `self.log` goes by
+        outer = enter_hook(module, hook)
         for function in self._hooks[hook]:
             function(*arguments)
-        module.__dict__["_current_fx_name"] = outer
+        enter_hook(module, outer)
 
     def _step(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Any:
         captured = self._captured_for(trainer, module, batch) if self.cuda_graph else None
         if captured is None:
-            return self.automatic_optimization.run(
-                trainer.optimizers[0], batch_idx, self._build_kwargs(OrderedDict(), batch, batch_idx)
-            )
+            arguments = self.step_arguments(batch, batch_idx)
+            return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments)
         optimizer = self.automatic_optimization.optim_progress.optimizer
         optimizer.step.increment_ready()
         for count in (
@@ -182,10 +179,7 @@ class LeanEpochLoop(_TrainingEpochLoop):
 
 def gradients(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
     """The loss of a batch; its gradients, clipped, are left in the parameters."""
-    outer, module.__dict__["_current_fx_name"] = (
-        module._current_fx_name,
-        None,
-    )  # `self.log` in a captured step is an error
+    outer = enter_hook(module, None)  # `self.log` in a captured step is an error
     try:
         with trainer.precision_plugin.train_step_context(), torch.enable_grad():
             loss = module.loss(batch)
@@ -194,7 +188,7 @@ def gradients(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
             trainer.optimizers[0], trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         )
     finally:
-        module.__dict__["_current_fx_name"] = outer
+        enter_hook(module, outer)
     return loss
 
 
@@ -219,29 +213,29 @@ def resident(batch: Any, device: torch.device) -> bool:
 
 
 def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
-    """ValueError where a step cannot be one graph, with what is in the way."""
+    """UserError where a step cannot be one graph, with what is in the way."""
     if not isinstance(module, WidthScalable):
-        raise ValueError(f"FastLoop.cuda_graph needs a WidthScalable module, model is a {type(module).__name__}")
+        raise UserError(f"FastLoop.cuda_graph needs a WidthScalable module, model is a {type(module).__name__}")
     if not plain(trainer):
-        raise ValueError(
+        raise UserError(
             "FastLoop.cuda_graph needs one device, trainer.accumulate_grad_batches = 1, no trainer.profiler, a "
             "precision that leaves"
             " inputs alone, and no hook that transfers batches"
         )
     plugin = trainer.precision_plugin
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        raise ValueError(
+        raise UserError(
             "FastLoop.cuda_graph does not know the loss scaling of trainer.precision 16-mixed; use bf16-mixed"
         )
-    if trainer._detect_anomaly:
-        raise ValueError(
+    if detects_anomalies(trainer):
+        raise UserError(
             "FastLoop.cuda_graph cannot look for anomalies inside its steps; set trainer.detect_anomaly: false"
         )
     if type(module).training_step is not WidthScalable.training_step:
-        raise ValueError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} has a training_step of its own")
+        raise UserError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} has a training_step of its own")
     for hook in _INSIDE_A_STEP:
         for owner, kind in (*((callback, Callback) for callback in trainer.callbacks), (module, LightningModule)):
             if hasattr(kind, hook) and is_overridden(hook, owner, kind):
-                raise ValueError(
+                raise UserError(
                     f"FastLoop.cuda_graph has no {hook} inside its steps, but {type(owner).__name__} has one"
                 )

@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from mupscale.atomic import replacing
+from mupscale.models._lightning import close_writer
 
 
 def folder(trainer: Trainer, log_dir: str | None) -> Path | None:
@@ -86,9 +87,7 @@ def cut_events(logger: TensorBoardLogger, lengths: dict[str, int]) -> None:
     files = event_files(logger)
     if not lengths or any(name not in files or files[name].stat().st_size < length for name, length in lengths.items()):
         return
-    if logger._experiment is not None:
-        logger._experiment.close()
-        logger._experiment = None
+    close_writer(logger)
     for name, path in event_files(logger).items():
         if name in lengths:
             os.truncate(path, lengths[name])

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+
+from mupscale.models._lightning import OpenCheckpoint
 
 
-class RunCheckpoint(ModelCheckpoint):
+class RunCheckpoint(OpenCheckpoint):
     """A ModelCheckpoint that also saves at the end of a run, whatever the interval, and that survives interruptions and
     moves.
 
@@ -24,15 +25,7 @@ class RunCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fast_dev_run or trainer.global_step == 0:
             return
-        candidates = self._monitor_candidates(trainer)
-        self._save_topk_checkpoint(trainer, candidates)
-        if self._last_global_step_saved == trainer.global_step:
-            self._save_last_checkpoint(trainer, candidates)
-        else:  # not among the best, but the end of a run is kept
-            path = Path(self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST))
-            if trainer.is_global_zero and path.is_symlink():
-                path.unlink()
-            self._save_checkpoint(trainer, str(path))
+        self.save_now(trainer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The folder of the run may have been moved, or may be named in another way."""
@@ -47,9 +40,8 @@ class RunCheckpoint(ModelCheckpoint):
         best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
         super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": new})
 
-    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
+    def removes(self, previous: Path, current: Path) -> bool:
         """Also the one the run was resumed from, once there is a newer one: or every interruption would leave one
-        behind.
-        """
+        behind."""
         assert self.dirpath is not None
-        return previous != current and Path(self.dirpath).absolute() in Path(previous).absolute().parents
+        return previous != current and Path(self.dirpath).absolute() in previous.absolute().parents

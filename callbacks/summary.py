@@ -4,25 +4,25 @@ import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.models._lightning import ClockedBar
 from mupscale.models.base import WidthScalable
 
 
-class WidthBar(TQDMProgressBar):
+class WidthBar(ClockedBar):
     """A progress bar that shows the width, the loss, and what the module logs to it, drawn once a second."""
 
     def __init__(self) -> None:
         super().__init__(refresh_rate=1)
         self._drawn = 0.0
 
-    def _should_update(self, current: int, total: int | float) -> bool:
+    def is_due(self, current: int, total: int | float) -> bool:
         # by the clock, not by steps: to show the loss is to wait for the device
         now = time.monotonic()
-        if not self.is_enabled or (now < self._drawn + 1 and current != total):
+        if now < self._drawn + 1 and current != total:
             return False
         self._drawn = now
         return True

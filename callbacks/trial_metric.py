@@ -12,7 +12,9 @@ from torch import Tensor
 
 from mupscale.callbacks.curves import stepped
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.models.base import Width, WidthScalable, init_contexts
+from mupscale.errors import UserError
+from mupscale.models.base import WidthScalable, init_contexts
+from mupscale.models.checkpoint import Width
 from mupscale.widening.noise import Constants, Noise, SignalNoise, save_constants
 from mupscale.widening.plan import Plan, TensorPlan
 
@@ -101,7 +103,7 @@ class TrialMetric(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
-            raise ValueError(
+            raise UserError(
                 f"trainer.devices: a trial of a sweep runs on one device, got {trainer.world_size}; start more "
                 "processes"
             )
@@ -129,7 +131,7 @@ class TrialMetric(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         total = trainer.estimated_stepping_batches
         if not math.isfinite(total) or total <= 0:
-            raise ValueError(
+            raise UserError(
                 f"trainer.max_steps, trainer.max_epochs: a trial must end, got {trainer.max_steps}, "
                 f"{trainer.max_epochs}"
             )
@@ -138,7 +140,7 @@ class TrialMetric(Callback):
         if share == "epoch":
             self.window = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
             if self.window > self._steps:
-                raise ValueError(
+                raise UserError(
                     f"metric last_epoch: an epoch has {self.window} steps, but the run {self._steps}; "
                     "take last_2%, or raise trainer.max_steps"
                 )
@@ -183,9 +185,13 @@ class TrialMetric(Callback):
         if window_of(self.metric) is None:
             self._logged = self._look_up(trainer)
         elif trainer.global_step < self._steps:
-            raise ValueError(
+            raise UserError(
                 f"metric {self.metric}: the run ended at step {trainer.global_step}, but was to have {self._steps}"
             )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt):
+            raise exception  # Ctrl-C ends the whole sweep; Lightning would turn it into an exit of this run
 
     # --- parts
 
@@ -214,7 +220,7 @@ class TrialMetric(Callback):
     def _look_up(self, trainer: Trainer) -> float:
         metrics = trainer.callback_metrics
         if self.metric not in metrics:
-            raise ValueError(
+            raise UserError(
                 f"metric {self.metric} is never logged by the model; there are last_epoch and last_2%, which are of "
                 "the training loss, "
                 f"{', '.join(sorted(metrics)) or 'and no others'}"
@@ -263,7 +269,7 @@ def window_of(metric: str) -> float | str | None:
         return None
     share = float(percent[1]) / 100
     if not 0 < share <= 1:
-        raise ValueError(f"metric {metric}: the share must be above 0 and at most 100 %")
+        raise UserError(f"metric {metric}: the share must be above 0 and at most 100 %")
     return share
 
 

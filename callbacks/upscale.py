@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.callbacks.fast_loop import LeanEpochLoop
-from mupscale.models.base import Width, WidthScalable, averaged_copy, averaging_callbacks, init_contexts
+from mupscale.checks.recording import buffers_kept
+from mupscale.errors import UserError
+from mupscale.models._lightning import average_device, average_of, averaged_copy, averaging_callbacks, set_average
+from mupscale.models.base import WidthScalable, init_contexts
+from mupscale.models.checkpoint import Width
 from mupscale.widening.noise import Constants, Noise, SameNoise
 from mupscale.widening.optimizer_state import check_transfer, continued_groups, transfer_state
 from mupscale.widening.plan import Plan, plan
@@ -52,11 +56,11 @@ class UpscaleCallback(Callback):
             restart_schedule: Start the learning-rate schedule at zero again.
         """
         if at_step < 0:
-            raise ValueError(f"UpscaleCallback.at_step must be at least 0, got {at_step}")
+            raise UserError(f"UpscaleCallback.at_step must be at least 0, got {at_step}")
         if lr is not None and lr <= 0:
-            raise ValueError(f"UpscaleCallback.lr must be positive, got {lr}")
+            raise UserError(f"UpscaleCallback.lr must be positive, got {lr}")
         if noise is not None and not isinstance(noise, Noise):
-            raise ValueError(
+            raise UserError(
                 "UpscaleCallback.noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got "
                 f"{noise!r}"
             )
@@ -86,9 +90,9 @@ class UpscaleCallback(Callback):
         if stage != "fit":
             return
         if not isinstance(pl_module, WidthScalable):
-            raise ValueError(f"UpscaleCallback needs a WidthScalable module, model is a {type(pl_module).__name__}")
+            raise UserError(f"UpscaleCallback needs a WidthScalable module, model is a {type(pl_module).__name__}")
         if 0 < trainer.max_steps <= self.at_step and not trainer.fast_dev_run:
-            raise ValueError(
+            raise UserError(
                 f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}"
             )
         self.checkpoint = None
@@ -105,22 +109,22 @@ class UpscaleCallback(Callback):
             try:
                 growth = plan(pl_module.network(before, meta=True), pl_module.network(self.width, meta=True))
             except ValueError as error:
-                raise ValueError(
+                raise UserError(
                     f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
                 ) from error
         if self.noise is not None:
             try:
                 self.noise.check(growth)
             except ValueError as error:
-                raise ValueError(f"UpscaleCallback.noise: {error}") from error
+                raise UserError(f"UpscaleCallback.noise: {error}") from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         steps = trainer.estimated_stepping_batches
         if 0 < steps <= self.at_step and not trainer.fast_dev_run:
-            raise ValueError(f"UpscaleCallback.at_step = {self.at_step} is never reached: the run has {steps} steps")
+            raise UserError(f"UpscaleCallback.at_step = {self.at_step} is never reached: the run has {steps} steps")
         before = self._width_before(trainer, pl_module)
         if trainer.ckpt_path is None and not _narrower(before, self.width) and before != self.width:
-            raise ValueError(f"UpscaleCallback.width = {self.width} is not wider than the width before it, {before}")
+            raise UserError(f"UpscaleCallback.width = {self.width} is not wider than the width before it, {before}")
         if self.is_due(trainer, pl_module):
             self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
 
@@ -141,8 +145,8 @@ class UpscaleCallback(Callback):
                 # it may be neither narrow nor wide, and Lightning would fail on it before it tells of the error
                 pl_module.net = None
                 raise RuntimeError(
-                    f"upscaling to width {self.width} at step {trainer.global_step} failed ({type(error).__name__}: "
-                    f"{error}). "
+                    f"upscaling to width {self.width} at step {trainer.global_step} failed "
+                    f"({type(error).__name__}: {error}). "
                     f"Nothing is lost: the run before it is saved in {self.checkpoint}"
                 ) from error
 
@@ -165,35 +169,32 @@ class UpscaleCallback(Callback):
             trainer.fit_loop.epoch_loop.release()  # a captured step would keep the narrow network's memory
         if module.hparams["compile"]:
             torch.compiler.reset()
-        with (
-            torch.random.fork_rng(devices=[]),
-            init_contexts(trainer),
-        ):  # building must not move the run's random numbers
+        # building must not move the run's random numbers
+        with torch.random.fork_rng(devices=[]), init_contexts(trainer):
             module.net = wide = module.network(self.width, meta=True)
             module.prepare_network()
         for part in wide.modules():
-            if module.device_mesh is not None or isinstance(
-                part, nn.RNNBase
-            ):  # these cannot be given memory weight by weight
+            # these cannot be given memory weight by weight
+            if module.device_mesh is not None or isinstance(part, nn.RNNBase):
                 part.to_empty(device=module.device, recurse=False)
         growth = plan(narrow, wide)
         for optimizer in narrow_opts if self.transfer_state else ():
             check_transfer(growth, narrow, optimizer, wide, None)
         _copy_modes(narrow, wide)
-        report = upscale(narrow, wide, noise=self.noise, seed=seed, consume=True)
+        report = upscale(narrow, wide, noise=self.noise, seed=seed, plan=growth, consume=True)
         module.hparams["width"] = self.width
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)
         for before, after in zip(narrow_opts, trainer.optimizers, strict=True):
             if any(p is q for g in after.param_groups for p in g["params"] for q in narrow.parameters()):
-                raise ValueError(
+                raise UserError(
                     f"{type(module).__name__}.configure_optimizers returned an optimizer over the old parameters; make "
                     "a new one"
                 )
             self._continue(growth, narrow, before, wide, after)
         for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
             continue_schedule(config.scheduler if self.restart_schedule else old, config.scheduler)
-        self._widen_averages(module, report.noise, seed)
+        self._widen_averages(module, growth, report.noise, seed)
         for monitor in (c for c in trainer.callbacks if isinstance(c, LearningRateMonitor)):
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
         del narrow, narrow_opts, schedulers
@@ -224,21 +225,19 @@ class UpscaleCallback(Callback):
         if self.transfer_state:
             transfer_state(growth, narrow, before, wide, after, consume=True)
 
-    def _widen_averages(self, module: WidthScalable, noise: Constants, seed: int) -> None:
+    def _widen_averages(self, module: WidthScalable, growth: Plan, noise: Constants, seed: int) -> None:
         """Each EMA callback gets its average widened, with the very noise that the model got."""
         assert module.net is not None
         for callback in averaging_callbacks(module):
-            old, new = callback._average_model, averaged_copy(callback, module)
-            assert old is not None
-            # the draw depends on device and precision; the average may have been kept elsewhere, or in another
-            # precision
+            old, new = average_of(callback), averaged_copy(callback, module)
+            # the draw depends on device and precision, in which the average may differ
             kept = next(old.module.net.parameters()).dtype
             dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
             narrow, wide = (model.module.net.to(module.device, dtype) for model in (old, new))
-            upscale(narrow, wide, noise=SameNoise(noise), seed=seed)
-            wide.to(callback._device or module.device, kept)
+            upscale(narrow, wide, noise=SameNoise(noise), seed=seed, plan=growth)
+            wide.to(average_device(callback, module), kept)
             new.n_averaged.copy_(old.n_averaged)
-            callback._average_model = new
+            set_average(callback, new)
 
     def _saved(self, trainer: Trainer) -> Path:
         folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
@@ -303,20 +302,14 @@ def _copy_modes(narrow: nn.Module, wide: nn.Module) -> None:
 def _loss(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
     """The loss of a batch over all ranks, leaving buffers (running statistics) and the random state as they were."""
     assert module.net is not None
-    buffers = {name: buffer.clone() for name, buffer in module.net.named_buffers()}
     devices = [module.device] if module.device.type == "cuda" else []
-    eager = (
-        torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()
-    )  # not worth compiling for
-    with torch.random.fork_rng(devices), trainer.precision_plugin.forward_context(), eager:
+    # not worth compiling for
+    eager = torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()
+    with buffers_kept(module.net), torch.random.fork_rng(devices), trainer.precision_plugin.forward_context(), eager:
         loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
-    for name, buffer in module.net.named_buffers():
-        buffer.copy_(buffers[name])
     for part in module.net.modules():
-        if hasattr(
-            part, "reshard"
-        ):  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
-            part.reshard()
+        if hasattr(part, "reshard"):
+            part.reshard()  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
     return loss
 
 

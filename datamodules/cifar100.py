@@ -19,6 +19,7 @@ from torchvision.datasets import CIFAR100 as Published
 
 from mupscale.datamodules.files import check_digest, reaching, read_npz, temporary_folder
 from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, training_device
+from mupscale.errors import UserError
 
 CLASSES, SIZE = 100, 32
 PADDING = 4  # black pixels on every side, of which a crop may show some
@@ -196,7 +197,7 @@ def read(folder: Path) -> list[tuple[Tensor, Tensor]]:
         with _old_pickles():
             parts = [Published(folder, train=train) for train in (True, False)]
     except RuntimeError as error:
-        raise ValueError(
+        raise UserError(
             f"data_dir: {unpacked} is damaged or incomplete: its checksums are not the published ones. Delete it to "
             "have it fetched"
         ) from error
@@ -208,15 +209,13 @@ def read(folder: Path) -> list[tuple[Tensor, Tensor]]:
 
 def _checked(file: Path, part: str, images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
     if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE, 3) or not len(images):
-        raise ValueError(
+        raise UserError(
             f"data_dir: {file} has x_{part} {images.dtype} {images.shape}, wanted uint8 [images, {SIZE}, {SIZE}, 3]"
         )
     if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
-        raise ValueError(
-            f"data_dir: {file} has y_{part} {labels.dtype} {labels.shape}, wanted integers [{len(images)}]"
-        )
+        raise UserError(f"data_dir: {file} has y_{part} {labels.dtype} {labels.shape}, wanted integers [{len(images)}]")
     if labels.min() < 0 or labels.max() >= CLASSES:
-        raise ValueError(f"data_dir: {file} must have y_{part} in 0..{CLASSES - 1}, has {labels.min()}..{labels.max()}")
+        raise UserError(f"data_dir: {file} must have y_{part} in 0..{CLASSES - 1}, has {labels.min()}..{labels.max()}")
     return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels.astype(np.int64))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mupscale.datamodules.files import bytes_shown, check_digest, reaching, read_npz, temporary_folder
 from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, training_device
+from mupscale.errors import UserError
 
 CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
 FEATURES, CLASSES = 54, 7
@@ -142,9 +143,9 @@ def _read(file: Path) -> tuple[Tensor, Tensor]:
     """Features as stored, int16 [rows, 54], and labels 0..6."""
     features, labels = read_npz(file, ("X", "y"))
     if features.ndim != 2 or features.shape[1] != FEATURES or labels.shape != features.shape[:1]:
-        raise ValueError(
+        raise UserError(
             f"data_dir: {file} has X {features.shape} and y {labels.shape}, wanted [rows, {FEATURES}] and [rows]"
         )
     if not len(labels) or labels.min() < 1 or labels.max() > CLASSES:
-        raise ValueError(f"data_dir: {file} must have labels 1..{CLASSES}, has {np.unique(labels)[:20].tolist()}")
+        raise UserError(f"data_dir: {file} must have labels 1..{CLASSES}, has {np.unique(labels)[:20].tolist()}")
     return torch.from_numpy(features), torch.from_numpy(labels.astype(np.int64)) - 1

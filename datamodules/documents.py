@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mupscale.datamodules.shards import sha256
+from mupscale.errors import UserError
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 SEPARATOR = "<|endoftext|>"
@@ -50,9 +51,7 @@ class TextFiles:
         self.files, self.separator = files, separator
         for file in files:
             if not file.is_file():
-                raise FileNotFoundError(
-                    f"{file} is a folder: name its files" if file.is_dir() else f"there is no file {file}"
-                )
+                raise UserError(f"{file} is a folder: name its files" if file.is_dir() else f"there is no file {file}")
         self._sizes = [file.stat().st_size for file in files]
 
     def __str__(self) -> str:
@@ -198,7 +197,7 @@ def _separated(stream: Any, offset: int, separator: bytes) -> Iterator[tuple[str
         try:
             return content.removeprefix(b"\xef\xbb\xbf" if begin == 0 else b"").decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"byte {begin + error.start} is not UTF-8") from error
+            raise UserError(f"byte {begin + error.start} is not UTF-8") from error
 
     for line in stream:
         offset += len(line)
@@ -220,7 +219,7 @@ def _json_lines(stream: Any, offset: int) -> Iterator[tuple[str, int]]:
                 json.loads(line)["text"].encode(errors="replace").decode()
             )  # JSON can spell halves of a surrogate pair
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"the line at byte {begin} is not a JSON object with a string `text` ({error!r})"
             ) from error
         yield text, offset
@@ -232,7 +231,7 @@ def _parquet_rows(file: Path, row: int) -> Iterator[tuple[str, int]]:
     with ParquetFile(file) as table:
         kinds = [str(field.type) for field in table.schema_arrow if field.name == "text"]
         if kinds not in (["string"], ["large_string"]):
-            raise ValueError(f"it wants a column `text` of strings, and has {table.schema_arrow.names}")
+            raise UserError(f"it wants a column `text` of strings, and has {table.schema_arrow.names}")
         begin = 0
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows

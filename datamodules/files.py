@@ -14,19 +14,19 @@ from pathlib import Path
 
 import numpy as np
 
+from mupscale.errors import UserError
+
 TIMEOUT = 30.0
 """Seconds of silence after which a server counts as out of reach; urllib by itself would wait for ever."""
 
 
 def read_npz(file: Path, names: tuple[str, ...]) -> list[np.ndarray]:
-    """The named arrays of an npz file; a ValueError names a file that is cut short, damaged or without them."""
+    """The named arrays of an npz file; a UserError names a file that is cut short, damaged or without them."""
     try:
         with file.open("rb") as stream, np.load(stream) as arrays:
             return [arrays[name] for name in names]
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(
-            f"data_dir: {file} is not a whole npz file with arrays {', '.join(names)} ({error})"
-        ) from error
+        raise UserError(f"data_dir: {file} is not a whole npz file with arrays {', '.join(names)} ({error})") from error
 
 
 def check_digest(file: Path, algorithm: str, published: str) -> None:
@@ -34,7 +34,7 @@ def check_digest(file: Path, algorithm: str, published: str) -> None:
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, algorithm).hexdigest()
     if found != published:
-        raise ValueError(
+        raise UserError(
             f"data_dir: {file} is cut short, damaged or another file: its {algorithm} is {found}, that of the "
             "published one"
             f" {published}. Download it again, or delete it to have it fetched"
@@ -55,9 +55,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
             folder.mkdir(parents=True, exist_ok=True)
             temporary = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder)
         except OSError as error:
-            raise FileNotFoundError(
-                f"data_dir: {folder} lacks the data set, and cannot be written to ({error})"
-            ) from error
+            raise UserError(f"data_dir: {folder} lacks the data set, and cannot be written to ({error})") from error
         with temporary as path:
             yield Path(path)
     except BaseException:
@@ -82,7 +80,7 @@ def reaching(url: str, by_hand: Path, otherwise: str = "") -> Iterator[None]:
         RuntimeError,
         ImportError,
     ) as error:  # RuntimeError: torchvision's for a wrong checksum
-        raise FileNotFoundError(
+        raise UserError(
             f"data_dir: {by_hand.parent} lacks the data set, and fetching {url} failed ({error})."
             f" Download it by hand and put it there as {by_hand.name}{otherwise}"
         ) from error

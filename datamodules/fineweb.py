@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, training_device
 from mupscale.datamodules.shards import SPLITS, TOKEN, Index, MappedTokens, read_index
+from mupscale.errors import UserError
 
 JARGON = Path(__file__).with_name("jargon")
 RESIDENT_SHARE = 1 / 8
@@ -62,7 +63,7 @@ class FineWeb(LightningDataModule):
         try:
             self._index().verify()
         except ValueError as error:
-            raise ValueError(f"data_dir: {error}") from error
+            raise UserError(f"data_dir: {error}") from error
 
     def setup(self, stage: str | None = None) -> None:
         index, device = self._index(), training_device(self.trainer)
@@ -103,23 +104,23 @@ class FineWeb(LightningDataModule):
             raise type(error)(f"data_dir: {error}") from error
 
     def _refuse_unfit(self, index: Index) -> None:
-        """A ValueError where data, context and model do not go together."""
+        """A UserError where data, context and model do not go together."""
         for split in SPLITS:
             tokens = index.content[split]["tokens"]
             if not 0 < self.context < tokens:
-                raise ValueError(
+                raise UserError(
                     f"data.context = {self.context}: {index.folder} has {tokens} tokens for {split}, wanted 1 to "
                     f"{tokens - 1}"
                 )
         model = self.trainer.lightning_module.hparams if self.trainer is not None else {}
         if model.get("vocabulary", index.vocabulary) < index.vocabulary:
-            raise ValueError(
+            raise UserError(
                 f"model.vocabulary = {model['vocabulary']}: the tokens of {index.folder} are of a vocabulary of "
                 f"{index.vocabulary};"
                 f" set model.vocabulary: {index.vocabulary}, or more"
             )
         if model.get("context", self.context) < self.context:
-            raise ValueError(
+            raise UserError(
                 f"data.context = {self.context}: the model has model.context = {model['context']} positions; make them "
                 "agree"
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mupscale.datamodules.shards import INDEX, SPLITS, TOKENIZER, write_whole
+from mupscale.errors import UserError
 
 JOURNAL, LOCK = "progress.json", ".lock"
 
@@ -35,12 +36,12 @@ class Journal:
             try:
                 return cls(**json.loads(path.read_bytes()))
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{path} is damaged ({error}): delete the folder and prepare it anew") from error
+                raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it anew") from error
         # of a process that ended before it had begun
         own = (LOCK, partial(JOURNAL))
         other = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if other:
-            raise ValueError(
+            raise UserError(
                 f"--out {folder} has other files ({', '.join(other[:5])}): name a new folder, or an empty one"
             )
         return None
@@ -50,10 +51,10 @@ class Journal:
 
 
 def refuse_other(folder: Path, recorded: dict[str, Any], asked: dict[str, Any]) -> None:
-    """A ValueError names an argument that is not the one with which the folder was begun."""
+    """A UserError names an argument that is not the one with which the folder was begun."""
     for name, value in json.loads(json.dumps(asked)).items():
         if recorded.get(name) != value:
-            raise ValueError(
+            raise UserError(
                 f"--out {folder} was prepared with {name} = {recorded.get(name)}, this command has {name} = {value}:"
                 " name another folder, or delete that one"
             )
@@ -70,7 +71,7 @@ def held(folder: Path) -> Iterator[None]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise ValueError(f"--out {folder} is a file: name a folder") from None
+            raise UserError(f"--out {folder} is a file: name a folder") from None
         try:
             stream = lock.open("a")
         except FileNotFoundError:
@@ -79,7 +80,7 @@ def held(folder: Path) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             stream.close()
-            raise ValueError(f"--out {folder} is being prepared by another process") from None
+            raise UserError(f"--out {folder} is being prepared by another process") from None
         if lock.exists() and os.path.samestat(os.fstat(stream.fileno()), lock.stat()):
             break
         stream.close()  # one that has finished has taken the file away meanwhile: who holds that one holds nothing

@@ -29,6 +29,7 @@ from mupscale.datamodules.shards import (
     write_whole,
 )
 from mupscale.datamodules.vocabulary import BYTES, dumped, encoded, gpt2_ranks, loaded, trained_ranks
+from mupscale.errors import UserError
 
 if TYPE_CHECKING:
     import tiktoken
@@ -62,12 +63,12 @@ def prepare(
     one for each core) nor on interruptions. A source that cannot be used leaves nothing behind.
     """
     if vocabulary is not None and not BYTES < vocabulary <= LARGEST_VOCABULARY:
-        raise ValueError(
+        raise UserError(
             f"--vocab {vocabulary}: wanted {BYTES + 1} (all bytes, and the end of text) to {LARGEST_VOCABULARY}, which "
             "fit in 16 bits"
         )
     if not 0 < val_fraction < 1:
-        raise ValueError(f"--val-fraction {val_fraction}: wanted a number between 0 and 1")
+        raise UserError(f"--val-fraction {val_fraction}: wanted a number between 0 and 1")
     asked = {
         **source.described(),
         "vocab": vocabulary or "gpt2",

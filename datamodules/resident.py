@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from mupscale.errors import UserError
+
 
 class ResidentLoader:
     """The batches of one epoch after another, the same for any number of ranks, resumable at any batch.
@@ -46,18 +48,18 @@ class ResidentLoader:
     ) -> None:
         sizes = [len(tensor) for tensor in tensors]
         if not sizes or len(set(sizes)) > 1:
-            raise ValueError(f"tensors must be one or more of equal length, got lengths {sizes}")
+            raise UserError(f"tensors must be one or more of equal length, got lengths {sizes}")
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank must lie in 0..{world_size - 1} for world_size={world_size}, got {rank}")
+            raise UserError(f"rank must lie in 0..{world_size - 1} for world_size={world_size}, got {rank}")
         if batch_size < 1 or batch_size % world_size:
-            raise ValueError(
+            raise UserError(
                 f"batch_size={batch_size} is the global batch: it must be a positive multiple of the {world_size} ranks"
             )
         rows, ragged = sizes[0], 0 if drop_last else sizes[0] % batch_size
         if rows < (batch_size if drop_last else 1):
-            raise ValueError(f"batch_size={batch_size} leaves no batch of {rows} rows: choose a smaller one")
+            raise UserError(f"batch_size={batch_size} leaves no batch of {rows} rows: choose a smaller one")
         if 0 < ragged < world_size:
-            raise ValueError(
+            raise UserError(
                 f"batch_size={batch_size} leaves {ragged} of {rows} rows for the last batch, too few for {world_size} "
                 "ranks:"
                 " choose another batch_size, or drop_last"
@@ -105,7 +107,7 @@ class ResidentLoader:
     def load_state_dict(self, state_dict: dict[str, int | bool]) -> None:
         for name, ours in self._order_depends_on.items():
             if state_dict.get(name) != ours:
-                raise ValueError(
+                raise UserError(
                     f"the checkpoint's data order has {name}={state_dict.get(name)}, this run's loader {name}={ours}:"
                     f" resume with the {name} of the interrupted run"
                 )

@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from mupscale.errors import UserError
+
 VERSION = 1
 INDEX = "index.json"
 TOKENIZER = "tokenizer.tiktoken"
@@ -51,13 +53,13 @@ class Index:
         return {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in entries}
 
     def verify(self) -> None:
-        """Reads every byte; a ValueError names a file that is damaged."""
+        """Reads every byte; a UserError names a file that is damaged."""
         files = self.files()
         with ThreadPoolExecutor(usable_cores()) as pool:
             digests = pool.map(sha256, (self.folder / name for name in files))
         for (name, (_, expected)), found in zip(files.items(), digests, strict=True):
             if found != expected:
-                raise ValueError(
+                raise UserError(
                     f"{self.folder / name} is damaged: its sha256 is {found}, {INDEX} says {expected}. Prepare the "
                     "folder again"
                 )
@@ -76,27 +78,27 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX
     if not path.is_file():
         if any(folder.glob("*.tokens")):
-            raise ValueError(
+            raise UserError(
                 f"{folder} is not finished: run the same `python -m mupscale prepare` command again, and it goes on"
             )
-        raise FileNotFoundError(f"there is no {path}: prepare the folder by `python -m mupscale prepare`")
+        raise UserError(f"there is no {path}: prepare the folder by `python -m mupscale prepare`")
     try:
         index = Index(folder, json.loads(path.read_bytes()))
         version = index.content["version"]
         files = index.files() if version == VERSION else {}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged, or is not the index of a prepared folder ({error!r})") from error
+        raise UserError(f"{path} is damaged, or is not the index of a prepared folder ({error!r})") from error
     if version != VERSION:
-        raise ValueError(
+        raise UserError(
             f"{path} is of version {version}, this mupscale reads version {VERSION}: delete the folder and prepare it "
             "anew"
         )
     for name, (size, _) in files.items():
         file = folder / name
         if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing: delete the folder and prepare it anew")
+            raise UserError(f"{file} is missing: delete the folder and prepare it anew")
         if file.stat().st_size != size:
-            raise ValueError(
+            raise UserError(
                 f"{file} has {file.stat().st_size} bytes, {INDEX} says {size}: delete the folder and prepare it anew"
             )
     return index
@@ -232,9 +234,7 @@ class ShardWriter:
         for path, size in zip(paths, (tokens * TOKEN.itemsize, documents * START.itemsize), strict=True):
             found = path.stat().st_size if path.is_file() else 0
             if found < size:
-                raise ValueError(
-                    f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it anew"
-                )
+                raise UserError(f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it anew")
             os.truncate(path, size)
         return paths
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics.text import Perplexity
 
+from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable
 from mupscale.widening.readout import Readout
 
@@ -110,7 +111,7 @@ class GPT2Net(nn.Module):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"width {width} is not divisible by {heads} heads")
+            raise UserError(f"width {width} is not divisible by {heads} heads")
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -169,7 +170,7 @@ class GPT2(WidthScalable):
         base_width = 2 * heads if base_width is None else base_width
         for name, value in (("width", width), ("base_width", base_width)):
             if value % heads:
-                raise ValueError(f"model.{name} = {value} is not divisible by model.heads = {heads}")
+                raise UserError(f"model.{name} = {value} is not divisible by model.heads = {heads}")
         super().__init__(width, base_width, **kwargs)
         self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
 

@@ -4,6 +4,8 @@ import os
 import sys
 from importlib import import_module
 
+from mupscale.errors import UserError
+
 COMMANDS = {
     "fit": ("fit", "train, upscaling on the way, as a configuration says"),
     "resume": ("resume", "go on with an interrupted run, from its newest checkpoint"),
@@ -50,7 +52,14 @@ def main(arguments: list[str] | None = None) -> None:
     # read when torch is loaded: on a busy machine OpenMP threads that spin for long make small operations fifty times
     # slower
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    import_module(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
+    try:
+        status = import_module(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt as interrupt:
+        sys.exit(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
+    if status:
+        sys.exit(status)
 
 
 if __name__ == "__main__":

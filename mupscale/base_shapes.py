@@ -7,11 +7,12 @@ import torch
 from mup import MuReadout
 from torch import nn
 
+from mupscale.errors import UserError
 from mupscale.widening import modules
 from mupscale.widening.plan import Role, Roles, all_sides, growth, match_roles
 from mupscale.widening.readout import Readout
 from mupscale.widening.survey import Survey, Use
-from mupscale.widening.width_table import Table, Width, merged_table, store_table
+from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
 
 Init = Literal["fan_in", "constant"]
 
@@ -36,9 +37,9 @@ def set_base_shapes(
     `roles` are those of `plan`.
     """
     if init not in ("fan_in", "constant", None):
-        raise ValueError(f'set_base_shapes: init must be "fan_in", "constant" or None, got {init!r}')
+        raise UserError(f'set_base_shapes: init must be "fan_in", "constant" or None, got {init!r}')
     if merged_table(model, mup_only=True) and init is not None:
-        raise ValueError(
+        raise UserError(
             "set_base_shapes: the model has base shapes, and rescaled weights, already; pass init=None to change the "
             "base"
         )
@@ -46,12 +47,12 @@ def set_base_shapes(
     survey = Survey(base, model, width_axes=axes)
     survey.refuse_reparametrised()
     sides_of = all_sides(survey, match_roles(survey, model, roles), averaging=True)
-    widths: dict[str, Width] = {}
+    widths: dict[str, WidthFactors] = {}
     factors: dict[str, float] = {}
     for use in survey.uses:
         for axis in use.growing:
             if not axes[use.name][axis]:
-                raise ValueError(
+                raise UserError(
                     f"set_base_shapes: axis {axis} of {use.name!r} is {use.narrow_shape[axis]} in the base model and "
                     f"{use.wide_shape[axis]} here, but is not width: base and delta agree in it"
                 )
@@ -59,7 +60,7 @@ def set_base_shapes(
         base_sizes = tuple(
             n if is_width else None for n, is_width in zip(use.narrow_shape, axes[use.name], strict=True)
         )
-        width = Width(growth(use, sides, "out"), growth(use, sides, "in"), base_sizes)
+        width = WidthFactors(growth(use, sides, "out"), growth(use, sides, "in"), base_sizes)
         widths.update(dict.fromkeys(use.names, width))
         factors[use.name] = _init_factor(use, role, width.m_in, init)
     store_table(model, Table(mup=True, widths=widths))
@@ -79,7 +80,7 @@ def set_base_shapes(
 def _width_axes(base: nn.Module, delta: nn.Module) -> dict[str, tuple[bool, ...]]:
     uses = Survey(base, delta).uses
     if not any(use.growing for use in uses):
-        raise ValueError(
+        raise UserError(
             "set_base_shapes: nothing is width, since base and model (or delta) have the same shapes. "
             "Give a delta model, of another width than the base, to tell which axes are width"
         )

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mupscale._torch import tree_flatten, tree_unflatten
+from mupscale.errors import UserError
 
 _NOT_BAKED_IN = ("params", "param_names", "lr", "initial_lr")
 """What of a parameter group may change without a new capture: learning rates are read from memory."""
@@ -111,7 +113,7 @@ def step_kind(batch: Any, optimizer: Optimizer) -> tuple[Any, ...]:
 def _constant(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, int | float | str):
         return leaf
-    raise ValueError(
+    raise UserError(
         "a CUDA graph takes batches of tensors and numbers, in tuples, lists or dicts, but this has a "
         f"{type(leaf).__name__}"
     )
@@ -129,7 +131,7 @@ def _count_on_device(optimizer: Optimizer) -> None:
             if isinstance(value, Tensor):
                 state[key] = value.to(parameter.device)
             elif isinstance(value, int | float):
-                raise ValueError(
+                raise UserError(
                     f"{type(optimizer).__name__} keeps {key!r} as a number, not a tensor: a CUDA graph would never "
                     "change it"
                 )

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.errors import UserError
 from mupscale.widening.parameter_groups import SOURCE_GROUP, names_by_id, split_groups
 from mupscale.widening.rules import Factors, rule_of
-from mupscale.widening.width_table import Width, merged_table
+from mupscale.widening.width_table import WidthFactors, merged_table
 
 
 def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
@@ -23,20 +24,20 @@ def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer
         return _scaled_from_base(optimizer, _own_width)
     table = merged_table(model, mup_only=True)
     if not table:
-        raise ValueError(
+        raise UserError(
             "apply_mup: the model has no base shapes. Call mupscale.set_base_shapes(model, base, delta) first"
         )
     names = names_by_id(model)
-    widths: dict[int, Width] = {}
+    widths: dict[int, WidthFactors] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None:
-                raise ValueError(
+                raise UserError(
                     f"apply_mup: the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the "
                     "model"
                 )
-            widths[id(parameter)] = table.get(name, Width())
+            widths[id(parameter)] = table.get(name, WidthFactors())
     return _scaled_from_base(optimizer, lambda parameter: widths[id(parameter)])
 
 
@@ -61,18 +62,18 @@ def _mu_optimizer(kind: type[Optimizer], params: nn.Module | Iterable[Any], sett
     return apply_mup(kind(params, **settings))
 
 
-def _own_width(parameter: Tensor) -> Width:
+def _own_width(parameter: Tensor) -> WidthFactors:
     if not hasattr(parameter, "mup_width"):
-        raise ValueError(
+        raise UserError(
             f"muP: a parameter of shape {tuple(parameter.shape)} has no base shape (copies of a model lose it). "
             "Call mupscale.set_base_shapes, or pass the model itself: apply_mup(optimizer, model), MuAdamW(model, ...)"
         )
     return parameter.mup_width
 
 
-def _scaled_from_base(optimizer: Optimizer, width_of: Callable[[Tensor], Width]) -> Optimizer:
+def _scaled_from_base(optimizer: Optimizer, width_of: Callable[[Tensor], WidthFactors]) -> Optimizer:
     if any(SOURCE_GROUP in group for group in optimizer.param_groups):
-        raise ValueError("apply_mup: this optimizer is muP-scaled already")
+        raise UserError("apply_mup: this optimizer is muP-scaled already")
     rule = rule_of(optimizer)
 
     def factors(parameter: Tensor) -> Factors:

@@ -8,10 +8,10 @@ import pickle
 import mup
 import pytest
 import torch
+from architectures import CASES
 from torch import nn
 
 import mupscale
-from architectures import CASES
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net

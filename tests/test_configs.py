@@ -17,7 +17,7 @@ from torch import nn
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands import prepare
-from mupscale.commands.fit import CLI, parsed
+from mupscale.commands.cli import CLI, parsed
 from mupscale.commands.resume import newest_checkpoint
 from mupscale.datamodules.covertype import SAMPLE
 from mupscale.datamodules.fineweb import JARGON

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import CASES, cross_entropy
+from interrupted import DropoutMLP
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
@@ -23,12 +25,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import mupscale
-from architectures import CASES, cross_entropy
-from interrupted import DropoutMLP
 from mupscale.callbacks import fast_loop
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.fit import default_callbacks
+from mupscale.commands.cli import default_callbacks
 from mupscale.cuda_graph import CapturedStep, use_fused
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import WidthScalable

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
+from test_upscale_callback import gpt2, mlp, resnet, rows
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,12 +27,11 @@ from mupscale.callbacks import fast_loop, summary
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.fit import default_callbacks
+from mupscale.commands.cli import default_callbacks
 from mupscale.cuda_graph import step_kind
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
-from test_upscale_callback import gpt2, mlp, resnet, rows
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"

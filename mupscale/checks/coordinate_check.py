@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from mupscale.checks.recording import Recorder, buffers_kept
+from mupscale.errors import UserError
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.noise import AdditiveNoise, Noise
 from mupscale.widening.readout import Readout
@@ -42,6 +43,9 @@ from width 32.
 """
 
 DEFAULT_NOISE = AdditiveNoise(0.1)
+
+NETWORK = "(the network)"
+"""The name of the whole network among its layers, if it has parameters of its own."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +173,14 @@ def coord_check(
     """
     widths = sorted(widths)
     if len(set(widths)) < 3 or len(set(widths)) < len(widths) or widths[0] < 1:
-        raise ValueError(
+        raise UserError(
             f"widths: a slope needs at least three different ones, got {', '.join(map(str, widths)) or 'none'}"
         )
     for name, value in (("steps", steps), ("seeds", seeds)):
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise UserError(f"{name} must be at least 1, got {value}")
     if not batches:
-        raise ValueError("batches is empty")
+        raise UserError("batches is empty")
 
     fresh: dict[int, list[_Sizes]] = {width: [] for width in widths}
     doubled: dict[int, list[_Sizes]] = {FACTORS[0] * width: [] for width in widths}
@@ -287,11 +291,11 @@ class _Training:
                 size = _rms(outputs), _rms([x - x0 for x, x0 in zip(outputs, start[name], strict=True)])
                 if not math.isfinite(sum(size)):
                     if step == 0:
-                        raise ValueError(
+                        raise UserError(
                             f"at {self.where}, before any step, the output of {name} is not finite: see the data and "
                             "the initial weights"
                         )
-                    raise ValueError(
+                    raise UserError(
                         f"training diverges: at {self.where}, after step {step} of {self.steps}, the output of {name} "
                         "is not finite. Lower the learning rate (model.optimizer), or see whether it is scaled with "
                         "the width"
@@ -312,44 +316,24 @@ class _Training:
         """What every module with parameters of its own puts out for the first batch, as in training, leaving buffers as
         they were.
         """
-        outputs: dict[str, list[Tensor]] = {}
-
-        def recorder(name: str) -> Callable[[nn.Module, Any, Any], None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                values = [
-                    x.detach().clone() for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()
-                ]
-                outputs.setdefault(name, []).extend(values)
-
-            return hook
-
-        owners = {
-            name or "(the network)": m
-            for name, m in net.named_modules()
-            if any(True for _ in m.parameters(recurse=False))
-        }
-        handles = [module.register_forward_hook(recorder(name)) for name, module in owners.items()]
-        buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
-        with torch.random.fork_rng():
+        with buffers_kept(net), torch.random.fork_rng(), Recorder(net, wanted=_has_parameters) as recorder:
             torch.manual_seed(0)  # dropout must not count as an update
             self.loss(net, self.batches[0])
-        for name, buffer in net.named_buffers():
-            buffer.copy_(buffers[name])
-        for handle in handles:
-            handle.remove()
-        for name, module in owners.items():
-            if (
-                isinstance(module, Readout) and name not in outputs
-            ):  # it was fused with the loss, and read what its neighbour put out
-                neighbours = [
-                    x
-                    for other, values in outputs.items()
-                    if other.rpartition(".")[0] == name.rpartition(".")[0]
-                    for x in values
-                ]
-                if neighbours and neighbours[-1].shape[-1] == module.in_features:
-                    outputs[name] = [module(neighbours[-1])]
+        outputs: dict[str, list[Tensor]] = {}
+        for call in recorder.calls:
+            outputs.setdefault(call.name or NETWORK, []).extend(call.outputs)
+        for name, module in recorder.modules.items():
+            if isinstance(module, Readout) and name not in outputs:
+                # it was fused with the loss, and read what its neighbour put out
+                beside = [other for other in outputs if other.rpartition(".")[0] == name.rpartition(".")[0]]
+                read = outputs[beside[-1]][-1] if beside else None
+                if read is not None and read.shape[-1] == module.in_features:
+                    outputs[name] = [module(read)]
         return outputs
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
 def _rms(values: list[Tensor]) -> float:

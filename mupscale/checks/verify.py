@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from mupscale._torch import TorchDispatchMode, tree_leaves, tree_map
+from mupscale.checks.recording import Call, Recorder, buffers_kept
+from mupscale.errors import UserError
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.layout import Layout, Piece, duplicate, duplicate_, narrow_length, wide_length
 from mupscale.widening.plan import Blocks, Plan, Roles, TensorPlan
@@ -87,7 +88,7 @@ def verify(
     optimizer, that computes in float32 inside, whatever the dtype of the weights.
     """
     if steps < 1:
-        raise ValueError(f"verify: steps must be at least 1, got {steps}")
+        raise UserError(f"verify: steps must be at least 1, got {steps}")
     with torch.random.fork_rng():
         return _verify(narrow, wide, optimizer, _Batches(batches), loss, steps, clip, roles, blocks, tolerance)
 
@@ -125,9 +126,9 @@ def _verify(
     for step in range(steps):
         batch = batches[WARM_UP + step]
         comparison.begin(step)
-        with _Recorder(narrow) as before:
+        with Recorder(narrow) as before:
             narrow_loss = _backward(narrow, batch, loss, step)
-        with _Recorder(wide) as after:
+        with Recorder(wide) as after:
             wide_loss = _backward(wide, batch, loss, step)
         comparison.activations(before.calls, after.calls)
         comparison.loss(narrow_loss, wide_loss)
@@ -169,7 +170,7 @@ class _Comparison:
         if not drift <= self.tolerance / 100:
             self.blame("(the loss)", f"the loss drifts by {drift:.1e} while every module's output agrees,")
 
-    def activations(self, narrow: list["_Call"], wide: list["_Call"]) -> None:
+    def activations(self, narrow: list[Call], wide: list[Call]) -> None:
         if [call.name for call in narrow] != [call.name for call in wide]:
             self.blame("(the model)", "the two models call different modules")
             self.activation_drift = math.inf
@@ -288,45 +289,6 @@ class _Comparison:
                 yield layouts, scale
 
 
-@dataclass
-class _Call:
-    name: str
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
-class _Recorder:
-    """Records what goes in and out of every module, in the order in which modules finish."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.calls: list[_Call] = []
-        self._handles: list[Any] = []
-        self._inputs: list[list[Tensor]] = []
-
-    def __enter__(self) -> "_Recorder":
-        for name, module in self.model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after(name)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def order(self) -> dict[str, int]:
-        return {call.name: index for index, call in enumerate(self.calls)}
-
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._inputs.append(_floats((args, kwargs)))  # cloned: a later in-place operation must not rewrite the record
-
-    def _after(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.calls.append(_Call(name, self._inputs.pop(), _floats(output)))
-
-        return hook
-
-
 class _Batches:
     """Batches by index, in float64, over and over; read from the iterable only as far as needed."""
 
@@ -342,7 +304,7 @@ class _Batches:
             except StopIteration:
                 self._ended = True
         if not self._seen:
-            raise ValueError("verify: batches is empty")
+            raise UserError("verify: batches is empty")
         return self._seen[index % len(self._seen)]
 
 
@@ -368,12 +330,8 @@ def _concerns(noted: str, module: str) -> bool:
 
 
 def _computes_in_float32(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> bool:
-    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with _LowPrecisionWatch() as watch:
+    with buffers_kept(model), _LowPrecisionWatch() as watch:
         loss(model, batch)
-    with torch.no_grad():  # a forward pass moves running statistics
-        for name, buffer in model.named_buffers():
-            buffer.copy_(state[name])
     return watch.seen
 
 
@@ -458,10 +416,6 @@ def _worst(*drifts: float) -> float:
 def _dense(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-def _floats(values: Any) -> list[Tensor]:
-    return [x.detach().clone() for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _to_float64(value: Any) -> Any:

@@ -6,8 +6,9 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, Trainer
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.fit import parsed
-from mupscale.models.base import Width, WidthScalable, doubled
+from mupscale.commands.cli import parsed
+from mupscale.models.base import WidthScalable, doubled
+from mupscale.models.checkpoint import Width
 
 
 def configured(

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
+from mupscale._torch import tree_map
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
+from mupscale.errors import UserError, as_user_errors
 
 ROWS = 16
 """Of each batch. Slopes do not depend on it, and time does."""
@@ -24,7 +25,7 @@ MOST_IN_LEGEND = 16
 RED = "#d62728"
 
 
-def main(command: str, arguments: list[str]) -> None:
+def main(command: str, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mupscale coord-check",
         description=__doc__,
@@ -49,19 +50,16 @@ def main(command: str, arguments: list[str]) -> None:
     )
     options, configuration = parser.parse_known_args(arguments)
     if options.out.exists() and not options.out.is_dir():
-        parser.error(f"--out {options.out} is not a folder")
+        raise UserError(f"--out {options.out} is not a folder")
 
-    try:
+    with as_user_errors(OSError):
         options.out.mkdir(parents=True, exist_ok=True)
         check = checked(command, configuration, options)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
     print(check, flush=True)
     write_sizes(check, options.out / "coord_check.csv")
     draw(check, options.out / "coord_check.png")
     print(f"figure and sizes: {options.out}/coord_check.png, coord_check.csv")
-    if not check.passed:
-        raise SystemExit(1)
+    return int(not check.passed)
 
 
 def numbers(text: str) -> list[int]:
@@ -73,17 +71,16 @@ def numbers(text: str) -> list[int]:
 
 def checked(command: str, configuration: list[str], options: argparse.Namespace) -> CoordCheck:
     """The check of the configured model, with its optimizer, its data, and the noise of its first upscale."""
-    from lightning.pytorch.core.optimizer import _configure_optimizers
-
     from mupscale.callbacks.upscale import UpscaleCallback
     from mupscale.commands.configured import configured
+    from mupscale.models._lightning import optimizers_of
 
     module, data, trainer = configured(command, configuration, __doc__)
     for width in sorted({factor * width for width in options.widths for factor in (1, *FACTORS)}):
         try:
             module.network(width, meta=True)
         except (ValueError, AssertionError) as error:  # a model of the user's may assert that heads divide its width
-            raise ValueError(f"--widths: {str(error) or f'the model refuses width {width}'}") from error
+            raise UserError(f"--widths: {str(error) or f'the model refuses width {width}'}") from error
     given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     upscales = sorted((c for c in given if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
     data.prepare_data()
@@ -92,7 +89,7 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
 
     def optimizers(net: nn.Module) -> list[Optimizer]:
         module.net = net
-        made, _, _ = _configure_optimizers(module.configure_optimizers())
+        made = optimizers_of(module.configure_optimizers())
         for group in (group for optimizer in made for group in optimizer.param_groups):
             group["lr"] = group.get("initial_lr", group["lr"])  # a schedule may begin with none at all
         return made

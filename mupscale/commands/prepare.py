@@ -9,6 +9,7 @@ from pathlib import Path
 from mupscale.datamodules.documents import SEPARATOR, FineWebEdu, TextFiles
 from mupscale.datamodules.preparation import TRAINING_BYTES, prepare
 from mupscale.datamodules.shards import Index
+from mupscale.errors import as_user_errors
 
 UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
@@ -16,21 +17,20 @@ UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 def main(command: str, arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     try:
-        source = (
-            FineWebEdu(options.subset) if options.kind == "fineweb" else TextFiles(options.files, options.separator)
-        )
-        index = prepare(
-            source,
-            options.out,
-            vocabulary=options.vocab,
-            tokens=options.tokens,
-            val_fraction=options.val_fraction,
-            workers=options.workers,
-        )
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        raise SystemExit(f"interrupted: the same command goes on where it stopped in {options.out}") from None
+        with as_user_errors(OSError):
+            source = (
+                FineWebEdu(options.subset) if options.kind == "fineweb" else TextFiles(options.files, options.separator)
+            )
+            index = prepare(
+                source,
+                options.out,
+                vocabulary=options.vocab,
+                tokens=options.tokens,
+                val_fraction=options.val_fraction,
+                workers=options.workers,
+            )
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(f"the same command goes on where it stopped in {options.out}") from interrupt
     print(told(index))
 
 

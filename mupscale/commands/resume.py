@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mupscale.errors import UserError
+
 
 def main(command: str, arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
@@ -15,19 +17,18 @@ def main(command: str, arguments: list[str]) -> None:
     options, overrides = parser.parse_known_args(arguments)
     config = options.run / "config.yaml"
     if not config.is_file():
-        raise SystemExit(f"error: {options.run} is not the folder of a run: it has no config.yaml")
+        raise UserError(f"{options.run} is not the folder of a run: it has no config.yaml")
     path, checkpoint = newest_checkpoint(options.run)
     if path is None:
-        raise SystemExit(
-            f"error: {options.run} has no checkpoint that can be read. Start anew: python -m mupscale fit --config "
-            f"{config}"
+        raise UserError(
+            f"{options.run} has no checkpoint that can be read. Start anew: python -m mupscale fit --config {config}"
         )
     if checkpoint.get("callbacks", {}).get("ExactResume", {}).get("finished") and not overrides:
         print(f"{options.run} is finished: {path} is of its last step, {checkpoint['global_step']}")
         return
     print(f"resuming from {path}", flush=True)
 
-    from mupscale.commands.fit import parsed  # Lightning takes seconds to load, which a mistake need not wait for
+    from mupscale.commands.cli import parsed  # Lightning takes seconds to load, which a mistake need not wait for
 
     parsed(["fit", "--config", str(config), *overrides, "--ckpt_path", str(path)], folder=options.run)
 

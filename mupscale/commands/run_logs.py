@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from mupscale.commands.sweep.space import Config, callbacks_of
+from mupscale.commands.config import Config, callbacks_of
+from mupscale.errors import UserError
 from mupscale.flops import LOGGED
 
 LOSS, FLOPS, WIDTH, EPOCH, VALIDATION = "train/loss", "by_flops/train/loss", "upscale/width", "epoch", "val/"
@@ -38,7 +39,7 @@ class Log:
 
 
 class Run:
-    """A folder with a config.yaml and TensorBoard events. ValueError if the configuration cannot be read."""
+    """A folder with a config.yaml and TensorBoard events. UserError if the configuration cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,7 +51,7 @@ class Run:
                 self.config["trainer"]["callbacks"] = [callback]
             self.start_width, self.end_width = widths(self.config)
         except (yaml.YAMLError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / 'config.yaml'} is not the configuration of a run: {error!r}") from error
+            raise UserError(f"{folder / 'config.yaml'} is not the configuration of a run: {error!r}") from error
         self.log = read_log(folder)
         self.steps = np.array(sorted(self.log.loss), dtype=float)
         self.losses = np.array([self.log.loss[int(step)] for step in self.steps])

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.atomic import replacing
-from mupscale.commands.fit import import_classes
-from mupscale.models.base import CHECKPOINT_KEY, WidthScalable, load_checkpoint, mixed_widths, optimizer_names
+from mupscale.commands.cli import import_classes
+from mupscale.errors import UserError
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import CHECKPOINT_KEY, load_checkpoint, mixed_widths, optimizer_names
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SameNoise, SignalNoise
 from mupscale.widening.optimizer_state import continued_groups
@@ -45,15 +47,10 @@ def main(command: str, arguments: list[str]) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)
     if options.out.exists() and not options.force:
-        parser.error(f"--out {options.out} exists; --force overwrites it")
+        raise UserError(f"--out {options.out} exists; --force overwrites it")
     width = options.width[0] if len(options.width) == 1 else options.width
-    try:
-        checkpoint = load_checkpoint(options.checkpoint)
-        report = upscale_checkpoint(
-            checkpoint, width, noise_of(options), options.seed, optimizer=not options.no_optimizer
-        )
-    except ValueError as error:
-        parser.error(str(error))
+    checkpoint = load_checkpoint(options.checkpoint)
+    report = upscale_checkpoint(checkpoint, width, noise_of(options), options.seed, optimizer=not options.no_optimizer)
     with replacing(options.out) as new:
         torch.save(checkpoint, new)
     if options.save_noise:
@@ -112,7 +109,7 @@ def upscale_checkpoint(
 def module_of(checkpoint: dict[str, Any]) -> WidthScalable:
     """The module a checkpoint was saved from, at the checkpoint's width, without weights."""
     if CHECKPOINT_KEY not in checkpoint:
-        raise ValueError("this checkpoint was not saved by a width-scalable module")
+        raise UserError("this checkpoint was not saved by a width-scalable module")
     import_classes()
     folder, _, name = checkpoint[CHECKPOINT_KEY]["class_path"].rpartition(".")
     settings = {key: value for key, value in checkpoint["hyper_parameters"].items() if not key.startswith("_")}

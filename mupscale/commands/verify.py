@@ -15,7 +15,7 @@ STEPS = 50
 BATCHES = 8
 
 
-def main(command: str, arguments: list[str]) -> None:
+def main(command: str, arguments: list[str]) -> int:
     module, data, trainer = configured(command, arguments, __doc__)
     data.prepare_data()
     data.setup("fit")
@@ -34,5 +34,4 @@ def main(command: str, arguments: list[str]) -> None:
         )  # fmt: skip
         print(f"width {before} → {after}: {verdict}", flush=True)
         passed &= verdict.passed
-    if not passed:
-        raise SystemExit(1)
+    return int(not passed)

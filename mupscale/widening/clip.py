@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from mupscale._torch import foreach_mul, foreach_norm
 from mupscale.widening.sharding import gathered
-from mupscale.widening.width_table import Width, merged_table
+from mupscale.widening.width_table import WidthFactors, merged_table
 
 
 @torch.no_grad()
@@ -16,28 +17,23 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     that made the model; without either this is `torch.nn.utils.clip_grad_norm_`. Nothing waits for the device.
     """
     table = merged_table(model)
-    gradients, values, factors = [], [], []
+    clipped, values, factors = [], [], []
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if gradient is None:
             continue
-        width = table.get(name, Width())
+        width = table.get(name, WidthFactors())
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         if width.relative:
             dense = dense * (width.relative_scale("out", dense) / width.relative_scale("in", dense)).sqrt()
-        gradients.append(gradient)
+        clipped.append(parameter)
         values.append(dense)
         factors.append((width.m_out / width.m_in) ** 0.5)
-    if not gradients:
+    if not clipped:
         return torch.tensor(0.0)
     # a kernel for many gradients, not one for each: a large network has hundreds
-    norms = [gathered(norm) for norm in torch._foreach_norm(values)]
+    norms = [gathered(norm) for norm in foreach_norm(values)]
     device = norms[0].device
-    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in torch._foreach_mul(norms, factors)]))
-    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    for device, there in by_device.items():
-        torch._foreach_mul_(there, coefficient.to(device))
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in foreach_mul(norms, factors)]))
+    nn.utils.clip_grads_with_norm_(clipped, max_norm, total)
     return total

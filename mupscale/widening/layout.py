@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mupscale.errors import UserError
+
 
 class Piece(NamedTuple):
     length: int
@@ -31,27 +33,25 @@ def interleaved(length: int, factor: int) -> Layout:
 
 
 def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
-    """The layout a user's `spec` means for an axis growing from `narrow` to `wide` entries; ValueError says what is
+    """The layout a user's `spec` means for an axis growing from `narrow` to `wide` entries; UserError says what is
     off.
     """
     if isinstance(spec, int) and not isinstance(spec, bool):
         if narrow == 0 or wide % narrow:
-            raise ValueError(f"{wide} is not a multiple of {narrow}")
+            raise UserError(f"{wide} is not a multiple of {narrow}")
         pieces: Layout = (Piece(narrow, spec, wide // narrow),)
     else:
         if not isinstance(spec, list | tuple) or not all(_is_piece(row) for row in spec):
-            raise ValueError(
-                f"give a block length, or a list of (length, block, factor) in whole numbers; got {spec!r}"
-            )
+            raise UserError(f"give a block length, or a list of (length, block, factor) in whole numbers; got {spec!r}")
         pieces = tuple(Piece(*row) for row in spec)
     for piece in pieces:
         if min(piece) < 1:
-            raise ValueError(f"length, block and factor must be at least 1, got {tuple(piece)}")
+            raise UserError(f"length, block and factor must be at least 1, got {tuple(piece)}")
         if piece.length % piece.block:
-            raise ValueError(f"a block of {piece.block} does not divide {piece.length} entries")
+            raise UserError(f"a block of {piece.block} does not divide {piece.length} entries")
     source, target = narrow_length(pieces), wide_length(pieces)
     if (source, target) != (narrow, wide):
-        raise ValueError(
+        raise UserError(
             f"the pieces {[tuple(p) for p in pieces]} cover {source} → {target} entries, the axis has {narrow} → {wide}"
         )
     return pieces

@@ -11,12 +11,10 @@ from typing import Literal
 
 from mup import MuReadout
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.utils import parametrize
 
+from mupscale._torch import BatchNormBase, ConvNd, ConvTransposeNd, DropoutNd, forward_pre_hooks
 from mupscale.widening.layout import LayoutSpec
 from mupscale.widening.readout import Readout
 
@@ -25,7 +23,7 @@ Side = Literal["out", "in"] | None
 
 Kind = Literal["weight", "bias", "gain"]
 
-_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_NORMS = (BatchNormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _HEAD_COUNTS = (
     "num_heads",
     "num_attention_heads",
@@ -49,7 +47,7 @@ def axis_sides(module: nn.Module, attribute: str, parameter: Tensor) -> tuple[Si
     if isinstance(module, nn.MultiheadAttention) and attribute in ("bias_k", "bias_v"):
         return (None, None, "out")
     if not isinstance(
-        module, (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, RNNBase, RNNCellBase)
+        module, (nn.Linear, nn.Bilinear, ConvNd, nn.MultiheadAttention, RNNBase, RNNCellBase)
     ) and not is_conv1d(module):
         return None
     if "bias" in attribute:
@@ -60,7 +58,7 @@ def axis_sides(module: nn.Module, attribute: str, parameter: Tensor) -> tuple[Si
         return None
     if isinstance(module, nn.Bilinear):
         return ("out", "in", "in")
-    if isinstance(module, _ConvTransposeNd) or is_conv1d(module):
+    if isinstance(module, ConvTransposeNd) or is_conv1d(module):
         return ("in", "out", *rest)
     return ("out", "in", *rest)
 
@@ -91,7 +89,7 @@ def drawn_fan_growth(
     if isinstance(before, nn.MultiheadAttention) and attribute.endswith(("weight", "_k", "_v")):
         small, large = (sum(shape) if len(shape) == 2 else shape[-1] for shape in shapes)  # Xavier: fan_in + fan_out
         return large / small
-    if isinstance(before, (nn.Linear, nn.Bilinear, _ConvNd)) and isinstance(after, (nn.Linear, nn.Bilinear, _ConvNd)):
+    if isinstance(before, (nn.Linear, nn.Bilinear, ConvNd)) and isinstance(after, (nn.Linear, nn.Bilinear, ConvNd)):
         return (
             after.weight.shape[1] / before.weight.shape[1]
         )  # torch takes axis 1 for the fan, in a transposed convolution too
@@ -119,7 +117,7 @@ def growing_groups(narrow: nn.Module, wide: nn.Module) -> bool:
 
 
 def group_count(module: nn.Module) -> int:
-    if isinstance(module, _ConvNd):
+    if isinstance(module, ConvNd):
         return module.groups
     return module.num_groups if isinstance(module, nn.GroupNorm) else 1
 
@@ -142,12 +140,12 @@ def own_blocks(narrow: nn.Module, wide: nn.Module) -> dict[str, dict[int, Layout
     if not growing_groups(narrow, wide):
         return {}
     in_block, out_block = _group_channels(narrow)
-    return {"weight": {0: in_block if isinstance(narrow, _ConvTransposeNd) else out_block}, "bias": {0: out_block}}
+    return {"weight": {0: in_block if isinstance(narrow, ConvTransposeNd) else out_block}, "bias": {0: out_block}}
 
 
 def _group_channels(module: nn.Module) -> tuple[int, int]:
     """Input and output channels of one group."""
-    if isinstance(module, _ConvNd):
+    if isinstance(module, ConvNd):
         return module.in_channels // module.groups, module.out_channels // module.groups
     assert isinstance(module, nn.GroupNorm)
     return (module.num_channels // module.num_groups,) * 2
@@ -155,7 +153,7 @@ def _group_channels(module: nn.Module) -> tuple[int, int]:
 
 def why_reparametrised(name: str, module: nn.Module) -> str | None:
     """Why the parameters of this module are not its weights, with the remedy; None where they are."""
-    hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
+    hooks = {type(hook).__name__ for hook in forward_pre_hooks(module)}
     if parametrize.is_parametrized(module) or hooks & {"WeightNorm", "SpectralNorm"}:
         return (
             f"module {name!r} ({type(module).__name__}) is reparametrised (weight_norm, spectral_norm, ...): a norm "
@@ -210,8 +208,8 @@ def growing_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
 
 def caveat(narrow: nn.Module, wide: nn.Module) -> str | None:
     """What a reader of the plan should know of this module: dropout, groups, logit scales, what mixes neighbours."""
-    dropout = getattr(narrow, "p", 0.0) if isinstance(narrow, _DropoutNd) else getattr(narrow, "dropout", 0.0)
-    if isinstance(narrow, (_DropoutNd, nn.MultiheadAttention, RNNBase)) and dropout:
+    dropout = getattr(narrow, "p", 0.0) if isinstance(narrow, DropoutNd) else getattr(narrow, "dropout", 0.0)
+    if isinstance(narrow, (DropoutNd, nn.MultiheadAttention, RNNBase)) and dropout:
         return f"dropout p = {dropout} draws another mask for every unit, so wide and narrow agree only without it"
     if isinstance(narrow, (nn.Embedding, nn.EmbeddingBag)) and narrow.max_norm is not None:
         return "max_norm renormalises rows, whose norm grows as sqrt(k): not exact unless max_norm grows with it"
@@ -222,7 +220,7 @@ def caveat(narrow: nn.Module, wide: nn.Module) -> str | None:
             f"groups grow, so channels are duplicated in blocks of (in, out) {_group_channels(narrow)}; "
             "every layer that reads or writes them needs the same blocks"
         )
-    if isinstance(narrow, (nn.Linear, _ConvNd)):
+    if isinstance(narrow, (nn.Linear, ConvNd)):
         return None
     for attribute in _LOGIT_SCALES:
         before, after = getattr(narrow, attribute, None), getattr(wide, attribute, None)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mupscale.errors import UserError
 from mupscale.widening.plan import Plan, TensorPlan, matches
 from mupscale.widening.spectral import spectral_norms
 from mupscale.widening.survey import some_names
@@ -34,7 +35,7 @@ class Noise(ABC):
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
-        """Raises ValueError where this noise cannot be added under `plan`; runs before anything is written."""
+        """Raises UserError where this noise cannot be added under `plan`; runs before anything is written."""
 
     @abstractmethod
     def applies(self, entry: TensorPlan) -> bool:
@@ -99,18 +100,18 @@ class RecordedNoise(Noise):
         try:
             record = json.loads(self.path.read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"RecordedNoise: {self.path} cannot be read as recorded noise ({error})") from error
+            raise UserError(f"RecordedNoise: {self.path} cannot be read as recorded noise ({error})") from error
         if not isinstance(record, dict) or record.get("format") != _FORMAT:
-            raise ValueError(f"RecordedNoise: {self.path} is not a file written by report.save_noise")
+            raise UserError(f"RecordedNoise: {self.path} is not a file written by report.save_noise")
         constants = record.get("constants")
         if not isinstance(constants, dict) or not all(_is_numbers(value) for value in constants.values()):
-            raise ValueError(f"RecordedNoise: {self.path} is damaged: its constants are not numbers by parameter name")
+            raise UserError(f"RecordedNoise: {self.path} is damaged: its constants are not numbers by parameter name")
         self.constants: Constants = constants
 
     def check(self, plan: Plan) -> None:
         missing, extra = plan.parameters.keys() - self.constants.keys(), self.constants.keys() - plan.parameters.keys()
         if missing or extra:
-            raise ValueError(
+            raise UserError(
                 f"RecordedNoise: {self.path} is of another architecture: it lacks {sorted(missing)[:4] or 'nothing'}, "
                 f"and has {sorted(extra)[:4] or 'nothing'} beyond this model"
             )
@@ -118,14 +119,12 @@ class RecordedNoise(Noise):
             constant = torch.as_tensor(self.constants[name])
             wanted = _positions(entry)
             if constant.ndim and tuple(constant.shape) != wanted:
-                raise ValueError(
+                raise UserError(
                     f"RecordedNoise: {self.path} has constants of shape {tuple(constant.shape)} for {name!r}, which "
                     f"has {wanted}"
                 )
             if not bool(torch.isfinite(constant).all()) or bool((constant < 0).any()):
-                raise ValueError(
-                    f"RecordedNoise: {self.path} has a constant for {name!r} that is no standard deviation"
-                )
+                raise UserError(f"RecordedNoise: {self.path} has a constant for {name!r} that is no standard deviation")
 
     def applies(self, entry: TensorPlan) -> bool:
         return bool(torch.as_tensor(self.constants[entry.name]).any())
@@ -239,17 +238,17 @@ def _seed(seed: int, name: str) -> int:
 
 def _check_level(what: str, value: float) -> None:
     if not (isinstance(value, float | int) and math.isfinite(value) and value >= 0):
-        raise ValueError(f"{what} must be a finite number of at least 0, got {value!r}")
+        raise UserError(f"{what} must be a finite number of at least 0, got {value!r}")
 
 
 def _check_patterns(plan: Plan, where: Mapping[str, bool] | None) -> None:
     if where is not None and not (
         isinstance(where, Mapping) and all(isinstance(wanted, bool) for wanted in where.values())
     ):
-        raise ValueError(f"noise: give `where` as name patterns mapped to True or False, got {where!r}")
+        raise UserError(f"noise: give `where` as name patterns mapped to True or False, got {where!r}")
     for pattern in where or {}:
         if not any(matches(name, pattern) for entry in plan.parameters.values() for name in entry.names):
-            raise ValueError(
+            raise UserError(
                 f"noise: the pattern {pattern!r} of `where` matches no parameter; there are "
                 f"{some_names(plan.parameters)}"
             )

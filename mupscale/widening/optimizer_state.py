@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.errors import UserError
 from mupscale.widening.layout import duplicate_
 from mupscale.widening.parameter_groups import is_nonzero, names_by_id, split_groups
 from mupscale.widening.plan import Plan, TensorPlan
@@ -18,21 +19,21 @@ from mupscale.widening.sharding import gathered, whole
 def check_transfer(
     plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer | None
 ) -> None:
-    """Raises ValueError, before anything is written, where `narrow_opt` cannot be continued on the wide model."""
+    """Raises UserError, before anything is written, where `narrow_opt` cannot be continued on the wide model."""
     rule = rule_of(narrow_opt)
     names = names_by_id(narrow)
     for group in narrow_opt.param_groups:
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None:
-                raise ValueError(
+                raise UserError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the narrow "
                     "model: "
                     "it belongs to another model, or to a copy of this one. Pass the optimizer built over "
                     "narrow.parameters()"
                 )
             if plan.parameters[name].mixed and not rule.entrywise:
-                raise ValueError(
+                raise UserError(
                     f"parameter {name!r} is made of unlike pieces, which {type(narrow_opt).__name__} cannot continue "
                     "exactly; "
                     "give it to AdamW in a second optimizer"
@@ -41,7 +42,7 @@ def check_transfer(
     strangers = {id(p) for p in narrow_opt.state} - {id(p) for g in narrow_opt.param_groups for p in g["params"]}
     if strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in narrow_opt.state if id(p) in strangers)
-        raise ValueError(
+        raise UserError(
             f"the optimizer has state for parameters (of shape {shapes}) in none of its groups: remove it, or add them "
             "to a group"
         )
@@ -49,12 +50,12 @@ def check_transfer(
         try:
             inspect.signature(type(narrow_opt)).bind([], **_settings(narrow_opt))
         except TypeError as error:
-            raise ValueError(
+            raise UserError(
                 f"{type(narrow_opt).__name__} cannot be built from its defaults ({error}): give wide_opt yourself"
             ) from None
         return
     if type(wide_opt) is not type(narrow_opt):
-        raise ValueError(
+        raise UserError(
             f"the state of {type(narrow_opt).__name__} cannot move into {type(wide_opt).__name__}; give the wide model "
             "the same class"
         )
@@ -62,12 +63,12 @@ def check_transfer(
     wide_named = dict(wide.named_parameters())
     unknown = held - {id(parameter) for parameter in wide_named.values()}
     if unknown:
-        raise ValueError("wide_opt holds parameters that are not in the wide model: build it over wide.parameters()")
+        raise UserError("wide_opt holds parameters that are not in the wide model: build it over wide.parameters()")
     for group in narrow_opt.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
             if id(wide_named[name]) not in held and wide_named[name].requires_grad and narrow_opt.state.get(parameter):
-                raise ValueError(
+                raise UserError(
                     f"parameter {name!r} has optimizer state, but wide_opt does not hold it: build it over all "
                     "parameters"
                 )
@@ -170,17 +171,17 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
 def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Group, rule: OptimizerRule) -> None:
     reason = rule.ready(group, state) if rule.ready and parameter.requires_grad else None
     if reason:
-        raise ValueError(f"parameter {name!r}: {reason}")
+        raise UserError(f"parameter {name!r}: {reason}")
     for key, value in state.items():
         if key in rule.state:
             if isinstance(value, Tensor) and value.shape != parameter.shape:
-                raise ValueError(
+                raise UserError(
                     f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
                     f"{tuple(parameter.shape)}: "
                     "it does not belong to this model. Load the state that was saved with it"
                 )
         elif not is_number(value):
-            raise ValueError(
+            raise UserError(
                 f"optimizer state {key!r} of {name!r} is a tensor of shape {tuple(value.shape)} that no rule covers; "
                 "register the optimizer with the power of the gradient it holds"
             )

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from mup import MuReadout
 from torch import nn
 
+from mupscale.errors import UserError
 from mupscale.widening import modules
 from mupscale.widening.layout import Layout, LayoutSpec, Piece, interleaved, is_mixed, parse_layout, reference_factor
 from mupscale.widening.modules import Kind, Side
@@ -116,7 +117,7 @@ class Plan:
 
 
 def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, blocks: Blocks | None = None) -> Plan:
-    """The dry run of `upscale`: touches nothing, and raises ValueError where the widening would not be exact."""
+    """The dry run of `upscale`: touches nothing, and raises UserError where the widening would not be exact."""
     survey = Survey(narrow, wide)
     survey.refuse_inexact_modules()
     role_of = match_roles(survey, narrow, roles)
@@ -166,10 +167,10 @@ def match_roles(survey: Survey, model: nn.Module, given: Roles | None) -> dict[s
     answer: dict[str, Role] = {}
     for pattern, role in [*_declared(model, "width_roles"), *_pairs("roles", given)]:
         if role not in get_args(Role):
-            raise ValueError(f"roles: {pattern!r} has role {role!r}; the roles are {', '.join(get_args(Role))}")
+            raise UserError(f"roles: {pattern!r} has role {role!r}; the roles are {', '.join(get_args(Role))}")
         matched = [first for name, first in names.items() if matches(name, pattern)]
         if not matched:
-            raise ValueError(f"roles: the pattern {pattern!r} matches no parameter; there are {some_names(names)}")
+            raise UserError(f"roles: the pattern {pattern!r} matches no parameter; there are {some_names(names)}")
         answer.update(dict.fromkeys(matched, role))
     return answer
 
@@ -202,7 +203,7 @@ def _sides_found(survey: Survey, use: Use, carried: Iterable[float], averaging: 
     for (k_out, k_in), answer in found.items():
         if k_in == 1 and k_out in carried and set(found) == {(k_out, 1), (1, k_out)}:
             return answer
-    raise ValueError(_TIED.format(names=" = ".join(map(repr, use.names)), uses=", ".join(uses)))
+    raise UserError(_TIED.format(names=" = ".join(map(repr, use.names)), uses=", ".join(uses)))
 
 
 def role_name(sides: Sequence[Side]) -> Role:
@@ -231,12 +232,12 @@ def _sides_of_role(survey: Survey, use: Use, role: Role) -> tuple[Side, ...]:
     wanted: dict[int, Side]
     if role in ("matrix", "transposed_matrix"):
         if len(width) > 2:
-            raise ValueError(
+            raise UserError(
                 f"roles: {use.name!r} {use.narrow_shape} → {use.wide_shape} is no {role}: {len(width)} axes are width"
             )
         if len(width) == 1:
             if len(use.narrow_shape) != 2:
-                raise ValueError(
+                raise UserError(
                     f"roles: only one axis of {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, and {role!r} "
                     "does not tell its "
                     'side: say "vector" if it is produced, "readout" if it is summed over'
@@ -248,7 +249,7 @@ def _sides_of_role(survey: Survey, use: Use, role: Role) -> tuple[Side, ...]:
             wanted = {axis: "in" if side == "out" else "out" for axis, side in wanted.items()}
     elif role == "scalar":
         if use.growing:
-            raise ValueError(f"roles: {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, so it is no scalar")
+            raise UserError(f"roles: {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, so it is no scalar")
         wanted = {}
     else:
         wanted = dict.fromkeys(width, "in" if role == "readout" else "out")
@@ -261,7 +262,7 @@ def _sides_of_module(
     known = modules.axis_sides(before, attribute, use.narrow)
     if known is None:
         if len(width) > 1:
-            raise ValueError(
+            raise UserError(
                 _UNKNOWN.format(
                     name=use.name,
                     narrow=use.narrow_shape,
@@ -276,7 +277,7 @@ def _sides_of_module(
         known = ("out", *known[1:])
     for axis in use.growing:
         if known[axis] is None:
-            raise ValueError(
+            raise UserError(
                 f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape}: axis {axis} of a "
                 f"{type(before).__name__} "
                 "is not a width, so it cannot grow. Build both models with the same size there"
@@ -294,7 +295,7 @@ def _averages(use: Use, name: str, before: nn.Module, after: nn.Module) -> bool:
         return True
     if math.isclose(ratio, 1.0, rel_tol=1e-9):
         return False
-    raise ValueError(
+    raise UserError(
         f"readout {name!r} grows {k:g}-fold but its multiplier falls {ratio:g}-fold: "
         "call mupscale.set_base_shapes on both models with the same base model"
     )
@@ -305,7 +306,7 @@ def readout_multiplier(name: str, module: nn.Module) -> float:
         return module.multiplier
     assert isinstance(module, MuReadout)
     if not hasattr(module.weight, "infshape"):
-        raise ValueError(
+        raise UserError(
             f"mup.MuReadout {name!r} has lost its base shape (a copy does): call mupscale.set_base_shapes, or use "
             "mupscale.Readout"
         )
@@ -341,19 +342,19 @@ def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout,
 def _refuse_entry(use: Use, entry: TensorPlan) -> None:
     _, owner, _, _ = use.owners[0]
     if entry.k_in > 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
-        raise ValueError(
+        raise UserError(
             f"{use.name!r} {use.narrow_shape} → {use.wide_shape} holds whole numbers ({use.narrow.dtype}), which "
             "cannot be divided by "
             f"{entry.k_in}. Give both models floating-point weights"
         )
     if entry.mixed and entry.role == "mu_readout":
-        raise ValueError(
+        raise UserError(
             f"readout {use.name!r} {use.narrow_shape} → {use.wide_shape} averages over pieces that grow by different "
             "factors, with one "
             "multiplier for all. Read the pieces with two readouts"
         )
     if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
-        raise ValueError(
+        raise UserError(
             f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors: its average "
             "would weigh them "
             "anew. Normalise the pieces apart"
@@ -369,15 +370,15 @@ def _layouts(
             try:
                 answer.append(parse_layout(spec[axis], n, w))
             except ValueError as error:
-                raise ValueError(f"blocks: axis {axis} of {name!r} {narrow} → {wide}: {error}") from None
+                raise UserError(f"blocks: axis {axis} of {name!r} {narrow} → {wide}: {error}") from None
         elif n == w:
             answer.append((Piece(n, max(n, 1), 1),))
         elif w < n:
-            raise ValueError(
+            raise UserError(
                 f"{name!r} {narrow} → {wide}: axis {axis} is narrower in the wide model ({w} < {n}); swap the models?"
             )
         elif n == 0 or w % n:
-            raise ValueError(
+            raise UserError(
                 f"{name!r} {narrow} → {wide}: axis {axis} does not grow by a whole factor ({w} / {n}). Choose a "
                 f"multiple of {n}, "
                 f'or give the pieces of the axis: blocks={{"{name}": {{{axis}: [(length, block, factor), ...]}}}}'
@@ -431,16 +432,16 @@ def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks | None) ->
                 answer.setdefault(name, {}).update(spec)
     for pattern, axes in [*_declared(narrow, "width_blocks"), *_pairs("blocks", given)]:
         if not isinstance(axes, Mapping) or not all(isinstance(axis, int) for axis in axes):
-            raise ValueError(f"blocks: {pattern!r} must map to {{axis: block}} with whole numbers, got {axes!r}")
+            raise UserError(f"blocks: {pattern!r} must map to {{axis: block}} with whole numbers, got {axes!r}")
         matched = [name for name in shapes if matches(name, pattern)]
         if not matched:
-            raise ValueError(
+            raise UserError(
                 f"blocks: the pattern {pattern!r} matches no parameter or buffer; there are {some_names(shapes)}"
             )
         for axis, spec in axes.items():
             holders = [name for name in matched if -len(shapes[name]) <= axis < len(shapes[name])]
             if not holders:
-                raise ValueError(
+                raise UserError(
                     f"blocks: nothing that {pattern!r} matches has an axis {axis}; {matched[0]!r} has shape "
                     f"{shapes[matched[0]]}"
                 )
@@ -451,7 +452,7 @@ def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks | None) ->
 
 def _pairs(keyword: str, given: Mapping[str, Any] | None) -> Iterable[tuple[str, Any]]:
     if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"{keyword} must map name patterns to values, got {given!r}")
+        raise UserError(f"{keyword} must map name patterns to values, got {given!r}")
     return (given or {}).items()
 
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mupscale.errors import UserError
+
 Group = dict[str, Any]
 
 
@@ -129,7 +131,7 @@ def register_optimizer(
     copied if it is a number or a one-element tensor, and refused otherwise.
     """
     if degree not in (0, 1):
-        raise ValueError(f"register_optimizer: degree must be 0 (Adam-like) or 1 (SGD-like), got {degree}")
+        raise UserError(f"register_optimizer: degree must be 0 (Adam-like) or 1 (SGD-like), got {degree}")
     _REGISTRY[optimizer] = OptimizerRule(degree, dict(state), decoupled_weight_decay, **more)
 
 
@@ -140,12 +142,12 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
         return _REGISTRY[kind]
     if kind.__name__ in _NOT_HOMOGENEOUS and kind.__module__.startswith("torch.optim"):
         known = ", ".join(sorted(k.__name__ for k in _REGISTRY))
-        raise ValueError(
+        raise UserError(
             f"{kind.__name__} is not homogeneous in the gradient ({_NOT_HOMOGENEOUS[kind.__name__]}), so no rescaling "
             "continues it "
             f"exactly. Upscale without it (narrow_opt=None), or train with one of {known}"
         )
-    raise ValueError(
+    raise UserError(
         f"optimizer {kind.__module__}.{kind.__name__} is not registered. Say how it scales: "
         f"mupscale.register_optimizer({kind.__name__}, degree=0 or 1, state={{'<name>': <power of the gradient>}})"
     )

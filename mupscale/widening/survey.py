@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from mupscale._torch import non_persistent_buffers
+from mupscale.errors import UserError
 from mupscale.widening import modules
 from mupscale.widening.width_table import merged_table
 
@@ -65,14 +67,14 @@ class Survey:
         for name, module, _ in self.modules:
             reason = modules.why_reparametrised(name or "(the model)", module)
             if reason:
-                raise ValueError(reason)
+                raise UserError(reason)
 
     def refuse_inexact_modules(self) -> None:
         self.refuse_reparametrised()
         for name, before, after in self.modules:
             reason = modules.why_not_exact(name or "(the model)", before, after)
             if reason:
-                raise ValueError(reason)
+                raise UserError(reason)
 
     def caveats(self, in_blocks: Sequence[str]) -> Iterator[str]:
         """What a reader of the plan should know; `in_blocks` are the parameters that are duplicated in blocks."""
@@ -83,8 +85,8 @@ class Survey:
             text = modules.caveat(before, after)
             if text:
                 yield f"{name or '(the model)'}: {text}"
-            for attribute in before._non_persistent_buffers_set:
-                buffer, other = before._buffers[attribute], after._buffers[attribute]
+            for attribute in sorted(non_persistent_buffers(before)):
+                buffer, other = getattr(before, attribute), getattr(after, attribute)
                 if buffer is None or other is None or buffer.is_meta or other.is_meta or buffer.shape != other.shape:
                     continue
                 if not torch.equal(buffer, other.to(buffer)):
@@ -107,7 +109,7 @@ def _pair_modules(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, nn.Modu
     pairs = [(name, module, wide_modules[name]) for name, module in narrow_modules.items()]
     for name, before, after in pairs:
         if type(before).__qualname__ != type(after).__qualname__:
-            raise ValueError(
+            raise UserError(
                 f"module {name!r} is a {type(before).__qualname__} in the narrow model, a {type(after).__qualname__} "
                 "in the wide one. "
                 "Build both from the same class and options"
@@ -123,12 +125,11 @@ def _pair_parameters(pairs: list[tuple[str, nn.Module, nn.Module]], narrow: nn.M
     for name, parameter in narrow_named.items():
         names_of.setdefault(id(parameter), []).append(name)
         if is_lazy(parameter) or is_lazy(wide_named[name]):
-            raise ValueError(f"parameter {name!r} is a lazy one without a shape: run a batch through both models first")
+            raise UserError(f"parameter {name!r} is a lazy one without a shape: run a batch through both models first")
     owners: dict[int, list[tuple[str, nn.Module, nn.Module, str]]] = {}
     for module_name, before, after in pairs:
-        for attribute, held in before._parameters.items():
-            if held is not None:
-                owners.setdefault(id(held), []).append((module_name, before, after, attribute))
+        for attribute, held in before.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(held), []).append((module_name, before, after, attribute))
     wide_ids = {id(parameter) for parameter in wide_named.values()}
     uses = []
     for key, names in names_of.items():
@@ -136,13 +137,13 @@ def _pair_parameters(pairs: list[tuple[str, nn.Module, nn.Module]], narrow: nn.M
         if any(wide_named[name] is not target for name in names) or sum(
             p is target for p in wide_named.values()
         ) != len(names):
-            raise ValueError(
+            raise UserError(
                 f"parameter {names[0]!r} is tied in one of the models only (narrow: {names}). Tie, or untie, it in both"
             )
         if key in wide_ids:
-            raise ValueError(f"parameter {names[0]!r} belongs to both models: build the wide one by itself")
+            raise UserError(f"parameter {names[0]!r} belongs to both models: build the wide one by itself")
         if source.ndim != target.ndim:
-            raise ValueError(
+            raise UserError(
                 f"parameter {names[0]!r} has shape {tuple(source.shape)} in the narrow model, {tuple(target.shape)} in "
                 "the wide one. "
                 "Build both from the same class and options"
@@ -157,9 +158,9 @@ def _pair_buffers(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, Tensor,
     _same_names("buffer", narrow_named, wide_named)
     for name, buffer in narrow_named.items():
         if is_lazy(buffer) or is_lazy(wide_named[name]):
-            raise ValueError(f"buffer {name!r} is a lazy one without a shape: run a batch through both models first")
+            raise UserError(f"buffer {name!r} is a lazy one without a shape: run a batch through both models first")
         if buffer.ndim != wide_named[name].ndim:
-            raise ValueError(
+            raise UserError(
                 f"buffer {name!r} has shape {tuple(buffer.shape)} in the narrow model, {tuple(wide_named[name].shape)} "
                 "in the wide one. "
                 "Build both from the same class and options"
@@ -170,7 +171,7 @@ def _pair_buffers(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, Tensor,
 def _same_names(what: str, narrow: Mapping[str, object], wide: Mapping[str, object]) -> None:
     if set(narrow) != set(wide):
         only_narrow, only_wide = sorted(set(narrow) - set(wide)), sorted(set(wide) - set(narrow))
-        raise ValueError(
+        raise UserError(
             f"the models are not two widths of one architecture (different depth?): {what}s "
             f"{some_names(only_narrow) or 'none'} are in "
             f"the narrow one only, {some_names(only_wide) or 'none'} in the wide one only. Build both with the same "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mupscale.errors import UserError
 from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.noise import Constants, Noise, add_noise_, save_constants
 from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
@@ -71,6 +72,7 @@ def upscale(
     seed: int = 0,
     roles: Roles | None = None,
     blocks: Blocks | None = None,
+    plan: Plan | None = None,
     consume: bool = False,
 ) -> UpscaleReport:
     """Writes the widened `narrow` into `wide`: weights, buffers, noise and optimizer state, all by name.
@@ -81,16 +83,17 @@ def upscale(
     (muP: `apply_mup`) and receives the state. Both may be lists, paired in order. `consume=True` frees the narrow model
     and its state tensor by tensor, so that memory peaks at the wide footprint plus one tensor.
 
-    Everything is checked before anything is written: after a ValueError both models are as they were.
+    Everything is checked before anything is written: after a UserError both models are as they were.
     """
     start = time.perf_counter()
-    plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
+    if plan is None:
+        plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         check_transfer(plan, narrow, before, wide, after)
     if noise is not None:
         if not isinstance(noise, Noise):
-            raise ValueError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
+            raise UserError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
         noise.check(plan)
     _refuse_non_finite(narrow)
     refuse_held(wide, wide_opts)
@@ -134,7 +137,7 @@ def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimize
         return narrow_opts, [None] * len(narrow_opts)
     wide_opts = _as_list(wide_opt)
     if len(wide_opts) != len(narrow_opts):
-        raise ValueError(
+        raise UserError(
             f"there are {len(narrow_opts)} narrow optimizers and {len(wide_opts)} wide ones; give one for each, in the "
             "same order"
         )
@@ -150,7 +153,7 @@ def _as_list(optimizers: Optimizers) -> list[Optimizer]:
 def _refuse_non_finite(model: nn.Module) -> None:
     named = [(name, p) for name, p in model.named_parameters() if p.numel() and p.is_floating_point()]
     if any(parameter.is_meta for _, parameter in named):
-        raise ValueError("the narrow model is on the meta device: it has no weights to widen. Load them first")
+        raise UserError("the narrow model is on the meta device: it has no weights to widen. Load them first")
     if not named:
         return
     device = named[0][1].device
@@ -160,7 +163,7 @@ def _refuse_non_finite(model: nn.Module) -> None:
     finite = torch.isfinite(torch.stack(largest)).tolist()  # one wait for the device
     for (name, parameter), good in zip(named, finite, strict=True):
         if not good:
-            raise ValueError(
+            raise UserError(
                 f"parameter {name!r} {tuple(parameter.shape)} of the narrow model has NaN or infinite entries; take an "
                 "earlier checkpoint"
             )

@@ -2,16 +2,17 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale._torch import use_count
+from mupscale.errors import UserError
 from mupscale.widening.layout import duplicate, duplicate_, reference_factor
 from mupscale.widening.modules import Side
 from mupscale.widening.plan import Plan, TensorPlan
-from mupscale.widening.width_table import Table, Width, merged_table, restore_infshapes, store_table
+from mupscale.widening.width_table import Table, WidthFactors, merged_table, restore_infshapes, store_table
 
 
 def widen_(target: Tensor, source: Tensor, entry: TensorPlan) -> None:
@@ -28,7 +29,7 @@ def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
         if target.is_meta:
             if id(target) not in real:
                 real[id(target)] = torch.empty_like(target, device=sources[name].device)
-            wide.get_submodule(owner)._buffers[attribute] = real[id(target)]
+            setattr(wide.get_submodule(owner), attribute, real[id(target)])
     for name, target in wide.named_buffers():
         duplicate_(target, sources[name], plan.buffers[name].layouts)
 
@@ -51,7 +52,7 @@ def materialise_recurrent_(wide: nn.Module, narrow: nn.Module) -> None:
 
 
 def refuse_held(wide: nn.Module, optimizers: Sequence[Optimizer | None]) -> None:
-    """ValueError where a meta parameter cannot be given memory, because a graph or a weak reference holds on to it."""
+    """UserError where a meta parameter cannot be given memory, because a graph or a weak reference holds on to it."""
     anew = {id(p) for module in wide.modules() if isinstance(module, nn.RNNBase) for p in module.parameters()}
     kept = {
         id(p)
@@ -63,8 +64,8 @@ def refuse_held(wide: nn.Module, optimizers: Sequence[Optimizer | None]) -> None
     for name, parameter in wide.named_parameters():
         if not parameter.is_meta or (id(parameter) in anew and id(parameter) not in kept):
             continue
-        if weakref.getweakrefcount(parameter) or cast(Any, parameter)._use_count() > 1:
-            raise ValueError(
+        if weakref.getweakrefcount(parameter) or use_count(parameter) > 1:
+            raise UserError(
                 f"parameter {name!r} {tuple(parameter.shape)} of the wide model is on the meta device, and something "
                 "refers to it (an "
                 "output of the model, a weak reference), so it cannot be given memory. Drop that, or call "
@@ -84,15 +85,15 @@ def remember_widths(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
     before, after = merged_table(narrow), merged_table(wide, mup_only=True)
     widths = {}
     for name, entry in plan.parameters.items():
-        old = before.get(name, Width())
-        grown = Width(old.m_out * entry.k_out, old.m_in * entry.k_in, old.base, _relative(entry, old))
+        old = before.get(name, WidthFactors())
+        grown = WidthFactors(old.m_out * entry.k_out, old.m_in * entry.k_in, old.base, _relative(entry, old))
         width = after[name] if name in after and not grown.relative else grown
         widths.update(dict.fromkeys(entry.names, width))
     if any(widths[name] is not after.get(name) for name in widths):
         store_table(wide, Table(bool(after) or bool(merged_table(narrow, mup_only=True)), widths))
 
 
-def _relative(entry: TensorPlan, old: Width) -> tuple[tuple[int, Side, tuple[float, ...]], ...]:
+def _relative(entry: TensorPlan, old: WidthFactors) -> tuple[tuple[int, Side, tuple[float, ...]], ...]:
     """The per-entry factors of mixed axes after this growth, on top of those of an earlier one."""
     earlier = {axis: torch.tensor(row, dtype=torch.float64) for axis, _, row in old.relative}
     answer = []

@@ -17,7 +17,7 @@ _ATTRIBUTE = "_mupscale_table"
 
 
 @dataclass(frozen=True)
-class Width:
+class WidthFactors:
     """One parameter: its produced and its summed width, in units of the base width."""
 
     m_out: float = 1.0
@@ -42,7 +42,7 @@ class Table:
     """Whether hyperparameters follow muP from these widths; a plain model that was upscaled only remembers them for
     clipping.
     """
-    widths: dict[str, Width] = field(default_factory=dict)
+    widths: dict[str, WidthFactors] = field(default_factory=dict)
 
 
 def store_table(model: nn.Module, table: Table) -> None:
@@ -50,11 +50,11 @@ def store_table(model: nn.Module, table: Table) -> None:
     restore_infshapes(model)
 
 
-def merged_table(model: nn.Module, *, mup_only: bool = False) -> dict[str, Width]:
+def merged_table(model: nn.Module, *, mup_only: bool = False) -> dict[str, WidthFactors]:
     """The tables of `model` and of the modules inside it (a network in a LightningModule, DDP or EMA wrapper), by full
     name.
     """
-    answer: dict[str, Width] = {}
+    answer: dict[str, WidthFactors] = {}
     for prefix, module in model.named_modules():
         table = module.__dict__.get(_ATTRIBUTE)
         if table and (table.mup or not mup_only):

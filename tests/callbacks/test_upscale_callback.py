@@ -29,7 +29,8 @@ from mupscale.callbacks import upscale as swap
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.models.base import WidthScalable, optimizer_names
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import optimizer_names
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from paths import ROOT
 
 from mupscale.__main__ import main
-from mupscale.commands.fit import parsed
+from mupscale.commands.cli import parsed
 from mupscale.commands.resume import newest_checkpoint
 from mupscale.models.mlp import MLP
 

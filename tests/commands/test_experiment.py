@@ -28,9 +28,9 @@ from mupscale.commands.experiment.file import Growth, check, growths_of, read
 from mupscale.commands.experiment.parts import Sweep
 from mupscale.commands.experiment.protocols import Experiment, spread, verdict
 from mupscale.commands.experiment.transfer import Line, Panel, draw, shown_range
+from mupscale.commands.leases import Lease
 from mupscale.commands.sweep import trial as sweep_trial
 from mupscale.commands.sweep.results import Results
-from mupscale.commands.sweep.study import Lease
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 

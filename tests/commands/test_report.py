@@ -17,7 +17,7 @@ from PIL import Image
 from synthetic_runs import Page, accuracy, base, epochs, report, scratch, write_run
 
 from mupscale.commands import figures
-from mupscale.commands.fit import parsed
+from mupscale.commands.cli import parsed
 from mupscale.commands.report import GENERATOR, main
 from mupscale.flops import mlp_flops
 

@@ -28,14 +28,16 @@ from mupscale.callbacks import trial_metric
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands import figures
-from mupscale.commands.fit import parsed
+from mupscale.commands.cli import parsed
+from mupscale.commands.config import at, brief
+from mupscale.commands.leases import Lease, lapsed
 from mupscale.commands.sweep import parser as sweep_parser
 from mupscale.commands.sweep import settings_of
 from mupscale.commands.sweep import study as sweep_study
 from mupscale.commands.sweep import trial as sweep_trial
 from mupscale.commands.sweep.results import Results
-from mupscale.commands.sweep.space import Axis, at, grid, labels, parsed_axis, shown
-from mupscale.commands.sweep.study import Lease, Study, lapsed
+from mupscale.commands.sweep.space import Axis, grid, labels, parsed_axis
+from mupscale.commands.sweep.study import Study
 from mupscale.models.mlp import MLP
 from mupscale.widening.noise import SignalNoise
 
@@ -100,7 +102,7 @@ def test_axes() -> None:
         LR: "optimizer.lr", "UpscaleCallback.lr": "UpscaleCallback.lr", NOISE: "std",
     }  # fmt: skip
     assert [
-        shown(value) for value in (0.12345, [1, 2], {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-4}})
+        brief(value) for value in (0.12345, [1, 2], {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-4}})
     ] == [
         "0.1235",
         "[1, 2]",

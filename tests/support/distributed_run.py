@@ -23,7 +23,8 @@ from test_upscale_callback import ADAMW, SGD, Record, gpt2, mlp, resnet, rows
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.models.base import WidthScalable, optimizer_names
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import optimizer_names
 from mupscale.widening.sharding import gathered
 
 MAKE = {"mlp": (mlp, 24, ADAMW), "gpt2": (gpt2, 24, SGD), "resnet18": (resnet, 4, SGD)}

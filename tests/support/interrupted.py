@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
 from mupscale import __main__ as command_line
-from mupscale.commands import fit, resume  # noqa: F401
+from mupscale.commands import cli, resume  # noqa: F401
 from mupscale.models.mlp import MLP, MLPNet
 
 

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mupscale.errors import UserError, as_user_errors
+
 if TYPE_CHECKING:
     from mupscale.commands.experiment.protocols import Experiment
 
@@ -23,16 +25,16 @@ EPILOG = """All other options are those of fit, and are laid over the configurat
 --trainer.max_epochs=40). docs/experiments.md tells more."""
 
 
-def main(command: str, arguments: list[str]) -> None:
+def main(command: str, arguments: list[str]) -> int:
     options, rest = parser().parse_known_args(arguments)
     try:
-        experiment(options, rest, arguments)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+        with as_user_errors(OSError):
+            experiment(options, rest, arguments)
     except KeyboardInterrupt as interrupt:
-        raise SystemExit(
-            1 if options.child else "interrupted; the same command goes on where it stopped"
-        ) from interrupt
+        if options.child:  # the process that started it says so
+            return 1
+        raise KeyboardInterrupt("the same command goes on where it stopped") from interrupt
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
     if options.workers is not None and options.workers < 1:
-        raise ValueError(f"--workers must be at least 1, got {options.workers}")
+        raise UserError(f"--workers must be at least 1, got {options.workers}")
 
     from mupscale.commands.experiment.file import check, read
     from mupscale.commands.experiment.protocols import Experiment

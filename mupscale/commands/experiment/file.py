@@ -10,10 +10,12 @@ import torch
 import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands.config import Config, callbacks_of
 from mupscale.commands.sweep.results import checked_metric, signal_swap
-from mupscale.commands.sweep.space import Axis, Config, axis_of, callbacks_of
+from mupscale.commands.sweep.space import Axis, axis_of
 from mupscale.commands.sweep.trial import described, for_trials, refuse_invalid, without_announcements
-from mupscale.models.base import Width
+from mupscale.errors import UserError
+from mupscale.models.checkpoint import Width
 from mupscale.widening.plan import plan
 
 REQUIRED = {
@@ -101,34 +103,34 @@ class Description:
 
 
 def read(path: Path, options: list[str]) -> Description:
-    """The description in a file. ValueError or FileNotFoundError names the key that is wrong."""
+    """The description in a file. UserError names the key that is wrong."""
     if not path.is_file():
-        raise FileNotFoundError(
+        raise UserError(
             f"there is no file {path}; name the YAML file of an experiment, such as configs/experiments/quickstart.yaml"
         )
     try:
         told = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(told, dict) or told.get("protocol") not in REQUIRED:
         seen = told.get("protocol") if isinstance(told, dict) else told
-        raise ValueError(f"{path}: protocol must be {' or '.join(REQUIRED)}, got {seen!r}")
+        raise UserError(f"{path}: protocol must be {' or '.join(REQUIRED)}, got {seen!r}")
     protocol = told["protocol"]
     required, optional = REQUIRED[protocol], OPTIONAL[protocol]
     for key in told:
         if key not in required + optional:
-            raise ValueError(
+            raise UserError(
                 f"{path}: there is no key {key!r} in protocol {protocol}; there are {', '.join(required + optional)}"
             )
     for key in required:
         if told.get(key) is None:
-            raise ValueError(f"{path}: protocol {protocol} needs the key {key!r}; it needs {', '.join(required)}")
+            raise UserError(f"{path}: protocol {protocol} needs the key {key!r}; it needs {', '.join(required)}")
     files = told["config"] if isinstance(told["config"], list) else [told["config"]]
     for file in files:
         if not isinstance(file, str | dict):
-            raise ValueError(f"config: give a file, or a list of files and mappings, got {file!r}")
+            raise UserError(f"config: give a file, or a list of files and mappings, got {file!r}")
         if isinstance(file, str) and not Path(file).is_file():
-            raise FileNotFoundError(f"config: there is no file {file}")
+            raise UserError(f"config: there is no file {file}")
     seeds = told["seeds"]
     if (
         not isinstance(seeds, list)
@@ -136,10 +138,10 @@ def read(path: Path, options: list[str]) -> Description:
         or not all(type(seed) is int for seed in seeds)
         or len(set(seeds)) < len(seeds)
     ):
-        raise ValueError(f"seeds: give a list of different whole numbers, got {seeds!r}")
+        raise UserError(f"seeds: give a list of different whole numbers, got {seeds!r}")
     metric = checked_metric(told.get("metric", "last_epoch"))
     if not isinstance(told.get("upscaled") or {}, dict):
-        raise ValueError(
+        raise UserError(
             f"upscaled: give a mapping that is laid over the configuration of upscaled runs, got {told['upscaled']!r}"
         )
     return Description(protocol, told, options, growths_of(told), sweeps_of(told), seeds, metric)
@@ -150,16 +152,16 @@ def growths_of(told: dict[str, Any]) -> list[Growth]:
     pairs = {"small": told["small"], "target": told["target"]} if upscale else {"growths": told["growths"]}
     if not upscale:
         if not isinstance(told["growths"], list) or len(told["growths"]) < 2:
-            raise ValueError(f"growths: give at least two, [[64, 128], [128, 256]], got {told['growths']!r}")
+            raise UserError(f"growths: give at least two, [[64, 128], [128, 256]], got {told['growths']!r}")
         pairs = {f"growths.{index}": pair for index, pair in enumerate(told["growths"])}
     growths = [growth_of(key, pair) for key, pair in pairs.items()]
     if len(set(map(repr, growths))) < len(growths):
-        raise ValueError(f"{', '.join(pairs)}: a growth is there twice")
+        raise UserError(f"{', '.join(pairs)}: a growth is there twice")
     factors = [factor(growth) for growth in growths]
     for key, found in zip(pairs, factors, strict=True):
         if found != factors[0]:
             first = next(iter(pairs))
-            raise ValueError(
+            raise UserError(
                 f"{key} grows by {shown(found)}, {first} by {shown(factors[0])}: values transfer between growths by "
                 "the same factor only"
             )
@@ -173,10 +175,10 @@ def growth_of(key: str, pair: Any) -> Growth:
         )
 
     if not isinstance(pair, list) or len(pair) != 2 or not all(is_width(width) for width in pair):
-        raise ValueError(f"{key}: give two widths, before and after, such as [100, 400], got {pair!r}")
+        raise UserError(f"{key}: give two widths, before and after, such as [100, 400], got {pair!r}")
     growth = Growth(*pair)
     if any(ratio != int(ratio) for ratio in factor(growth)) or max(factor(growth)) == 1 or min(factor(growth)) < 1:
-        raise ValueError(f"{key}: the width after must be a multiple of the one before, got {pair[0]} → {pair[1]}")
+        raise UserError(f"{key}: the width after must be a multiple of the one before, got {pair[0]} → {pair[1]}")
     return growth
 
 
@@ -184,7 +186,7 @@ def factor(growth: Growth) -> list[float]:
     """By what the widths grow; one number if it is the same everywhere."""
     before, after = (width if isinstance(width, list) else [width] for width in (growth.before, growth.after))
     if len(before) != len(after):
-        raise ValueError(f"widths {growth.before} → {growth.after}: give as many before as after")
+        raise UserError(f"widths {growth.before} → {growth.after}: give as many before as after")
     ratios = [b / a for a, b in zip(before, after, strict=True)]
     return ratios[:1] if len(set(ratios)) == 1 else ratios
 
@@ -199,19 +201,19 @@ def sweeps_of(told: dict[str, Any]) -> dict[str, list[Axis]]:
         {key: told[key] for key in ("sweep_1", "sweep_2") if told.get(key) is not None} if upscale else told["sweeps"]
     )
     if not isinstance(tables, dict) or not tables:
-        raise ValueError(
+        raise UserError(
             f"sweeps: give a mapping of sweeps by name, {{lr: {{model.optimizer.lr: [0.01, 0.02]}}}}, got {tables!r}"
         )
     answer = {}
     for name, table in tables.items():
         key = name if upscale else f"sweeps.{name}"
         if not isinstance(table, dict) or not table:
-            raise ValueError(
+            raise UserError(
                 f"{key}: the grid is empty, give keys with their values, {{model.optimizer.lr: [0.01, 0.02]}}, got "
                 f"{table!r}"
             )
         if not upscale and len(table) > 1:
-            raise ValueError(
+            raise UserError(
                 f"{key}: give one key, the others stay at the configuration's values, got {', '.join(table)}"
             )
         answer[str(name)] = [axis(f"{key}.{k}", k, values) for k, values in table.items()]
@@ -220,22 +222,22 @@ def sweeps_of(told: dict[str, Any]) -> dict[str, list[Axis]]:
 
 def axis(where: str, key: Any, values: Any) -> Axis:
     if key == "seed_everything":
-        raise ValueError(f"{where}: seeds are no axis, give them as seeds: [0, 1, 2]")
+        raise UserError(f"{where}: seeds are no axis, give them as seeds: [0, 1, 2]")
     if not isinstance(values, list | str):
-        raise ValueError(f"{where}: give a list of values, or a text LOW:HIGH:N, got {values!r}")
+        raise UserError(f"{where}: give a list of values, or a text LOW:HIGH:N, got {values!r}")
     answer = axis_of(str(key), values, where)
     if answer.bounds is not None:
-        raise ValueError(f"{where}: {values} is a range; give LOW:HIGH:N, or a list")
+        raise UserError(f"{where}: {values} is a range; give LOW:HIGH:N, or a list")
     return answer
 
 
 def check(description: Description) -> None:
-    """ValueError if a run of the experiment could not be made, or a sweep's key does not exist.
+    """UserError if a run of the experiment could not be made, or a sweep's key does not exist.
 
     Takes seconds, and no data.
     """
     if callbacks_of(description.common, "UpscaleCallback"):
-        raise ValueError(
+        raise UserError(
             "config: trainer.callbacks has an UpscaleCallback already; the experiment adds its own, so leave it out"
         )
     for growth in description.growths:
@@ -257,7 +259,7 @@ def refuse_growth(growth: Growth, cli: Any) -> None:
         if swap.noise is not None:
             swap.noise.check(planned)
     except ValueError as error:
-        raise ValueError(f"widths {growth.before} → {growth.after}: {error}") from error
+        raise UserError(f"widths {growth.before} → {growth.after}: {error}") from error
 
 
 def folder_name(width: Width) -> str:

@@ -5,21 +5,22 @@ What is done, what runs and what can be taken is told by their folders.
 
 import csv
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from fcntl import LOCK_EX, flock
 from functools import cached_property
 from pathlib import Path
 
 import yaml
 
 from mupscale.callbacks.trial_metric import window_of
+from mupscale.commands.config import Config
+from mupscale.commands.leases import Lease, lapsed, locked
 from mupscale.commands.sweep import complete, conclude, results_of
 from mupscale.commands.sweep.results import Results
-from mupscale.commands.sweep.space import Config, told
-from mupscale.commands.sweep.study import Lease, Settings, Study, lapsed
+from mupscale.commands.sweep.space import point_text
+from mupscale.commands.sweep.study import Settings, Study
 from mupscale.commands.sweep.trial import RESULT, explained, result_of, run, with_run
+from mupscale.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Run(Part):
         if not (self.folder / RESULT).exists():
             return False
         if self._must_not_diverge and math.isinf(self.value):
-            raise ValueError(
+            raise UserError(
                 f"the run {self.folder} diverged, and others were to start from it; give it a smaller "
                 "model.optimizer.lr in the "
                 "experiment's config, or smaller ones in sweep_1, and another --out"
@@ -138,7 +139,7 @@ class Sweep(Part):
     def tuned(self) -> Path:
         """The best.yaml.
 
-        ValueError if it is not what the sweep found, for then neither would be what is made with it.
+        UserError if it is not what the sweep found, for then neither would be what is made with it.
         """
         best = self.results.best
         assert best is not None
@@ -147,7 +148,7 @@ class Sweep(Part):
         except (ValueError, yaml.YAMLError):
             whole = False
         if not whole:
-            raise ValueError(
+            raise UserError(
                 f"{self._best} is not what the sweep found; delete it, and the same command writes it again"
             )
         return self._best
@@ -177,13 +178,13 @@ class Sweep(Part):
         if taken is None:
             self._conclude()
             return None
-        name = f"{self.name}, {told(taken.point, self.results.names)}"
+        name = f"{self.name}, {point_text(taken.point, self.results.names)}"
 
         def run() -> str:
             value, seconds = complete(self.study, taken, name)
             self._conclude()
             best = self.results.best
-            leader = f"; best {best.value:.5g} ({told(best.point, self.results.names)})" if best else ""
+            leader = f"; best {best.value:.5g} ({point_text(best.point, self.results.names)})" if best else ""
             return f"{ended(self.study.settings.metric, value)} in {seconds:.0f} s{leader}"
 
         return Unit(name, run)
@@ -202,11 +203,3 @@ class Sweep(Part):
 def ended(metric: str, value: float) -> str:
     name = metric if window_of(metric) is None else "training loss"
     return f"{name} {value:.5g}" if math.isfinite(value) else "diverged"
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Alone among the processes of the experiment."""
-    with open(out / "lock", "w") as file:
-        flock(file, LOCK_EX)
-        yield

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mupscale.commands.config import Config
 from mupscale.commands.experiment.file import Description, Growth, check, folder_name
-from mupscale.commands.experiment.parts import Part, Run, Sweep, Unit, locked
+from mupscale.commands.experiment.parts import Part, Run, Sweep, Unit
 from mupscale.commands.experiment.transfer import write_transfer
+from mupscale.commands.leases import locked
 from mupscale.commands.sweep.results import metric_label
-from mupscale.commands.sweep.space import Axis, Config, grid
+from mupscale.commands.sweep.space import Axis, grid
 from mupscale.commands.sweep.study import Settings, read, refuse_difference, write
-from mupscale.models.base import Width
+from mupscale.errors import UserError
+from mupscale.models.checkpoint import Width
 
 SMALL_BASE = "small_base"
 """The narrow run that sweep 2 starts from, where there is no sweep 1: it is part of tuning, too."""
@@ -51,12 +54,12 @@ class Experiment:
             )
 
     def refuse_others(self) -> None:
-        """ValueError if the folder has another experiment, or something else."""
+        """UserError if the folder has another experiment, or something else."""
         path = self.out / "experiment.json"
         if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"--out {self.out} is a file; name a folder for the experiment")
+            raise UserError(f"--out {self.out} is a file; name a folder for the experiment")
         if self.out.is_dir() and any(self.out.iterdir()) and not path.exists() and not (self.out / "lock").exists():
-            raise ValueError(f"--out {self.out} is not empty and has no experiment; name a new folder")
+            raise UserError(f"--out {self.out} is not empty and has no experiment; name a new folder")
         if path.exists():
             there, ours = read(path), json.loads(json.dumps(self.description.identity()))
             refuse_difference({key: there.get(key) for key in ours}, ours, f"--out {self.out} is of another experiment")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mupscale.commands import figures
+from mupscale.commands.config import brief
 from mupscale.commands.experiment.file import Description, Growth
 from mupscale.commands.sweep.results import Results, in_order, metric_label, shown_value
-from mupscale.commands.sweep.space import shown
 from mupscale.commands.sweep.study import write
 
 STAYS = 1
@@ -56,7 +56,7 @@ class Panel:
 
     def verdict(self) -> str:
         optima = ", ".join(
-            f"{shown(line.optimum)} at {line.growth.before} → {line.growth.after}" for line in self.lines
+            f"{brief(line.optimum)} at {line.growth.before} → {line.growth.after}" for line in self.lines
         )
         cells = (
             "stays in its cell"

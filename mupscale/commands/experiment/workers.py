@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mupscale.errors import UserError
+
 PATIENCE = 5.0
 """Seconds that a worker has to end before it is killed. Either way its run goes on from its newest checkpoint."""
 
@@ -23,7 +25,7 @@ def visible_gpus() -> list[str]:
 
 
 def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
-    """Runs workers until all are finished, GPU by GPU in turn. ValueError if one fails: the others are stopped.
+    """Runs workers until all are finished, GPU by GPU in turn. UserError if one fails: the others are stopped.
 
     One that is killed leaves its run to the others. If this process is killed, the workers go on without it: what keeps
     two from making the same run is in the folder, and not here.
@@ -48,7 +50,7 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
                     del running[index]
                     if code > 0:
                         told = f"worker {index} failed, as told above, and the others were stopped"
-                        raise ValueError(f"{told}; with that put right, the same command goes on")
+                        raise UserError(f"{told}; with that put right, the same command goes on")
                     if code < 0:
                         killed += 1
                         print(
@@ -58,7 +60,7 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
                         )
                 time.sleep(0.1)
             if killed == workers:
-                raise ValueError("all workers were killed; the same command goes on where they stopped")
+                raise UserError("all workers were killed; the same command goes on where they stopped")
         finally:
             stop(list(running.values()))
 

@@ -11,6 +11,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from mupscale.errors import UserError, as_user_errors
+
 GENERATOR = '<meta name="generator" content="mupscale report">'
 """What tells a page of ours from others."""
 
@@ -27,10 +29,8 @@ def main(command: str, arguments: list[str]) -> None:
         "--out", type=Path, default=Path("report"), metavar="DIR", help="the folder of the report (%(default)s)"
     )
     options = parser.parse_args(arguments)
-    try:
+    with as_user_errors(OSError):
         paths = write_report(options.runs, options.out)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
     for verdict in json.loads((options.out / "summary.json").read_text())["verdicts"]:
         print(verdict)
     print(f"wrote {paths[0]} and {len(paths) - 1} more files")
@@ -39,7 +39,7 @@ def main(command: str, arguments: list[str]) -> None:
 def write_report(folders: list[Path], out: Path) -> list[Path]:
     """Writes a report on the runs in `folders` and gives the paths of its files, the page first.
 
-    ValueError or FileNotFoundError, with nothing written, if there is nothing to report, if the runs are of different
+    UserError, with nothing written, if there is nothing to report, if the runs are of different
     tasks, or if `out` has files but no report. A report that is there already is replaced once the new one is complete.
     """
     refuse_other_folder(out)
@@ -78,13 +78,13 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
 
 
 def refuse_other_folder(out: Path) -> None:
-    """ValueError unless `out` is new, empty, or a report of ours."""
+    """UserError unless `out` is new, empty, or a report of ours."""
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; name a folder for the report")
+        raise UserError(f"--out {out} is a file; name a folder for the report")
     if out.is_dir() and any(out.iterdir()):
         page = out / "index.html"
         if not page.is_file() or GENERATOR not in page.read_text(errors="replace"):
-            raise ValueError(f"--out {out} has files but no report; name a new folder, so that nothing is overwritten")
+            raise UserError(f"--out {out} has files but no report; name a new folder, so that nothing is overwritten")
 
 
 def files_of(out: Path) -> list[str]:

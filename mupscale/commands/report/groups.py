@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mupscale.commands.config import Config, brief, class_name
 from mupscale.commands.run_logs import Run
-from mupscale.commands.sweep.space import Config, class_name, shown
+from mupscale.errors import UserError
 
 Role = Literal["upscaled", "scratch", "base", "other"]
 NAMES: dict[Role, str] = {"upscaled": "upscaled", "scratch": "from scratch", "base": "base"}
@@ -133,19 +134,19 @@ class Group:
 
 
 def find(folders: list[Path]) -> Found:
-    """The runs, sweeps and experiments in folders. FileNotFoundError or ValueError if one holds nothing."""
+    """The runs, sweeps and experiments in folders. FileNotFoundError or UserError if one holds nothing."""
     found = Found()
     seen: set[Path] = set()
     for folder in folders:
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is not a folder; name folders of runs, sweeps or experiments")
+            raise UserError(f"{folder} is not a folder; name folders of runs, sweeps or experiments")
         before = len(found.runs) + len(found.sweeps) + len(found.experiments) + len(found.notes)
         if (folder / "sweep.json").is_file():
             found.sweeps.append(Sweep(folder.name, folder))
         else:
             search(folder, found, seen)
         if before == len(found.runs) + len(found.sweeps) + len(found.experiments) + len(found.notes):
-            raise ValueError(f"{folder} holds no runs: no config.yaml beside TensorBoard events, at any depth")
+            raise UserError(f"{folder} holds no runs: no config.yaml beside TensorBoard events, at any depth")
     for run in [run for run in found.runs if not run.has_loss]:
         found.runs.remove(run)
         found.notes.append(f"{run.folder} has logged no training loss to TensorBoard, and is left out.")
@@ -155,7 +156,7 @@ def find(folders: list[Path]) -> Found:
                 f"An event file of {run.folder} is damaged or cut off; it counts as far as it can be read."
             )
     if not found.runs and not any(experiment.protocol == "transfer" for experiment in found.experiments):
-        raise ValueError(" ".join([f"there is nothing to report in {', '.join(map(str, folders))}.", *found.notes]))
+        raise UserError(" ".join([f"there is nothing to report in {', '.join(map(str, folders))}.", *found.notes]))
     return found
 
 
@@ -179,7 +180,7 @@ def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
         runs = [folder / run["folder"] for run in experiment.description.get("runs", [])]
         sweeps = experiment.sweeps
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not the description of an experiment: {error!r}") from error
+        raise UserError(f"{path} is not the description of an experiment: {error!r}") from error
     found.experiments.append(experiment)
     if experiment.protocol == "transfer":
         return  # its runs are there for its sweeps
@@ -197,12 +198,12 @@ def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
 
 
 def refuse_other_tasks(runs: list[Run]) -> None:
-    """ValueError if the runs differ in more than a report compares."""
+    """UserError if the runs differ in more than a report compares."""
     for run in runs[1:]:
         ours, theirs = task(runs[0].config), task(run.config)
         for key in [*ours, *(key for key in theirs if key not in ours)]:
             if ours.get(key) != theirs.get(key):
-                raise ValueError(
+                raise UserError(
                     f"{runs[0].folder} and {run.folder} are of different tasks: {key} is {ours.get(key)!r} in the one "
                     "and "
                     f"{theirs.get(key)!r} in the other; a report compares runs of one task"
@@ -325,7 +326,7 @@ def short_values(key: str, groups: list[Group]) -> list[str]:
     values = [group.settings.get(key) for group in groups]
     paths = [os.path.abspath(value) for value in values if value] if key.endswith(".path") else []
     shared = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
-    return [os.path.relpath(value, shared) if shared and value else shown(value) for value in values]
+    return [os.path.relpath(value, shared) if shared and value else brief(value) for value in values]
 
 
 def folder_name(runs: list[Run]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mupscale.commands.config import brief
 from mupscale.commands.figures import DARK, LIGHT
 from mupscale.commands.report.draw import Drawn, colour_of
 from mupscale.commands.report.groups import Experiment, Found, Group, Sweep, differing
@@ -26,7 +27,6 @@ from mupscale.commands.report.words import (
     verdicts,
     within_told,
 )
-from mupscale.commands.sweep.space import shown
 
 NUMBER = re.compile(r"(-?[0-9][0-9.,e+-]*×?( \(.*\))?|—)?")
 
@@ -258,7 +258,7 @@ def run_table(groups: list[Group], numbers: Numbers) -> str:
 
 
 def configuration(groups: list[Group]) -> str:
-    rows = [[key, *(shown(value) for value in values)] for key, values in differing(groups)]
+    rows = [[key, *(brief(value) for value in values)] for key, values in differing(groups)]
     told = (
         table(["key", *(group.name for group in groups)], rows, code=True)
         if rows
@@ -288,7 +288,7 @@ def commands(found: Found, command: str) -> str:
 
 
 def sweep_part(sweep: Sweep) -> str:
-    axes = "; ".join(f"{key} in {', '.join(shown(value) for value in values)}" for key, values in sweep.axes.items())
+    axes = "; ".join(f"{key} in {', '.join(brief(value) for value in values)}" for key, values in sweep.axes.items())
     told = (
         f"<p>Best: {escape(sweep.best)}</p>" if sweep.best else "<p>Not finished: it has no best.yaml.</p>"
     ) + f"<p class=fine>{escape(axes)}</p>"

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mupscale.errors import UserError, as_user_errors
+
 if TYPE_CHECKING:
     from mupscale.commands.sweep.results import Results
     from mupscale.commands.sweep.study import Settings, Study, Taken
@@ -27,11 +29,10 @@ A key is that of fit's options (model.optimizer.lr), or starts with the class of
 def main(command: str, arguments: list[str]) -> None:
     options, rest = parser().parse_known_args(arguments)
     try:
-        sweep(options, rest)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+        with as_user_errors(OSError):
+            sweep(options, rest)
     except KeyboardInterrupt as interrupt:
-        raise SystemExit("interrupted; the same command goes on where it stopped") from interrupt
+        raise KeyboardInterrupt("the same command goes on where it stopped") from interrupt
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sweep(options: argparse.Namespace, rest: list[str]) -> None:
-    from mupscale.commands.sweep.space import labels, told
+    from mupscale.commands.sweep.space import labels, point_text
     from mupscale.commands.sweep.study import Study
     from mupscale.commands.sweep.trial import without_announcements
 
@@ -80,7 +81,7 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
         while True:
             taken = study.take()
             if taken is not None:
-                point = told(taken.point, names)
+                point = point_text(taken.point, names)
                 value, seconds = complete(study, taken, point)
                 print_progress(results_of(study), point, value, seconds)
                 said = False
@@ -106,20 +107,20 @@ def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
 
     axes = [parsed_axis(text) for text in options.sweep]
     if not axes:
-        raise ValueError(
+        raise UserError(
             "--sweep: the grid is empty, name a key and its values: --sweep model.optimizer.lr=0.01,0.02,0.04"
         )
     if len({axis.key for axis in axes}) < len(axes):
-        raise ValueError(f"--sweep: a key is there twice in {', '.join(axis.key for axis in axes)}")
+        raise UserError(f"--sweep: a key is there twice in {', '.join(axis.key for axis in axes)}")
     ranges = [axis.key for axis in axes if axis.bounds]
     if options.sampler == "grid" and ranges:
-        raise ValueError(
+        raise UserError(
             f"--sweep {ranges[0]}=LOW:HIGH is a range; give LOW:HIGH:N for a grid, or --sampler random or tpe"
         )
     if (options.sampler == "grid") != (options.trials is None):
-        raise ValueError("--trials: give it with --sampler random or tpe, and only then")
+        raise UserError("--trials: give it with --sampler random or tpe, and only then")
     if options.trials is not None and options.trials < 1:
-        raise ValueError(f"--trials must be at least 1, got {options.trials}")
+        raise UserError(f"--trials must be at least 1, got {options.trials}")
     checked_metric(options.metric)
     config = for_trials(described(rest)[0])
     signal_swap(config)
@@ -135,9 +136,9 @@ def seeds_of(text: str) -> list[int]:
     try:
         seeds = [int(seed) for seed in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"--seeds {text}: give whole numbers, separated by commas") from error
+        raise UserError(f"--seeds {text}: give whole numbers, separated by commas") from error
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds {text}: a seed is there twice")
+        raise UserError(f"--seeds {text}: a seed is there twice")
     return seeds
 
 
@@ -146,7 +147,7 @@ def complete(study: "Study", taken: "Taken", name: str) -> tuple[float, float]:
 
     Unfinished, it goes back.
     """
-    from mupscale.commands.sweep.space import at
+    from mupscale.commands.config import at
     from mupscale.commands.sweep.trial import explained, run_trial
 
     folders = results_of(study).folders(taken.cell, taken.point)
@@ -181,11 +182,11 @@ def results_of(study: "Study") -> "Results":
 
 
 def print_progress(results: "Results", point: str, value: float, seconds: float) -> None:
-    from mupscale.commands.sweep.space import told
+    from mupscale.commands.sweep.space import point_text
 
     best = results.best
     done = f"{value:.5g}" if math.isfinite(value) else "diverged"
-    leader = f"best {best.value:.5g} ({told(best.point, results.names)})" if best else "none has not diverged"
+    leader = f"best {best.value:.5g} ({point_text(best.point, results.names)})" if best else "none has not diverged"
     left = results.settings.trials - len(results.outcomes)
     print(f"{point}: {done} in {seconds:.0f} s; {leader}; {left} of {results.settings.trials} left", flush=True)
 
@@ -197,7 +198,7 @@ def conclude(study: "Study") -> tuple[Path, list[Path]]:
         results = results_of(study)
         best = results.best
         if best is None:
-            raise ValueError(
+            raise UserError(
                 f"all {len(results.outcomes)} trials diverged; sweep smaller learning rates or less noise. "
                 f"{study.out / 'trials.csv'} lists them, and there is no best.yaml"
             )

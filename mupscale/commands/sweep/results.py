@@ -14,21 +14,12 @@ import yaml
 
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands import figures
+from mupscale.commands.config import Config, Point, at, brief, callback_key, callbacks_of, class_name
 from mupscale.commands.run_logs import higher_is_better, read_log
-from mupscale.commands.sweep.space import (
-    Axis,
-    Config,
-    Point,
-    at,
-    callback_key,
-    callbacks_of,
-    class_name,
-    labels,
-    shown,
-    told,
-)
+from mupscale.commands.sweep.space import Axis, labels, point_text
 from mupscale.commands.sweep.study import Outcome, Settings, write
 from mupscale.commands.sweep.trial import folder_name
+from mupscale.errors import UserError
 
 POINTS = 60
 """A curve has at most so many: each is the mean of what it stands for."""
@@ -120,7 +111,7 @@ class Results:
             shutil.copyfile(self.runs(best)[0] / f"noise-{swap['init_args']['at_step']}.json", self.out / "noise.json")
         seeds = f", mean of {len(best.values)} seeds" if len(best.values) > 1 else ""
         head = (
-            f"# {told(best.point, self.names)}: {self.settings.metric} {best.value:.6g}{seeds}, the best of "
+            f"# {point_text(best.point, self.names)}: {self.settings.metric} {best.value:.6g}{seeds}, the best of "
             f"{len(self.outcomes)} trials.\n"
             "#\n#     python -m mupscale fit --config TARGET.yaml --config "
             f"{shlex.quote(str(self.out / 'best.yaml'))}\n"
@@ -176,7 +167,7 @@ class Results:
                     lines.append(figures.Curve(level(outcome.point[colour.key]), x, y))
         if not lines:
             return []
-        title = f"at {told(fixed, self.names)}" if fixed else ""
+        title = f"at {point_text(fixed, self.names)}" if fixed else ""
         return figures.curves(self.out / "curves", lines, "step", "training loss", colour.key, title)
 
     def _axis(self, key: str) -> Axis:
@@ -188,11 +179,11 @@ def shown_value(value: float) -> str:
 
 
 def checked_metric(metric: Any) -> str:
-    """A metric as it is. ValueError if it is none, or one of which less is worse."""
+    """A metric as it is. UserError if it is none, or one of which less is worse."""
     if not isinstance(metric, str):
-        raise ValueError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
+        raise UserError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
     if window_of(metric) is None and higher_is_better(metric):
-        raise ValueError(
+        raise UserError(
             f"metric {metric}: it would be minimised, and more of it is better; give last_epoch, last_2%, or val/loss, "
             "say"
         )
@@ -212,7 +203,7 @@ def in_order(axis: Axis) -> list[Any]:
 
 def level(value: Any) -> Any:
     """A value as figures take it: a number as it is, what has parts in words."""
-    return shown(value) if isinstance(value, dict | list) else value
+    return brief(value) if isinstance(value, dict | list) else value
 
 
 def most_telling(axes: list[Axis], outcomes: list[Outcome]) -> list[Axis]:
@@ -221,7 +212,7 @@ def most_telling(axes: list[Axis], outcomes: list[Outcome]) -> list[Axis]:
     def spread(axis: Axis) -> float:
         levels: dict[str, float] = {}
         for outcome in outcomes:
-            name = shown(outcome.point[axis.key])
+            name = brief(outcome.point[axis.key])
             levels[name] = min(levels.get(name, math.inf), outcome.value)
         finite = [value for value in levels.values() if math.isfinite(value)]
         return statistics.pvariance(finite) if len(finite) > 1 else 0.0
@@ -251,11 +242,11 @@ def without_nulls(value: Any) -> Any:
 
 
 def signal_swap(config: Config) -> Config | None:
-    """The UpscaleCallback whose noise is signal-normalised, if there is one; ValueError if there are several."""
+    """The UpscaleCallback whose noise is signal-normalised, if there is one; UserError if there are several."""
     swaps = [c for c in callbacks_of(config, "UpscaleCallback") if c["init_args"].get("noise")]
     found = [c for c in swaps if class_name(c["init_args"]["noise"]) == "SignalNoise"]
     if len(found) > 1:
-        raise ValueError(
+        raise UserError(
             "trainer.callbacks: several UpscaleCallbacks have SignalNoise, whose constants best.yaml could not tell "
             "apart; sweep one growth"
         )

@@ -7,13 +7,10 @@ whose time of change it renews. A trial whose lease has lapsed is marked as fail
 again, with the same values.
 """
 
-import fcntl
 import json
 import logging
 import math
 import os
-import platform
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,14 +26,10 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
 from mupscale.atomic import replacing
-from mupscale.commands.sweep.space import Axis, Config, Point, grid
-
-RENEWED = 10.0
-"""Seconds between two signs of life of a process."""
-
-LAPSED = 60.0
-"""Seconds without a sign of life after which a process on another machine is taken for dead, if its lock is gone, too.
-"""
+from mupscale.commands.config import Config, Point
+from mupscale.commands.leases import Lease, lapsed, locked
+from mupscale.commands.sweep.space import Axis, grid
+from mupscale.errors import UserError
 
 Sampler = Literal["grid", "random", "tpe"]
 
@@ -82,14 +75,14 @@ class Outcome:
 class Taken:
     """A trial that this process runs, until it is told how it ended."""
 
-    def __init__(self, trial: optuna.Trial, cell: int, point: Point, lease: "Lease") -> None:
+    def __init__(self, trial: optuna.Trial, cell: int, point: Point, lease: Lease) -> None:
         self.trial, self.cell, self.point, self.lease = trial, cell, point, lease
 
 
 class Study:
     """The trials of a sweep in the folder `out`, shared with other processes.
 
-    ValueError if the folder has another sweep's.
+    UserError if the folder has another sweep's.
     """
 
     def __init__(self, out: Path, settings: Settings, storage: str | None = None) -> None:
@@ -113,7 +106,7 @@ class Study:
                 )
             if not (out / "sweep.json").exists():
                 if self.study.get_trials(deepcopy=False) and not (out / "trials").exists():
-                    raise ValueError(
+                    raise UserError(
                         f"--storage: its study {self.study.study_name} has its runs in another folder, not in {out}; "
                         "name that one with --out, or a new one of another name"
                     )
@@ -123,8 +116,7 @@ class Study:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Alone among the processes of the sweep."""
-        with open(self.out / "lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(self.out):
             yield
 
     def take(self) -> Taken | None:
@@ -202,43 +194,6 @@ class Study:
         return self.out / "leases" / str(cell)
 
 
-class Lease:
-    """The right to run a trial, for as long as this process lives and does not release it."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "w")  # noqa: SIM115
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._file.write(f"{platform.node()} {os.getpid()}")
-        self._file.flush()
-        self._released = threading.Event()
-        threading.Thread(target=self._renew, args=(path,), daemon=True).start()
-
-    def release(self) -> None:
-        self._released.set()
-        self._file.close()
-
-    def _renew(self, path: Path) -> None:
-        while not self._released.wait(RENEWED):
-            os.utime(path)
-
-
-def lapsed(path: Path) -> bool:
-    """Whether the process that held a lease is dead."""
-    try:
-        with open(path, "r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if file.read().partition(" ")[0] == platform.node():
-                return True
-            # another machine's lock may not be seen here, but its signs of life are; by the clock of the file system
-            probe = path.with_suffix(".probe")
-            probe.touch()
-            return probe.stat().st_mtime - path.stat().st_mtime > LAPSED
-    except FileNotFoundError:
-        return True
-    except BlockingIOError:
-        return False
-
-
 # --- the storage
 
 
@@ -266,7 +221,7 @@ class Unlocked(JournalFileOpenLock):
 
 
 def opened(name: str, storage: BaseStorage | str) -> optuna.Study:
-    """The study of that name, a new one if there is none. ValueError if its database cannot be reached."""
+    """The study of that name, a new one if there is none. UserError if its database cannot be reached."""
     make = partial(optuna.create_study, study_name=name, storage=storage, load_if_exists=True)
     if not isinstance(storage, str):
         return make()
@@ -275,18 +230,18 @@ def opened(name: str, storage: BaseStorage | str) -> optuna.Study:
     try:
         return make()
     except (ImportError, SQLAlchemyError) as error:
-        raise ValueError(f"--storage: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--storage: {str(error).splitlines()[0]}") from error
 
 
 def store(out: Path, url: str | None) -> BaseStorage | str:
-    """The storage of a study. ValueError if its journal cannot be read."""
+    """The storage of a study. UserError if its journal cannot be read."""
     if url is not None:
         return url
     path = out / "study.journal"
     try:
         return JournalStorage(JournalFileBackend(str(path), Unlocked(str(path))))
     except (ValueError, KeyError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is damaged ({error}); delete it and {out / 'sweep.json'}, and the same command goes on: "
             "finished runs count"
         ) from error
@@ -333,13 +288,13 @@ def decoded(axis: Axis, stored: Any) -> Any:
 
 def refuse_other_folder(out: Path, storage: str | None) -> None:
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; name a folder for the sweep")
+        raise UserError(f"--out {out} is a file; name a folder for the sweep")
     if out.is_dir() and any(out.iterdir()) and not (out / "sweep.json").exists() and not (out / "lock").exists():
-        raise ValueError(f"--out {out} is not empty and has no sweep; name a new folder")
+        raise UserError(f"--out {out} is not empty and has no sweep; name a new folder")
     if (out / "sweep.json").exists() and storage is None and not (out / "study.journal").exists():
-        raise ValueError(f"--storage: the study of {out} is in a database; name its URL")
+        raise UserError(f"--storage: the study of {out} is in a database; name its URL")
     if (out / "study.journal").exists() and storage is not None:
-        raise ValueError(f"--storage: the study of {out} is in its study.journal; leave --storage out")
+        raise UserError(f"--storage: the study of {out} is in its study.journal; leave --storage out")
 
 
 def refuse_other_settings(path: Path, settings: Settings) -> None:
@@ -348,12 +303,12 @@ def refuse_other_settings(path: Path, settings: Settings) -> None:
 
 
 def refuse_difference(there: dict[str, Any], here: dict[str, Any], what: str) -> None:
-    """ValueError with the settings that differ, if any do."""
+    """UserError with the settings that differ, if any do."""
     if there != here:
         pairs = differences(there, here)
         told = "; ".join(f"{key.removeprefix('config.')} is {a!r} there and {b!r} here" for key, a, b in pairs[:4])
         more = f"; and {len(pairs) - 4} more" if len(pairs) > 4 else ""
-        raise ValueError(f"{what}: {told}{more}. Name another folder with --out, or delete that one")
+        raise UserError(f"{what}: {told}{more}. Name another folder with --out, or delete that one")
 
 
 def differences(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, Any]]:
@@ -366,14 +321,14 @@ def differences(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, An
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a JSON file of ours holds. ValueError if it is damaged."""
+    """What a JSON file of ours holds. UserError if it is damaged."""
     try:
         there = json.loads(path.read_text())
         if not isinstance(there, dict) or not there:
-            raise ValueError(f"it holds {there!r}")
+            raise UserError(f"it holds {there!r}")
         return there
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it, and the same command goes on") from error
+        raise UserError(f"{path} is damaged ({error}); delete it, and the same command goes on") from error
 
 
 def write(path: Path, text: str) -> None:

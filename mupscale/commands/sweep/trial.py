@@ -18,10 +18,12 @@ import torch
 import yaml
 
 from mupscale.callbacks.trial_metric import TrialMetric
-from mupscale.commands.fit import CLI, parsed
+from mupscale.commands.cli import CLI, parsed
+from mupscale.commands.config import Config, Point, at, brief
 from mupscale.commands.resume import newest_checkpoint
-from mupscale.commands.sweep.space import Axis, Config, Point, at, shown
+from mupscale.commands.sweep.space import Axis
 from mupscale.commands.sweep.study import read, write
+from mupscale.errors import UserError
 
 RESULT = "result.json"
 """In the folder of a run that is finished: its metric, and how long it took."""
@@ -90,15 +92,11 @@ def result_of(folder: Path) -> tuple[float, float]:
 
 @contextmanager
 def explained(name: str, folder: Path) -> Iterator[None]:
-    """A mistake in a run's configuration as a ValueError that names the run; an interruption, of which Lightning makes
-    an exit, as one.
-    """
+    """Names the run in a UserError, and its log where anything else fails."""
     try:
         yield
-    except SystemExit as error:
-        if isinstance(error.code, str):
-            raise ValueError(f"{name}: {error.code.removeprefix('error: ')}") from error
-        raise KeyboardInterrupt from error
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
     except Exception:
         print(f"{name} failed; its log is in {folder}", file=sys.stderr)
         raise
@@ -135,13 +133,13 @@ def for_trials(config: Config) -> Config:
         trainer["devices"] = 1
     one = len(trainer["devices"]) == 1 if isinstance(trainer["devices"], list) else trainer["devices"] in (1, "1")
     if not one or trainer["num_nodes"] != 1:
-        raise ValueError(
+        raise UserError(
             f"trainer.devices = {trainer['devices']}, trainer.num_nodes = {trainer['num_nodes']}: a trial runs on one "
             "device; "
             "start the command once per device instead, with CUDA_VISIBLE_DEVICES"
         )
     if trainer["fast_dev_run"] or trainer["barebones"] or trainer["enable_checkpointing"] is False:
-        raise ValueError(
+        raise UserError(
             "trainer.fast_dev_run, trainer.barebones, trainer.enable_checkpointing: a trial must be able to log and to "
             "resume"
         )
@@ -164,24 +162,25 @@ def described(arguments: list[str], command: str = "sweep") -> tuple[Config, CLI
 
 
 def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
-    """ValueError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values."""
+    """UserError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values."""
     for axis in axes:
         numbers = all(isinstance(value, float) for value in axis.values)
         ends = sorted({min(axis.values), max(axis.values)}) if numbers and axis.values else axis.values
         for value in axis.bounds or ends:  # of numbers the ends are enough; and a parse takes a quarter of a second
             try:
-                with file_of(at(config, {axis.key: value})) as file:
+                changed = at(config, {axis.key: value})
+            except UserError as error:
+                raise UserError(f"{where} {error}") from error
+            try:
+                with file_of(changed) as file:
                     parsed(["--config", file], run=False)
-            except ValueError as error:
-                raise ValueError(f"{where} {error}") from error
-            except SystemExit as error:
-                told = str(error.code).removeprefix("error: ")
-                raise ValueError(f"{where} {axis.key}={shown(value)}: {told}") from error
+            except UserError as error:
+                raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
 
 
 def folder_name(cell: int, point: Point, names: dict[str, str]) -> str:
     """A trial's folder: its number and its values, as TensorBoard will show it."""
-    values = ",".join(f"{names[key]}={shown(value)}" for key, value in point.items())
+    values = ",".join(f"{names[key]}={brief(value)}" for key, value in point.items())
     plain = re.sub(r"[^\w.,=+-]+", "-", values)
     return f"{cell:03d}_{plain}"[:120]
 

@@ -1,0 +1,137 @@
+"""The checkpoints of width-scalable modules: what they hold beside Lightning's part, and how it is loaded."""
+
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mupscale.errors import UserError
+from mupscale.widening.sharding import is_sharded, whole
+from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
+
+Width = int | list[int]
+"""What a user calls the width of a model: a number, or one for each layer."""
+
+CHECKPOINT_KEY = "mupscale"
+"""Our part of a checkpoint: the module's class; for each optimizer its class and the names of its parameters, in its
+order; and the widths of parameters whose pieces grew by different factors, which cannot be recomputed."""
+
+_FREE = ("width", "init_from", "compile")
+"""Arguments that may differ from those of a checkpoint, whatever the module is."""
+
+
+def our_part(module: nn.Module, net: nn.Module | None, optimizers: list[Optimizer]) -> dict[str, Any]:
+    """What a checkpoint of `module` holds under CHECKPOINT_KEY."""
+    return {
+        "class_path": class_path(module),
+        "optimizer_classes": [class_path(optimizer) for optimizer in optimizers],
+        "optimizer_names": [optimizer_names(module, optimizer) for optimizer in optimizers],
+        "mixed_widths": mixed_widths(net) if net is not None else {},
+    }
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """A checkpoint file on the CPU, tensors and primitives only."""
+    if not Path(path).is_file():
+        raise UserError(f"there is no checkpoint {path}")
+    try:
+        return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # torch raises many kinds
+        raise UserError(f"{path} is not a checkpoint, or a damaged one ({type(error).__name__})") from error
+
+
+def checkpoint_width(checkpoint: dict[str, Any], module: str) -> Width:
+    """The width a checkpoint was saved at; UserError if it is of another architecture."""
+    ours = checkpoint.get(CHECKPOINT_KEY)
+    if ours is None or "width" not in checkpoint.get("hyper_parameters", {}):
+        raise UserError("this checkpoint was not saved by a width-scalable module")
+    name = ours["class_path"].rpartition(".")[2]  # the module that defines it may go by another name: __main__
+    if name != module:
+        raise UserError(f"this checkpoint is of a {name}, the configured model is a {module}")
+    return checkpoint["hyper_parameters"]["width"]
+
+
+def refuse_other_architecture(net: nn.Module, arguments: dict[str, Any], checkpoint: dict[str, Any]) -> None:
+    """UserError if this network, built at the checkpoint's width, is not the checkpoint's; names the model's arguments
+    that differ."""
+    ours = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
+    # a sharded checkpoint has loaded its weights before
+    theirs = {name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith("net.")}
+    odd = sorted(ours.keys() ^ theirs.keys()) or [name for name in ours if ours[name].shape != theirs[name].shape]
+    saved = checkpoint["hyper_parameters"]
+    differing = {key: value for key, value in arguments.items() if key not in _FREE and saved.get(key, value) != value}
+    if odd or "base_width" in differing:
+        pairs = [f"model.{key} is {saved[key]} there and {value} here" for key, value in differing.items()]
+        raise UserError(f"the checkpoint is of another architecture: {'; '.join(pairs) or f'it differs in {odd[:4]}'}")
+
+
+@torch.no_grad()
+def load_weights(net: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Writes a checkpoint's weights and buffers into the network, sharded or not."""
+    if checkpoint[CHECKPOINT_KEY]["mixed_widths"]:
+        raise UserError(
+            "some of its parameters are made of pieces that grew by different factors; it can only be resumed"
+        )
+    for name, tensor in net.state_dict().items():
+        with whole(tensor) as target:
+            target.copy_(checkpoint["state_dict"][f"net.{name}"])
+
+
+def load_optimizer_state(module: nn.Module, optimizers: list[Optimizer], checkpoint: dict[str, Any]) -> None:
+    """Gives the optimizers a checkpoint's state by parameter name; one without any leaves them as they are.
+
+    By name, because another weight decay or learning rate may split the groups in another way.
+    """
+    if not checkpoint.get("optimizer_states"):
+        return
+    ours = checkpoint[CHECKPOINT_KEY]
+    classes = [class_path(optimizer) for optimizer in optimizers]
+    if classes != ours["optimizer_classes"]:
+        raise UserError(
+            f"it has the state of {', '.join(ours['optimizer_classes'])}, but model.optimizer makes "
+            f"{', '.join(classes)}; take the same, or leave the state out: python -m mupscale upscale --no-optimizer"
+        )
+    saved_rows = zip(optimizers, ours["optimizer_names"], checkpoint["optimizer_states"], strict=True)
+    for optimizer, names, saved in saved_rows:
+        saved_indices = [index for group in saved["param_groups"] for index in group["params"]]
+        index_of = dict(zip(names, saved_indices, strict=True))
+        state = optimizer.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, (name, parameter) in enumerate(zip(optimizer_names(module, optimizer), parameters, strict=True)):
+            moved = saved["state"].get(index_of.get(name), {})
+            state["state"][index] = {key: _sharded_like(parameter, value) for key, value in moved.items()}
+        optimizer.load_state_dict(state)
+
+
+def class_path(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def optimizer_names(module: nn.Module, optimizer: Optimizer, prefix: str = "") -> list[str]:
+    """The names of an optimizer's parameters, in the order in which its state_dict counts them."""
+    names = {id(parameter): f"{prefix}{name}" for name, parameter in module.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def mixed_widths(net: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """The widths of parameters whose pieces grew by different factors, as primitives."""
+    return {name: astuple(width) for name, width in merged_table(net).items() if width.relative}
+
+
+def restore_mixed_widths(net: nn.Module, saved: dict[str, tuple[Any, ...]]) -> None:
+    if saved:
+        store_table(
+            net, Table(True, merged_table(net) | {name: WidthFactors(*values) for name, values in saved.items()})
+        )
+
+
+def _sharded_like(parameter: Tensor, value: Any) -> Any:
+    if not (is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape):
+        return value
+    answer = torch.empty_like(parameter, dtype=value.dtype)
+    with whole(answer) as target:
+        target.copy_(value)
+    return answer

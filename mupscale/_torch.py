@@ -1,0 +1,62 @@
+"""Every touch of a private name of torch, in one place; `tests/test_seams.py` fails when a release moves one."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeNd
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+__all__ = [
+    "BatchNormBase",
+    "ConvNd",
+    "ConvTransposeNd",
+    "DropoutNd",
+    "TorchDispatchMode",
+    "foreach_mul",
+    "foreach_norm",
+    "forward_pre_hooks",
+    "inner_schedulers",
+    "non_persistent_buffers",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "use_count",
+]
+
+
+def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each tensor, in one kernel for many of them."""
+    return list(torch._foreach_norm(list(tensors)))
+
+
+def foreach_mul(tensors: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
+    """Each tensor times its factor, in one kernel for many of them."""
+    return list(torch._foreach_mul(list(tensors), list(factors)))
+
+
+def use_count(tensor: Tensor) -> int:
+    """How many places in C++ hold the tensor, an autograd graph among them."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The attributes of the buffers that this module leaves out of its state_dict."""
+    return set(module._non_persistent_buffers_set)
+
+
+def forward_pre_hooks(module: nn.Module) -> Iterable[Any]:
+    return module._forward_pre_hooks.values()
+
+
+def inner_schedulers(scheduler: Any) -> Sequence[Any]:
+    """The schedules that a SequentialLR or a ChainedScheduler is made of; none for any other."""
+    inner: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+    return inner

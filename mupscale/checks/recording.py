@@ -1,0 +1,75 @@
+"""What a forward pass does: the inputs and outputs of modules recorded, and the state that it changes put back."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mupscale._torch import tree_leaves
+
+
+@dataclass
+class Call:
+    """One call of a module, by the module's name. Tensors are copies: a later in-place operation cannot change them."""
+
+    name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+class Recorder:
+    """Records what goes in and out of modules, in the order in which they finish; of all modules, or of those wanted.
+
+    with Recorder(model) as recorder:
+        model(batch)
+    print([call.name for call in recorder.calls])
+    """
+
+    def __init__(self, model: nn.Module, wanted: Callable[[nn.Module], bool] = lambda module: True) -> None:
+        self.modules = {name: module for name, module in model.named_modules() if wanted(module)}
+        self.calls: list[Call] = []
+        self._handles: list[Any] = []
+        self._inputs: list[list[Tensor]] = []
+
+    def __enter__(self) -> "Recorder":
+        for name, module in self.modules.items():
+            self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def order(self) -> dict[str, int]:
+        """The place of each module's last call."""
+        return {call.name: index for index, call in enumerate(self.calls)}
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inputs.append(float_copies((args, kwargs)))
+
+    def _after(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.calls.append(Call(name, self._inputs.pop(), float_copies(output)))
+
+        return hook
+
+
+def float_copies(values: Any) -> list[Tensor]:
+    """Copies of the floating-point tensors in any nested structure."""
+    return [x.detach().clone() for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Puts the buffers back at the end: a forward pass in training mode moves running statistics."""
+    saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(saved[name])

@@ -1,0 +1,29 @@
+"""The one error for a user's mistake: `python -m mupscale` prints it as a line; others keep their traceback."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UserError(ValueError):
+    """Something the caller gave does not work: the message says what, and what to do about it."""
+
+
+@contextmanager
+def as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turns exceptions of these kinds into a UserError with the same message, where only the user can cause them."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        raise UserError(str(error)) from error
+
+
+@contextmanager
+def needs_extra(name: str) -> Iterator[None]:
+    """Turns a failing import into a UserError that names the extra to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "a package").partition(".")[0]
+        raise UserError(f"{package} is not installed. Install it with: pip install 'mupscale[{name}]'") from error
