@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mupscale.callbacks.log_files import cut_back, written
 from mupscale.flops import LOGGED
-from mupscale.models._lightning import accumulates
+from mupscale.models._lightning import accumulates, log_interval
 from mupscale.models.base import WidthScalable
 
 _AXES = {"samples": 1, "flops": LOGGED}
@@ -79,7 +79,7 @@ class Curves(Callback):
         if (
             trainer.global_step != self._mark[1]
             and stepped(trainer)
-            and trainer.global_step % trainer.log_every_n_steps == 0
+            and trainer.global_step % log_interval(trainer) == 0
         ):
             loss = trainer.strategy.reduce(self._sum / self._count, reduce_op="mean")
             self._sum, self._count = 0.0, 0

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.models._lightning import finish_loaded_step, restore_callback_metrics
+from mupscale.models._lightning import callbacks_of, finish_loaded_step, restore_callback_metrics, set_callbacks
 
 
 class ExactResume(Callback):
@@ -34,7 +34,7 @@ class ExactResume(Callback):
         self.finished = False
         # it must come after everybody's on_train_start, because it validates, but before those who save
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback), c is self)  # noqa: E731
-        trainer.callbacks = sorted(trainer.callbacks, key=order)
+        set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._run
@@ -71,7 +71,9 @@ class ExactResume(Callback):
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The states of the global random number generators, as tensors and primitives."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    generator = np.random.get_state(legacy=True)
+    assert isinstance(generator, tuple)
+    name, keys, position, has_gauss, cached = generator
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
-from mupscale.models._lightning import EpochLoop, detects_anomalies, enter_hook, hands_over_the_iterator
+from mupscale.models._lightning import (
+    EpochLoop,
+    callbacks_of,
+    datamodule_of,
+    detects_anomalies,
+    enter_hook,
+    hands_over_the_iterator,
+    profiler_of,
+)
 from mupscale.models.base import WidthScalable
 
 WARM_UP = 3
@@ -91,7 +99,7 @@ class LeanEpochLoop(EpochLoop):
         self._plain = plain(trainer) and not hands_over_the_iterator(data_fetcher)
         for hook in ("on_train_batch_start", "on_train_batch_end"):
             self._hooks[hook] = [
-                partial(getattr(c, hook), trainer, module) for c in trainer.callbacks if is_overridden(hook, c)
+                partial(getattr(c, hook), trainer, module) for c in callbacks_of(trainer) if is_overridden(hook, c)
             ]
         if is_overridden("on_train_batch_end", module):
             self._hooks["on_train_batch_end"].append(module.on_train_batch_end)
@@ -199,10 +207,10 @@ def plain(trainer: Trainer) -> bool:
         type(trainer.strategy) is SingleDeviceStrategy
         and module.automatic_optimization
         and trainer.accumulate_grad_batches == 1
-        and isinstance(trainer.profiler, PassThroughProfiler)
+        and isinstance(profiler_of(trainer), PassThroughProfiler)
         and type(trainer.precision_plugin).convert_input is Precision.convert_input
         and not is_overridden("on_train_batch_start", module)  # which may end the epoch
-        and not any(is_overridden(hook, owner) for hook in _TRANSFER for owner in (module, trainer.datamodule))
+        and not any(is_overridden(hook, owner) for hook in _TRANSFER for owner in (module, datamodule_of(trainer)))
     )
 
 
@@ -234,7 +242,7 @@ def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
     if type(module).training_step is not WidthScalable.training_step:
         raise UserError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} has a training_step of its own")
     for hook in _INSIDE_A_STEP:
-        for owner, kind in (*((callback, Callback) for callback in trainer.callbacks), (module, LightningModule)):
+        for owner, kind in (*((callback, Callback) for callback in callbacks_of(trainer)), (module, LightningModule)):
             if hasattr(kind, hook) and is_overridden(hook, owner, kind):
                 raise UserError(
                     f"FastLoop.cuda_graph has no {hook} inside its steps, but {type(owner).__name__} has one"

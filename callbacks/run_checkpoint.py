@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from mupscale.models._lightning import OpenCheckpoint
+from mupscale.models._lightning import OpenCheckpoint, is_trial_run
 
 
 class RunCheckpoint(OpenCheckpoint):
@@ -23,7 +23,7 @@ class RunCheckpoint(OpenCheckpoint):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.fast_dev_run or trainer.global_step == 0:
+        if is_trial_run(trainer) or trainer.global_step == 0:
             return
         self.save_now(trainer)
 

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.models._lightning import ClockedBar
+from mupscale.models._lightning import ClockedBar, callbacks_of
 from mupscale.models.base import WidthScalable
 
 
@@ -46,7 +46,7 @@ class Summary(Callback):
 
     @rank_zero_only
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        upscales = sorted((c for c in trainer.callbacks if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
+        upscales = sorted((c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
         growth = "".join(
             f", width {c.width} from step {c.at_step}" for c in upscales if c.at_step >= trainer.global_step
         )
@@ -55,7 +55,7 @@ class Summary(Callback):
     @rank_zero_only
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         lines = [f"{trainer.global_step} steps, {size(pl_module)}"]
-        for callback in trainer.callbacks:
+        for callback in callbacks_of(trainer):
             if isinstance(callback, UpscaleCallback) and callback.summary:
                 s = callback.summary
                 lines.append(

@@ -13,6 +13,7 @@ from torch import Tensor
 from mupscale.callbacks.curves import stepped
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
+from mupscale.models._lightning import callbacks_of
 from mupscale.models.base import WidthScalable, init_contexts
 from mupscale.models.checkpoint import Width
 from mupscale.widening.noise import Constants, Noise, SignalNoise, save_constants
@@ -107,7 +108,7 @@ class TrialMetric(Callback):
                 f"trainer.devices: a trial of a sweep runs on one device, got {trainer.world_size}; start more "
                 "processes"
             )
-        for callback in trainer.callbacks:
+        for callback in callbacks_of(trainer):
             if isinstance(callback, UpscaleCallback) and isinstance(callback.noise, SignalNoise):
                 callback.noise = Recording(callback.noise)
 
@@ -144,7 +145,7 @@ class TrialMetric(Callback):
                     f"metric last_epoch: an epoch has {self.window} steps, but the run {self._steps}; "
                     "take last_2%, or raise trainer.max_steps"
                 )
-        elif share is not None:
+        elif isinstance(share, float):
             self.window = math.ceil(share * self._steps)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -175,7 +176,7 @@ class TrialMetric(Callback):
             self._check(trainer)
         if any(
             isinstance(callback, UpscaleCallback) and callback.is_due(trainer, pl_module)
-            for callback in trainer.callbacks
+            for callback in callbacks_of(trainer)
         ):
             self._check_before_swap(trainer, pl_module)
 
@@ -228,7 +229,7 @@ class TrialMetric(Callback):
         return float(metrics[self.metric])
 
     def _save_noise(self, trainer: Trainer) -> None:
-        for callback in trainer.callbacks:
+        for callback in callbacks_of(trainer):
             if (
                 isinstance(callback, UpscaleCallback)
                 and isinstance(callback.noise, Recording)

@@ -4,7 +4,7 @@ import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,7 +16,16 @@ from torch.optim import Optimizer
 from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.checks.recording import buffers_kept
 from mupscale.errors import UserError
-from mupscale.models._lightning import average_device, average_of, averaged_copy, averaging_callbacks, set_average
+from mupscale.models._lightning import (
+    average_device,
+    average_of,
+    averaged_copy,
+    averaging_callbacks,
+    callbacks_of,
+    is_trial_run,
+    set_average,
+    set_callbacks,
+)
 from mupscale.models.base import WidthScalable, init_contexts
 from mupscale.models.checkpoint import Width
 from mupscale.widening.noise import Constants, Noise, SameNoise
@@ -91,15 +100,14 @@ class UpscaleCallback(Callback):
             return
         if not isinstance(pl_module, WidthScalable):
             raise UserError(f"UpscaleCallback needs a WidthScalable module, model is a {type(pl_module).__name__}")
-        if 0 < trainer.max_steps <= self.at_step and not trainer.fast_dev_run:
+        if 0 < trainer.max_steps <= self.at_step and not is_trial_run(trainer):
             raise UserError(
                 f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}"
             )
         self.checkpoint = None
         # what it saves before a swap must hold what the other callbacks (EMA, curves) did after the step
-        trainer.callbacks = sorted(
-            trainer.callbacks, key=lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))
-        )
+        order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))  # noqa: E731
+        set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
         before = self._width_before(trainer, pl_module)
         if not _narrower(
             before, self.width
@@ -120,7 +128,7 @@ class UpscaleCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         steps = trainer.estimated_stepping_batches
-        if 0 < steps <= self.at_step and not trainer.fast_dev_run:
+        if 0 < steps <= self.at_step and not is_trial_run(trainer):
             raise UserError(f"UpscaleCallback.at_step = {self.at_step} is never reached: the run has {steps} steps")
         before = self._width_before(trainer, pl_module)
         if trainer.ckpt_path is None and not _narrower(before, self.width) and before != self.width:
@@ -195,7 +203,7 @@ class UpscaleCallback(Callback):
         for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
             continue_schedule(config.scheduler if self.restart_schedule else old, config.scheduler)
         self._widen_averages(module, growth, report.noise, seed)
-        for monitor in (c for c in trainer.callbacks if isinstance(c, LearningRateMonitor)):
+        for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
         del narrow, narrow_opts, schedulers
         losses = float(loss_before), float(_loss(trainer, module, batch))  # waits for the device
@@ -231,9 +239,13 @@ class UpscaleCallback(Callback):
         for callback in averaging_callbacks(module):
             old, new = average_of(callback), averaged_copy(callback, module)
             # the draw depends on device and precision, in which the average may differ
-            kept = next(old.module.net.parameters()).dtype
+            narrow, wide = cast(WidthScalable, old.module).net, cast(WidthScalable, new.module).net
+            assert narrow is not None
+            assert wide is not None
+            kept = next(narrow.parameters()).dtype
             dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
-            narrow, wide = (model.module.net.to(module.device, dtype) for model in (old, new))
+            narrow.to(module.device, dtype)
+            wide.to(module.device, dtype)
             upscale(narrow, wide, noise=SameNoise(noise), seed=seed, plan=growth)
             wide.to(average_device(callback, module), kept)
             new.n_averaged.copy_(old.n_averaged)
@@ -285,7 +297,7 @@ class UpscaleCallback(Callback):
     def _width_before(self, trainer: Trainer, module: LightningModule) -> Width:
         """The width this swap will start from: the model's, or that of the swap before it."""
         assert isinstance(module, WidthScalable)
-        earlier = [c for c in trainer.callbacks if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
+        earlier = [c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
         return max(earlier, key=lambda c: c.at_step).width if earlier else module.width
 
 
@@ -308,8 +320,9 @@ def _loss(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
     with buffers_kept(module.net), torch.random.fork_rng(devices), trainer.precision_plugin.forward_context(), eager:
         loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
     for part in module.net.modules():
-        if hasattr(part, "reshard"):
-            part.reshard()  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
+        reshard: Any = getattr(part, "reshard", None)
+        if reshard is not None:
+            reshard()  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
     return loss
 
 

@@ -8,18 +8,45 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 # --- modules and trainers
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]  # public, but set where type checkers do not look
+
+
+def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
+    trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
+    return trainer.datamodule  # type: ignore[attr-defined]
+
+
+def profiler_of(trainer: Trainer) -> Profiler:
+    return trainer.profiler  # type: ignore[attr-defined]
+
+
+def is_trial_run(trainer: Trainer) -> bool:
+    """Whether `trainer.fast_dev_run` is on."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def log_interval(trainer: Trainer) -> int:
+    """`trainer.log_every_n_steps`."""
+    return trainer.log_every_n_steps  # type: ignore[attr-defined]
 
 
 def trainer_of(module: LightningModule) -> Trainer | None:
@@ -67,7 +94,7 @@ def enter_hook(module: LightningModule, name: str | None) -> str | None:
 def averaging_callbacks(module: LightningModule) -> list[WeightAveraging]:
     """The EMA callbacks of a run that hold an average already."""
     trainer = trainer_of(module)
-    callbacks: list[Callback] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = [] if trainer is None else callbacks_of(trainer)
     return [c for c in callbacks if isinstance(c, WeightAveraging) and c._average_model is not None]
 
 
@@ -143,7 +170,8 @@ def finish_loaded_step(trainer: Trainer) -> None:
         if not validated:
             loop.batch_progress.increment_completed()
             if loop.batch_progress.is_last_batch:
-                for count in (fit.epoch_progress.total, fit.epoch_progress.current):  # Lightning has counted it as over
+                epochs: Any = fit.epoch_progress
+                for count in (epochs.total, epochs.current):  # Lightning has counted it as over
                     count.processed -= 1
                     count.completed -= 1
         loop.reset_restart_stage()

@@ -1,5 +1,6 @@
 """The checkpoints of width-scalable modules: what they hold beside Lightning's part, and how it is loaded."""
 
+from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, cast
@@ -54,7 +55,7 @@ def checkpoint_width(checkpoint: dict[str, Any], module: str) -> Width:
     return checkpoint["hyper_parameters"]["width"]
 
 
-def refuse_other_architecture(net: nn.Module, arguments: dict[str, Any], checkpoint: dict[str, Any]) -> None:
+def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
     """UserError if this network, built at the checkpoint's width, is not the checkpoint's; names the model's arguments
     that differ."""
     ours = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}

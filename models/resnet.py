@@ -72,5 +72,6 @@ class ResNet18(Classifier):
     def prepare_network(self) -> None:
         assert self.net is not None
         if self.device_mesh is None:  # FSDP2 wants its parameters contiguous
-            self.net.to(memory_format=torch.channels_last)  # what tensor cores convolve, and the data module delivers
+            # what tensor cores convolve, and the data module delivers
+            self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub forgets it
         super().prepare_network()
