@@ -1,5 +1,4 @@
-"""The paper's MLP on Covertype-shaped rows, AdamW, batch 2000, inside `Trainer.fit`, beside a bare loop and a first
-draft.
+"""The paper's MLP (AdamW, batch 2000, Covertype-shaped rows) in `Trainer.fit`, beside a bare loop and a draft.
 
 python -m benchmarks mlp [--quick] [--out mlp.json]
 """

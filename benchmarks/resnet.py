@@ -1,5 +1,4 @@
-"""ResNet-18 on CIFAR-100-shaped images, SGD, batch 128, with augmentation, inside `Trainer.fit`, beside a bare loop and
-a first draft.
+"""ResNet-18 (SGD, batch 128, augmented images) inside `Trainer.fit`, beside a bare loop and a first draft.
 
 python -m benchmarks resnet [--quick] [--out resnet.json]
 """

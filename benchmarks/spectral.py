@@ -1,5 +1,4 @@
-"""Time and launches of the spectral norms of every convolution of a ResNet-18, as `SignalNoise` needs them, beside a
-full SVD.
+"""Time and launches of the spectral norms of a ResNet-18's convolutions, beside a full SVD.
 
     python -m benchmarks spectral [--quick] [--device cuda] [--width 256] [--svd] [--out spectral.json]
 

@@ -70,8 +70,10 @@ class Case:
 
 @dataclass
 class Row:
-    """One line of the table. Memory in GB at its peak; `grown` in MB from the end of the warm-up to the last step; of
-    the bare loop also the shares of the device's time.
+    """One line of the table.
+
+    Memory is in GB at its peak; `grown` in MB from the end of the warm-up to the last step. The bare loop also has the
+    shares of the device's time.
     """
 
     case: str
@@ -270,9 +272,7 @@ def quieten() -> None:
 
 
 def matmul_peak(device: torch.device) -> float:
-    """bfloat16 TFLOP/s of an 8192³ product, sustained for a second: what the device gives, not what its data sheet
-    says.
-    """
+    """bfloat16 TFLOP/s of an 8192³ product, sustained for a second: what the device gives in practice."""
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):

@@ -1,5 +1,4 @@
-"""Time and peak memory of `upscale` for GPT-2 shapes with AdamW state, beside a plain copy of as many bytes; and of the
-swap in a fit.
+"""Time and peak memory of `upscale` for GPT-2 shapes with AdamW state, and of the swap in a fit.
 
     python -m benchmarks upscale [--quick] [--device cuda] [--sizes 125M,630M,2.3B] [--out upscale.json]
 

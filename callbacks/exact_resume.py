@@ -14,8 +14,9 @@ from mupscale.models._lightning import callbacks_of, finish_loaded_step, restore
 
 
 class ExactResume(Callback):
-    """Makes a resumed run go on exactly like one that was not interrupted, from a checkpoint written at the end of a
-    batch, of a validation or of an epoch, or at the start of an epoch.
+    """Makes a resumed run go on exactly like one that was not interrupted.
+
+    It does so from a checkpoint written at the end of a batch, of a validation or of an epoch, or at the start of one.
 
     A checkpoint is often written before its step is over. Lightning leaves the rest of that step out of the resumed
     run: validation, plateau schedulers, the end of the epoch. Here it is made up for.

@@ -38,8 +38,9 @@ _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class FastLoop(Callback):
-    """Takes the time between steps out of a fit on one device. Counters, hooks, logs and checkpoints are those of any
-    fit.
+    """Takes the time between steps out of a fit on one device.
+
+    Counters, hooks, logs and checkpoints are those of any fit.
 
     Lightning prepares and profiles every hook of every callback around every step: half a millisecond and more. Here
     the hooks that are overridden are called, and nothing else. What this loop does not know (several devices, gradient
@@ -163,8 +164,7 @@ class LeanEpochLoop(EpochLoop):
         return {"loss": loss}
 
     def _captured_for(self, trainer: Trainer, module: LightningModule, batch: Any) -> CapturedStep | None:
-        """The graph of a step on this batch; None where Lightning must take the step, to warm up or because it is an
-        odd one.
+        """The graph of a step on this batch; None where Lightning must take the step.
 
         A graph is made for the second step in a row of a kind: not for the ragged batch at the end of an epoch, nor for
         every value of a weight decay that changes all the time.

@@ -9,8 +9,7 @@ from mupscale.models._lightning import OpenCheckpoint, is_trial_run
 
 
 class RunCheckpoint(OpenCheckpoint):
-    """A ModelCheckpoint that also saves at the end of a run, whatever the interval, and that survives interruptions and
-    moves.
+    """A ModelCheckpoint that also saves at the end of a run, and survives interruptions and moves.
 
     The last step is saved when the run is over, not before: a validation that is still to come must not be lost with a
     process that dies in it, and a run that has this checkpoint is finished.

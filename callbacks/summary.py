@@ -34,11 +34,11 @@ class WidthBar(ClockedBar):
             self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        shown = super().get_metrics(trainer, pl_module)
-        shown.pop("v_num", None)
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
         if isinstance(pl_module, WidthScalable) and pl_module.train_loss is not None:
-            return {"width": pl_module.width, "loss": float(pl_module.train_loss), **shown}
-        return shown
+            return {"width": pl_module.width, "loss": float(pl_module.train_loss), **metrics}
+        return metrics
 
 
 class Summary(Callback):

@@ -20,9 +20,7 @@ from mupscale.widening.noise import Constants, Noise, SignalNoise, save_constant
 from mupscale.widening.plan import Plan, TensorPlan
 
 DIVERGED = 10
-"""How many times the loss of an untrained network, or of the network just after a swap, is divergence, if it stays
-there.
-"""
+"""How many times the loss of an untrained network, or of the network just after a swap, counts as divergence."""
 
 PATIENCE = 5
 """Checks in a row that must find it there. A check looks at the mean over a hundredth of the run."""
@@ -260,9 +258,7 @@ class Recording(Noise):
 
 
 def window_of(metric: str) -> float | str | None:
-    """Which part of the run's steps a metric is the mean training loss of: a share, or "epoch"; None for a metric that
-    is logged.
-    """
+    """The share of the run's last steps that a metric averages over, or "epoch"; None for a logged metric."""
     if metric == "last_epoch":
         return "epoch"
     percent = re.fullmatch(r"last_(\d+(?:\.\d+)?)%", metric)
@@ -276,9 +272,7 @@ def window_of(metric: str) -> float | str | None:
 
 @torch.no_grad()
 def untrained_loss(trainer: Trainer, module: WidthScalable, batch: Any) -> float:
-    """What a network of the module's width has on a batch before any training; the run's random numbers stay as they
-    were.
-    """
+    """The loss of an untrained network of the module's width on a batch; random numbers are left as they were."""
     net = module.net
     devices = [module.device] if module.device.type == "cuda" else []
     with torch.random.fork_rng(devices), init_contexts(trainer), trainer.precision_plugin.forward_context():

@@ -109,10 +109,8 @@ class UpscaleCallback(Callback):
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))  # noqa: E731
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
         before = self._width_before(trainer, pl_module)
-        if not _narrower(
-            before, self.width
-        ):  # right for a run that is resumed after the swap; whether it is one is not known yet
-            return
+        if not _narrower(before, self.width):
+            return  # right for a run that is resumed after the swap; whether it is one is not known yet
         with torch.random.fork_rng(devices=[]):  # building a network must not move the run's random numbers
             try:
                 growth = plan(pl_module.network(before, meta=True), pl_module.network(self.width, meta=True))
@@ -140,9 +138,8 @@ class UpscaleCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.is_due(trainer, pl_module) and self.checkpoint is None:
-            self.checkpoint = self._saved(
-                trainer
-            )  # here loops and data can be resumed exactly, in the middle of a step they cannot
+            # here loops and data can be resumed exactly; in the middle of a step they cannot
+            self.checkpoint = self._saved(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.is_due(trainer, pl_module):

@@ -1,5 +1,4 @@
-"""Draws docs/theory.svg: networks of finite width, trained and upscaled by the library, approach the limits of
-mupscale/checks/limits.py.
+"""Draws docs/theory.svg: trained and upscaled networks of finite width approach their infinite-width limits.
 
 python docs/theory_figure.py
 """
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mupscale
-from mupscale.checks.limits import Limit, Run, four_layer_limit, three_layer_limit
+from mupscale.checks.limits import Limit, Training, four_layer_limit, three_layer_limit
 from mupscale.widening.noise import Noise
 
 K = 2
@@ -27,7 +26,7 @@ SEEDS = {32: 48, 64: 48, 128: 48, 256: 48, 512: 48, 1024: 12}
 class Example(NamedTuple):
     layers: str
     """The weights by the paper's letters, input first."""
-    run: Run
+    run: Training
     limit: Limit
     undisturbed: Limit
     """The limit of going on without an upscale."""
@@ -41,8 +40,8 @@ def examples() -> dict[str, Example]:
 
     # the noise multiplies the rate of three layers by (1 + 1)(1 + 1): divided by that, their limit goes on as if
     # nothing had happened
-    three = Run(slope, lr=0.4, steps=6, lr_up=0.1, steps_up=8)
-    four = Run(slope, lr=0.1, steps=6, lr_up=0.05, steps_up=8)
+    three = Training(slope, lr=0.4, steps=6, lr_up=0.1, steps_up=8)
+    four = Training(slope, lr=0.1, steps=6, lr_up=0.05, steps_up=8)
     return {
         "three layers": Example(
             "CBA",
@@ -60,9 +59,7 @@ def examples() -> dict[str, Example]:
 
 
 def network(layers: str, width: int) -> nn.Module:
-    """The linear MLP with these weights under muP at base width 1, drawn with σ = 1; its first and last layer are
-    frozen.
-    """
+    """The linear MLP with these weights under muP at base width 1, drawn with σ = 1; only the middle trains."""
     first, *hidden, last = layers
 
     def build(n: int) -> nn.Module:
@@ -79,7 +76,7 @@ def network(layers: str, width: int) -> nn.Module:
     return mupscale.set_base_shapes(net, base, delta, init="constant")
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, run: Run, steps: int) -> list[float]:
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, run: Training, steps: int) -> list[float]:
     """Gradient descent on the one sample; the output before each step and after the last."""
     outputs = []
     for step in range(steps + 1):
@@ -92,7 +89,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, run: Run, steps: int
     return outputs
 
 
-def finite_width(layers: str, run: Run, width: int, k: int, noise: Noise, seed: int) -> Limit:
+def finite_width(layers: str, run: Training, width: int, k: int, noise: Noise, seed: int) -> Limit:
     """What the limits are limits of: a network of this width is trained, upscaled by the factor k, and trained on."""
     torch.manual_seed(seed)
     narrow = network(layers, width)
@@ -110,9 +107,7 @@ def curves(example: Example, width: int, seeds: Iterable[int]) -> list[Limit]:
 
 
 def errors(example: Example) -> tuple[Tensor, Tensor]:
-    """Root mean square distance from the limit, over steps and seeds, before and after the upscale, at each of the
-    widths.
-    """
+    """Root mean square distance from the limit, over steps and seeds, before and after the upscale, at each width."""
     distances = []
     for width, seeds in SEEDS.items():
         runs = curves(example, width, range(seeds))

@@ -1,5 +1,4 @@
-"""The library in one sitting: train a narrow network, look at the plan, verify it, widen it, and let it use its new
-width.
+"""The library in one sitting: train narrow, look at the plan, verify it, widen, and train on.
 
 python docs/walkthrough.py
 """

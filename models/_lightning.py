@@ -202,7 +202,7 @@ def finish_loaded_step(trainer: Trainer) -> None:
 
 
 class OpenCheckpoint(ModelCheckpoint):
-    """A ModelCheckpoint that can be told to save now, and that asks whether to remove an older checkpoint."""
+    """A ModelCheckpoint with `save_now`, and with `removes`, which decides about older checkpoints."""
 
     def save_now(self, trainer: Trainer) -> None:
         """Saves as at the end of an interval; the present step is kept as the last even if it is not among the best."""

@@ -233,9 +233,7 @@ class WidthScalable(LightningModule):
 
 @contextmanager
 def init_contexts(trainer: Trainer | None) -> Iterator[None]:
-    """The contexts in which a trainer calls `configure_model`; outside of them the network would have the wrong
-    precision.
-    """
+    """The contexts in which a trainer calls `configure_model`; outside of them the precision would be wrong."""
     with ExitStack() as stack:
         if trainer is not None:
             stack.enter_context(trainer.strategy.tensor_init_context())

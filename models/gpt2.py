@@ -93,17 +93,18 @@ class Head(nn.Module):
         x_BTD = self.ln_f(x_BTD)
         if targets_BT is None:
             return self.readout(x_BTD)
-        if (
-            not isinstance(self.readout, Readout) or self.readout.bias is not None
-        ):  # somebody's own: it is not ours to take apart
+        # a readout of another class, or with a bias, is called as it is
+        if not isinstance(self.readout, Readout) or self.readout.bias is not None:
             return F.cross_entropy(self.readout(x_BTD).flatten(0, 1), targets_BT.flatten())
         x_ND = (self.readout.multiplier * x_BTD).flatten(0, 1).to(dtype)
         return ReadoutLoss.apply(x_ND, self.readout.weight.to(dtype), targets_BT.flatten())
 
 
 class GPT2Net(nn.Module):
-    """Width grows through head_dim at a fixed number of heads. Weights are drawn with std 0.02 (0.02 / sqrt(2 · layers)
-    into the residual stream) whatever the width: pass init="constant" to `set_base_shapes`.
+    """GPT-2 whose width grows through head_dim at a fixed number of heads.
+
+    Weights are drawn with std 0.02 (0.02 / sqrt(2 · layers) into the residual stream) whatever the width: pass
+    init="constant" to `set_base_shapes`.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""ResNet-18 for 32 × 32 images: a 3 × 3 stem without pooling, BatchNorm, basic blocks, and a zero-initialised muP
-readout.
-"""
+"""ResNet-18 for 32 × 32 images: a 3 × 3 stem without pooling, basic blocks, a zero-initialised muP readout."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""Lets `import torchvision` (and so torchmetrics and lightning) survive a CPU-only torch beside a CUDA build of
-torchvision.
+"""Lets torchvision be imported when torch is a CPU build and torchvision a CUDA build.
 
 Such a torchvision cannot load its C++ library and then registers fake kernels for operators that were never defined,
 which aborts the import. Defining the two missing schemas just before cures it. Where the library loads, or torch has

@@ -25,8 +25,9 @@ def set_base_shapes(
     init: Init | None = "fan_in",
     roles: Roles | None = None,
 ) -> nn.Module:
-    """Makes `model` a muP model of the given base: its width table, its readout multipliers, its initialisation.
-    Returns it.
+    """Makes `model` a muP model of the given base, in place, and returns it.
+
+    That is its width table, its readout multipliers and its initialisation.
 
     `base` is the same architecture at the base width, `delta` at any other width: the axes in which they differ are
     width. Without `delta` these are the axes in which `model` and `base` differ. Both may sit on the meta device.

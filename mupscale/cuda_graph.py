@@ -1,6 +1,4 @@
-"""A whole training step as one CUDA graph: small networks spend most of a step launching kernels, a graph launches them
-at once.
-"""
+"""A whole training step as one CUDA graph, launched at once instead of kernel by kernel."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,12 +82,9 @@ class CapturedStep:
 
 
 def use_fused(optimizer: Optimizer) -> None:
-    """Lets the optimizer do its step in one kernel a group, where torch has one for its class and nothing else was
-    asked for.
-    """
-    if not isinstance(
-        optimizer, torch.optim.SGD | torch.optim.Adam
-    ):  # AdamW is an Adam; Adagrad's kernel is the CPU's alone in torch 2.11
+    """Switches on torch's fused kernel, one for a whole group, where there is one and the user chose nothing else."""
+    # AdamW is an Adam; Adagrad's kernel exists only for the CPU in torch 2.11
+    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):
         return
     for group in optimizer.param_groups:
         on_gpu = all(p.is_cuda and p.is_floating_point() for p in group["params"])
@@ -102,8 +97,9 @@ def use_fused(optimizer: Optimizer) -> None:
 
 
 def step_kind(batch: Any, optimizer: Optimizer) -> tuple[Any, ...]:
-    """What the steps of one graph have in common: shapes and precisions, whatever else is in a batch, and what an
-    optimizer's step depends on beside its learning rates. Equal for steps that one graph can take.
+    """What the steps of one graph have in common; equal for steps that one graph can take.
+
+    Shapes and precisions, whatever else is in a batch, and what an optimizer's step depends on beside its rates.
     """
     leaves, structure = tree_flatten(batch)
     parts = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]

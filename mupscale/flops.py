@@ -1,5 +1,6 @@
-"""Training costs as the paper's appendix "Evaluation criteria" counts them: FLOPs per sample or token, and what a
-comparison charges.
+"""Training costs as the paper's appendix "Evaluation criteria" counts them.
+
+FLOPs per sample or token, and what a comparison charges.
 
 A weight costs six operations per sample it sees: a multiplication and an addition in the forward pass, and as many for
 the gradient of its input and for its own. The formulas below give the paper's estimates. `WidthScalable.training_flops`
@@ -25,9 +26,7 @@ def mlp_flops(width: int, *, inputs: int = 54, outputs: int = 7, layers: int = 4
 
 
 def resnet18_flops(width: int, *, outputs: int = 100) -> int:
-    """FLOPs of training ResNet-18 on one 32 × 32 image, `width` being the channels of its stem: convolutions and the
-    readout, no norms.
-    """
+    """FLOPs of training ResNet-18 on one 32 × 32 image; `width` is the channels of its stem, norms are not counted."""
 
     def convolution(channels_in: int, channels: int, kernel: int, pixels: int) -> int:
         return channels_in * channels * kernel**2 * pixels**2
@@ -46,8 +45,7 @@ def resnet18_flops(width: int, *, outputs: int = 100) -> int:
 
 
 def gpt2_flops(width: int, *, layers: int = 12, vocabulary: int = 50304, context: int = 1024) -> int:
-    """FLOPs of training GPT-2 on one token of a full context: 6N + 12 · layers · width · context, the width being heads
-    · head_dim.
+    """FLOPs of training GPT-2 on one token of a full context: 6N + 12 · layers · width · context.
 
     N counts every parameter, biases and norms too, but the position table; the token table counts once, as the readout
     it is tied to.

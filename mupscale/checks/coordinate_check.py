@@ -66,8 +66,7 @@ class Scan:
         return self.sizes[layer].square().mean(0).sqrt()
 
     def slope(self, layer: str, quantity: int) -> tuple[float | None, float]:
-        """Of the first output (0), or of its change in all steps (1), against width in logarithms; and its standard
-        error.
+        """The slope of the first output (0), or of its change (1), against width in logarithms; and its standard error.
 
         None if the size is zero everywhere.
         """
@@ -88,11 +87,13 @@ class Slopes(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        told = [(self.output_fails, "output", self.output), (self.update_fails, "update", self.update)]
-        return (
-            " and ".join(f"its {what} {_power(slope)}" for fails, what, slope in told if fails and slope is not None)
-            or None
-        )
+        """What is wrong with the layer in this scan, or None."""
+        parts = []
+        if self.output_fails and self.output is not None:
+            parts.append(f"its output {_power(self.output)}")
+        if self.update_fails and self.update is not None:
+            parts.append(f"its update {_power(self.update)}")
+        return " and ".join(parts) or None
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,12 @@ class CoordCheck:
     @property
     def failing(self) -> dict[str, str]:
         """What is wrong with each layer that fails."""
-        told = {
-            name: [f"{scan}: {s.problem}" for scan, s in scans.items() if s.problem]
-            for name, scans in self.layers.items()
-        }
-        return {name: "; ".join(problems) for name, problems in told.items() if problems}
+        answer = {}
+        for name, scans in self.layers.items():
+            problems = [f"{scan}: {slopes.problem}" for scan, slopes in scans.items() if slopes.problem]
+            if problems:
+                answer[name] = "; ".join(problems)
+        return answer
 
     @property
     def first(self) -> str | None:
@@ -119,16 +121,12 @@ class CoordCheck:
         Outputs at the start of a scan inherit mistakes from layers before, updates from those behind too.
         """
         fresh, *upscaled = (scan.name for scan in self.scans)
-        told = ((scans, fails) for scans in ([fresh], upscaled) for fails in ("output_fails", "update_fails"))
-        return next(
-            (
-                name
-                for scans, fails in told
-                for name, by in self.layers.items()
-                if any(getattr(by[x], fails) for x in scans)
-            ),
-            None,
-        )
+        for scans in ([fresh], upscaled):
+            for quantity in ("output_fails", "update_fails"):
+                for name, slopes in self.layers.items():
+                    if any(getattr(slopes[scan], quantity) for scan in scans):
+                        return name
+        return None
 
     @property
     def passed(self) -> bool:
@@ -147,8 +145,9 @@ class CoordCheck:
             numbers = "".join(f"{_number(s.output):>10}{_number(s.update):>9}" for s in scans.values())
             lines.append(f"{name:<{indent}}{numbers}   {'FAILS' if name in failing else 'ok'}")
         if self.passed:
-            told = f"tolerance {TOLERANCE}, {FALLING_TOLERANCE} where an update falls"
-            return "\n".join([*lines, f"passed: no layer's output or update grows or vanishes with the width ({told})"])
+            limits = f"tolerance {TOLERANCE}, {FALLING_TOLERANCE} where an update falls"
+            lines.append(f"passed: no layer's output or update grows or vanishes with the width ({limits})")
+            return "\n".join(lines)
         lines.append(f"FAILED in {len(failing)} of {len(self.layers)} layers, look first at {self.first}")
         return "\n".join([*lines, *(f"  {name}: {problem}" for name, problem in failing.items())])
 
@@ -165,8 +164,9 @@ def coord_check(
     noise: Noise | None = DEFAULT_NOISE,
     clip: float | None = None,
 ) -> CoordCheck:
-    """How the outputs of all layers, and their change over `steps` steps, depend on the width; before and across an
-    upscale.
+    """Measures how the outputs of all layers, and their change in training, depend on the width.
+
+    Networks are measured fresh, and across an upscale.
 
     `network(width)` makes a fresh muP network, `optimizer(network)` its optimizers, muP-scaled. Each of `seeds`
     networks of every width trains on `batches`, over and over; sizes are measured on the first one.
@@ -313,9 +313,7 @@ class _Training:
 
     @torch.no_grad()
     def _outputs(self, net: nn.Module) -> dict[str, list[Tensor]]:
-        """What every module with parameters of its own puts out for the first batch, as in training, leaving buffers as
-        they were.
-        """
+        """The outputs of every module with parameters of its own for the first batch; buffers stay as they were."""
         with buffers_kept(net), torch.random.fork_rng(), Recorder(net, wanted=_has_parameters) as recorder:
             torch.manual_seed(0)  # dropout must not count as an update
             self.loss(net, self.batches[0])

@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Run:
-    """Training before and after an upscale; learning rates and standard deviations are muP base constants at base width
-    1.
-    """
+class Training:
+    """Training before and after an upscale; rates and standard deviations are base constants at base width 1."""
 
     slope: Callable[[float], float]
     """L′(y), the derivative of the loss by the output."""
@@ -40,7 +38,7 @@ class Limit(NamedTuple):
     after: list[float]
 
 
-def three_layer_limit(run: Run, *, noise_A: float = 0.0, noise_C: float = 0.0) -> Limit:
+def three_layer_limit(run: Training, *, noise_A: float = 0.0, noise_C: float = 0.0) -> Limit:
     """The outputs of the three-layer network; neither the noise on B nor the factor k has any influence."""
 
     def descend(y: float, rate: float, steps: int) -> list[float]:
@@ -68,7 +66,7 @@ class Span(NamedTuple):
 
 
 def four_layer_limit(
-    run: Run, k: int, *, noise_A: float = 0.0, noise_B: float = 0.0, noise_C: float = 0.0, noise_D: float = 0.0
+    run: Training, k: int, *, noise_A: float = 0.0, noise_B: float = 0.0, noise_C: float = 0.0, noise_D: float = 0.0
 ) -> Limit:
     """The outputs of the four-layer network upscaled by the factor k.
 

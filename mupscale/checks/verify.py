@@ -27,9 +27,7 @@ TOLERANCE = 1e-8
 """Relative drift of activations in float64. Gradients and weights get ten times as much, the loss a hundredth of it."""
 
 TOLERANCE_FLOAT32 = 1e-4
-"""The same where the model computes in float32 inside, whatever the dtype of its weights: the loss is then held to
-1e-6.
-"""
+"""The same for models that compute in float32 inside, whatever their weights: the loss is then held to 1e-6."""
 
 
 @dataclass
@@ -246,8 +244,7 @@ class _Comparison:
         return _worst(0.0, *drifts)
 
     def _drift(self, key: Any, narrow: Tensor, wide: Tensor) -> float:
-        """How far `wide` is from `narrow` duplicated, in the layout that fits best; the first layout that fits is
-        remembered.
+        """How far `wide` is from `narrow` duplicated in the layout that fits best, which is remembered.
 
         An activation carries no plan: heads may stand on an axis of their own, or be flattened with positions. So every
         block length is tried. A layout that is wrong for the next module shows in what that module makes of it.
@@ -336,9 +333,7 @@ def _computes_in_float32(model: nn.Module, batch: Any, loss: Callable[[nn.Module
 
 
 def _steps_in_float32(optimizer: Optimizer) -> bool:
-    """Capturable optimizers compute their bias correction in float32; a float32 learning rate is rounded when it is
-    rescaled.
-    """
+    """Whether an optimizer rounds to float32: capturable ones do, and float32 learning rates when rescaled."""
     return any(
         group.get("capturable")
         or any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in group.values())

@@ -33,9 +33,7 @@ def interleaved(length: int, factor: int) -> Layout:
 
 
 def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
-    """The layout a user's `spec` means for an axis growing from `narrow` to `wide` entries; UserError says what is
-    off.
-    """
+    """The layout that a user's `spec` means for an axis of `narrow` → `wide` entries; UserError if it does not fit."""
     if isinstance(spec, int) and not isinstance(spec, bool):
         if narrow == 0 or wide % narrow:
             raise UserError(f"{wide} is not a multiple of {narrow}")

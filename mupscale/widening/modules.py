@@ -1,5 +1,4 @@
-"""What module types tell about their parameters: which axis produces, which is summed over, and what they cannot do
-exactly.
+"""What module types say about their parameters: which axis is produced, which is summed over, what is inexact.
 
 `axis_sides` is the whole knowledge of layouts: `nn.Linear` is (out, in), `nn.ConvTranspose2d` and the transformers
 library's `Conv1D` are (in, out), an embedding is (not width, out). A module type that is not here answers None, and the
@@ -24,6 +23,7 @@ Side = Literal["out", "in"] | None
 Kind = Literal["weight", "bias", "gain"]
 
 _NORMS = (BatchNormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_MATRIX_TYPES = (nn.Linear, nn.Bilinear, ConvNd, nn.MultiheadAttention, RNNBase, RNNCellBase)
 _HEAD_COUNTS = (
     "num_heads",
     "num_attention_heads",
@@ -46,15 +46,12 @@ def axis_sides(module: nn.Module, attribute: str, parameter: Tensor) -> tuple[Si
         return (None, "out")
     if isinstance(module, nn.MultiheadAttention) and attribute in ("bias_k", "bias_v"):
         return (None, None, "out")
-    if not isinstance(
-        module, (nn.Linear, nn.Bilinear, ConvNd, nn.MultiheadAttention, RNNBase, RNNCellBase)
-    ) and not is_conv1d(module):
+    if not isinstance(module, _MATRIX_TYPES) and not is_conv1d(module):
         return None
     if "bias" in attribute:
         return ("out",)
-    if "weight" not in attribute or attribute.endswith(
-        ("_orig", "_g", "_v")
-    ):  # pruning and the like: not the layer's own weight
+    reparametrised = attribute.endswith(("_orig", "_g", "_v"))  # by pruning and the like: not the layer's own weight
+    if "weight" not in attribute or reparametrised:
         return None
     if isinstance(module, nn.Bilinear):
         return ("out", "in", "in")
@@ -81,18 +78,15 @@ def kind_of(module: nn.Module, attribute: str, parameter: Tensor) -> Kind:
 def drawn_fan_growth(
     before: nn.Module, after: nn.Module, attribute: str, shapes: tuple[Sequence[int], Sequence[int]]
 ) -> float:
-    """The growth of what torch's default initialisation divides the variance by: "fan_in", as each module type
-    understands it.
-    """
+    """The growth of "fan_in", by which torch's default initialisation of this module type divides the variance."""
     if isinstance(before, RNNBase | RNNCellBase) and isinstance(after, RNNBase | RNNCellBase):
         return after.hidden_size / before.hidden_size
     if isinstance(before, nn.MultiheadAttention) and attribute.endswith(("weight", "_k", "_v")):
         small, large = (sum(shape) if len(shape) == 2 else shape[-1] for shape in shapes)  # Xavier: fan_in + fan_out
         return large / small
     if isinstance(before, (nn.Linear, nn.Bilinear, ConvNd)) and isinstance(after, (nn.Linear, nn.Bilinear, ConvNd)):
-        return (
-            after.weight.shape[1] / before.weight.shape[1]
-        )  # torch takes axis 1 for the fan, in a transposed convolution too
+        # torch takes axis 1 for the fan, in a transposed convolution too
+        return after.weight.shape[1] / before.weight.shape[1]
     return 1.0
 
 
@@ -101,9 +95,7 @@ def is_readout(module: nn.Module) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """The transformers library's (in, out) linear layer, known by name and attributes: the library need not be
-    installed.
-    """
+    """Whether this is the transformers library's (in, out) linear layer; the library need not be installed."""
     return (
         type(module).__name__ == "Conv1D"
         and hasattr(module, "nf")

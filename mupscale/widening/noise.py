@@ -43,9 +43,7 @@ class Noise(ABC):
 
     @abstractmethod
     def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
-        """σ̄ of one parameter, or of each of its positions, given its narrow and widened values and the draw Δ at σ̄ =
-        1.
-        """
+        """σ̄ of one parameter, or of each position, from its narrow and widened values and the draw Δ at σ̄ = 1."""
 
 
 class AdditiveNoise(Noise):

@@ -96,8 +96,9 @@ def continued_optimizer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wi
 def off_the_rule(
     plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer
 ) -> list[str]:
-    """A note on each hyperparameter of `wide_opt` that does not follow from `narrow_opt` by one common change of base
-    constants.
+    """A note on each hyperparameter of `wide_opt` that does not follow from `narrow_opt`.
+
+    One common change of a base constant is a choice, and gets no note.
     """
     rule, wide_named = rule_of(narrow_opt), dict(wide.named_parameters())
     group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}

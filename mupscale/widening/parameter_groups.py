@@ -18,9 +18,7 @@ _LEARNING_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 def split_groups(
     groups: Sequence[Group], rule: OptimizerRule, target_of: Callable[[Tensor], tuple[Tensor, Factors]]
 ) -> list[Group]:
-    """The groups with every parameter replaced by its target and hyperparameters rescaled; split where the scaling
-    differs.
-    """
+    """The groups over the target parameters, hyperparameters rescaled; split where the scaling differs."""
     answer: list[Group] = []
     for index, group in enumerate(groups):
         parts: dict[Scaling, Group] = {}

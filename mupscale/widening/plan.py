@@ -1,5 +1,4 @@
-"""The plan: for every parameter and buffer, which axes are width, by what factor they grow, in which blocks, in what
-role.
+"""The plan: which axes of each parameter and buffer are width, how they grow, in which blocks, in what role.
 
 Factors are read off the shapes of the two models and roles off their module types (`modules.py`), so a plain PyTorch
 model needs no preparation. What neither tells, `roles` and `blocks` say by name pattern; a model class may say it
@@ -58,9 +57,7 @@ class TensorPlan:
     fan_in: int
     """Entries of the summed width axes at the wide width: N_in of the muP initialisation; 1 without one."""
     matrix_axes: tuple[int, int] | None
-    """The two axes that make a matrix, every other axis counting its copies (kernel positions); None: flatten to width
-    × rest.
-    """
+    """The two axes that make a matrix, the others counting kernel positions; None means flatten to width × rest."""
     zero_initialised: bool = False
 
     @property
@@ -81,10 +78,14 @@ class TensorPlan:
 
     @property
     def mixed(self) -> bool:
-        """Whether pieces of one axis grow by different factors, so that no single learning rate is right for all
-        entries.
-        """
+        """Whether pieces of one axis grow by different factors, so that no single learning rate is right for all."""
         return any(is_mixed(layout) for layout, side in zip(self.layouts, self.sides, strict=True) if side)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether an axis is duplicated in blocks of several entries: whole heads, groups or positions."""
+        pieces = [piece for layout in self.layouts for piece in layout]
+        return any(piece.block > 1 and piece.factor > 1 for piece in pieces)
 
     def scales(self, out_power: int, in_power: int) -> list[list[float]]:
         """k_out^out_power · k_in^in_power, spelled out per axis and piece, as `layout.duplicate_` takes it."""
@@ -125,9 +126,8 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
     sides = all_sides(survey, role_of)
     entries: dict[str, TensorPlan] = {}
     layouts: dict[str, tuple[Layout, ...]] = {}
-    for use in sorted(
-        survey.uses, key=lambda use: "bias" in use.owners[0][3]
-    ):  # a bias follows the layout of its weight
+    weights_first = sorted(survey.uses, key=lambda use: "bias" in use.owners[0][3])
+    for use in weights_first:  # a bias follows the layout of its weight
         spec = {**_inherited(survey, layouts, sides, use), **_merge(block_of, use.names)}
         layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec)
     for use in survey.uses:
@@ -144,9 +144,7 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
         buffers[name] = TensorPlan(
             (name,), *shapes, "buffer", "buffer", (None,) * source.ndim, _layouts(name, *shapes, spec), 1, None
         )
-    in_blocks = [
-        name for name, entry in entries.items() if any(p.block > 1 and p.factor > 1 for x in entry.layouts for p in x)
-    ]
+    in_blocks = [name for name, entry in entries.items() if entry.in_blocks]
     return Plan(entries, buffers, (*survey.caveats(in_blocks), *_guesses(survey, role_of)))
 
 
@@ -215,16 +213,19 @@ def role_name(sides: Sequence[Side]) -> Role:
 def all_sides(
     survey: Survey, role_of: Mapping[str, Role], *, averaging: bool = False
 ) -> dict[str, tuple[Role, tuple[Side, ...]]]:
-    """The role and the sides of every parameter; `averaging` takes for granted that muP readouts will have their
-    multiplier.
+    """The role and the sides of every parameter, by name.
+
+    With `averaging`, muP readouts count as averaging ones even if their multiplier is not set yet.
     """
-    told = {
-        use.name: (role_of[use.name], _sides_of_role(survey, use, role_of[use.name]))
-        for use in survey.uses
-        if use.name in role_of
-    }
-    carried = {growth(use, told[use.name][1], "in") for use in survey.uses if role_of.get(use.name) == "readout"}
-    return {use.name: told.get(use.name) or _sides_found(survey, use, carried, averaging) for use in survey.uses}
+    given: dict[str, tuple[Role, tuple[Side, ...]]] = {}
+    carried: set[float] = set()
+    for use in survey.uses:
+        if use.name in role_of:
+            role = role_of[use.name]
+            given[use.name] = role, _sides_of_role(survey, use, role)
+            if role == "readout":
+                carried.add(growth(use, given[use.name][1], "in"))
+    return {use.name: given.get(use.name) or _sides_found(survey, use, carried, averaging) for use in survey.uses}
 
 
 def _sides_of_role(survey: Survey, use: Use, role: Role) -> tuple[Side, ...]:
@@ -286,9 +287,7 @@ def _sides_of_module(
 
 
 def _averages(use: Use, name: str, before: nn.Module, after: nn.Module) -> bool:
-    """Whether the readout's own multiplier falls as its width grows; a multiplier that stays makes it a plain linear
-    layer.
-    """
+    """Whether the readout's multiplier falls as its width grows; one that stays makes it a plain linear layer."""
     ratio = readout_multiplier(name, before) / readout_multiplier(name, after)
     k = use.wide_shape[1] / use.narrow_shape[1]
     if math.isclose(ratio, k, rel_tol=1e-9):
@@ -457,9 +456,8 @@ def _pairs(keyword: str, given: Mapping[str, Any] | None) -> Iterable[tuple[str,
 
 
 def matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(
-        f".{name}", pattern
-    )  # "*.q_proj.weight" means a top-level q_proj too
+    # with the dot, "*.q_proj.weight" matches a top-level q_proj too
+    return fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)
 
 
 def _row(entry: TensorPlan) -> tuple[str, ...]:

@@ -124,8 +124,7 @@ _NOT_HOMOGENEOUS = {
 def register_optimizer(
     optimizer: type, *, degree: int, state: Mapping[str, int], decoupled_weight_decay: bool | None = None, **more: Any
 ) -> None:
-    """Teaches mupscale an optimizer class: its degree of homogeneity m, and the power of the gradient each state tensor
-    holds.
+    """For each state tensor, the power p of the gradient it holds: it moves as dup / k_out^p.
 
     `register_optimizer(Lion, degree=0, state={"exp_avg": 1}, decoupled_weight_decay=True)`. State without an entry is
     copied if it is a number or a one-element tensor, and refused otherwise.

@@ -1,6 +1,4 @@
-"""Spectral norms of batches of matrices by Golub–Kahan–Lanczos bidiagonalisation, in few launches and few waits for the
-device.
-"""
+"""Spectral norms of batches of matrices by Golub–Kahan–Lanczos bidiagonalisation, in few launches."""
 
 import math
 from collections.abc import Iterator
@@ -15,8 +13,9 @@ _DIRECT = 64
 
 @torch.no_grad()
 def spectral_norms(matrices: Tensor, rtol: float = 1e-4) -> Tensor:
-    """The largest singular value of each matrix in a batch (batch, rows, columns), to a relative error of `rtol`, in
-    float64.
+    """The largest singular value of each matrix in a batch, to a relative error of `rtol`, in float64.
+
+    Matrices are (batch, rows, columns).
 
     NaN for a matrix with entries that are not finite. The same matrices give the same answer on one type of device: the
     start vector comes from its own generator. Beside the matrices, a contiguous copy in at least float32 is held.
@@ -55,15 +54,13 @@ def _krylov_norms(a: Tensor, rtol: float) -> Tensor:
     last = math.ceil((1 + math.log(1648 * columns**0.5) / math.sqrt(2 * rtol)) / 2)
 
     generator = torch.Generator(a.device).manual_seed(0)
-    v, _ = _direction(
-        torch.randn(1, 1, columns, generator=generator, dtype=a.dtype, device=a.device).expand(batch, -1, -1)
-    )
+    start = torch.randn(1, 1, columns, generator=generator, dtype=a.dtype, device=a.device)
+    v, _ = _direction(start.expand(batch, -1, -1))
     u, beta = a.new_zeros(batch, 1, rows), a.new_zeros(batch, 1, 1)
     lengths: list[Tensor] = []
     for step in range(1, last + 1):
-        u, alpha = _direction(
-            torch.baddbmm(beta * u, v, a.mT, beta=-1)
-        )  # rows times matrices: columns are slower on a CPU
+        # rows times matrices: columns are slower on a CPU
+        u, alpha = _direction(torch.baddbmm(beta * u, v, a.mT, beta=-1))
         v, beta = _direction(torch.baddbmm(alpha * v, u, a, beta=-1))
         lengths += [alpha, beta]
         if step in (check, last):
@@ -81,8 +78,9 @@ def _direction(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ritz(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest singular value of each bidiagonal matrix, and its distance from some singular value of what was
-    iterated.
+    """The largest singular value of each bidiagonal matrix, and a bound on its error.
+
+    The bound is its distance from some singular value of what was iterated.
 
     Reading the lengths is the only wait for the device. By the time that distance is small, the value is the largest
     there is.
@@ -108,9 +106,7 @@ def _finite(x: Tensor) -> Tensor:
 
 @contextmanager
 def _full_precision(device_type: str) -> Iterator[None]:
-    """Products of float32 matrices in float32, whatever a training run allows itself: TF32 alone costs more than
-    `rtol`.
-    """
+    """Multiplies float32 matrices in float32, whatever a training run allows: TF32 alone costs more than `rtol`."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:

@@ -98,8 +98,9 @@ class Survey:
 
 
 def some_names(names: Iterable[str]) -> str:
-    shown = list(names)[:6]
-    return ", ".join(map(repr, shown)) + ", ..." * (len(list(names)) > 6)
+    """The first six of some names, for a message."""
+    known = list(names)
+    return ", ".join(map(repr, known[:6])) + ", ..." * (len(known) > 6)
 
 
 def _pair_modules(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:

@@ -42,9 +42,7 @@ def materialise_(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 def materialise_recurrent_(wide: nn.Module, narrow: nn.Module) -> None:
-    """Recurrent layers hold weak references to their parameters, which must be made anew; the layers see to that
-    themselves.
-    """
+    """Gives recurrent layers memory: they hold weak references to their parameters, and renew these themselves."""
     for name, module in wide.named_modules():
         if isinstance(module, nn.RNNBase) and any(parameter.is_meta for parameter in module.parameters()):
             module.to_empty(device=next(narrow.get_submodule(name).parameters()).device)

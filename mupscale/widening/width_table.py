@@ -1,5 +1,4 @@
-"""The width table: for every parameter of a model, how many times its base width it is. It lives on the module, by
-name.
+"""The width table: how many times its base width each parameter is. It lives on the module, by name.
 
 mup keeps the same knowledge as an attribute of each Parameter, which deepcopy, EMA copies, `to_empty` and
 `load_state_dict(assign=True)` lose. A plain attribute of the module survives all of these, and pickling.
@@ -39,9 +38,7 @@ class WidthFactors:
 @dataclass(frozen=True)
 class Table:
     mup: bool
-    """Whether hyperparameters follow muP from these widths; a plain model that was upscaled only remembers them for
-    clipping.
-    """
+    """Whether hyperparameters follow muP from these widths; if not, they are only remembered for clipping."""
     widths: dict[str, WidthFactors] = field(default_factory=dict)
 
 
@@ -51,9 +48,7 @@ def store_table(model: nn.Module, table: Table) -> None:
 
 
 def merged_table(model: nn.Module, *, mup_only: bool = False) -> dict[str, WidthFactors]:
-    """The tables of `model` and of the modules inside it (a network in a LightningModule, DDP or EMA wrapper), by full
-    name.
-    """
+    """The tables of `model` and of the modules inside it (a LightningModule, DDP, EMA), by full name."""
     answer: dict[str, WidthFactors] = {}
     for prefix, module in model.named_modules():
         table = module.__dict__.get(_ATTRIBUTE)
@@ -64,9 +59,7 @@ def merged_table(model: nn.Module, *, mup_only: bool = False) -> dict[str, Width
 
 
 def restore_infshapes(model: nn.Module) -> None:
-    """Gives the parameters back the `infshape` that mup's own layers and initialisers read, and the width that `MuAdam`
-    reads.
-    """
+    """Gives parameters the `infshape` that mup's layers and initialisers read, and the width that `MuAdam` reads."""
     for name, width in merged_table(model, mup_only=True).items():
         parameter: Any = model.get_parameter(name)
         if len(width.base) != parameter.ndim:  # added after the base shapes were set: no width is known

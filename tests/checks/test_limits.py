@@ -12,7 +12,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from mupscale.checks.limits import Limit, Run, four_layer_limit, three_layer_limit
+from mupscale.checks.limits import Limit, Training, four_layer_limit, three_layer_limit
 from mupscale.widening.noise import RecordedNoise, save_constants
 
 THEORY = runpy.run_path(str(ROOT / "docs/theory_figure.py"))
@@ -22,11 +22,11 @@ def logistic_slope(y: float) -> float:
     return -1 / (1 + math.exp(y))
 
 
-RUN = Run(logistic_slope, lr=0.3, steps=5, lr_up=0.2, steps_up=6, x=0.9, sigma=1.1)
-SQUARED = Run(lambda y: y - 2, lr=0.1, steps=4, lr_up=0.07, steps_up=5, x=1.2, sigma=0.8)
+RUN = Training(logistic_slope, lr=0.3, steps=5, lr_up=0.2, steps_up=6, x=0.9, sigma=1.1)
+SQUARED = Training(lambda y: y - 2, lr=0.1, steps=4, lr_up=0.07, steps_up=5, x=1.2, sigma=0.8)
 
 
-def three_layers_by_the_paper(run: Run, A: float, C: float) -> Limit:
+def three_layers_by_the_paper(run: Training, A: float, C: float) -> Limit:
     """Both recursions of Appendix "Example: 3-layer MLP", in its notation."""
     T, g, g_up, x2, s = run.steps + 1, run.lr, run.lr_up, run.x**2, run.sigma
     L: dict[int, float] = {}
@@ -49,7 +49,7 @@ class Paper(NamedTuple):
     N: list[float]
 
 
-def four_layers_by_the_paper(run: Run, k: int, A: float, B: float, C: float, D: float) -> Paper:
+def four_layers_by_the_paper(run: Training, k: int, A: float, B: float, C: float, D: float) -> Paper:
     """The recursions of Appendix "Example: 4-layer MLP", in its notation and with its sums."""
     T, g, g_up, x2, s = run.steps + 1, run.lr, run.lr_up, run.x**2, run.sigma
     s_A, s_D = s**2 + A**2, s**2 + D**2
@@ -98,13 +98,13 @@ def close(limit: Limit, expected: Limit) -> bool:
 
 
 @pytest.mark.parametrize("run", [RUN, SQUARED, replace(RUN, steps=0), replace(SQUARED, steps_up=0)])
-def test_three_layers_follow_the_papers_equations(run: Run):
+def test_three_layers_follow_the_papers_equations(run: Training):
     assert close(three_layer_limit(run, noise_A=0.7, noise_C=0.5), three_layers_by_the_paper(run, A=0.7, C=0.5))
 
 
 @pytest.mark.parametrize("run", [RUN, SQUARED, replace(RUN, steps=0), replace(SQUARED, steps_up=0)])
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_four_layers_follow_the_papers_equations(run: Run, k: int):
+def test_four_layers_follow_the_papers_equations(run: Training, k: int):
     limit = four_layer_limit(run, k, noise_A=0.7, noise_B=0.4, noise_C=1.3, noise_D=0.5)
     assert close(limit, four_layers_by_the_paper(run, k, A=0.7, B=0.4, C=1.3, D=0.5).limit)
 
@@ -136,7 +136,7 @@ def steady_coefficients(noise_A: float, noise_D: float, lr_up: float) -> tuple[f
     """M + M′ and N + N′ at the end, where the slope is constant, so that only the coefficients' own recursions are
     compared.
     """
-    run = Run(lambda y: -1.0, lr=0.1, steps=5, lr_up=lr_up, steps_up=5)
+    run = Training(lambda y: -1.0, lr=0.1, steps=5, lr_up=lr_up, steps_up=5)
     paper = four_layers_by_the_paper(run, 2, A=noise_A, B=0, C=0, D=noise_D)
     return paper.M[-1], paper.N[-1]
 
@@ -164,7 +164,7 @@ def test_each_weights_noise_acts_as_the_limit_says(layers: str, tmp_path: Path):
     """With a σ_Δ for every weight and k = 3; the mean over networks must be within what their spread allows."""
     noise = {"A": 1.2, "B": 0.8, "C": 0.5, "D": 1.6} if len(layers) == 4 else {"A": 1.2, "B": 0.8, "C": 0.5}
     save_constants({f"{name}.weight": std for name, std in noise.items()}, tmp_path / "noise.json")
-    run = Run(logistic_slope, lr=0.1, steps=4, lr_up=0.05, steps_up=6, x=0.9)
+    run = Training(logistic_slope, lr=0.1, steps=4, lr_up=0.05, steps_up=6, x=0.9)
     if len(layers) == 4:
         limit = four_layer_limit(run, 3, noise_A=1.2, noise_B=0.8, noise_C=0.5, noise_D=1.6)
     else:
