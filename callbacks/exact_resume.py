@@ -27,18 +27,18 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self.finished = False
-        self._run: Trainer | None = None
+        self._attached_to: Trainer | None = None
         self._loaded: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._run = trainer
+        self._attached_to = trainer
         self.finished = False
         # it must come after everybody's on_train_start, because it validates, but before those who save
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback), c is self)  # noqa: E731
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
 
     def state_dict(self) -> dict[str, Any]:
-        trainer = self._run
+        trainer = self._attached_to
         assert trainer is not None
         generators = [rng_state(trainer.strategy.root_device)]
         if trainer.world_size > 1:

@@ -124,7 +124,7 @@ _NOT_HOMOGENEOUS = {
 def register_optimizer(
     optimizer: type, *, degree: int, state: Mapping[str, int], decoupled_weight_decay: bool | None = None, **more: Any
 ) -> None:
-    """For each state tensor, the power p of the gradient it holds: it moves as dup / k_out^p.
+    """Teaches mupscale an optimizer class: its degree m, and the power of the gradient in each state tensor.
 
     `register_optimizer(Lion, degree=0, state={"exp_avg": 1}, decoupled_weight_decay=True)`. State without an entry is
     copied if it is a number or a one-element tensor, and refused otherwise.

@@ -1,0 +1,159 @@
+"""Private names of other libraries: each is there, and none is touched outside of its one file."""
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from paths import ROOT
+from torch import nn
+
+PACKAGES = ("mupscale", "models", "callbacks", "datamodules", "benchmarks")
+LIGHTNING_SEAM = ROOT / "models/_lightning.py"
+TORCH_SEAM = ROOT / "mupscale/_torch.py"
+
+LIGHTNING = {
+    LightningModule: {"_trainer", "_current_fx_name"},
+    Trainer: {"_logger_connector", "_detect_anomaly"},
+    _LoggerConnector: {"_callback_metrics"},
+    TensorBoardLogger: {"_experiment"},
+    WeightAveraging: {"_average_model", "_device", "_use_buffers", "_kwargs"},
+    _FitLoop: {"_should_accumulate", "_restarting", "_data_fetcher", "_can_stop_early"},
+    _TrainingEpochLoop: {
+        "_results", "_num_ready_batches_reached", "_warning_cache", "_build_kwargs", "_skip_next_val",
+        "_batches_that_stepped",
+    },
+    ModelCheckpoint: {
+        "_monitor_candidates", "_save_topk_checkpoint", "_last_global_step_saved", "_save_last_checkpoint",
+        "_save_checkpoint", "_should_remove_checkpoint",
+    },
+    TQDMProgressBar: {"_should_update"},
+    LightningCLI: {"_get", "_parser", "_parse_ckpt_path", "_instantiate_trainer"},
+}  # fmt: skip
+"""Every private attribute of Lightning that the seam touches, by the class that has it."""
+
+LIGHTNING_IMPORTS = {"_configure_optimizers", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop"}
+
+TORCH = {nn.Module: {"_non_persistent_buffers_set", "_forward_pre_hooks"}, torch.Tensor: {"_use_count"}}
+
+FOREIGN = (
+    LightningModule, LightningDataModule, Trainer, Callback, ModelCheckpoint, TQDMProgressBar, WeightAveraging,
+    LightningCLI, TensorBoardLogger, CSVLogger, _FitLoop, _TrainingEpochLoop, _LoggerConnector,
+)  # fmt: skip
+
+
+def own_files() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def private_names(kind: type) -> set[str]:
+    """The private attributes of a class and of its instances, as far as its source and its bases' assign them."""
+    names = {name for name in dir(kind) if re.match(r"_[a-z]", name)}
+    for base in inspect.getmro(kind):
+        if base.__module__.startswith(("lightning", "torch.nn")):
+            names |= set(re.findall(r"self\.(_[a-z]\w*)", inspect.getsource(base)))
+    return names
+
+
+def attributes_read(tree: ast.AST) -> set[str]:
+    """The private attributes that code reads or sets, `self` of classes of our own aside."""
+    own = {id(node) for kind in own_classes(tree) for node in ast.walk(kind) if is_of_self(node)}
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr) and id(node) not in own
+    }
+
+
+def is_of_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def own_classes(tree: ast.AST) -> list[ast.ClassDef]:
+    """Classes without a base, or with bases that are such classes of the same file."""
+    answer: list[ast.ClassDef] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            known = {"ABC", "NamedTuple", *(kind.name for kind in answer)}
+            if all(isinstance(base, ast.Name) and base.id in known for base in node.bases):
+                answer.append(node)
+    return answer
+
+
+def overridden(tree: ast.AST) -> set[str]:
+    """The private methods of classes that may have a foreign base."""
+    own = {id(kind) for kind in own_classes(tree)}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and id(node) not in own]
+    methods = [node for kind in classes for node in kind.body if isinstance(node, ast.FunctionDef)]
+    return {method.name for method in methods if re.match(r"_[a-z]", method.name)}
+
+
+@pytest.mark.parametrize("kind", LIGHTNING, ids=lambda kind: kind.__name__)
+def test_lightning_still_has_what_the_seam_touches(kind: type) -> None:
+    assert LIGHTNING[kind] <= private_names(kind)
+
+
+@pytest.mark.parametrize("kind", TORCH, ids=lambda kind: kind.__name__)
+def test_torch_still_has_what_the_seam_touches(kind: type) -> None:
+    assert TORCH[kind] <= private_names(kind) | set(dir(kind))
+
+
+def test_the_list_names_everything_the_lightning_seam_touches() -> None:
+    """A touch that is added to the seam without an entry above would not be noticed when a release moves it."""
+    tree = ast.parse(LIGHTNING_SEAM.read_text())
+    listed = set().union(*LIGHTNING.values())
+    assert attributes_read(tree) | overridden(tree) == listed
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {name for name in imported if name.startswith("_")} == LIGHTNING_IMPORTS
+
+
+@pytest.mark.parametrize("path", own_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_names_stay_behind_the_seams(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    foreign = set().union(*map(private_names, FOREIGN)) | {"_foreach_norm", "_foreach_mul", "_use_count"}
+    if path not in (LIGHTNING_SEAM, TORCH_SEAM):
+        assert not (attributes_read(tree) | overridden(tree)) & foreign
+    for module, name in imports(tree):
+        package = module.partition(".")[0]
+        is_private = name.startswith("_") or any(part.startswith("_") for part in module.split("."))
+        if package == "lightning" and path != LIGHTNING_SEAM:
+            assert not is_private, f"{module}.{name} belongs into models/_lightning.py"
+        if package == "torch" and path != TORCH_SEAM:
+            assert not is_private, f"{module}.{name} belongs into mupscale/_torch.py"
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                yield node.module, alias.name
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, ""
+
+
+def test_the_scan_sees_a_private_attribute() -> None:
+    tree = ast.parse("def f(trainer):\n    return trainer._logger_connector\n")
+    assert attributes_read(tree) & private_names(Trainer) == {"_logger_connector"}
+    tree = ast.parse("class C(Callback):\n    def f(self):\n        return self._trainer\n")
+    assert attributes_read(tree) & private_names(LightningModule) == {"_trainer"}
+
+
+@pytest.mark.parametrize("name", ["_foreach_norm", "_foreach_mul"])
+def test_torch_functions(name: str) -> None:
+    assert callable(getattr(torch, name))
+
+
+def test_the_torch_seam_imports() -> None:
+    assert all(hasattr(importlib.import_module("mupscale._torch"), name) for name in ("tree_map", "ConvNd"))
