@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from mupscale.callbacks.log_files import cut_back, written
+from mupscale.callbacks.tensorboard import tag_in
 from mupscale.flops import LOGGED
 from mupscale.models._lightning import accumulates, log_interval
 from mupscale.models.base import WidthScalable
@@ -26,8 +27,9 @@ class Curves(Callback):
 
     The loss is the mean over the steps since the last time: a curve of single steps shows which batches are hard.
 
-    In TensorBoard the groups `by_samples` and `by_flops` show the same curves with samples (tokens) seen, and 10⁶
-    training FLOPs, on the horizontal axis, so that a run that grew can be compared fairly with one from scratch.
+    In TensorBoard the groups `x_axis_samples` and `x_axis_flops` show the same curves with samples (tokens) seen, and
+    10⁶ training FLOPs, on the horizontal axis, so that a run that grew can be compared fairly with one from scratch.
+    Under Lightning's own TensorBoardLogger these groups are `by_samples` and `by_flops`.
 
     A run that is resumed cuts its event files and CSV tables back to what they held when the checkpoint was written,
     and so shows the curves of an uninterrupted one.
@@ -121,7 +123,8 @@ class Curves(Callback):
             if isinstance(logger, TensorBoardLogger):  # other loggers want one axis for all
                 for axis, unit in _AXES.items():
                     for name, value in values.items():
-                        logger.experiment.add_scalar(f"by_{axis}/{name}", value, int(self.spent[axis] / unit))
+                        tag = tag_in(logger, f"by_{axis}/{name}")
+                        logger.experiment.add_scalar(tag, value, int(self.spent[axis] / unit))
 
 
 def stepped(trainer: Trainer) -> bool:

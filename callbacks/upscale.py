@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.callbacks.fast_loop import LeanEpochLoop
+from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.recording import buffers_kept
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
@@ -285,7 +286,7 @@ class UpscaleCallback(Callback):
             logger.log_metrics(values, step=trainer.global_step)
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if add_text is not None:
-                add_text("upscale/plan", f"```\n{growth}\n```", trainer.global_step)
+                add_text(tag_in(logger, "upscale/plan"), f"```\n{growth}\n```", trainer.global_step)
         rank_zero_info(
             f"step {trainer.global_step}: upscaled width {before} → {self.width}, {parameters:,} parameters, "
             f"loss {loss_before:.6f} → {loss_after:.6f}, {seconds:.2f} s"

@@ -17,7 +17,7 @@ steps of 524,288 tokens (GPT-2, for which its text says 10,000).
 from collections.abc import Sequence
 
 LOGGED = 10**6
-"""FLOPs in a unit of the horizontal axis of the curves `by_flops`."""
+"""FLOPs in a unit of the horizontal axis of the curves against FLOPs."""
 
 
 def mlp_flops(width: int, *, inputs: int = 54, outputs: int = 7, layers: int = 4) -> int:

@@ -32,7 +32,7 @@ from mupscale.models.base import WidthScalable
 from mupscale.widening import noise as noise
 
 LOGGER = {
-    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+    "class_path": "mupscale.callbacks.tensorboard.LossFirstLogger",
     "init_args": {"save_dir": "runs", "name": "default", "default_hp_metric": False},
 }
 

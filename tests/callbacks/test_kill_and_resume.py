@@ -123,20 +123,19 @@ def curves(run: Path) -> dict[str, list[tuple[int, Any]]]:
     answer |= {
         tag: [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors(tag)] for tag in events.Tags()["tensors"]
     }
-    return {
-        tag: points
-        for tag, points in answer.items()
-        if not tag.startswith("throughput/") and tag != "upscale/pause_seconds"
-    }
+    return {tag: points for tag, points in answer.items() if not is_timed(tag)}
 
 
 def table(run: Path) -> list[dict[str, str]]:
     """Everything in metrics.csv but what a clock decides."""
     with (run / "metrics.csv").open() as file:
-        return [
-            {key: row[key] for key in row if not key.startswith("throughput/") and key != "upscale/pause_seconds"}
-            for row in csv.DictReader(file)
-        ]
+        return [{key: row[key] for key in row if not is_timed(key)} for row in csv.DictReader(file)]
+
+
+def is_timed(tag: str) -> bool:
+    """Whether a clock decides it."""
+    timed = ("upscale/pause_seconds", "widening/pause_seconds")
+    return tag.startswith(("throughput/", "x_throughput/")) or tag in timed
 
 
 def assert_same_run(run: Path, expected: Path) -> None:

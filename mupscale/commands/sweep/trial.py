@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from mupscale.callbacks.trial_metric import TrialMetric
-from mupscale.commands.cli import CLI, parsed
+from mupscale.commands.cli import CLI, LOGGER, parsed
 from mupscale.commands.config import Config, Point, at, brief
 from mupscale.commands.resume import newest_checkpoint
 from mupscale.commands.sweep.space import Axis
@@ -117,7 +117,7 @@ def with_run(config: Config, metric: str, seed: int, folder: Path) -> Config:
     if base is not None:
         answer["model"]["init_args"]["init_from"] = base.replace("{seed}", str(seed))
     answer["trainer"]["logger"] = {
-        "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+        "class_path": LOGGER["class_path"],
         "init_args": {"save_dir": str(folder.parent), "name": "", "version": folder.name, "default_hp_metric": False},
     }
     judge = {"class_path": f"{TrialMetric.__module__}.{TrialMetric.__qualname__}", "init_args": {"metric": metric}}

@@ -1,0 +1,52 @@
+"""A TensorBoard logger that shows the losses first."""
+
+from collections.abc import Mapping
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
+_AXES = {"by_flops/": "x_axis_flops/", "by_samples/": "x_axis_samples/"}
+"""Groups that show other metrics against another axis: the name of the metric follows."""
+
+_GROUPS = {"lr-": "x_lr/", "throughput/": "x_throughput/", "upscale/": "widening/"}
+"""How the names of metrics begin, and how their tags do."""
+
+_NAMES = {"epoch": "x_epoch", "width": "train/width"}
+
+
+class LossFirstLogger(TensorBoardLogger):
+    """A TensorBoardLogger whose first cards are `train/loss`, `train/width` and the validation.
+
+    TensorBoard sorts the cards of a run by their tags. This logger keeps `train/…`, `val/…` and every name it does not
+    know, and writes the others under tags that come later in the alphabet:
+
+    - `widening/…` for `upscale/…`,
+    - `x_axis_flops/…` and `x_axis_samples/…` for `by_flops/…` and `by_samples/…`,
+    - `x_epoch` for `epoch`, `x_lr/…` for `lr-…` of LearningRateMonitor, `x_throughput/…` for `throughput/…`.
+
+    Only the tags in the event file differ: callbacks that monitor a metric, and other loggers, use its own name.
+    """
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        super().log_metrics({loss_first(name): value for name, value in metrics.items()}, step)
+
+
+def loss_first(name: str) -> str:
+    """The tag of a metric in a LossFirstLogger.
+
+    >>> loss_first("throughput/steps_per_second")
+    'x_throughput/steps_per_second'
+    >>> loss_first("by_flops/width")
+    'x_axis_flops/train/width'
+    """
+    for start, group in _AXES.items():
+        if name.startswith(start):
+            return group + loss_first(name.removeprefix(start))
+    for start, group in _GROUPS.items():
+        if name.startswith(start):
+            return group + name.removeprefix(start)
+    return _NAMES.get(name, name)
+
+
+def tag_in(logger: Logger, name: str) -> str:
+    """The tag under which a logger shows a metric, for what is written past its `log_metrics`."""
+    return loss_first(name) if isinstance(logger, LossFirstLogger) else name

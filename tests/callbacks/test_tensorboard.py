@@ -1,0 +1,115 @@
+"""The tags of a run in TensorBoard, which decide the order of its cards."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from paths import ROOT
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mupscale.__main__ import main
+from mupscale.callbacks import log_files
+from mupscale.callbacks.tensorboard import LossFirstLogger, loss_first, tag_in
+from mupscale.commands.cli import parsed
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+BRIEF = [
+    "--trainer.max_steps=6",
+    "--trainer.log_every_n_steps=1",
+    "--trainer.val_check_interval=2",
+    "--trainer.limit_val_batches=1",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.callbacks=[{class_path: UpscaleCallback, init_args: {at_step: 3, width: 128}}]",
+]
+PLACE = "init_args: {save_dir: runs, name: quickstart, version: version_0}"
+
+GROUPS = ["train", "val", "widening", "x_axis_flops", "x_axis_samples", "x_epoch", "x_lr", "x_throughput"]
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def curves(folder: str = "runs/quickstart/version_0") -> dict[str, list[int]]:
+    """The steps of each scalar and text."""
+    events = EventAccumulator(folder).Reload()
+    scalars = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return scalars | {tag: [event.step for event in events.Tensors(tag)] for tag in events.Tags()["tensors"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("train/loss", "train/loss"),
+        ("width", "train/width"),
+        ("val/loss", "val/loss"),
+        ("upscale/width", "widening/width"),
+        ("by_flops/train/loss", "x_axis_flops/train/loss"),
+        ("by_flops/width", "x_axis_flops/train/width"),
+        ("by_samples/val/accuracy", "x_axis_samples/val/accuracy"),
+        ("epoch", "x_epoch"),
+        ("lr-AdamW", "x_lr/AdamW"),
+        ("lr-AdamW/pg1-momentum", "x_lr/AdamW/pg1-momentum"),
+        ("throughput/steps_per_second", "x_throughput/steps_per_second"),
+        ("my/epoch", "my/epoch"),
+    ],
+)
+def test_only_a_logger_that_sorts_renames(name: str, tag: str, tmp_path: Path) -> None:
+    assert loss_first(name) == tag
+    assert tag_in(LossFirstLogger(tmp_path), name) == tag
+    assert tag_in(TensorBoardLogger(tmp_path), name) == name
+    assert tag_in(CSVLogger(tmp_path), name) == name
+
+
+def test_the_first_cards_are_the_losses_and_the_width() -> None:
+    cli = parsed(["fit", "--config", QUICKSTART, *BRIEF])
+    drawn = curves()
+    cards = sorted(tag for tag in drawn if "text_summary" not in tag)
+    assert cards[:4] == ["train/loss", "train/width", "val/accuracy", "val/loss"]
+    assert sorted({card.partition("/")[0] for card in cards}) == GROUPS
+    assert {tag for tag in drawn if "text_summary" in tag} == {"config/text_summary", "widening/plan/text_summary"}
+    assert drawn["train/width"] == list(range(6))
+    assert drawn["widening/width"] == [3]
+    assert {"val/loss", "lr-AdamW"} <= {*cli.trainer.callback_metrics}
+    assert not any(name.startswith(("x_", "widening/")) for name in cli.trainer.logged_metrics)
+
+
+def test_other_loggers_keep_the_names_of_metrics() -> None:
+    plain, table = (f"{{class_path: {kind}, {PLACE}}}" for kind in ("TensorBoardLogger", "CSVLogger"))
+    main(["fit", "--config", QUICKSTART, *BRIEF, f"--trainer.logger=[{plain}, {table}]"])
+    drawn = curves()
+    assert {tag for tag in drawn if loss_first(tag) != tag} >= {"width", "epoch", "by_flops/width", "upscale/width"}
+    assert not any(tag.startswith(("x_", "widening/")) or tag == "train/width" for tag in drawn)
+    columns = Path("runs/quickstart/version_0/metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"width", "epoch", "upscale/width", "throughput/steps_per_second", "lr-AdamW/pg1"} <= {*columns}
+    assert not any(column.startswith(("x_", "widening/")) for column in columns)
+
+
+@pytest.mark.parametrize("kind", ["TensorBoardLogger", "LossFirstLogger"])
+def test_a_resumed_run_keeps_its_tags(kind: str) -> None:
+    main(["fit", "--config", QUICKSTART, *BRIEF, f"--trainer.logger={{class_path: {kind}, {PLACE}}}"])
+    run = Path("runs/quickstart/version_0")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["trainer"]["logger"]["class_path"].endswith(f".{kind}")
+    before = curves()
+    for path in run.glob("checkpoints/*"):
+        if path.name != "pre-upscale-3.ckpt":
+            path.unlink()
+    main(["resume", str(run)])
+    assert curves() == before
+    assert before["train/loss"] == list(range(6))
+
+
+def test_its_event_files_count_as_those_of_tensorboard(tmp_path: Path) -> None:
+    logger = LossFirstLogger(tmp_path, "", "run")
+    trainer = Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False)
+    logger.log_metrics({"width": 8}, step=1)
+    logger.save()
+    assert log_files.folder(trainer, trainer.log_dir) == tmp_path / "run"
+    lengths = log_files.written(trainer)
+    logger.log_metrics({"width": 16}, step=2)
+    logger.save()
+    log_files.cut_back(trainer, lengths)
+    assert curves(logger.log_dir) == {"train/width": [1]}
+    log_files.delete(trainer)
+    assert list((tmp_path / "run").glob("events*")) == []
