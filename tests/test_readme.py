@@ -1,4 +1,4 @@
-"""What the README and the walk-through show runs, and does what they say."""
+"""What the README, the pages and the walk-through show runs, and does what they say; their links lead somewhere."""
 
 import re
 import runpy
@@ -7,20 +7,29 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 import mupscale
+from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.checks.coordinate_check import coord_check
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+GROWING, LIBRARY = ROOT / "docs/growing.md", ROOT / "docs/library.md"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def block(page: Path, language: str, holding: str = "") -> str:
+    """The first code block of a page in a language that holds a text."""
+    found = re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    return next(text for text in found if holding in text)
 
 
 def test_the_walk_through_holds(capsys: pytest.CaptureFixture[str]):
@@ -29,12 +38,11 @@ def test_the_walk_through_holds(capsys: pytest.CaptureFixture[str]):
     assert "blocks.0.attention diverges first" in capsys.readouterr().out
 
 
-def test_the_library_in_ten_lines():
+@pytest.mark.parametrize("page", [README, LIBRARY], ids=lambda page: page.name)
+def test_the_library_in_ten_lines(page: Path):
     narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
     narrow_opt = torch.optim.AdamW(narrow.parameters())
-    code = next(block for block in blocks("python") if "report.optimizer" in block).replace(
-        "batch: ...", "batch: model(batch).square().mean()"
-    )
+    code = block(page, "python", "report.optimizer").replace("batch: ...", "batch: model(batch).square().mean()")
     names = {"torch": torch, "narrow": narrow, "wide": wide, "narrow_opt": narrow_opt, "batches": [torch.randn(4, 3)]}
     exec(code, names)
     assert names["verdict"].passed
@@ -44,9 +52,9 @@ def test_the_library_in_ten_lines():
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
 def test_a_model_of_ones_own_grows(tmp_path):
-    """The twenty lines of the README, in float64: a run that grows has the loss curve of one that does not."""
+    """The model of the README, in float64: a run that grows has the loss curve of one that does not."""
     names: dict = {}
-    exec(next(block for block in blocks("python") if "class Denoiser" in block), names)
+    exec(block(README, "python", "class Denoiser"), names)
     torch.manual_seed(0)
     data = DataLoader([(torch.randn(4, 3, 16), torch.randn(4, 3, 16)) for _ in range(4)], batch_size=None)
 
@@ -85,16 +93,84 @@ def test_a_model_of_ones_own_grows(tmp_path):
     assert checked.passed, str(checked)
 
 
-def test_the_readme_names_what_there_is():
-    for name in re.findall(r"mupscale\.(\w+)\(", README):
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_the_file_and_the_configuration_of_the_readme_train(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """As a new user does it: mine.py, the YAML with its two class_paths replaced, and `fit`."""
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("mine.py").write_text(block(README, "python", "class Denoiser"))
+    configuration = block(README, "yaml")
+    for ours, mine in (("class_path: MLP", "class_path: mine.Denoiser"), ("Covertype", "mine.Signals")):
+        assert configuration.count(ours) == 1
+        configuration = configuration.replace(ours, mine)
+    Path("mine.yaml").write_text(configuration)
+    shorter = ["--trainer.max_steps=6", "--trainer.callbacks.at_step=3", "--trainer.enable_progress_bar=false"]
+    main(["fit", "--config", "mine.yaml", "--trainer.accelerator=cpu", *shorter])
+    assert "step 3: width 64 → 256" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_the_configuration_of_the_readme(capsys: pytest.CaptureFixture[str]):
+    configuration = block(README, "yaml")
+    assert yaml.safe_load(configuration) == yaml.safe_load(block(GROWING, "yaml", "max_steps"))
+    Path("mlp.yaml").write_text(configuration)
+    main(["plan", "--config", "mlp.yaml", "--trainer.accelerator=cpu"])
+    assert capsys.readouterr().out.startswith("width 64 → 256")
+
+
+def test_mup_as_the_page_shows_it():
+    def build(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, width), nn.ReLU(), mupscale.Readout(width, 2))
+
+    names: dict[str, Any] = {"torch": torch, "mupscale": mupscale, "build": build}
+    exec(block(LIBRARY, "python", "set_base_shapes"), names)
+    assert names["model"][2].multiplier == 64 / 2048
+    rates = {group["lr"] for group in names["optimizer"].param_groups}
+    assert rates == {1e-3}  # AdamW scales the rate of matrices only, and this model has none
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_what_there_is(page: Path):
+    text = page.read_text()
+    for name in re.findall(r"(?<![\w/])mupscale\.(\w+)\(", text):
         assert hasattr(mupscale, name), name
-    for path in re.findall(r"(?:configs|docs|benchmarks|models)/[\w./]+\.(?:yaml|py|md)", README):
+    if page.name in ("CONTRIBUTING.md", "CHANGELOG.md"):  # which also name files to be made, and files of old
+        return
+    folders = "mupscale|models|callbacks|datamodules|configs|docs|benchmarks|tests"
+    for path in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./]+\.(?:yaml|py|md)\b", text):
         assert (ROOT / path).exists(), path
 
 
-def quickstart(command: str) -> None:
-    from mupscale.__main__ import main
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
 
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 130
+
+
+def quickstart(command: str) -> None:
     main([command, "--config", str(ROOT / "configs/quickstart.yaml")])
 
 
