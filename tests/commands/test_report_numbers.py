@@ -14,7 +14,8 @@ from mupscale.commands import figures
 from mupscale.commands.reporting.draw import mean_curve
 from mupscale.commands.reporting.folders import find_runs
 from mupscale.commands.reporting.groups import group_runs
-from mupscale.commands.reporting.numbers import Windows, compute_numbers
+from mupscale.commands.reporting.numbers import compute_numbers
+from mupscale.commands.reporting.windows import Windows
 from mupscale.commands.run_logs import LoggedRun
 from mupscale.flops import mlp_flops
 
