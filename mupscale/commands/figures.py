@@ -1,4 +1,4 @@
-"""Figures, from numbers: heatmaps, curves. Each is written as PNG and PDF."""
+"""Figures: heatmaps, scatter plots, profiles and curves. Each is written as PNG and PDF."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 STAR: dict[str, Any] = {"marker": "*", "color": "red", "edgecolors": "white", "linewidths": 0.8, "zorder": 5}
 COLOURS = "viridis"
 
 
 class Curve(NamedTuple):
-    """A line, and the value that its colour stands for."""
+    """A line, and the value that its colour shows."""
 
     value: Any
     x: Sequence[float]
@@ -25,7 +26,7 @@ class Curve(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A line with the range about it, in a place of the palette; `marks` are places on the horizontal axis."""
+    """A line with the range about it. `colour` is a place in the palette; `marks` are places on the horizontal axis."""
 
     label: str
     colour: int
@@ -37,7 +38,7 @@ class Band(NamedTuple):
 
 
 class Theme(NamedTuple):
-    """What a figure is drawn on, and with."""
+    """The colours of a figure's background, text, grid and lines."""
 
     paper: str
     ink: str
@@ -46,42 +47,40 @@ class Theme(NamedTuple):
 
 
 LIGHT = Theme(
-    "#ffffff",
-    "#1c2026",
-    "#d9dde3",
-    ("#0072b2", "#d55e00", "#7a7f87", "#009e73", "#aa4499", "#b8860b", "#332288", "#88ccee"),
+    paper="#ffffff",
+    ink="#1c2026",
+    grid="#d9dde3",
+    palette=("#0072b2", "#d55e00", "#7a7f87", "#009e73", "#aa4499", "#b8860b", "#332288", "#88ccee"),
 )
 DARK = Theme(
-    "#15181d",
-    "#dfe3e8",
-    "#333941",
-    ("#56b4e9", "#ff8c42", "#9aa1ab", "#2fc79a", "#e58fc5", "#e6c34a", "#a79bff", "#bfe6f7"),
+    paper="#15181d",
+    ink="#dfe3e8",
+    grid="#333941",
+    palette=("#56b4e9", "#ff8c42", "#9aa1ab", "#2fc79a", "#e58fc5", "#e6c34a", "#a79bff", "#bfe6f7"),
 )
-"""Colours that are told apart by the colour-blind, too (after Okabe and Ito)."""
+"""The lines have colours that colour-blind people can distinguish (after Okabe and Ito)."""
 
 
 def figure(width: float = 5.2, height: float = 4.0) -> "tuple[Figure, Axes]":
-    """A figure that no window system knows of."""
+    """A figure that needs no window system, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    answer = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(answer)
-    return answer, answer.add_subplot()
+    drawn = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(drawn)
+    return drawn, drawn.add_subplot()
 
 
 def save(drawn: "Figure", path: Path, dpi: int = 160) -> list[Path]:
     """Writes `path`.png and `path`.pdf."""
-    png, pdf = (path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf"))
+    png, pdf = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.pdf")
     save_png(drawn, png, dpi)
     drawn.savefig(pdf)
     return [png, pdf]
 
 
 def save_png(drawn: "Figure", path: Path, dpi: int) -> None:
-    """With 256 colours, which lines and cells do not exceed, at a third of the size: pages carry their figures with
-    them.
-    """
+    """Writes a PNG of 256 colours, enough for lines and cells, at a third of the size: pages contain their figures."""
     from PIL import Image
 
     whole = BytesIO()
@@ -98,7 +97,7 @@ def heatmap(
     y_label: str,
     label: str,
 ) -> list[Path]:
-    """Values over a grid: the smallest starred, infinite ones (diverged) blank, those there are none of hatched."""
+    """Draws values over a grid: the smallest starred, infinite ones (diverged) blank, missing ones (None) hatched."""
     from matplotlib.patches import Rectangle
 
     drawn, ax = figure(1.6 + 0.75 * max(4, len(x)), 1.4 + 0.55 * max(4, len(y)))
@@ -110,24 +109,19 @@ def heatmap(
     image = ax.imshow(rows, origin="lower", aspect="auto", cmap=f"{COLOURS}_r", norm=scale)
     for (column, row), number in cells.items():
         if number is None:
-            ax.add_patch(
-                Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, hatch="////", edgecolor="lightgrey", linewidth=0)
-            )
+            corner = (column - 0.5, row - 0.5)
+            ax.add_patch(Rectangle(corner, 1, 1, fill=False, hatch="////", edgecolor="lightgrey", linewidth=0))
         elif math.isfinite(number):
             red, green, blue, _ = image.cmap(scale(number))
-            dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-            below = (0, -9 if (column, row) == best else 0)  # in points: under the star
-            colour = "white" if dark else "black"
-            ax.annotate(
-                f"{number:.3g}",
-                (column, row),
-                below,
-                textcoords="offset points",
-                ha="center",
-                va="center",
-                fontsize=7,
-                color=colour,
-            )
+            is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
+            offset = (0, -9 if (column, row) == best else 0)  # in points: below the star
+            style: dict[str, Any] = {
+                "ha": "center",
+                "va": "center",
+                "fontsize": 7,
+                "color": "white" if is_dark else "black",
+            }
+            ax.annotate(f"{number:.3g}", (column, row), offset, textcoords="offset points", **style)
     if best is not None:
         ax.scatter([best[0]], [best[1] + 0.12], s=150, **STAR)
     ax.set_xticks(range(len(x)), [tick(a) for a in x], **slanted(x))
@@ -139,49 +133,58 @@ def heatmap(
 
 
 def scatter(path: Path, points: Sequence[tuple[Any, Any, float]], x_label: str, y_label: str, label: str) -> list[Path]:
-    """Values (x, y, value) at points of a plane, with log axes where they can be: the smallest starred, diverged ones
-    hollow.
+    """Draws points (x, y, value) of a plane: the smallest starred, diverged ones hollow.
+
+    An axis whose values are all positive is logarithmic.
     """
     drawn, ax = figure()
-    logarithmic = [is_positive([point[axis] for point in points]) for axis in (0, 1)]
-    points = [(x if logarithmic[0] else tick(x), y if logarithmic[1] else tick(y), value) for x, y, value in points]
-    finite = [point for point in points if math.isfinite(point[2])]
-    diverged = [point for point in points if not math.isfinite(point[2])]
+    is_log_x, is_log_y = is_positive([x for x, _, _ in points]), is_positive([y for _, y, _ in points])
+    points = [(x if is_log_x else tick(x), y if is_log_y else tick(y), value) for x, y, value in points]
+    diverged = [(x, y) for x, y, value in points if not math.isfinite(value)]
+    finite = [(x, y, value) for x, y, value in points if math.isfinite(value)]
+    values = [value for _, _, value in finite]
     ax.scatter(
-        [p[0] for p in diverged], [p[1] for p in diverged], s=45, facecolors="none", edgecolors="grey", label="diverged"
+        [x for x, _ in diverged], [y for _, y in diverged], s=45, facecolors="none", edgecolors="grey", label="diverged"
     )
     dots = ax.scatter(
-        [p[0] for p in finite], [p[1] for p in finite], c=[p[2] for p in finite], s=45, cmap=f"{COLOURS}_r",
-        norm=loss_norm([p[2] for p in finite]),
-    )  # fmt: skip
-    best = min(finite, key=lambda p: p[2])
-    ax.scatter([best[0]], [best[1]], s=220, **STAR)
-    if logarithmic[0]:
+        [x for x, _, _ in finite],
+        [y for _, y, _ in finite],
+        c=values,
+        s=45,
+        cmap=f"{COLOURS}_r",
+        norm=loss_norm(values),
+    )
+    best_x, best_y, _ = min(finite, key=lambda point: point[2])
+    ax.scatter([best_x], [best_y], s=220, **STAR)
+    if is_log_x:
         ax.set_xscale("log")
-        plain_numbers(ax.xaxis, [p[0] for p in points])
-    if logarithmic[1]:
+        plain_numbers(ax.xaxis, [x for x, _, _ in points])
+    if is_log_y:
         ax.set_yscale("log")
-        plain_numbers(ax.yaxis, [p[1] for p in points])
+        plain_numbers(ax.yaxis, [y for _, y, _ in points])
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
     if diverged:
         ax.legend(loc="best", fontsize=8)
-    colour_bar(drawn, dots, ax, label, [p[2] for p in finite])
+    colour_bar(drawn, dots, ax, label, values)
     return save(drawn, path)
 
 
 def profile(path: Path, x: Sequence[Any], values: Sequence[float], x_label: str, label: str) -> list[Path]:
-    """A value over one axis, a log one if it can be: the smallest starred, infinite ones (diverged) left out."""
+    """Draws values over one axis: the smallest starred, infinite ones (diverged) left out.
+
+    The axis is logarithmic if its values are all positive.
+    """
     drawn, ax = figure()
     positions = list(x) if is_positive(x) else list(range(len(x)))
-    pairs = sorted((a, b) for a, b in zip(positions, values, strict=True) if math.isfinite(b))
-    ax.plot([a for a, _ in pairs], [b for _, b in pairs], marker="o", markersize=4)
-    best = min(pairs, key=lambda pair: pair[1])
-    ax.scatter([best[0]], [best[1]], s=220, **STAR)
+    pairs = sorted((position, value) for position, value in zip(positions, values, strict=True) if math.isfinite(value))
+    ax.plot([position for position, _ in pairs], [value for _, value in pairs], marker="o", markersize=4)
+    best, lowest = min(pairs, key=lambda pair: pair[1])
+    ax.scatter([best], [lowest], s=220, **STAR)
     if is_positive(x):
         ax.set_xscale("log")
         margin = (max(positions) / min(positions)) ** 0.05
-        ax.set_xlim(min(positions) / margin, max(positions) * margin)  # diverged ones have their place, too
+        ax.set_xlim(min(positions) / margin, max(positions) * margin)  # with room for diverged ones
     if len(x) <= 12:
         ax.set_xticks(positions, [tick(a) for a in x], **slanted(x))
         ax.minorticks_off()
@@ -193,7 +196,7 @@ def profile(path: Path, x: Sequence[Any], values: Sequence[float], x_label: str,
 
 
 def curves(path: Path, lines: Sequence[Curve], x_label: str, y_label: str, label: str, title: str = "") -> list[Path]:
-    """Curves with a log vertical axis, coloured by their value; cut above where a bad one would hide the others."""
+    """Draws curves, coloured by their value, over a log vertical axis that is cut where one would hide the others."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
@@ -208,9 +211,8 @@ def curves(path: Path, lines: Sequence[Curve], x_label: str, y_label: str, label
     if scale is not None:
         bar = drawn.colorbar(ScalarMappable(scale, COLOURS), ax=ax, label=label)
         levels = sorted(set(numbers))
-        if all(
-            b / a > (levels[-1] / levels[0]) ** (1 / 15) for a, b in pairwise(levels)
-        ):  # or their names would lie over each other
+        room = (levels[-1] / levels[0]) ** (1 / 15)  # closer labels would overlap
+        if all(b / a > room for a, b in pairwise(levels)):
             bar.set_ticks(levels, labels=[tick(number) for number in levels])
             bar.minorticks_off()
         else:
@@ -231,47 +233,18 @@ def curves(path: Path, lines: Sequence[Curve], x_label: str, y_label: str, label
 def bands(
     path: Path, lines: Sequence[Band], x_label: str, y_label: str, *, higher_is_better: bool = False
 ) -> tuple[list[Path], Path]:
-    """Lines with their ranges and marks; cut where the beginnings would hide the differences, and then the axis says
-    so.
+    """Draws lines with their ranges and marks; returns the PNG and the PDF, and another PNG for a dark page.
 
-    Written as PNG and PDF, and once more as PNG for a dark page, which is the second of the answer.
+    Where the beginnings would hide the differences the vertical axis is cut, and its label says so.
     """
     from matplotlib.ticker import EngFormatter
 
     low, high, is_cut = worth_showing(lines, higher_is_better)
     scale = "log" if not higher_is_better and low > 0 and high > 4 * low else "linear"
-    columns = max(
-        1, 56 // (5 + max(len(band.label) for band in lines))
-    )  # of the legend above the axes, where it hides no line
+    columns = max(1, 56 // (5 + max(len(band.label) for band in lines)))  # of the legend, which stands above the axes
     for theme in (DARK, LIGHT):
         drawn, ax = figure(5.4, 3.5 + 0.2 * math.ceil(len(lines) / columns))
-        for band in lines:
-            again, place = divmod(band.colour, len(theme.palette))
-            colour = theme.palette[place]
-            ax.fill_between(band.x, band.low, band.high, color=colour, alpha=0.22, linewidth=0)
-            marker = "o" if len(band.x) == 1 else None
-            ax.plot(
-                band.x,
-                band.y,
-                color=colour,
-                linewidth=1.7,
-                linestyle=("-", "--", ":", "-.")[again % 4],
-                label=band.label,
-                marker=marker,
-            )
-            for mark in band.marks:
-                ax.axvline(mark, color=colour, linewidth=1.1, linestyle=":")
-                ax.annotate(
-                    "grows",
-                    (mark, 1),
-                    (3, -3),
-                    xycoords=("data", "axes fraction"),
-                    textcoords="offset points",
-                    va="top",
-                    fontsize=8,
-                    color=colour,
-                    rotation=90,
-                )
+        handles = [draw_band(ax, band, theme) for band in lines]
         ax.set_yscale(scale)
         ax.set_ylim(low, high)
         if scale == "log":
@@ -279,10 +252,12 @@ def bands(
         ax.set_xlim(0, max(max(band.x) for band in lines) * 1.02)
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         ax.set_xlabel(x_label)
-        ax.set_ylabel(f"{y_label} (axis cut)" if is_cut else y_label)
+        ax.set_ylabel(f"{y_label} (axis cut)" if is_cut else y_label, parse_math=False)
         ax.grid(color=theme.grid, linewidth=0.7)
         ax.set_axisbelow(True)
-        ax.legend(
+        legend = ax.legend(
+            handles,
+            [band.label for band in lines],
             fontsize=9,
             frameon=False,
             labelcolor=theme.ink,
@@ -291,6 +266,8 @@ def bands(
             borderaxespad=0.3,
             ncols=columns,
         )
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # names of folders may have dollar signs
         dress(drawn, ax, theme)
         if theme is DARK:
             dark = path.with_name(f"{path.name}.dark.png")
@@ -298,8 +275,31 @@ def bands(
     return save(drawn, path, dpi=200), dark
 
 
+def draw_band(ax: "Axes", band: Band, theme: Theme) -> "Line2D":
+    """Draws a line with its range and marks, and returns the line. Colours that return have another line style."""
+    again, place = divmod(band.colour, len(theme.palette))
+    colour, style = theme.palette[place], ("-", "--", ":", "-.")[again % 4]
+    ax.fill_between(band.x, band.low, band.high, color=colour, alpha=0.22, linewidth=0)
+    marker = "o" if len(band.x) == 1 else None
+    (line,) = ax.plot(band.x, band.y, color=colour, linewidth=1.7, linestyle=style, marker=marker)
+    for mark in band.marks:
+        ax.axvline(mark, color=colour, linewidth=1.1, linestyle=":")
+        ax.annotate(
+            "grows",
+            (mark, 1),
+            (3, -3),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color=colour,
+            rotation=90,
+        )
+    return line
+
+
 def plain_numbers(axis: "Axis", values: Sequence[float]) -> None:
-    """Plain numbers along a log axis that is short, where powers of ten would be few."""
+    """Labels a short log axis with plain numbers, because it has few powers of ten."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     ratio = max(values) / min(values)
@@ -310,11 +310,12 @@ def plain_numbers(axis: "Axis", values: Sequence[float]) -> None:
 
 
 def slanted(values: Sequence[Any]) -> dict[str, Any]:
-    """How to set the names of values below an axis: aslant, if they are long."""
+    """Options for labels below an axis: long ones are rotated."""
     return {"rotation": 20, "ha": "right"} if any(len(tick(value)) > 8 for value in values) else {}
 
 
 def dress(drawn: "Figure", ax: "Axes", theme: Theme) -> None:
+    """Gives a figure the colours of a theme."""
     drawn.set_facecolor(theme.paper)
     ax.set_facecolor(theme.paper)
     for side, spine in ax.spines.items():
@@ -327,23 +328,22 @@ def dress(drawn: "Figure", ax: "Axes", theme: Theme) -> None:
 
 
 def worth_showing(lines: Sequence[Band], higher_is_better: bool) -> tuple[float, float, bool]:
-    """The range of an axis that leaves out the first tenth of the lines where it would hide the rest; and whether it
-    does.
+    """The range of an axis from the best value to the worst after the first tenth of the lines; and whether it leaves
+    anything out.
     """
-    late = [band.y[len(band.y) // 10 :] for band in lines]
     best, worst = (max, min) if higher_is_better else (min, max)
-    good = best(best(best(band.low), best(band.high)) for band in lines)
-    bad = worst(worst(values) for values in late)
+    extremes = [value for band in lines for value in (*band.low, *band.high)]
+    good = best(extremes)
+    bad = worst(worst(band.y[len(band.y) // 10 :]) for band in lines)
     margin = 0.06 * abs(good - bad) or 0.05 * abs(good) or 1.0
     low, high = (bad - margin, good + margin) if higher_is_better else (good - margin, bad + margin)
     if not higher_is_better and good > 0:
         low = max(low, good / 1.15)
-    extremes = [value for band in lines for value in (*band.low, *band.high)]
     return low, high, min(extremes) < low or max(extremes) > high
 
 
 def span(lines: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The range worth showing: all ends and minima, and starts up to three times above the best line's."""
+    """The range worth showing: all ends and minima, and beginnings up to three times the best line's."""
     low = min(min(y) for y in lines)
     ends = max(y[-1] for y in lines)
     start = min(max(y) for y in lines)
@@ -351,9 +351,7 @@ def span(lines: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def loss_norm(values: Sequence[float]) -> Any:
-    """Colours by the logarithm, where there is one, and cut at ten times the best: what is worse than that is all the
-    same.
-    """
+    """Colours by the logarithm of positive values, cut at ten times the smallest; otherwise by the values."""
     from matplotlib.colors import LogNorm, Normalize
 
     if not values:

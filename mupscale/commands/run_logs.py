@@ -1,4 +1,4 @@
-"""A run as it can be read from its folder: its configuration, and what it logged. Needs neither torch nor Lightning."""
+"""A run read from its folder: its configuration and what it logged. Needs neither torch nor Lightning."""
 
 import json
 import math
@@ -11,21 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import yaml
 
 from mupscale.commands.config import Config, callbacks_of
 from mupscale.errors import UserError
 from mupscale.flops import LOGGED
 
-LOSS, FLOPS, WIDTH, EPOCH, VALIDATION = "train/loss", "by_flops/train/loss", "upscale/width", "epoch", "val/"
+LOSS = "train/loss"
+VALIDATION = "val/"
+FLOPS = ("x_axis_flops/train/loss", "by_flops/train/loss")
+WIDTHS = ("widening/width", "upscale/width")
+EPOCHS = ("x_epoch", "epoch")
+SAMPLES = ("x_axis_samples/", "by_samples/")
+"""TensorBoard tags, and beginnings of tags. Where there are two, runs of version 0.1 have logged the second."""
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The former, where it is built, is ten times faster."""
+"""The C loader is ten times faster, but not every build of yaml has it."""
+
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass
 class Log:
-    """Scalars of a run by its steps, counted from 1: what was logged at 9 was logged after 10 steps."""
+    """Scalars of a run by step. Steps are counted from 1: what was logged at 9 was logged after 10 steps."""
 
     loss: dict[int, float] = field(default_factory=dict)
     flops: dict[int, float] = field(default_factory=dict)
@@ -34,11 +43,23 @@ class Log:
     validation: dict[str, dict[int, float]] = field(default_factory=dict)
     damaged: bool = False
 
-    def tables(self) -> list[dict[int, float]]:
-        return [self.loss, self.flops, self.widths, self.epochs, *self.validation.values()]
+    def cut(self, step: int) -> None:
+        """Removes what was logged at a step and after it."""
+        for table in (self.loss, self.flops, self.widths, self.epochs, *self.validation.values()):
+            for late in [each for each in table if each >= step]:
+                del table[late]
+
+    def update(self, other: "Log") -> None:
+        self.loss |= other.loss
+        self.flops |= other.flops
+        self.widths |= other.widths
+        self.epochs |= other.epochs
+        for name, values in other.validation.items():
+            self.validation.setdefault(name, {}).update(values)
+        self.damaged |= other.damaged
 
 
-class Run:
+class LoggedRun:
     """A folder with a config.yaml and TensorBoard events. UserError if the configuration cannot be read."""
 
     def __init__(self, folder: Path) -> None:
@@ -53,8 +74,8 @@ class Run:
         except (yaml.YAMLError, KeyError, TypeError) as error:
             raise UserError(f"{folder / 'config.yaml'} is not the configuration of a run: {error!r}") from error
         self.log = read_log(folder)
-        self.steps = np.array(sorted(self.log.loss), dtype=float)
-        self.losses = np.array([self.log.loss[int(step)] for step in self.steps])
+        self.steps: FloatArray = np.array(sorted(self.log.loss), dtype=float)
+        self.losses: FloatArray = np.array([self.log.loss[int(step)] for step in self.steps], dtype=float)
 
     @property
     def model(self) -> Config:
@@ -66,7 +87,7 @@ class Run:
 
     @property
     def growths(self) -> list[int]:
-        """The steps before which it grew."""
+        """The steps before which the network grew."""
         return [step - 1 for step in sorted(self.log.widths)]
 
     @property
@@ -79,12 +100,12 @@ class Run:
 
     @property
     def interval(self) -> int:
-        """Steps from one logged loss to the next."""
+        """The number of steps from one logged loss to the next."""
         return int(self.config["trainer"]["log_every_n_steps"] or 50)
 
     @property
     def diverged_at(self) -> int | None:
-        """The step at which it is known to have diverged."""
+        """The step of the first loss that is not finite; the last step if only the result is not."""
         bad = np.flatnonzero(~np.isfinite(self.losses))
         if len(bad):
             return int(self.steps[bad[0]])
@@ -92,7 +113,7 @@ class Run:
 
     @cached_property
     def result(self) -> float | None:
-        """The metric of a run that `sweep` or `experiment` finished: over every step, not only logged ones."""
+        """The metric of a run that `sweep` or `experiment` finished: over every step, not only the logged ones."""
         try:
             return float(json.loads((self.folder / "result.json").read_text())["value"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -100,51 +121,52 @@ class Run:
 
     @property
     def metric(self) -> str | None:
-        """What `result` is."""
-        judges = callbacks_of(self.config, "TrialMetric")
-        return judges[0]["init_args"]["metric"] if judges else None
+        """The name of the metric whose value is `result`."""
+        callbacks = callbacks_of(self.config, "TrialMetric")
+        return callbacks[0]["init_args"]["metric"] if callbacks else None
 
     @property
     def max_epochs(self) -> int | None:
-        """Its length, where it is told in epochs."""
+        """The length of the run, if the configuration gives it in epochs."""
         trainer = self.config["trainer"]
-        counted = trainer["max_steps"] in (None, -1) and trainer["max_epochs"] not in (None, -1)
-        return trainer["max_epochs"] if counted else None
+        in_epochs = trainer["max_steps"] in (None, -1) and trainer["max_epochs"] not in (None, -1)
+        return trainer["max_epochs"] if in_epochs else None
 
     @cached_property
     def steps_per_epoch(self) -> int | None:
-        """As far as it can be told from the epochs that were logged with validations."""
+        """Worked out from the epochs that were logged with validations; None if they leave it open."""
         trainer = self.config["trainer"]
         logged = sorted((step, int(epoch)) for step, epoch in self.log.epochs.items())
         if logged and trainer["check_val_every_n_epoch"] and trainer["val_check_interval"] in (None, 1.0):
-            step, epoch = logged[0]  # validated at the end of epochs
+            step, epoch = logged[0]  # logged at the end of an epoch
             return step // (epoch + 1) if step % (epoch + 1) == 0 else None
         low = max((math.ceil(step / (epoch + 1)) for step, epoch in logged), default=1)
         high = min(((step - 1) // epoch for step, epoch in logged if epoch), default=None)
-        if high is None and self.max_epochs and self.result is not None and self.has_loss:  # finished
-            low, high = (
-                math.ceil(self.last_step / self.max_epochs),
-                (self.last_step + self.interval - 1) // self.max_epochs,
-            )
+        is_finished = self.result is not None
+        if high is None and self.max_epochs and is_finished and self.has_loss:
+            low = math.ceil(self.last_step / self.max_epochs)
+            high = (self.last_step + self.interval - 1) // self.max_epochs
         return low if low == high else None
 
     def planned_steps(self, steps_per_epoch: int | None) -> int | None:
+        """The length of the run in steps, as configured; None if it is not known."""
         trainer = self.config["trainer"]
         if self.max_epochs is None:
             return trainer["max_steps"] if trainer["max_steps"] not in (None, -1) else None
         return self.max_epochs * steps_per_epoch if steps_per_epoch else None
 
     @cached_property
-    def _flops(self) -> tuple[np.ndarray, np.ndarray]:
-        pairs = sorted(self.log.flops.items())
-        return np.array([0.0, *(step for step, _ in pairs)]), np.array([0.0, *(flops for _, flops in pairs)])
+    def _flops(self) -> tuple[FloatArray, FloatArray]:
+        """The steps at which FLOPs were logged, and the FLOPs, both from 0 on."""
+        steps = sorted(self.log.flops)
+        return np.array([0.0, *steps]), np.array([0.0, *(self.log.flops[step] for step in steps)])
 
     def flops_at(self, step: float) -> float:
         """Training FLOPs after a step."""
         return float(self.flops_over(np.array([step]))[0])
 
-    def flops_over(self, at: np.ndarray) -> np.ndarray:
-        """Training FLOPs after steps, as it logged them, and evenly in between; NaN if it logged none."""
+    def flops_over(self, at: FloatArray) -> FloatArray:
+        """Training FLOPs after steps: as logged, and interpolated in between; NaN if none were logged."""
         steps, flops = self._flops
         if len(steps) == 1:
             return np.full(len(at), math.nan)
@@ -152,7 +174,7 @@ class Run:
 
     @property
     def flops_per_step(self) -> float:
-        """At its last width."""
+        """Training FLOPs of a step at the last width; NaN if none were logged."""
         steps, flops = self._flops
         if len(steps) == 1:
             return math.nan
@@ -163,14 +185,14 @@ class Run:
 
 
 def widths(config: Config) -> tuple[Any, Any]:
-    """The width that a run starts with, and the one it ends with."""
+    """The width that a run starts with, and the width that it ends with."""
     start = config["model"]["init_args"].get("width")
     swaps = sorted(callbacks_of(config, "UpscaleCallback"), key=lambda swap: swap["init_args"]["at_step"])
     return start, swaps[-1]["init_args"]["width"] if swaps else start
 
 
 def higher_is_better(metric: str) -> bool | None:
-    """None if the name does not tell."""
+    """Whether a metric is to be maximised, judged by its name; None if the name does not say."""
     name = metric.lower()
     if any(part in name for part in ("loss", "error", "perplexity", "ppl", "bpb")):
         return False
@@ -178,23 +200,19 @@ def higher_is_better(metric: str) -> bool | None:
 
 
 def read_log(folder: Path) -> Log:
-    """What the event files of a folder hold; a file that breaks off is read up to there."""
+    """The scalars in the event files of a folder; a damaged file is read up to the damage."""
     log = Log()
-    for path in sorted(
-        folder.glob("events.out.tfevents.*"), key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)]
-    ):
+    for path in sorted(folder.glob("events.out.tfevents.*"), key=numbers_in_name):
         part = read_file(path)
-        log.damaged |= part.damaged
-        if part.loss:  # a run that went on from a checkpoint has logged some steps twice
-            start = min(part.loss)
-            for table in log.tables():
-                for step in [step for step in table if step >= start]:
-                    del table[step]
-        for name, values in part.validation.items():
-            log.validation.setdefault(name, {}).update(values)
-        for table, values in zip(log.tables()[:4], part.tables()[:4], strict=True):
-            table.update(values)
+        if part.loss:  # a resumed run has logged some steps twice: the later file counts
+            log.cut(min(part.loss))
+        log.update(part)
     return log
+
+
+def numbers_in_name(path: Path) -> list[int]:
+    """Sorts event files by time: their names hold the time, the process and a counter."""
+    return [int(digits) for digits in re.findall(r"\d+", path.name)]
 
 
 def read_file(path: Path) -> Log:
@@ -205,11 +223,11 @@ def read_file(path: Path) -> Log:
             if tag == LOSS:
                 step = at + 1
                 log.loss[step] = value
-            elif tag == FLOPS and step is not None:  # comes right after the loss, with FLOPs for the step
+            elif tag in FLOPS and step is not None:  # logged right after the loss, at the FLOPs of its step
                 log.flops[step] = float(at * LOGGED)
-            elif tag == WIDTH:
+            elif tag in WIDTHS:
                 log.widths[at + 1] = value
-            elif tag == EPOCH:
+            elif tag in EPOCHS:
                 log.epochs[at + 1] = value
             elif tag.startswith(VALIDATION):
                 log.validation.setdefault(tag, {})[at + 1] = value
@@ -219,20 +237,21 @@ def read_file(path: Path) -> Log:
 
 
 class DamagedError(Exception):
-    """An event file that cannot be read further."""
+    """The rest of an event file cannot be read."""
 
 
 def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
-    """Tag, step and value of the scalars that a report needs.
+    """Tag, step and value of the scalars that a report needs. DamagedError where a record is damaged.
 
-    A long run logs tens of thousands of others. A record is looked into only if the name of one of these is in its
+    A long run logs tens of thousands of other scalars. A record is parsed only if the name of a wanted one is in its
     bytes, which makes this ten times faster than TensorBoard's own reader.
     """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # type: ignore[import-untyped]
 
-    wanted = [name.encode() for name in (LOSS, WIDTH, EPOCH, VALIDATION)]
+    wanted = [tag.encode() for tag in (LOSS, VALIDATION, *WIDTHS, *EPOCHS)]  # the tags of FLOPs contain LOSS
+    unwanted = [tag.encode() for tag in SAMPLES]
     content = path.read_bytes()
     at = 0
     while at < len(content):
@@ -243,7 +262,7 @@ def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
         if end + 4 > len(content):
             raise DamagedError
         record = content[at + 12 : end]
-        if any(name in record for name in wanted) and b"by_samples/" not in record:
+        if any(tag in record for tag in wanted) and not any(tag in record for tag in unwanted):
             if struct.unpack_from("<I", content, end)[0] != masked_crc32c(record):
                 raise DamagedError
             try:

@@ -99,7 +99,7 @@ def starts(run: Path) -> list[int]:
 @pytest.fixture
 def _without_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes seconds."""
-    monkeypatch.setattr("mupscale.commands.report.write_report", lambda folders, out: [])
+    monkeypatch.setattr("mupscale.commands.reporting.write_report", lambda folders, out: [])
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def _without_figures_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mupscale.commands.report.draw.draw", lambda *_: [])  # takes seconds
+    monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])  # takes seconds
     out = Path("runs/experiments/e")
     main(["experiment", file(upscale()), "--workers", "2", "--data.batch_size=900"])
     told = capfd.readouterr().out

@@ -1,6 +1,4 @@
-"""Reports: one page that needs nothing else; mistakes, after which nothing is written; what `fit` leaves behind,
-reported.
-"""
+"""Reports: the page and its figures, mistakes after which nothing is written, and runs made by `fit`."""
 
 import base64
 import io
@@ -14,11 +12,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from synthetic_runs import Page, accuracy, base, epochs, report, scratch, write_run
+from synthetic_runs import Page, accuracy, base, epochs, report, scratch, upscale, upscaled, write_run
 
+from mupscale.__main__ import main
 from mupscale.commands import figures
 from mupscale.commands.cli import parsed
-from mupscale.commands.report import GENERATOR, main
+from mupscale.commands.reporting.page import GENERATOR
 from mupscale.flops import mlp_flops
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"data.init_args.batch_size": 100}, "data.batch_size is 2000 in the one and 100 in the other"),
         (
@@ -42,18 +41,18 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
         ),
     ],
 )
-def test_runs_of_different_tasks(values: dict[str, Any], told: str):
+def test_runs_of_different_tasks(values: dict[str, Any], message: str):
     base(epochs(1.0))
     scratch(epochs(1.0), values=values)
     with pytest.raises(ValueError, match="runs/base/seed=0 and runs/scratch/seed=0 are of different tasks") as error:
         report()
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert not Path("report").exists()
     assert not list(Path().glob(".report-*"))
 
 
 @pytest.mark.parametrize(
-    ("folders", "told"),
+    ("folders", "message"),
     [
         (["nowhere"], "nowhere is not a folder"),
         (["empty"], "empty holds no runs"),
@@ -62,15 +61,15 @@ def test_runs_of_different_tasks(values: dict[str, Any], told: str):
         (["broken"], "broken/experiment.json is not the description of an experiment"),
     ],
 )
-def test_folders_that_hold_nothing(folders: list[str], told: str, capsys: pytest.CaptureFixture[str]):
+def test_folders_that_hold_nothing(folders: list[str], message: str):
     base(epochs(1.0))
     Path("empty/inner").mkdir(parents=True)
     write_run(Path("begun"), [], steps=0)
     Path("broken").mkdir()
     Path("broken/experiment.json").write_text("[]")
     with pytest.raises(SystemExit) as end:
-        main("report", [*folders, "--out", "report"])
-    assert str(end.value.code).startswith(f"error: {told}")
+        main(["report", *folders, "--out", "report"])
+    assert str(end.value.code).startswith(f"error: {message}")
     assert not Path("report").exists()
 
 
@@ -100,7 +99,7 @@ def test_a_report_is_replaced_once_the_new_one_is_there(monkeypatch: pytest.Monk
         raise RuntimeError("in the last moment")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mupscale.commands.report.summary.as_csv", fails)
+        patch.setattr("mupscale.commands.reporting.as_csv", fails)
         with pytest.raises(RuntimeError):
             report("runs/base")
     assert {path.name: path.read_bytes() for path in Path("report").iterdir()} == before
@@ -108,9 +107,8 @@ def test_a_report_is_replaced_once_the_new_one_is_there(monkeypatch: pytest.Monk
     base(epochs(1.0))
     report("runs/base")
     after = {path.name for path in Path("report").iterdir()}
-    assert set(before) - after == {
-        f"val_accuracy_{axis}.{kind}" for axis in ("steps", "flops") for kind in ("png", "pdf")
-    }
+    names = {f"val_accuracy_{axis}.{kind}" for axis in ("steps", "flops") for kind in ("png", "pdf")}
+    assert set(before) - after == names
     assert Path("report/notes.txt").read_text() == "mine"
 
 
@@ -137,10 +135,47 @@ def test_the_page_needs_nothing_else():
     assert corners == [False, True] * 4
     files = {path.name for path in Path("report").iterdir()}
     assert files == {*summary["files"]}
-    assert {name for name in files if name.endswith(".pdf")} == {
-        f"{what}_{axis}.pdf" for what in ("training_loss", "val_accuracy") for axis in ("steps", "flops")
-    }
+    pdfs = {f"{quantity}_{axis}.pdf" for quantity in ("training_loss", "val_accuracy") for axis in ("steps", "flops")}
+    assert {name for name in files if name.endswith(".pdf")} == pdfs
     assert Path("report/training_loss_steps.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_names_are_text_and_not_markup():
+    """Names of folders, groups, sweeps, experiments and metrics, values of configurations, and descriptions."""
+    marks = {name: f"<script>{name}" for name in ("folder", "std", "sweep", "experiment", "description", "command")}
+    scratch(epochs(0.5))
+    for std in (0.5, marks["std"]):
+        noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": std}}
+        upscaled(epochs(0.4), values={"trainer.callbacks": [upscale(noise=noise)]}, name=f"upscale-{std}")
+    metric = {'val/"><script>': lambda step: 0.5}
+    write_run(Path("runs") / marks["folder"], epochs(1.0), values={"model.init_args.width": 3}, validation=metric)
+    write_run(Path("sweeps") / marks["sweep"] / "trials/0", epochs(1.0), values={"model.init_args.width": 3})
+    (Path("sweeps") / marks["sweep"] / "sweep.json").write_text("{}")
+    experiment = Path(marks["experiment"])
+    experiment.mkdir()
+    described = {"runs": [], "command": marks["command"], "experiment": marks["description"]}
+    (experiment / "experiment.json").write_text(json.dumps(described))
+    text, summary = report("runs", f"sweeps/{marks['sweep']}", marks["experiment"])
+    page = Page(text)
+    assert {group["name"] for group in summary["groups"]} >= {marks["folder"], f"upscaled, std {marks['std']}"}
+    assert summary["sweeps"][0]["name"] == marks["sweep"]
+    assert "<script" not in text
+    assert not {"script"} & {*page.tags}
+    for mark in marks.values():
+        assert mark in page.text
+    assert 'Validation "><script>, against steps.' in page.text
+
+
+def test_a_report_says_what_it_is_made_of_as_data():
+    base(epochs(1.0))
+    scratch(epochs(1.0, 0.4))
+    upscaled(epochs(0.6, 0.3))
+    (comparison,) = report()[1]["comparisons"]
+    assert [(cost["kind"], cost["flops"], cost["speedup"]) for cost in comparison["costs"]] == [
+        ("scratch", 2000e12, 1.0),
+        ("upscaled", 400e12, 5.0),
+        ("base", 600e12, pytest.approx(10 / 3)),
+    ]
 
 
 def test_transfer():
@@ -191,15 +226,12 @@ def fit(folder: str, *options: str) -> None:
 
 
 def test_real_runs():
-    """Base, from scratch and upscaled as `fit` leaves them; with FLOPs that are the paper's but for the gradient of the
-    data.
-    """
+    """Base, from scratch and upscaled runs of `fit`. Their FLOPs are the paper's less the gradient of the data."""
     fit("base", "--model.width=4")
     fit("scratch", "--model.width=16")
     grow = '[{"class_path": "UpscaleCallback", "init_args": {"at_step": 0, "width": 16}}]'
-    fit(
-        "upscale", "--model.width=4", "--model.init_from=runs/base/checkpoints/last.ckpt", f"--trainer.callbacks={grow}"
-    )
+    start = "--model.init_from=runs/base/checkpoints/last.ckpt"
+    fit("upscale", "--model.width=4", start, f"--trainer.callbacks={grow}")
     text, summary = report()
     assert {run["group"]: run["width"] for run in summary["runs"]} == {"upscaled": 16, "from scratch": 16, "base": 4}
     assert summary["window"] == {"steps": 12, "epochs": True, "final_loss": None}
@@ -243,3 +275,11 @@ def test_bands_are_drawn(tmp_path: Path):
             assert picture.size == (1080, 820)  # three rows of names above the axes make it higher
             colours = picture.convert("RGB").getcolors(10**6)
         assert sum(count for count, seen in colours if seen == tuple(bytes.fromhex(colour[1:]))) > 100
+
+
+@pytest.mark.parametrize("label", [r"$\nothing$", "_hidden"])
+def test_a_label_is_drawn_as_it_is(tmp_path: Path, label: str):
+    """It is neither mathematics nor hidden: a folder may have any name."""
+    (png, _), _ = figures.bands(tmp_path / "named", [band([2.0, 1.0])._replace(label=label)], "steps", label)
+    (blank, _), _ = figures.bands(tmp_path / "blank", [band([2.0, 1.0])._replace(label=" ")], "steps", label)
+    assert png.read_bytes() != blank.read_bytes()

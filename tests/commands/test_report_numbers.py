@@ -1,6 +1,4 @@
-"""The numbers of reports against those worked out by hand; which runs are what to each other; runs that are not as they
-should be.
-"""
+"""The numbers of reports against numbers worked out by hand; groups of runs; runs that diverged or are in progress."""
 
 import json
 import math
@@ -13,9 +11,12 @@ from PIL import Image
 from synthetic_runs import UPSCALED, WIDE, Page, accuracy, base, epochs, report, scratch, upscale, upscaled, write_run
 
 from mupscale.commands import figures
-from mupscale.commands.report.groups import find, grouped
-from mupscale.commands.report.numbers import Windows, computed, line
-from mupscale.commands.run_logs import Run
+from mupscale.commands.reporting.draw import mean_curve
+from mupscale.commands.reporting.folders import find_runs
+from mupscale.commands.reporting.groups import group_runs
+from mupscale.commands.reporting.numbers import compute_numbers
+from mupscale.commands.reporting.windows import Windows
+from mupscale.commands.run_logs import LoggedRun
 from mupscale.flops import mlp_flops
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -38,14 +39,12 @@ def blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_papers_figures():
-    """Its MLP with SGD: 740 TFLOPs for the base, 11,326 from scratch, 598 until the upscaled one reaches it: 8.5 times
-    cheaper.
+    """The MLP with SGD: 740 TFLOPs for the base, 11,326 from scratch, 598 until the upscaled run reaches its minimum.
+    With the base model that is 8.5 times cheaper.
     """
-    epoch, whole = (
-        464_809,
-        {"steps_per_epoch": 2, "values": {"trainer.max_epochs": 500, "trainer.log_every_n_steps": 1}},
-    )
-    options = {**whole, "validation": accuracy(0.9)}
+    epoch = 464_809
+    values = {"trainer.max_epochs": 500, "trainer.log_every_n_steps": 1}
+    options = {"steps_per_epoch": 2, "values": values, "validation": accuracy(0.9)}
     wide = {**options, "flops": lambda step: step / 2 * epoch * mlp_flops(2000)}
     for seed, reached in enumerate([24, 25, 26, 27, 30]):  # 26.4 on average
         base(epochs(0.2, count=500), seed, flops=lambda step: step / 2 * epoch * mlp_flops(500), **options)
@@ -59,10 +58,8 @@ def test_the_papers_figures():
         ["… and the base model", "1,338", "8.5×"],
     ]
     assert page.table("seed")[4] == ["4", "0.1040", "30", "60", f"{30 * epoch * mlp_flops(2000) / 1e12:,.0f}"]
-    assert (
-        "It reaches from scratch's minimum after 26.4 epochs (24–30), 18.9× cheaper than training from scratch"
-        in page.text
-    )
+    reach = "It reaches from scratch's minimum after 26.4 epochs (24–30)"
+    assert f"{reach}, 18.9× cheaper than training from scratch" in page.text
     assert "; 8.5× cheaper with the base model charged." in page.text
     (comparison,) = summary["comparisons"]
     assert comparison["reach_epoch"] == {"mean": 26.4, "min": 24, "max": 30, "runs": 5}
@@ -78,31 +75,27 @@ def test_the_verdict_and_the_ends():
     text, summary = report()
     page = Page(text)
     assert "MLP on Covertype: width 500 → 2000" in page.text
-    assert (
-        "Upscaled ends at 0.2000 (0.2000–0.2000, 2 seeds), from scratch at 0.4500 (0.4000–0.5000, 2 seeds): lower by "
-        "56 %." in page.text
-    )
+    ends = "Upscaled ends at 0.2000 (0.2000–0.2000, 2 seeds), from scratch at 0.4500 (0.4000–0.5000, 2 seeds)"
+    assert f"{ends}: lower by 56 %." in page.text
     assert "Validation accuracy ends at 0.7550 (0.7500–0.7600) against 0.8000 (0.8000–0.8000): worse." in page.text
     assert "It reaches from scratch's minimum after 2 epochs, 5.0× cheaper" in page.text  # of 10
     assert page.table("")[0] == ["upscaled", "2", "0.2000 (0.2000–0.2000)", "0.7550 (0.7500–0.7600)", "2,000"]
     assert [group["final_loss"]["mean"] for group in summary["groups"]] == pytest.approx([0.2, 0.45, 1.0])
     assert [run["reach_step"] for run in summary["runs"]] == [40, 40, None, None, None, None]
-    assert (
-        Path("report/summary.csv")
-        .read_text()
-        .splitlines()[1]
-        .startswith("upscaled,0,runs/upscale/seed=0,500,2000,200,200 steps,0.2")
-    )
+    first_run = Path("report/summary.csv").read_text().splitlines()[1]
+    assert first_run.startswith("upscaled,0,runs/upscale/seed=0,500,2000,200,200 steps,0.2")
 
 
 def test_plainly_when_it_does_not_pay():
     scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
     upscaled(epochs(0.6, 0.5), validation=accuracy(0.9))
     text, summary = report()
-    assert "Upscaled ends at 0.5000 (1 seed), from scratch at 0.4000 (1 seed): not lower but higher, by 25 %." in text
-    assert "It does not reach from scratch&#x27;s minimum within 10 epochs: no savings can be stated." in text
-    assert "Validation accuracy ends at 0.9000 against 0.8000: better." in text
-    assert Page(text).table("seed") == [["0", "0.4000", "not within 10 epochs", "—", "—"]]
+    page = Page(text)
+    ends = "Upscaled ends at 0.5000 (1 seed), from scratch at 0.4000 (1 seed)"
+    assert f"{ends}: not lower but higher, by 25 %." in page.text
+    assert "It does not reach from scratch's minimum within 10 epochs: no savings can be stated." in page.text
+    assert "Validation accuracy ends at 0.9000 against 0.8000: better." in page.text
+    assert page.table("seed") == [["0", "0.4000", "not within 10 epochs", "—", "—"]]
     assert summary["comparisons"][0]["costs"] is None
 
 
@@ -111,7 +104,7 @@ def test_one_seed_that_does_not_reach_it():
         scratch(epochs(1.0, 0.4), seed, validation=accuracy(0.8))
         upscaled(epochs(0.6, 0.3 + seed / 2), seed, validation=accuracy(0.8))
     text, summary = report()
-    assert "With seed 1 it does not reach from scratch&#x27;s minimum within 10 epochs" in text
+    assert "With seed 1 it does not reach from scratch's minimum within 10 epochs" in Page(text).text
     assert [reach["epoch"] for reach in summary["comparisons"][0]["reach"]] == [2, None]
     assert summary["comparisons"][0]["reach_epoch"] is None
 
@@ -127,10 +120,8 @@ def test_tuning_is_every_trial_of_the_sweeps():
     base(epochs(1.0), validation=accuracy(0.7))
     scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
     upscaled(epochs(0.6, 0.5, 0.3), validation=accuracy(0.75))
-    narrow, small = (
-        {"model.init_args.width": 100},
-        {**UPSCALED, "model.init_args.width": 100, "trainer.callbacks": [upscale(width=400)]},
-    )
+    narrow = {"model.init_args.width": 100}
+    small = {**UPSCALED, **narrow, "trainer.callbacks": [upscale(width=400)]}
     for name, values, cost in (("sweep_1", narrow, 0.1e12), ("sweep_2", small, 0.5e12)):
         for cell in range(4):
             steps = 50 if cell == 3 else 200  # one was given up
@@ -180,7 +171,7 @@ def test_tuning_is_every_trial_of_the_sweeps():
     assert len(report("runs/sweep_2/trials", out="trials")[1]["runs"]) == 4
 
 
-def test_trials_cost_what_they_ran_and_those_that_are_gone_are_told():
+def test_trials_cost_what_they_ran_and_a_note_counts_those_that_are_gone():
     scratch(epochs(1.0, 0.4), validation=accuracy(0.8))
     upscaled(epochs(0.6, 0.3), validation=accuracy(0.75))
     rarely = {"model.init_args.width": 100, "trainer.log_every_n_steps": 30}  # the last time at 180 of 200 steps
@@ -219,9 +210,8 @@ def test_an_experiment_without_sweep_1_has_a_small_base_to_pay_for():
     assert [(sweep["sweep"], sweep["flops"]) for sweep in summary["tuning"]] == [("small_base", 200e12)]
     assert "have logged no FLOPs" not in text
     write_run(Path("runs/small_base/seed=0"), lambda step: 1.0, values={"model.init_args.width": 100})
-    assert (
-        "1 of 1 trials of small_base have logged no FLOPs, or are gone: tuning cost more than is said." in report()[0]
-    )
+    note = "1 of 1 trials of small_base have logged no FLOPs, or are gone: tuning cost more than is said."
+    assert note in report()[0]
 
 
 def test_windows_where_steps_are_counted():
@@ -237,7 +227,7 @@ def test_windows_where_steps_are_counted():
     assert "Training loss, running mean over 8 steps" in text
 
 
-def test_runs_of_many_epochs_are_counted_in_epochs_even_if_told_in_steps():
+def test_runs_of_many_epochs_are_counted_in_epochs_even_if_configured_in_steps():
     by_steps = {"trainer.max_steps": 190, "trainer.max_epochs": None}
     scratch(epochs(1.0, 0.5), values=by_steps, validation=accuracy(0.8))
     assert report()[1]["window"] == {"steps": 20, "epochs": True, "final_loss": None}
@@ -248,7 +238,9 @@ def test_runs_of_many_epochs_are_counted_in_epochs_even_if_told_in_steps():
 @pytest.mark.parametrize(("steps", "last"), [(200, 200), (193, 180), (181, 180), (179, 160)])
 def test_an_epoch_counts_when_no_more_of_it_would_be_logged(steps: int, last: int):
     """Epochs of 20 steps, a loss every 6."""
-    run = Run(scratch(epochs(0.5), steps=steps, values={"trainer.log_every_n_steps": 6}, validation=accuracy(0.8)))
+    run = LoggedRun(
+        scratch(epochs(0.5), steps=steps, values={"trainer.log_every_n_steps": 6}, validation=accuracy(0.8))
+    )
     ends, losses = Windows(20, 20, True).of(run)
     assert ends.tolist() == list(range(20, last + 1, 20))
     assert losses == pytest.approx(0.5)
@@ -262,8 +254,8 @@ def test_different_log_intervals():
     assert summary["window"]["steps"] == 200  # five losses of the one that logs less
     (reach,) = summary["comparisons"][0]["reach"]
     assert reach["target"] == pytest.approx(1 - 1920 / 4000)  # those of steps 1840 … 2000
-    # forty losses in a window that ends at s have the mean 1 - (s - 97.5) / 2000, so s is at least 1057.5; windows end
-    # every 40
+    # forty losses in a window that ends at s have the mean 1 - (s - 97.5) / 2000, so s is at least 1057.5;
+    # windows end every 40 steps
     assert reach["step"] == 1080
 
 
@@ -290,12 +282,10 @@ def test_a_run_that_grows_in_the_middle():
     (comparison,) = summary["comparisons"]
     assert comparison["reach"][0]["epoch"] == 7
     assert comparison["reach"][0]["flops"] == pytest.approx(60e12 + 40 * 3e12 + 40 * 10e12)
-    assert "The base model&#x27;s training is part of the upscaled runs" in text
-    assert [cost["charged"] for cost in comparison["costs"]] == [
-        "from scratch",
-        "upscaled, until it reaches that minimum",
-    ]
-    assert Run(Path("runs/upscale/seed=0")).growths == [60, 100]
+    assert "The base model's training is part of the upscaled runs" in Page(text).text
+    charged = [cost["charged"] for cost in comparison["costs"]]
+    assert charged == ["from scratch", "upscaled, until it reaches that minimum"]
+    assert LoggedRun(Path("runs/upscale/seed=0")).growths == [60, 100]
 
 
 def test_final_losses_are_the_recorded_ones_where_every_run_has_them():
@@ -312,23 +302,21 @@ def test_final_losses_are_the_recorded_ones_where_every_run_has_them():
 def test_the_band_is_the_range_over_seeds():
     for seed, loss in enumerate([0.2, 0.3, 0.7]):
         scratch(epochs(loss, 2 * loss), seed, validation=accuracy(0.8))
-    groups = grouped(find([Path("runs")]).runs)
-    numbers = computed(find([Path("runs")]), groups)
-    found = line(groups[0], numbers.windows.of)
-    assert found is not None
-    assert found.steps[:2].tolist() == [20, 40]
-    assert found.flops[:2].tolist() == [200e12, 400e12]
-    assert [found.mean[1], found.low[1], found.high[1]] == pytest.approx([0.8, 0.4, 1.4])
+    found = find_runs([Path("runs")])
+    groups = group_runs(found.runs)
+    curve = mean_curve(groups[0], compute_numbers(found, groups).windows.of)
+    assert curve is not None
+    assert curve.steps[:2].tolist() == [20, 40]
+    assert curve.flops[:2].tolist() == [200e12, 400e12]
+    assert [curve.mean[1], curve.low[1], curve.high[1]] == pytest.approx([0.8, 0.4, 1.4])
 
 
 # --- groups
 
 
 def names(*folders: str) -> dict[str, list[int]]:
-    return {
-        group.name: [run.seed for run in group.runs]
-        for group in grouped(find([Path(folder) for folder in folders]).runs)
-    }
+    groups = group_runs(find_runs([Path(folder) for folder in folders]).runs)
+    return {group.name: [run.seed for run in group.runs] for group in groups}
 
 
 def test_groups_and_their_names():
@@ -355,15 +343,15 @@ def test_groups_and_their_names():
     ]
 
 
-def test_names_tell_groups_apart_and_are_short():
+def test_names_of_groups_are_distinct_and_short():
     for name, lr, width, std in [("a", 0.1, 1000, 0.1), ("b", 0.2, 2000, 0.1), ("c", 0.2, 2000, 0.5)]:
         noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": std}}
-        values = {"model.init_args.width": width // 4, "model.init_args.optimizer.init_args.lr": lr}
-        write_run(
-            Path("four") / name,
-            epochs(1.0),
-            values={**values, "trainer.callbacks": [upscale(width=width, noise=noise)]},
-        )
+        values = {
+            "model.init_args.width": width // 4,
+            "model.init_args.optimizer.init_args.lr": lr,
+            "trainer.callbacks": [upscale(width=width, noise=noise)],
+        }
+        write_run(Path("four") / name, epochs(1.0), values=values)
     assert list(names("four")) == [
         "upscaled, width 250, lr 0.1, width 1000, std 0.1",
         "upscaled, width 500, lr 0.2, width 2000, std 0.1",
@@ -439,9 +427,8 @@ def test_runs_in_progress_diverged_unpaired_and_without_a_loss():
     assert "Seed 2 of upscaled has no partner from scratch" in text
     assert "An event file of runs/upscale/seed=2 is damaged or cut off" in text
     assert "runs/begun has logged no training loss to TensorBoard, and is left out." in text
-    assert (
-        "ends at 0.3000 (0.2000–0.4000, 2 seeds), from scratch at 0.5000 (1 seed)" in text
-    )  # of those that are finished
+    finished = "ends at 0.3000 (0.2000–0.4000, 2 seeds), from scratch at 0.5000 (1 seed)"
+    assert finished in text
     assert [reach["seed"] for reach in summary["comparisons"][0]["reach"]] == [0]
     assert summary["runs"][-1]["final_loss"] is None
 
@@ -468,4 +455,4 @@ def test_runs_without_flops():
     assert "have logged no FLOPs" in text
     assert summary["comparisons"][0]["costs"] is None
     assert not list(Path("report").glob("*flops*"))
-    assert "It reaches from scratch&#x27;s minimum after 1 epoch." in text
+    assert "It reaches from scratch's minimum after 1 epoch." in Page(text).text

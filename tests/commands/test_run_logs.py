@@ -1,30 +1,36 @@
-"""What can be read of a run: steps, losses, FLOPs, epochs, widths; from whole files, several, and damaged ones."""
+"""Steps, losses, FLOPs, epochs and widths read from the event files of runs: whole, resumed and damaged ones."""
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
-from synthetic_runs import Events, upscale, write_run
+from synthetic_runs import NEW_TAGS, OLD_TAGS, Events, Tags, upscale, write_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mupscale.commands.run_logs import Run, read_log
+from mupscale.commands.run_logs import LoggedRun, read_log, scalars
 
 
 def logged(folder: Path, losses: dict[int, float], name: str) -> Path:
+    """An event file with losses by step, and 3e6 FLOPs a step."""
     events = Events(folder, name)
     for step, loss in losses.items():
         events.add("train/loss", step - 1, loss)
-        events.add("by_flops/train/loss", 3 * step, loss)
+        events.add(NEW_TAGS.flops, 3 * step, loss)
     return events.close()
 
 
 def test_numbers_of_a_run(tmp_path: Path):
-    run = Run(
-        write_run(
-            tmp_path / "run", lambda step: 1 / step, seed=3, flops=lambda step: step * 2e6, grown={40: 2000},
-            validation={"val/loss": lambda step: step / 100}, values={"trainer.callbacks": [upscale(at_step=40)]},
-        )
-    )  # fmt: skip
+    folder = write_run(
+        tmp_path / "run",
+        lambda step: 1 / step,
+        seed=3,
+        flops=lambda step: step * 2e6,
+        grown={40: 2000},
+        validation={"val/loss": lambda step: step / 100},
+        values={"trainer.callbacks": [upscale(at_step=40)]},
+    )
+    run = LoggedRun(folder)
     assert run.seed == 3
     assert (run.start_width, run.end_width) == (500, 2000)
     assert run.steps.tolist() == list(range(5, 201, 5))
@@ -40,25 +46,69 @@ def test_numbers_of_a_run(tmp_path: Path):
 
 
 def test_flops_per_step_are_those_of_the_last_width(tmp_path: Path):
-    grows = {"flops": lambda step: step * 1e6 if step <= 40 else 40e6 + (step - 40) * 16e6, "grown": {40: 2000}}
-    run = Run(write_run(tmp_path, lambda step: 1.0, values={"trainer.callbacks": [upscale(at_step=40)]}, **grows))
+    folder = write_run(
+        tmp_path,
+        lambda step: 1.0,
+        flops=lambda step: step * 1e6 if step <= 40 else 40e6 + (step - 40) * 16e6,
+        grown={40: 2000},
+        values={"trainer.callbacks": [upscale(at_step=40)]},
+    )
+    run = LoggedRun(folder)
     assert run.flops_per_step == 16e6
     assert run.flops_at(200) == 40e6 + 160 * 16e6
 
 
-def test_the_reader_agrees_with_tensorboard(tmp_path: Path):
-    write_run(
-        tmp_path, lambda step: 1 / step, flops=lambda step: step * 2e6, validation={"val/loss": lambda step: step / 100}
-    )
+@pytest.mark.parametrize("tags", [NEW_TAGS, OLD_TAGS], ids=["new", "old"])
+def test_the_reader_agrees_with_tensorboard(tmp_path: Path, tags: Tags):
+    validation = {"val/loss": lambda step: step / 100}
+    write_run(tmp_path, lambda step: 1 / step, flops=lambda step: step * 2e6, validation=validation, tags=tags)
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
     log = read_log(tmp_path)
     assert log.loss == {event.step + 1: event.value for event in events.Scalars("train/loss")}
-    assert list(log.flops.values()) == [event.step * 1e6 for event in events.Scalars("by_flops/train/loss")]
+    assert list(log.flops.values()) == [event.step * 1e6 for event in events.Scalars(tags.flops)]
     assert log.validation["val/loss"] == {event.step + 1: event.value for event in events.Scalars("val/loss")}
 
 
+def test_tags_of_old_and_new_runs_give_equal_numbers(tmp_path: Path):
+    """The third run began with the old tags, and was resumed with the new ones after step 120."""
+
+    def write(name: str, tags: Tags, **options: Any) -> Path:
+        return write_run(
+            tmp_path / name,
+            lambda step: 1 / step,
+            flops=lambda step: step * 2e6 if step <= 40 else 80e6 + (step - 40) * 32e6,
+            validation={"val/loss": lambda step: step / 100},
+            grown={40: 1000, 140: 2000},
+            values={"trainer.callbacks": [upscale(at_step=40, width=1000), upscale(at_step=140)]},
+            tags=tags,
+            **options,
+        )
+
+    folders = [write("old", OLD_TAGS), write("new", NEW_TAGS), write("both", OLD_TAGS, steps=150)]
+    write("both", NEW_TAGS, first_step=121, file="events.out.tfevents.1700000001.host.1.0")
+    old, new, both = (LoggedRun(folder) for folder in folders)
+    assert len(list(both.folder.glob("events*"))) == 2
+    assert old.log == new.log == both.log
+    for run in (old, new, both):
+        assert run.log.flops[40] == 80e6
+        assert len(run.log.flops) == len(run.log.loss) == 40
+        assert run.log.epochs == {20 * (epoch + 1): epoch for epoch in range(10)}
+        assert run.growths == [40, 140]
+        assert run.steps_per_epoch == 20
+        assert run.flops_at(200) == 80e6 + 160 * 32e6
+
+
+@pytest.mark.parametrize("tags", [NEW_TAGS, OLD_TAGS], ids=["new", "old"])
+def test_records_that_a_report_does_not_need_are_not_parsed(tmp_path: Path, tags: Tags):
+    validation = {"val/loss": lambda step: 1.0}
+    write_run(tmp_path, lambda step: 1.0, flops=lambda step: 1e6, validation=validation, grown={5: 8}, tags=tags)
+    (path,) = tmp_path.glob("events*")
+    parsed = {tag for tag, _, _ in scalars(path)}
+    assert parsed == {"train/loss", "val/loss", tags.flops, tags.width, tags.epoch}  # no samples, no throughput
+
+
 def test_a_resumed_run_overrules_what_was_logged_before(tmp_path: Path):
-    """In the order of the files, whatever the order of their names: 9 is before 10."""
+    """Files are read in the order of the numbers in their names: 9 before 10."""
     logged(tmp_path, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, "events.out.tfevents.1700000000.host.1.9")
     logged(tmp_path, {3: 30.0}, "events.out.tfevents.1700000000.host.1.10")
     log = read_log(tmp_path)
@@ -79,13 +129,9 @@ def test_a_file_that_breaks_off_is_read_up_to_there(tmp_path: Path, cut: int):
 def test_a_number_that_was_changed_is_not_believed(tmp_path: Path):
     path = logged(tmp_path, {1: 1.0, 2: 2.0, 3: 3.0}, "events.out.tfevents.1.host.1.0")
     content = bytearray(path.read_bytes())
-    at = (
-        content.rindex(
-            b"train/loss", 0, content.index(b"by_flops/train/loss", content.index(b"by_flops/train/loss") + 1)
-        )
-        + 13
-    )
-    content[at] ^= 0xFF
+    flops = NEW_TAGS.flops.encode()
+    second = content.index(flops, content.index(flops) + 1)
+    content[content.rindex(b"train/loss", 0, second) + 13] ^= 0xFF  # in the second loss
     path.write_bytes(bytes(content))
     log = read_log(tmp_path)
     assert log.damaged
@@ -101,10 +147,13 @@ def test_garbage_is_no_log(tmp_path: Path):
 
 
 def test_divergence(tmp_path: Path):
-    run = Run(write_run(tmp_path / "nan", lambda step: math.nan if step > 50 else 1.0))
+    run = LoggedRun(write_run(tmp_path / "nan", lambda step: math.nan if step > 50 else 1.0))
     assert run.diverged_at == 55
-    given_up = Run(write_run(tmp_path / "given_up", lambda step: 1e9, steps=30, result=math.inf))
+    given_up = LoggedRun(write_run(tmp_path / "given_up", lambda step: 1e9, steps=30, result=math.inf))
     assert given_up.diverged_at == 30
+
+
+EVERY_100_STEPS = {"trainer.check_val_every_n_epoch": None, "trainer.val_check_interval": 100}
 
 
 @pytest.mark.parametrize(
@@ -112,18 +161,8 @@ def test_divergence(tmp_path: Path):
     [
         pytest.param({}, {20: 0, 40: 1}, 20, id="validated-after-epochs"),
         pytest.param({"trainer.check_val_every_n_epoch": 3}, {60: 2}, 20, id="after-every-third"),
-        pytest.param(
-            {"trainer.check_val_every_n_epoch": None, "trainer.val_check_interval": 100},
-            {100: 4, 700: 34},
-            20,
-            id="by-steps",
-        ),
-        pytest.param(
-            {"trainer.check_val_every_n_epoch": None, "trainer.val_check_interval": 100},
-            {100: 3},
-            None,
-            id="too-few-to-tell",
-        ),
+        pytest.param(EVERY_100_STEPS, {100: 4, 700: 34}, 20, id="by-steps"),
+        pytest.param(EVERY_100_STEPS, {100: 3}, None, id="too-few-to-tell"),
         pytest.param({}, {}, None, id="never"),
     ],
 )
@@ -131,23 +170,23 @@ def test_steps_of_an_epoch(tmp_path: Path, values: dict, epochs: dict[int, int],
     write_run(tmp_path, lambda step: 1.0, steps=5, values=values)
     events = Events(tmp_path, "events.out.tfevents.1800000000.host.1.0")
     for step, epoch in epochs.items():
-        events.add("epoch", step - 1, epoch)
+        events.add(NEW_TAGS.epoch, step - 1, epoch)
     events.close()
-    assert Run(tmp_path).steps_per_epoch == wanted
+    assert LoggedRun(tmp_path).steps_per_epoch == wanted
 
 
-def test_a_finished_run_without_validation_tells_its_epochs(tmp_path: Path):
-    assert Run(write_run(tmp_path, lambda step: 1.0, result=1.0)).steps_per_epoch == 20
+def test_steps_of_an_epoch_of_a_finished_run_without_validation(tmp_path: Path):
+    assert LoggedRun(write_run(tmp_path, lambda step: 1.0, result=1.0)).steps_per_epoch == 20
 
 
 def test_a_single_callback_need_not_be_a_list(tmp_path: Path):
-    assert Run(write_run(tmp_path, lambda step: 1.0, values={"trainer.callbacks": upscale()})).end_width == 2000
+    assert LoggedRun(write_run(tmp_path, lambda step: 1.0, values={"trainer.callbacks": upscale()})).end_width == 2000
 
 
-def test_a_configuration_that_is_none(tmp_path: Path):
+def test_an_invalid_configuration(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("a: [1")
     with pytest.raises(ValueError, match=r"config\.yaml is not the configuration of a run"):
-        Run(tmp_path)
+        LoggedRun(tmp_path)
     (tmp_path / "config.yaml").write_text("a: 1")
     with pytest.raises(ValueError, match="seed_everything"):
-        Run(tmp_path)
+        LoggedRun(tmp_path)

@@ -1,17 +1,17 @@
-"""Folders of runs with given numbers, what `fit` leaves behind without a fit; and reports on them, read."""
+"""Folders of runs with given numbers, as `fit` would leave them, and the parts of reports on them."""
 
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from mupscale.commands.report import write_report
+from mupscale.commands.reporting import write_report
 
 CONFIG: dict[str, Any] = {
     "seed_everything": 0,
@@ -59,10 +59,25 @@ UPSCALE: dict[str, Any] = {
 }
 
 
+class Tags(NamedTuple):
+    """The names of curves in TensorBoard that differ between versions."""
+
+    flops: str
+    samples: str
+    width: str
+    epoch: str
+
+
+NEW_TAGS = Tags("x_axis_flops/train/loss", "x_axis_samples/train/loss", "widening/width", "x_epoch")
+OLD_TAGS = Tags("by_flops/train/loss", "by_samples/train/loss", "upscale/width", "epoch")
+
+FIRST_FILE = "events.out.tfevents.1700000000.host.1.0"
+
+
 class Events:
     """An event file, as TensorBoard's writer leaves it."""
 
-    def __init__(self, folder: Path, name: str = "events.out.tfevents.1700000000.host.1.0") -> None:
+    def __init__(self, folder: Path, name: str = FIRST_FILE) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / name
         self._file = self.path.open("wb")
@@ -109,36 +124,40 @@ def write_run(
     grown: dict[int, int] | None = None,
     result: float | None = None,
     values: dict[str, Any] | None = None,
+    tags: Tags = NEW_TAGS,
+    first_step: int = 1,
+    file: str = FIRST_FILE,
 ) -> Path:
-    """A run that logged `loss(step)` (steps from 1; or a loss for every epoch) and FLOPs so far, as its configuration
-    says.
+    """Writes a run that logged losses, and FLOPs so far, as often as its configuration says.
 
     Args:
+        loss: The loss of a step, counted from 1; or a loss for every epoch.
         validation: Metrics by name, at the end of every epoch.
         grown: Widths by the step before which it grew to them.
-        values: Of the configuration, by dotted keys.
+        values: Values of the configuration, by dotted keys.
+        first_step: The first step of a resumed run, whose event file is `file`.
     """
     config = with_values({**CONFIG, "seed_everything": seed}, values or {})
     trainer = config["trainer"]
     total = trainer["max_steps"] if trainer["max_steps"] > 0 else trainer["max_epochs"] * steps_per_epoch
     steps = total if steps is None else steps
-    of = loss if callable(loss) else lambda step: loss[(step - 1) // steps_per_epoch]
+    loss_of = loss if callable(loss) else lambda step: loss[(step - 1) // steps_per_epoch]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    events = Events(folder)
-    for step in range(1, steps + 1):
-        for width in [width for at, width in (grown or {}).items() if at == step - 1]:
-            events.add("upscale/width", step - 1, width)
+    events = Events(folder, file)
+    for step in range(first_step, steps + 1):
+        if grown and step - 1 in grown:
+            events.add(tags.width, step - 1, grown[step - 1])
         if step % trainer["log_every_n_steps"] == 0:
-            events.add("train/loss", step - 1, of(step))
+            events.add("train/loss", step - 1, loss_of(step))
             events.add("throughput/steps_per_second", step - 1, 1.0)
             if flops is not None:
-                events.add("by_samples/train/loss", step * 2000, of(step))
-                events.add("by_flops/train/loss", int(flops(step) / 1e6), of(step))
+                events.add(tags.samples, step * 2000, loss_of(step))
+                events.add(tags.flops, int(flops(step) / 1e6), loss_of(step))
         if step % steps_per_epoch == 0:
             for name, metric in (validation or {}).items():
                 events.add(name, step - 1, metric(step))
-                events.add("epoch", step - 1, (step - 1) // steps_per_epoch)
+                events.add(tags.epoch, step - 1, (step - 1) // steps_per_epoch)
     events.close()
     if result is not None:
         (folder / "result.json").write_text(json.dumps({"value": str(result), "seconds": 1.0}))
@@ -187,7 +206,7 @@ def report(*folders: str, out: str = "report") -> tuple[str, dict[str, Any]]:
 
 
 class Page(HTMLParser):
-    """What a page consists of."""
+    """The tags, the text and the tables of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

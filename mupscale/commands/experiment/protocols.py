@@ -89,7 +89,7 @@ class Experiment:
             if self.description.protocol == "transfer":
                 return write_transfer(self.out, self.description, self._transferred())
             lines = self._table()
-            from mupscale.commands.report import write_report
+            from mupscale.commands.reporting import write_report
 
             for draft in self.out.glob(".report-*"):  # of a process that was killed over it
                 shutil.rmtree(draft)

@@ -1,0 +1,32 @@
+"""report: curves, costs and savings of runs, on one page.
+
+RUNS are folders of runs, folders that hold some at any depth, sweeps (what tuning has cost) and experiments. Writes
+index.html, which needs no other file, the figures as PNG and PDF, and the numbers as summary.json and summary.csv.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from mupscale.errors import as_user_errors
+
+
+def main(command: str, arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m mupscale report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders of runs, sweeps and experiments")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="the folder of the report (%(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    from mupscale.commands.reporting import write_report
+
+    with as_user_errors(OSError):
+        paths = write_report(options.runs, options.out)
+    for verdict in json.loads((options.out / "summary.json").read_text())["verdicts"]:
+        print(verdict)
+    print(f"wrote {paths[0]} and {len(paths) - 1} more files")

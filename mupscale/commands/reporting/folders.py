@@ -1,0 +1,155 @@
+"""Which runs, sweeps and experiments there are in folders."""
+
+import csv
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mupscale.commands.run_logs import LoggedRun
+from mupscale.errors import UserError
+
+
+@dataclass
+class SweepFolder:
+    """The folder of a sweep, or of the runs that an experiment has instead of one. They are what tuning has cost."""
+
+    name: str
+    folder: Path
+
+    @property
+    def is_sweep(self) -> bool:
+        return (self.folder / "sweep.json").is_file()
+
+    @property
+    def trials(self) -> list[Path]:
+        """The folders of its runs."""
+        inside = self.folder / "trials" if self.is_sweep else self.folder
+        return sorted(path.parent for path in inside.glob("*/config.yaml"))
+
+    @property
+    def lost(self) -> int:
+        """How many finished trials have no folder any more."""
+        path = self.folder / "trials.csv"
+        rows = csv.DictReader(path.read_text().splitlines()) if path.is_file() else []
+        return sum(not (self.folder / row["run"] / "config.yaml").is_file() for row in rows)
+
+    @property
+    def best(self) -> str:
+        """The best trial in one line: the first line of best.yaml, empty while there is none."""
+        path = self.folder / "best.yaml"
+        head = path.read_text().partition("\n")[0] if path.is_file() else ""
+        return head.removeprefix("# ") if head.startswith("#") else ""
+
+    @property
+    def axes(self) -> dict[str, list[Any]]:
+        """The values, or bounds, of each key."""
+        try:
+            described = json.loads((self.folder / "sweep.json").read_text())["sweep"]
+            return {axis["key"]: axis.get("values") or axis["bounds"] for axis in described}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+
+@dataclass
+class ExperimentFolder:
+    """The folder of an experiment, with its experiment.json."""
+
+    folder: Path
+    description: dict[str, Any]
+
+    @property
+    def protocol(self) -> str:
+        return str(self.description.get("protocol", "upscale"))
+
+    @property
+    def is_transfer(self) -> bool:
+        return self.protocol == "transfer"
+
+    @property
+    def runs(self) -> list[Path]:
+        return [self.folder / run["folder"] for run in self.description.get("runs", [])]
+
+    @property
+    def sweeps(self) -> list[SweepFolder]:
+        return [SweepFolder(name, self.folder / where) for name, where in self.description.get("sweeps", {}).items()]
+
+
+@dataclass
+class Found:
+    """The runs, sweeps and experiments that were found, and notes on what is missing."""
+
+    runs: list[LoggedRun] = field(default_factory=list)
+    sweeps: list[SweepFolder] = field(default_factory=list)
+    experiments: list[ExperimentFolder] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return len(self.runs) + len(self.sweeps) + len(self.experiments) + len(self.notes)
+
+    @property
+    def transfers(self) -> list[ExperimentFolder]:
+        return [experiment for experiment in self.experiments if experiment.is_transfer]
+
+
+def find_runs(folders: list[Path]) -> Found:
+    """The runs, sweeps and experiments in folders. UserError if one of the folders holds nothing."""
+    found = Found()
+    seen: set[Path] = set()
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder; name folders of runs, sweeps or experiments")
+        before = found.total
+        sweep = SweepFolder(folder.name, folder)
+        if sweep.is_sweep:
+            found.sweeps.append(sweep)
+        else:
+            search(folder, found, seen)
+        if found.total == before:
+            raise UserError(f"{folder} holds no runs: no config.yaml beside TensorBoard events, at any depth")
+    for run in [run for run in found.runs if not run.has_loss]:
+        found.runs.remove(run)
+        found.notes.append(f"{run.folder} has logged no training loss to TensorBoard, and is left out.")
+    for run in found.runs:
+        if run.log.damaged:
+            found.notes.append(
+                f"An event file of {run.folder} is damaged or cut off; it counts as far as it can be read."
+            )
+    if not found.runs and not found.transfers:
+        raise UserError(" ".join([f"there is nothing to report in {', '.join(map(str, folders))}.", *found.notes]))
+    return found
+
+
+def search(folder: Path, found: Found, seen: set[Path]) -> None:
+    """Adds what a folder holds to `found`, at any depth. The trials of a sweep are no runs of their own."""
+    if folder.resolve() in seen:
+        return
+    seen.add(folder.resolve())
+    if (folder / "experiment.json").is_file():
+        add_experiment(folder, found, seen)
+    elif (folder / "config.yaml").is_file():
+        found.runs.append(LoggedRun(folder))
+    elif not SweepFolder(folder.name, folder).is_sweep:
+        for inner in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+            search(inner, found, seen)
+
+
+def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
+    path = folder / "experiment.json"
+    try:
+        experiment = ExperimentFolder(folder, json.loads(path.read_text()))
+        runs, sweeps = experiment.runs, experiment.sweeps
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not the description of an experiment: {error!r}") from error
+    found.experiments.append(experiment)
+    if experiment.is_transfer:
+        return  # the page shows its sweeps, not its runs
+    found.sweeps += [sweep for sweep in sweeps if sweep.folder.is_dir()]
+    waiting = [run for run in runs if not (run / "config.yaml").is_file()]
+    for run in runs:
+        if run not in waiting:
+            search(run, found, seen)
+    if waiting:
+        more = f" and {len(waiting) - 3} more" if len(waiting) > 3 else ""
+        found.notes.append(f"Not begun yet: {', '.join(str(run) for run in waiting[:3])}{more}.")

@@ -1,0 +1,235 @@
+"""Runs in groups: checked to be of one task, and named by their roles and by the settings in which they differ."""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mupscale.commands.config import Config, brief, class_name
+from mupscale.commands.run_logs import LoggedRun
+from mupscale.errors import UserError
+
+Role = Literal["upscaled", "scratch", "base", "other"]
+NAMES: dict[Role, str] = {"upscaled": "upscaled", "scratch": "from scratch", "base": "base"}
+ORDER: list[Role] = ["upscaled", "scratch", "base", "other"]
+
+NO_DIFFERENCE = (
+    "seed_everything",
+    "ckpt_path",
+    "weights_only",
+    "callback_args",
+    "checkpoint.",
+    "loop.",
+    "model.compile",
+    "model.init_from",
+    "trainer.accelerator",
+    "trainer.barebones",
+    "trainer.default_root_dir",
+    "trainer.devices",
+    "trainer.enable_",
+    "trainer.log_every_n_steps",
+    "trainer.logger",
+    "trainer.model_registry",
+    "trainer.num_nodes",
+    "trainer.profiler",
+    "trainer.strategy",
+    "TrialMetric.",
+)
+"""Keys that say where and how a run is run, not what it computes."""
+
+WHERE = re.compile(r"data\.(.*[._])?(?<!class_)(dir|path|root|cache|device|workers|resident|seed)$")
+"""Arguments of data modules that do not change the task."""
+
+FREE = re.compile(r"model\.(width|init_from|compile)$|model\.lr_scheduler\b|model\.optimizer\.(?!class_path$)")
+"""Arguments of the model that may differ within a task: its width and hyperparameters."""
+
+
+@dataclass
+class Group:
+    """Runs that differ only in their seeds."""
+
+    role: Role
+    name: str
+    runs: list[LoggedRun]
+    settings: dict[str, Any]
+
+    @property
+    def not_diverged(self) -> list[LoggedRun]:
+        return [run for run in self.runs if run.diverged_at is None]
+
+    @property
+    def start_width(self) -> Any:
+        return self.runs[0].start_width
+
+    @property
+    def end_width(self) -> Any:
+        return self.runs[0].end_width
+
+    def of_seed(self, seed: Any) -> LoggedRun | None:
+        """The first run of a seed that has not diverged."""
+        return next((run for run in self.not_diverged if run.seed == seed), None)
+
+
+# --- one task
+
+
+def refuse_other_tasks(runs: list[LoggedRun]) -> None:
+    """UserError if the runs differ in more than a report compares."""
+    for run in runs[1:]:
+        ours, theirs = task(runs[0].config), task(run.config)
+        for key in [*ours, *(key for key in theirs if key not in ours)]:
+            if ours.get(key) != theirs.get(key):
+                raise UserError(
+                    f"{runs[0].folder} and {run.folder} are of different tasks: {key} is {ours.get(key)!r} in the one "
+                    f"and {theirs.get(key)!r} in the other; a report compares runs of one task"
+                )
+
+
+def task(config: Config) -> dict[str, Any]:
+    """What runs must have in common to be compared: the data, and the model but for its width and hyperparameters."""
+    flat = flattened(config)
+    data = {key: value for key, value in flat.items() if key.startswith("data.") and not WHERE.match(key)}
+    model = {key: value for key, value in flat.items() if key.startswith("model.") and not FREE.match(key)}
+    return {**data, **model}
+
+
+def flattened(config: Config) -> dict[str, Any]:
+    """The values of a configuration by keys as `sweep` has them: `model.optimizer.lr`, `UpscaleCallback.width`."""
+    flat: dict[str, Any] = {}
+
+    def descend(value: Any, key: str) -> None:
+        if isinstance(value, dict) and value:
+            for name, item in value.items():
+                descend(item, key if name == "init_args" else f"{key}.{name}".removeprefix("."))
+        else:
+            flat[key] = value
+
+    trainer = dict(config["trainer"])
+    callbacks = trainer.pop("callbacks", None) or []
+    descend({**config, "trainer": trainer}, "")
+    names = [class_name(callback) for callback in callbacks]
+    for index, (name, callback) in enumerate(zip(names, callbacks, strict=True)):
+        place = names[:index].count(name) + 1
+        descend(callback.get("init_args") or {}, f"{name}[{place}]" if names.count(name) > 1 else name)
+    return flat
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """What a run computes: its configuration without seed, folders and devices."""
+    flat = flattened(config)
+    flat["model.init_from"] = "a checkpoint" if flat.get("model.init_from") else None
+    kept = {}
+    for key, value in flat.items():
+        if key == "model.init_from" or not (key.startswith(NO_DIFFERENCE) or WHERE.match(key)):
+            kept[key] = value
+    return kept
+
+
+# --- groups
+
+
+def group_runs(runs: list[LoggedRun]) -> list[Group]:
+    """Runs in groups, each with its role and a name of its own, the upscaled ones first."""
+    by_settings: dict[str, list[LoggedRun]] = {}
+    for run in runs:
+        by_settings.setdefault(json.dumps(settings(run.config), sort_keys=True, default=str), []).append(run)
+    growing = [run for run in runs if grows(run)]
+    groups = []
+    for members in by_settings.values():
+        groups.append(Group(role_of(members, growing), "", members, settings(members[0].config)))
+    groups.sort(key=lambda group: ORDER.index(group.role))
+    name_groups(groups)
+    for group in groups:
+        group.runs.sort(key=lambda run: (str(type(run.seed)), run.seed))
+    return groups
+
+
+def grows(run: LoggedRun) -> bool:
+    return run.start_width != run.end_width
+
+
+def init_from(run: LoggedRun) -> Path | None:
+    """The checkpoint that a run started from."""
+    path = run.model["init_args"].get("init_from")
+    return Path(path) if path else None
+
+
+def role_of(runs: list[LoggedRun], growing: list[LoggedRun]) -> Role:
+    """What a group of runs is to the runs that grow."""
+    run = runs[0]
+    if grows(run):
+        return "upscaled"
+    checkpoints = [path.resolve() for path in map(init_from, growing) if path is not None]
+    for folder in (run.folder.resolve() for run in runs):
+        if any(folder in checkpoint.parents for checkpoint in checkpoints):
+            return "base"
+    if init_from(run) is None and any(run.end_width == other.end_width for other in growing):
+        return "scratch"
+    return "base" if any(run.end_width == other.start_width for other in growing) else "other"
+
+
+def name_groups(groups: list[Group]) -> None:
+    """Gives each group a name of its own."""
+    for role, name in NAMES.items():
+        alike = [group for group in groups if group.role == role]
+        for group, distinct in zip(alike, distinct_names(name, alike), strict=True):
+            group.name = distinct
+    for group in groups:
+        if group.role == "other":
+            group.name = folder_name(group.runs)
+    names = [group.name for group in groups]
+    for index, group in enumerate(groups):
+        if names.count(group.name) > 1:
+            group.name += f" ({names[: index + 1].count(group.name)})"
+
+
+def distinct_names(name: str, groups: list[Group]) -> list[str]:
+    """Names of groups of one role, with the values in which they differ: three, or as many as make them distinct."""
+    if len(groups) <= 1:
+        return [name for _ in groups]
+    keys = [key for key in groups[0].settings if len({repr(group.settings.get(key)) for group in groups}) > 1]
+    for group in groups[1:]:
+        keys += [key for key in group.settings if key not in groups[0].settings and key not in keys]
+    keys = [key for key in keys if not key.endswith("class_path")] or keys
+
+    def names_with(keys: list[str]) -> list[str]:
+        names = [name for _ in groups]
+        for key in keys:
+            label = key.rpartition(".")[2]
+            for index, value in enumerate(short_values(key, groups)):
+                names[index] += f", {label} {value}"
+        return names
+
+    chosen = keys[:3]
+    for key in keys[3:]:
+        if len(set(names_with([*chosen, key]))) > len(set(names_with(chosen))):
+            chosen.append(key)
+    return names_with(chosen)
+
+
+def short_values(key: str, groups: list[Group]) -> list[str]:
+    """Each group's value of a key. Paths are cut to what follows the folder they share: a legend has little room."""
+    values = [group.settings.get(key) for group in groups]
+    paths = [os.path.abspath(value) for value in values if value] if key.endswith(".path") else []
+    shared = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
+    return [os.path.relpath(value, shared) if shared and value else brief(value) for value in values]
+
+
+def folder_name(runs: list[LoggedRun]) -> str:
+    """The folder of a run; of several, what their paths have in common."""
+    parts = [[part for part in run.folder.resolve().parts if not part.startswith("seed=")] for run in runs]
+    common = [names[0] for names in zip(*parts, strict=False) if len(set(names)) == 1]
+    return re.sub(r",seed=\d+$", "", common[-1] if len(common) > 1 else parts[0][-1])
+
+
+def differing(groups: list[Group]) -> list[tuple[str, list[Any]]]:
+    """The keys in which groups differ, each with the groups' values; "—" where a group does not have the key."""
+    keys = dict.fromkeys(key for group in groups for key in group.settings)
+    rows = []
+    for key in keys:
+        values = [group.settings.get(key, "—") for group in groups]
+        if len({repr(value) for value in values}) > 1:
+            rows.append((key, values))
+    return rows

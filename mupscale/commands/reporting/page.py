@@ -1,0 +1,365 @@
+"""The page of a report: page.html.jinja with the texts, tables and pictures that it shows."""
+
+import base64
+import csv
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from mupscale.commands.config import brief
+from mupscale.commands.figures import DARK, LIGHT
+from mupscale.commands.reporting.draw import ReportFigure, place_of
+from mupscale.commands.reporting.folders import ExperimentFolder, Found, SweepFolder
+from mupscale.commands.reporting.groups import Group, differing
+from mupscale.commands.reporting.numbers import Comparison, Numbers, width_range
+from mupscale.commands.reporting.words import (
+    COST_LABELS,
+    duration,
+    metric_name,
+    number,
+    ranged,
+    teraflops,
+    time_to_reach,
+    times,
+    title,
+    verdicts,
+)
+
+GENERATOR = '<meta name="generator" content="mupscale report">'
+"""The line of the template by which a page is recognised as a report."""
+
+NUMBER = re.compile(r"(-?[0-9][0-9.,e+-]*×?( \(.*\))?|—)?")
+LONG_DECIMAL = re.compile(r"[0-9]+\.[0-9]{5,}")
+
+SWEEP_FIGURES = ("heatmap", "profile", "scatter", "curves")
+
+
+# --- what the template shows
+
+
+class Cell(NamedTuple):
+    """A text in a table; the name of a group has the CSS class of its colour."""
+
+    text: str
+    colour: str = ""
+
+
+class Table(NamedTuple):
+    head: list[str]
+    rows: list[list[Cell]]
+    is_number: list[bool]
+    is_code: bool
+
+
+class Picture(NamedTuple):
+    """Images as data URIs: `source` on white, and `dark` for a dark page if there is one."""
+
+    source: str
+    alt: str
+    dark: str = ""
+    caption: str = ""
+
+
+class Tile(NamedTuple):
+    name: str
+    value: str
+    detail: str
+    colour: str = ""
+
+
+class ReachPart(NamedTuple):
+    """`average` is empty if a run has not reached the minimum."""
+
+    heading: str
+    upscaled: str
+    average: str
+    table: Table
+
+
+class CostPart(NamedTuple):
+    heading: str
+    table: Table
+    has_tuning: bool
+
+
+class TuningPart(NamedTuple):
+    table: Table
+    target: str
+
+
+class ConfigurationFile(NamedTuple):
+    group: str
+    folder: str
+    text: str
+
+
+class Results(NamedTuple):
+    """The parts of the page that runs have, in the order in which it shows them."""
+
+    verdicts: list[list[str]]
+    tiles: list[Tile]
+    legend: list[Cell]
+    figures: list[Picture]
+    window: str
+    interval: int | None
+    per_epoch: str
+    recorded: str
+    ends: Table
+    reaches: list[ReachPart]
+    costs: list[CostPart]
+    tuning: TuningPart | None
+    runs: Table
+    differences: Table
+    configurations: list[ConfigurationFile]
+
+
+class TransferPart(NamedTuple):
+    """`optima` and `trials` are None while there is no transfer.csv."""
+
+    name: str
+    pictures: list[Picture]
+    optima: Table | None
+    trials: Table | None
+
+
+class SweepPart(NamedTuple):
+    name: str
+    best: str
+    axes: str
+    pictures: list[Picture]
+
+
+class ExperimentPart(NamedTuple):
+    name: str
+    command: str
+    description: str
+
+
+def render_page(
+    found: Found, groups: list[Group], numbers: Numbers | None, figures: list[ReportFigure], command: str
+) -> str:
+    """The page as HTML. `numbers` is None if there are no runs, only experiments of protocol transfer."""
+    transfers = found.transfers
+    environment = Environment(
+        loader=PackageLoader("mupscale.commands.reporting", package_path=""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    notes = list(found.notes)
+    if numbers is not None:
+        notes += numbers.notes
+        for comparison in numbers.comparisons:
+            notes += comparison.notes
+    fit_command = ""
+    if found.runs and not found.experiments:
+        fit_command = f"python -m mupscale fit --config {found.runs[0].folder}/config.yaml"
+    folders = " and ".join(experiment.folder.name for experiment in found.experiments)
+    page = environment.get_template("page.html.jinja").render(
+        title=title(found.runs, groups) if groups else f"Transfer: {folders}",
+        light=LIGHT.palette,
+        dark=DARK.palette,
+        results=results_of(groups, numbers, figures) if numbers is not None else None,
+        notes=notes,
+        transfers=[transfer_part(experiment) for experiment in transfers],
+        sweeps=sweep_parts(found.sweeps, transfers),
+        experiments=[experiment_part(experiment) for experiment in found.experiments],
+        fit_command=fit_command,
+        command=command,
+    )
+    return page.lstrip()
+
+
+# --- parts
+
+
+def results_of(groups: list[Group], numbers: Numbers, figures: list[ReportFigure]) -> Results:
+    intervals = {status.run.interval for status in numbers.statuses}
+    recorded = numbers.recorded or ""
+    return Results(
+        verdicts=verdicts(numbers, groups),
+        tiles=tiles(groups, numbers),
+        legend=[key(group, groups) for group in groups],
+        figures=[picture(figure) for figure in figures],
+        window=numbers.windows.length,
+        interval=intervals.pop() if len(intervals) == 1 else None,
+        per_epoch=f"{numbers.per_epoch:,}" if numbers.per_epoch else "",
+        recorded=recorded.removeprefix("last_").replace("%", " % of steps"),
+        ends=end_table(groups, numbers),
+        reaches=[reach_part(comparison, numbers) for comparison in numbers.comparisons if comparison.reaches],
+        costs=[part for comparison in numbers.comparisons if (part := cost_part(comparison, numbers)) is not None],
+        tuning=tuning_part(numbers) if numbers.tuning else None,
+        runs=run_table(groups, numbers),
+        differences=difference_table(groups),
+        configurations=[
+            ConfigurationFile(group.name, str(group.runs[0].folder), group.runs[0].text) for group in groups
+        ],
+    )
+
+
+def tiles(groups: list[Group], numbers: Numbers) -> list[Tile]:
+    """Where each group ends, and what the first comparison saved."""
+    answer = []
+    for group in groups[:6]:
+        final = numbers.final(group)
+        value = number(final.mean) if final else "diverged"
+        detail = f"{number(final.low)}–{number(final.high)}" if final and final.runs > 1 else "final training loss"
+        answer.append(Tile(group.name, value, detail, colour_class(group, groups)))
+    costs = numbers.comparisons[0].costs if numbers.comparisons else None
+    savings = costs.factor("upscaled") if costs else None
+    with_base = costs.factor("base") if costs else None
+    if savings is not None:
+        detail = f"{times(with_base)} with the base model" if with_base else "to reach from scratch's minimum"
+        answer.append(Tile("savings", times(savings), detail))
+    return answer
+
+
+def end_table(groups: list[Group], numbers: Numbers) -> Table:
+    """Where the groups end."""
+    head = ["", "seeds", "final training loss", *(metric_name(metric) for metric in numbers.metrics), "TFLOPs"]
+    rows: list[list[str | Cell]] = []
+    for group in groups:
+        counted = numbers.counted(group)
+        final = ranged(numbers.final(group), False) if counted else "diverged"
+        validation = [ranged(numbers.last(group, metric), False) for metric in numbers.metrics]
+        cost = numbers.flops(group)
+        flops = teraflops(cost.mean) if cost else "—"
+        rows.append([key(group, groups), str(len(counted)), final, *validation, flops])
+    return make_table(head, rows)
+
+
+def reach_part(comparison: Comparison, numbers: Numbers) -> ReachPart:
+    in_epochs = numbers.windows.epochs
+    rows = []
+    for reach in comparison.reaches:
+        row = [str(reach.seed), number(reach.target)]
+        if reach.step is None:
+            row += [f"not within {duration(reach.of_steps, numbers)}", "—"]
+            row += ["—"] if in_epochs else []
+        else:
+            row += [f"{reach.epoch:,}"] if in_epochs else []
+            row += [f"{reach.step:,}", teraflops(reach.flops)]
+        rows.append(row)
+    head = ["seed", "minimum from scratch", *(["epoch"] if in_epochs else []), "step", "TFLOPs"]
+    average = time_to_reach(comparison, numbers) if comparison.reached else ""
+    return ReachPart(heading("Reach", comparison, numbers), comparison.upscaled.name, average, make_table(head, rows))
+
+
+def cost_part(comparison: Comparison, numbers: Numbers) -> CostPart | None:
+    costs = comparison.costs
+    if costs is None:
+        return None
+    rows = [[COST_LABELS[row.kind], teraflops(row.flops), times(row.factor)] for row in costs.rows()]
+    table = make_table(["charged", "TFLOPs", "speed-up"], rows)
+    return CostPart(heading("Costs", comparison, numbers), table, costs.tuning is not None)
+
+
+def tuning_part(numbers: Numbers) -> TuningPart:
+    rows = []
+    for each in numbers.tuning:
+        ratio = times(each.ratio) if each.ratio else "—"
+        rows.append([each.sweep.name, each.width or "—", f"{each.trials:,}", teraflops(each.flops), ratio])
+    table = make_table(["sweep", "width", "trials", "TFLOPs", "F(kn) / F(kn₀)"], rows)
+    return TuningPart(table, next((each.target for each in numbers.tuning if each.target), ""))
+
+
+def run_table(groups: list[Group], numbers: Numbers) -> Table:
+    metrics = [metric_name(metric) for metric in numbers.metrics]
+    rows: list[list[str | Cell]] = []
+    for status in numbers.statuses:
+        run = status.run
+        validation = [number(status.last(metric)) for metric in numbers.metrics]
+        values = [str(run.seed), width_range(run), status.state, number(status.final), *validation]
+        rows.append([key(status.group, groups), *values, teraflops(status.flops), str(run.folder)])
+    return make_table(["", "seed", "width", "state", "final loss", *metrics, "TFLOPs", "folder"], rows)
+
+
+def difference_table(groups: list[Group]) -> Table:
+    """The values of the configuration in which groups differ; without rows if there is one group."""
+    rows = [[name, *(brief(value) for value in values)] for name, values in differing(groups)]
+    return make_table(["key", *(group.name for group in groups)], rows, is_code=True)
+
+
+def transfer_part(experiment: ExperimentFolder) -> TransferPart:
+    name, images = experiment.folder.name, pictures([experiment.folder / "transfer.png"])
+    path = experiment.folder / "transfer.csv"
+    if not path.is_file():
+        return TransferPart(name, images, None, None)
+    with path.open(newline="") as file:
+        head, *lines = csv.reader(file)
+    rows = [[short_decimal(cell) for cell in line] for line in lines]
+    optima = [row[:-1] for row in rows if row[-1] == "*"]
+    return TransferPart(name, images, make_table(head[:-1], optima), make_table(head, rows))
+
+
+def short_decimal(cell: str) -> str:
+    return f"{float(cell):.5g}" if LONG_DECIMAL.fullmatch(cell) else cell
+
+
+def sweep_parts(sweeps: list[SweepFolder], transfers: list[ExperimentFolder]) -> list[SweepPart]:
+    """The sweeps that were found, and then those of experiments of protocol transfer."""
+    named = [(sweep.name, sweep) for sweep in sweeps]
+    for experiment in transfers:
+        named += [(str(sweep.folder.relative_to(experiment.folder)), sweep) for sweep in experiment.sweeps]
+    return [sweep_part(name, sweep) for name, sweep in named if sweep.is_sweep]
+
+
+def sweep_part(name: str, sweep: SweepFolder) -> SweepPart:
+    axes = [f"{key} in {', '.join(brief(value) for value in values)}" for key, values in sweep.axes.items()]
+    images = pictures([sweep.folder / f"{figure}.png" for figure in SWEEP_FIGURES])
+    return SweepPart(name, sweep.best, "; ".join(axes), images)
+
+
+def experiment_part(experiment: ExperimentFolder) -> ExperimentPart:
+    words = experiment.description.get("command") or ""
+    command = shlex.join(map(str, words)) if isinstance(words, list) else str(words)
+    description = json.dumps(experiment.description.get("experiment", {}), indent=2, ensure_ascii=False)
+    return ExperimentPart(experiment.folder.name, command, description)
+
+
+# --- what parts are made of
+
+
+def heading(text: str, comparison: Comparison, numbers: Numbers) -> str:
+    return text if len(numbers.comparisons) == 1 else f"{text}: {comparison.upscaled.name}"
+
+
+def key(group: Group, groups: list[Group]) -> Cell:
+    """The name of a group, with its colour."""
+    return Cell(group.name, colour_class(group, groups))
+
+
+def colour_class(group: Group, groups: list[Group]) -> str:
+    return f"c{place_of(group, groups) % len(LIGHT.palette)}"
+
+
+def make_table(head: list[str], rows: Sequence[Sequence[str | Cell]], *, is_code: bool = False) -> Table:
+    """A table in which columns of numbers stand to the right."""
+    cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+    is_number = []
+    for column in range(len(head)):
+        is_number.append(not is_code and all(is_numeric(row[column]) for row in cells))
+    return Table(head, cells, is_number, is_code)
+
+
+def is_numeric(cell: Cell) -> bool:
+    return not cell.colour and NUMBER.fullmatch(cell.text) is not None
+
+
+def picture(figure: ReportFigure) -> Picture:
+    return Picture(data_uri(figure.png), figure.title, data_uri(figure.dark), figure.caption)
+
+
+def pictures(paths: list[Path]) -> list[Picture]:
+    """The images that are there."""
+    return [Picture(data_uri(path), path.stem) for path in paths if path.is_file()]
+
+
+def data_uri(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"

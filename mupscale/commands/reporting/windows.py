@@ -1,0 +1,63 @@
+"""The steps over which training losses are averaged."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mupscale.commands.run_logs import FloatArray, LoggedRun
+
+SHARE = 0.02
+"""The window over which losses are averaged in runs of no or few epochs, as a share of the steps."""
+
+FEWEST = 5
+"""The least number of logged losses in such a window, and of whole epochs in a run, for their means to be compared."""
+
+
+@dataclass
+class Windows:
+    """The steps over which training losses are averaged: whole epochs, or a running window of `size` steps that ends
+    at every `every`-th step.
+    """
+
+    size: int
+    every: int
+    epochs: bool
+
+    def of(self, run: LoggedRun) -> tuple[FloatArray, FloatArray]:
+        """The ends of a run's windows (in steps) and the mean of the losses logged in each."""
+        finite = np.isfinite(run.losses)
+        count = len(finite) if finite.all() else int(finite.argmin())
+        steps, losses = run.steps[:count], run.losses[:count]
+        if not len(steps):
+            return np.empty(0), np.empty(0)
+        reached = int(steps[-1])
+        if self.epochs:
+            end = math.ceil(reached / self.size) * self.size
+            reached = end if reached + run.interval > end else reached  # no more of the epoch would be logged
+        ends = np.arange(self.size, reached + 1, self.every)
+        if not self.epochs and (not len(ends) or ends[-1] != reached):
+            ends = np.append(ends, reached)
+        sums = np.concatenate([[0.0], np.cumsum(losses, dtype=float)])
+        last = np.searchsorted(steps, ends, side="right")
+        first = np.searchsorted(steps, ends - self.size, side="right")
+        filled = last > first
+        means = (sums[last] - sums[first])[filled] / (last - first)[filled]
+        return ends[filled].astype(float), means
+
+    @property
+    def length(self) -> str:
+        return "an epoch" if self.epochs else f"{self.size:,} steps"
+
+
+def windows_of(runs: list[LoggedRun]) -> tuple[Windows, int | None]:
+    """One window for all runs, so that their minima can be compared; and the steps of an epoch, if known."""
+    per_epoch = next((run.steps_per_epoch for run in runs if run.steps_per_epoch), None)
+    interval = max(run.interval for run in runs)
+    planned = [run.planned_steps(per_epoch) or run.last_step for run in runs]
+    if per_epoch and per_epoch >= interval:
+        many_epochs = min(planned) >= FEWEST * per_epoch
+        if many_epochs or all(run.max_epochs for run in runs):
+            return Windows(per_epoch, per_epoch, True), per_epoch
+    wanted = max(math.ceil(SHARE * max(planned)), FEWEST * interval)
+    return Windows(max(min(wanted, max(planned) // FEWEST), interval), interval, False), per_epoch

@@ -1,0 +1,185 @@
+"""The numbers of a report in words."""
+
+import math
+
+from mupscale.commands.reporting.groups import Group
+from mupscale.commands.reporting.numbers import Comparison, CostKind, Numbers, Spread, spread
+from mupscale.commands.run_logs import LoggedRun, higher_is_better
+
+COST_LABELS: dict[CostKind, str] = {
+    "scratch": "from scratch",
+    "upscaled": "upscaled, until it reaches that minimum",
+    "tuning": "… and tuning",
+    "base": "… and the base model",
+    "both": "… and both",
+}
+"""Rows of the table of costs."""
+
+CHARGED: dict[CostKind, str] = {
+    "tuning": "with tuning charged",
+    "base": "with the base model charged",
+    "both": "with both charged",
+}
+"""What a verdict says of charges besides the upscaled run itself."""
+
+
+# --- numbers
+
+
+def number(value: float) -> str:
+    """Four digits, for a loss or an accuracy."""
+    return f"{value:#.4g}".removesuffix(".") if math.isfinite(value) else "—"
+
+
+def teraflops(flops: float) -> str:
+    """TFLOPs, as the paper prints costs; with decimals below 100."""
+    value = flops / 1e12
+    if not math.isfinite(value):
+        return "—"
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".removesuffix(".")
+
+
+def times(factor: float) -> str:
+    return f"{factor:,.1f}×" if factor < 1000 else f"{factor:,.0f}×"
+
+
+def cheaper(factor: float) -> str:
+    return f"{times(factor)} cheaper" if factor >= 1 else f"{times(1 / factor)} dearer"
+
+
+def count(amount: float, thing: str) -> str:
+    """`1 seed`, `3 seeds`, `26.4 epochs`."""
+    text = f"{amount:,.1f}".removesuffix(".0")
+    return f"{text} {thing}" if text == "1" else f"{text} {thing}s"
+
+
+def ranged(values: Spread | None, seeds: bool = True) -> str:
+    """A mean with its range, and with the number of seeds if `seeds`."""
+    if values is None:
+        return "—"
+    if values.runs == 1:
+        return f"{number(values.mean)} (1 seed)" if seeds else number(values.mean)
+    tail = f", {values.runs} seeds" if seeds else ""
+    return f"{number(values.mean)} ({number(values.low)}–{number(values.high)}{tail})"
+
+
+def metric_name(metric: str) -> str:
+    return metric.replace("val/", "validation ", 1).replace("_", " ")
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+# --- sentences
+
+
+def title(runs: list[LoggedRun], groups: list[Group]) -> str:
+    """The task, and the widths between which groups grow."""
+    model = runs[0].model["class_path"].rpartition(".")[2]
+    data = runs[0].data["class_path"].rpartition(".")[2]
+    growths = [f"width {group.start_width} → {group.end_width}" for group in groups if group.role == "upscaled"]
+    task = f"{model} on {data}"
+    return f"{task}: {', '.join(dict.fromkeys(growths))}" if growths else task
+
+
+def verdicts(numbers: Numbers, groups: list[Group]) -> list[list[str]]:
+    """For each upscaled group with a from-scratch counterpart how they compare, in sentences; if there is none, where
+    the groups end.
+    """
+    if numbers.comparisons:
+        return [verdict(comparison, numbers) for comparison in numbers.comparisons]
+    answer = []
+    for group in groups:
+        final = numbers.final(group)
+        ends = "stands at" if numbers.so_far(group) else "ends at"
+        end = f"{ends} {ranged(final)}" if final else "diverged"
+        answer.append([f"{capital(group.name)} {end}."])
+    upscaled = next((group for group in groups if group.role == "upscaled"), None)
+    if upscaled is not None:
+        answer.append([f"There is no run from scratch at width {upscaled.end_width} to compare with."])
+    return answer
+
+
+def verdict(comparison: Comparison, numbers: Numbers) -> list[str]:
+    upscaled, scratch = comparison.upscaled, comparison.scratch
+    ours, theirs = numbers.final(upscaled), numbers.final(scratch)
+    if ours is None or theirs is None:
+        group = upscaled if ours is None else scratch
+        return [f"All runs of {group.name} diverged: there is nothing to compare."]
+    in_progress = numbers.so_far(upscaled) or numbers.so_far(scratch)
+    ends = "stands at" if in_progress else "ends at"
+    losses = f"{capital(upscaled.name)} {ends} {ranged(ours)}, {scratch.name} at {ranged(theirs)}"
+    sentences = [f"{losses}: {difference(ours, theirs)}."]
+    for group in (upscaled, scratch):
+        diverged = len(group.runs) - len(group.not_diverged)
+        if diverged:
+            runs = count(len(group.runs), "run")
+            sentences.append(f"{diverged} of {runs} of {group.name} diverged, and did not count.")
+    if in_progress:
+        sentences.append("Runs are still in progress: this is how they stand now.")
+    sentences.append(reach_sentence(comparison, numbers))
+    for metric in numbers.metrics:
+        a, b = numbers.last(upscaled, metric), numbers.last(scratch, metric)
+        if a is not None and b is not None:
+            values = f"{ranged(a, False)} against {ranged(b, False)}"
+            sentences.append(f"{capital(metric_name(metric))} {ends} {values}{judgement(metric, a, b)}.")
+    return sentences
+
+
+def difference(ours: Spread, theirs: Spread) -> str:
+    """`lower by 58 %`; and whether the ranges overlap."""
+    if ours.mean == theirs.mean:
+        return "the same"
+    share = abs(theirs.mean - ours.mean) / abs(theirs.mean) if theirs.mean else math.inf
+    percent = f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
+    overlap = ours.low <= theirs.high and theirs.low <= ours.high and max(ours.runs, theirs.runs) > 1
+    text = f"lower by {percent}" if ours.mean < theirs.mean else f"not lower but higher, by {percent}"
+    return f"{text}, though the ranges overlap" if overlap else text
+
+
+def judgement(metric: str, ours: Spread, theirs: Spread) -> str:
+    """Whether ours is better, if the metric's name says which direction is."""
+    direction = higher_is_better(metric)
+    if direction is None:
+        return ""
+    if ours.mean == theirs.mean:
+        return ": the same"
+    return ": better" if (ours.mean > theirs.mean) == direction else ": worse"
+
+
+def reach_sentence(comparison: Comparison, numbers: Numbers) -> str:
+    """When the upscaled runs reach the from-scratch minimum, and what that saves."""
+    reaches, minimum = comparison.reaches, f"{comparison.scratch.name}'s minimum"
+    if not reaches:
+        return "No seed is in both groups, so nothing can be said of when it reaches from scratch's minimum."
+    missed = [reach for reach in reaches if reach.step is None]
+    if missed:
+        seeds = ", ".join(str(reach.seed) for reach in missed)
+        subject = f"With seed {seeds} it" if len(missed) < len(reaches) else "It"
+        limit = duration(max(reach.of_steps for reach in missed), numbers)
+        return f"{subject} does not reach {minimum} within {limit}: no savings can be stated."
+    sentence = f"It reaches {minimum} after {time_to_reach(comparison, numbers)}"
+    if comparison.costs is None:
+        return f"{sentence}."
+    for row in comparison.costs.rows():
+        if row.kind == "upscaled":
+            sentence += f", {cheaper(row.factor)} than training from scratch"
+        elif row.kind in CHARGED:
+            sentence += f"; {cheaper(row.factor)} {CHARGED[row.kind]}"
+    return f"{sentence}."
+
+
+def time_to_reach(comparison: Comparison, numbers: Numbers) -> str:
+    """Whole epochs averaged over seeds, as the paper counts; or steps. Every pair of runs must have reached it."""
+    epochs = numbers.windows.epochs
+    reached = [reach.epoch if epochs else reach.step for reach in comparison.reaches]
+    values = spread([each for each in reached if each is not None])
+    assert values is not None
+    text = count(values.mean, "epoch" if epochs else "step")
+    return text if values.low == values.high else f"{text} ({values.low:,.0f}–{values.high:,.0f})"
+
+
+def duration(steps: int, numbers: Numbers) -> str:
+    """Steps as epochs, where losses are averaged over epochs."""
+    return count(steps / numbers.windows.size, "epoch") if numbers.windows.epochs else count(steps, "step")
