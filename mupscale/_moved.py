@@ -29,6 +29,9 @@ MOVED = {
     "widths": "widening.plan",
 }
 
+RENAMED = {"tables": {"Width": "WidthFactors"}, "limits": {"Run": "Training"}}
+"""Classes of these modules that have another name now."""
+
 
 class _Moved(Loader):
     """An import finder for old names, and a loader that answers with the module of the new one."""
@@ -41,13 +44,15 @@ class _Moved(Loader):
         return ModuleSpec(name, cls()) if package == "mupscale" and old in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        self.spec = spec
-        module = importlib.import_module(f"mupscale.{MOVED[spec.name.rpartition('.')[2]]}")
-        self.own = module.__spec__
+        old = spec.name.rpartition(".")[2]
+        module = importlib.import_module(f"mupscale.{MOVED[old]}")
+        for name, new in RENAMED.get(old, {}).items():
+            setattr(module, name, getattr(module, new))
+        self.own_spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.own  # the import system has put the old name's there
+        module.__spec__ = self.own_spec  # the import system has put the old name's there
 
 
 if not any(finder is _Moved for finder in sys.meta_path):
