@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from mupscale.datamodules.shards import INDEX, SPLITS, TOKENIZER, write_whole
+from mupscale.atomic import partial, write_durably
+from mupscale.datamodules.shards import INDEX, SPLITS, TOKENIZER
 from mupscale.errors import UserError
 
 JOURNAL, LOCK = "progress.json", ".lock"
@@ -38,7 +39,7 @@ class Journal:
             except (ValueError, TypeError) as error:
                 raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it anew") from error
         # of a process that ended before it had begun
-        own = (LOCK, partial(JOURNAL))
+        own = (LOCK, partial(path).name)
         other = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if other:
             raise UserError(
@@ -47,7 +48,7 @@ class Journal:
         return None
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / JOURNAL, json.dumps(asdict(self)).encode())
+        write_durably(folder / JOURNAL, json.dumps(asdict(self)).encode())
 
 
 def refuse_other(folder: Path, recorded: dict[str, Any], asked: dict[str, Any]) -> None:
@@ -96,12 +97,7 @@ def held(folder: Path) -> Iterator[None]:
 
 def remove(folder: Path) -> None:
     """Removes what a preparation writes."""
-    names = {JOURNAL, TOKENIZER, INDEX}
+    files = [folder / name for name in (JOURNAL, TOKENIZER, INDEX)]
     shards = [path for split in SPLITS for kind in ("tokens", "documents") for path in folder.glob(f"{split}-*.{kind}")]
-    for path in (*shards, *(folder / name for name in names | {partial(name) for name in names})):
+    for path in (*shards, *files, *map(partial, files)):
         path.unlink(missing_ok=True)
-
-
-def partial(name: str) -> str:
-    """What `write_whole` calls a file until it is whole."""
-    return f".{name}.partial"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mupscale.atomic import write_durably
 from mupscale.datamodules.documents import Batches, Position, Source, Unusable
 from mupscale.datamodules.journal import JOURNAL, Journal, held, refuse_other, remove
 from mupscale.datamodules.shards import (
@@ -26,7 +27,6 @@ from mupscale.datamodules.shards import (
     file_entry,
     read_index,
     usable_cores,
-    write_whole,
 )
 from mupscale.datamodules.vocabulary import BYTES, dumped, encoded, gpt2_ranks, loaded, trained_ranks
 from mupscale.errors import UserError
@@ -127,7 +127,7 @@ def tokenizer(source: Source, folder: Path, journal: Journal) -> "tiktoken.Encod
                     "less"
                 )
             trained_on = {"documents": text.documents, "bytes": text.bytes}
-        write_whole(path, dumped(ranks))
+        write_durably(path, dumped(ranks))
         journal.tokenizer = {"trained_on": trained_on}
         journal.write(folder)
     return loaded(path.read_bytes())
@@ -268,7 +268,7 @@ def finish(source: Source, folder: Path, encoding: "tiktoken.Encoding", journal:
         "preparation": journal.preparation,
         **{split: writer.index() for split, writer in writers.items()},
     }
-    write_whole(folder / INDEX, json.dumps(content, indent=1).encode())
+    write_durably(folder / INDEX, json.dumps(content, indent=1).encode())
     (folder / JOURNAL).unlink()
     return read_index(folder)
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writing files so that a reader finds the old content or the new one, never a part of either."""
 
 import os
 import platform
@@ -8,14 +8,46 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, which takes its place in the end, at once; nothing of it stays if writing it fails.
+def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """Yields a temporary file beside `path`, which replaces `path` at the end; if writing fails, it is deleted.
 
-    Its name is this process's own, so that several may write one file, and the last of them wins.
+        with replacing(Path("model.ckpt")) as new:
+            torch.save(state, new)
+
+    The name of the temporary file is unique to this process, so that several processes may write one file: the last
+    one wins. A caller that knows to be alone may name the temporary file.
     """
-    new = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
+    new = temporary or path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     try:
         yield new
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the content of a file by `text`, whole even if this process is killed."""
+    with replacing(path) as new:
+        new.write_text(text)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replaces the content of a file by `content`, whole even if the machine loses power; returns once it is on disk.
+
+    Only one process at a time may write `path`. A process that is killed leaves `partial(path)` behind, and the next
+    call overwrites it.
+    """
+    with replacing(path, partial(path)) as new, new.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def partial(path: Path) -> Path:
+    """The temporary file of `write_durably`."""
+    return path.with_name(f".{path.name}.partial")

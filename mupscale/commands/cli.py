@@ -8,7 +8,7 @@ import warnings
 from argparse import ArgumentError
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
-from mupscale.atomic import replacing
+from mupscale.atomic import write_text
 from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
@@ -29,16 +29,17 @@ from mupscale.commands._jsonargparse import debugging, in_a_line, key_and_proble
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI
 from mupscale.models.base import WidthScalable
-from mupscale.widening import noise as noise
+
+C = TypeVar("C", bound=Callback)
 
 LOGGER = {
     "class_path": "mupscale.callbacks.tensorboard.LossFirstLogger",
     "init_args": {"save_dir": "runs", "name": "default", "default_hp_metric": False},
 }
 
-DESCRIPTION = """{purpose} Options override the files, and later files earlier ones; in YAML, `callbacks+:` adds to
-a list. --print_config shows the result; --model.help MLP (or --data.help, --trainer.callbacks.help, with a class)
-shows what a class takes."""
+DESCRIPTION = """{purpose} Options override the files, and later files override earlier ones; in YAML, `callbacks+:`
+adds to a list. --print_config prints the result; --model.help MLP (or --data.help, --trainer.callbacks.help, with a
+class) lists the arguments of a class."""
 
 PURPOSES = {
     "fit": "Train, upscaling on the way, as a configuration says.",
@@ -49,10 +50,10 @@ PURPOSES = {
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves config.yaml in the run's folder, and its text in TensorBoard. A run that is resumed has both."""
+    """Saves config.yaml in the run's folder, and its text in TensorBoard. A run that is resumed has both already."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.folder = trainer.log_dir  # which all ranks must ask for, and only the first one saves
+        self.folder = trainer.log_dir  # all ranks must ask for it together, and only the first one saves
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -63,23 +64,21 @@ class SaveConfig(SaveConfigCallback):
         if path.exists() and not self.overwrite:
             if any(path.parent.rglob("*.ckpt")):
                 raise UserError(
-                    f"trainer.logger: {path.parent} has a run already; go on with it: python -m mupscale resume "
-                    f"{path.parent}"
+                    f"trainer.logger: {path.parent} has a run already; "
+                    f"to continue it: python -m mupscale resume {path.parent}"
                 )
-            log_files.delete(
-                trainer
-            )  # of an attempt that died before its first checkpoint, or its curves would lie under ours
+            # An attempt died before its first checkpoint. Its curves would lie under those of this run.
+            log_files.delete(trainer)
         text = self.parser.dump(self.config, skip_none=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as new:
-            new.write_text(text)
+        write_text(path, text)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and not self.overwrite:
                 logger.experiment.add_text("config", f"```yaml\n{text}\n```")
 
 
 class Parser(LightningArgumentParser):
-    """One that tells what is wrong in a line, and not after two hundred of usage."""
+    """Raises a UserError of one line where jsonargparse would print two hundred lines of usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if debugging() or not self.exit_on_error:
@@ -87,12 +86,12 @@ class Parser(LightningArgumentParser):
         key, text = key_and_problem(message)
         kind = {"model": WidthScalable, "data": LightningDataModule}.get(key)
         if kind is not None and "import path" in text:
-            text += f". There are {', '.join(sorted(short_names(kind)))}; other classes go by their import path"
+            text += f". There are {', '.join(sorted(short_names(kind)))}; name other classes by their import path"
         raise UserError(text) from ex
 
 
 class CLI(OpenCLI):
-    """`folder` is that of the run to resume; `started` learns when batches are handled."""
+    """`folder` is the folder of the run to resume; `started` notes when the first batch is handled."""
 
     def __init__(self, *args: Any, started: "Started", folder: Path | None = None, **kwargs: Any) -> None:
         self.folder = folder
@@ -102,7 +101,7 @@ class CLI(OpenCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(FastLoop, "loop")
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
-        # a link, because the copy of a large model costs time; no version counter, because the folder is the run's own
+        # a link, because copying a large model takes time; no version counter, because the folder belongs to the run
         parser.set_defaults(
             {
                 "checkpoint.save_last": "link",
@@ -114,24 +113,24 @@ class CLI(OpenCLI):
             "--callback_args",
             type=dict[str, dict[str, Any]] | None,
             default=None,
-            help="arguments laid over those of the callbacks in trainer.callbacks, by class (best.yaml uses it)",
+            help="arguments that override those of the callbacks in trainer.callbacks, by class (best.yaml uses it)",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         assert isinstance(args, list)
-        self.config = parser.parse_args(args)  # without Lightning's warning that there is a command line, too
+        self.config = parser.parse_args(args)  # Lightning would warn that there is a command line as well
         command = self.config.get("subcommand")
         config = self.config[command] if command else self.config
         if config["callback_args"]:
-            # the same as if the callbacks had been given so: in the run's config.yaml, too
+            # as if the callbacks had these arguments themselves, also in the run's config.yaml
             values = {"trainer": {"callbacks": with_callback_args(config)}, "callback_args": None}
             self.config = parser.parse_object({command: values} if command else values, cfg_base=self.config)
 
     def on_checkpoint_path(self) -> None:
-        """The configuration stays what was given: Lightning would put the checkpoint's class and arguments over it.
+        """Keeps the configuration as it was given: Lightning would override it by the checkpoint's class and arguments.
 
-        A checkpoint of another width is no reason, for the module rebuilds itself, unless it is sharded, which loads
-        too late.
+        The width of the checkpoint may differ, because the module rebuilds itself. Only a sharded checkpoint is loaded
+        too late for that, so its width is set here.
         """
         self.given = deepcopy(self.config)
         path = self.config.get(self.config.get("subcommand", ""), {}).get("ckpt_path")
@@ -139,12 +138,11 @@ class CLI(OpenCLI):
             return
         if path in ("last", "best", "hpc") or not Path(path).exists():
             raise UserError(
-                f"ckpt_path: there is no checkpoint {path}. Name one, or go on with a run: python -m mupscale resume "
-                "RUN"
+                f"ckpt_path: there is no checkpoint {path}. Name one, or continue a run: python -m mupscale resume RUN"
             )
         if Path(path).is_dir() and not (Path(path) / "meta.pt").is_file():
             raise UserError(
-                f"ckpt_path: {path} is not a checkpoint. If it is the folder of a run: python -m mupscale resume {path}"
+                f"ckpt_path: {path} is not a checkpoint. If it is a run's folder: python -m mupscale resume {path}"
             )
         if Path(path).is_dir():
             saved = torch.load(Path(path) / "meta.pt", map_location="cpu", weights_only=True)
@@ -157,12 +155,10 @@ class CLI(OpenCLI):
         for logger in loggers if isinstance(loggers, list) else [loggers]:
             arguments = getattr(logger, "init_args", {})
             if all(name in arguments for name in ("save_dir", "name", "version")):
-                # where it is now, from where we are now
-                arguments["save_dir"], arguments["name"], arguments["version"] = (
-                    str(self.folder.parent),
-                    "",
-                    self.folder.name,
-                )
+                # the run may have been moved, and the working directory may be another one
+                arguments["save_dir"] = str(self.folder.parent)
+                arguments["name"] = ""
+                arguments["version"] = self.folder.name
 
     def on_trainer_config(self, config: Any) -> None:
         given = config["callbacks"] or []
@@ -192,7 +188,7 @@ def parsed(
 ) -> CLI:
     """Parses a command line and runs its command; without `run`, only makes its model, data and trainer.
 
-    A mistake in the configuration is a UserError. What fails once batches are handled is not one, and stays what it is.
+    A mistake in the configuration is a UserError. An error that comes once batches are handled is raised as it is.
     """
     import_classes()
     quieten()
@@ -211,7 +207,7 @@ def parsed(
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,  # constructor arguments as they are do for that
+            load_from_checkpoint_support=False,  # the constructor arguments in a checkpoint are enough
             seed_everything_default=0,
             save_config_callback=None,
             save_config_kwargs={"overwrite": folder is not None, "save_to_log_dir": False},
@@ -243,37 +239,44 @@ class Started(Callback):
 
 
 def import_classes() -> None:
-    """Imports what goes by short names in a configuration."""
+    """Imports the classes that a configuration can name without their import path."""
     for package in (models, datamodules, callbacks):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 def short_names(kind: type[Any]) -> set[str]:
-    """The classes of ours that a configuration can name, of a kind."""
-    deeper = (name for child in kind.__subclasses__() for name in short_names(child))
-    ours = (c for c in kind.__subclasses__() if c.__module__.startswith("mupscale."))
-    return {
-        *deeper,
-        *(c.__name__ for c in ours if not getattr(getattr(c, "build", None), "__isabstractmethod__", False)),
-    }
+    """The names of this project's classes of a kind, which a configuration can use without their import path."""
+    names: set[str] = set()
+    for child in kind.__subclasses__():
+        names |= short_names(child)
+        abstract = getattr(getattr(child, "build", None), "__isabstractmethod__", False)
+        if child.__module__.startswith("mupscale.") and not abstract:
+            names.add(child.__name__)
+    return names
+
+
+def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:
+    """The callbacks of a trainer that are of a kind."""
+    holder: Any = trainer  # Lightning sets `callbacks` where type checkers do not see it
+    return [callback for callback in holder.callbacks if isinstance(callback, kind)]
 
 
 def with_callback_args(config: Any) -> list[dict[str, Any]]:
-    """The configured callbacks, as plain values, with `callback_args` laid over their arguments."""
+    """The configured callbacks, as plain values, their arguments overridden by `callback_args`."""
     given = config["trainer"]["callbacks"] or []
     answer = [callback.as_dict() for callback in (given if isinstance(given, list) else [given])]
     for name, arguments in config["callback_args"].items():
         named = [callback for callback in answer if callback["class_path"].rpartition(".")[2] == name]
         if not named:
-            raise UserError(f"callback_args.{name}: there is no {name} in trainer.callbacks for it")
+            raise UserError(f"callback_args.{name}: there is no {name} in trainer.callbacks")
         for callback in named:
             callback["init_args"] = callback.get("init_args", {}) | arguments
     return answer
 
 
 def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:
-    """What every run has, unless it brings one of the kind along or has switched it off."""
+    """The callbacks of every run, except those of a kind that is in `given` or is switched off."""
     answer: list[tuple[type, Callback]] = [(Curves, Curves()), (Summary, Summary()), (ExactResume, ExactResume())]
     if trainer["logger"]:
         answer.append((LearningRateMonitor, LearningRateMonitor(logging_interval="step")))
@@ -283,15 +286,15 @@ def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:
 
 
 def quieten() -> None:
-    """Drops what Lightning says that is advertising, or about its own internals."""
+    """Drops messages of Lightning that advertise, or are about its own internals."""
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(no_tips)
     logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.WARNING)
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's calls
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    warnings.filterwarnings(
-        "ignore", r"(Checkpoint|Experiment logs) directory .* exists and is not empty"
-    )  # it is the run's own
+    # the directory belongs to the run itself
+    warnings.filterwarnings("ignore", r"(Checkpoint|Experiment logs) directory .* exists and is not empty")
 
 
 def no_tips(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(("💡", "You are using a CUDA device"))  # the latter is what loop.tf32 is for
+    """Whether a log record is none of Lightning's tips; that about CUDA devices is settled by loop.tf32."""
+    return not str(record.msg).startswith(("💡", "You are using a CUDA device"))

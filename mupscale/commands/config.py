@@ -1,8 +1,15 @@
-"""A whole configuration as plain values: where its keys stand, and classes and callbacks by short name."""
+"""A whole configuration as plain values: where its keys are, classes by short name, and how two of them differ."""
 
+import json
 import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from mupscale.errors import UserError
 
@@ -11,6 +18,12 @@ Config = dict[str, Any]
 
 Point = dict[str, Any]
 """A value for every axis, by its key: what one trial changes in a configuration."""
+
+MOST_DIFFERENCES = 4
+"""How many differences a message lists."""
+
+
+# --- keys
 
 
 def at(config: Config, point: Point) -> Config:
@@ -23,11 +36,10 @@ def at(config: Config, point: Point) -> Config:
 
 
 def places(config: Config, key: str) -> list[tuple[Config, str]]:
-    """Where a key's value stands: the dictionaries that hold it, and its name there.
+    """The dictionaries that hold the value of a key, each with the value's name in it.
 
-    A key goes from the top of the configuration (`model.optimizer.lr`; `init_args` may be left out), or starts with the
-    class of a callback in `trainer.callbacks` (`UpscaleCallback.noise.std`) and then means every callback of that
-    class.
+    A key starts at the top of the configuration (`model.optimizer.lr`; `init_args` may be left out), or with the class
+    of a callback in `trainer.callbacks` (`UpscaleCallback.noise.std`), and then means every callback of that class.
     """
     first, rest = callback_key(key)
     if first in config:
@@ -43,7 +55,7 @@ def places(config: Config, key: str) -> list[tuple[Config, str]]:
 
 
 def callback_key(key: str) -> tuple[str, list[str]]:
-    """The class of a callback and where in its arguments a key points; `init_args` may be left out."""
+    """The class of a callback, and the parts of the key inside its arguments; `init_args` may be left out."""
     first, *rest = key.split(".")
     return first, rest[1:] if rest[:1] == ["init_args"] else rest
 
@@ -54,6 +66,7 @@ def callbacks_of(config: Config, name: str) -> list[Config]:
 
 
 def class_name(described: Config) -> str:
+    """The short name of the class in a dictionary with a `class_path`."""
     return str(described["class_path"]).rpartition(".")[2]
 
 
@@ -62,9 +75,9 @@ def _descend(node: Any, parts: list[str], key: str) -> tuple[Config, str]:
         if isinstance(node, dict) and "class_path" in node and part not in ("class_path", "init_args"):
             node = node.setdefault("init_args", {})
         if not isinstance(node, dict):
-            there = ".".join(key.split(".")[: len(key.split(".")) - len(parts) + index])
+            reached = key.removesuffix("." + ".".join(parts[index:]))
             raise UserError(
-                f"{key}: {there} is {node!r} in the configuration, which has no {part!r}; give it a value there first"
+                f"{key}: {reached} is {node!r} in the configuration, which has no {part!r}; give it a value there first"
             )
         if index == len(parts) - 1:
             return node, part
@@ -74,9 +87,60 @@ def _descend(node: Any, parts: list[str], key: str) -> tuple[Config, str]:
     raise AssertionError(key)
 
 
+# --- text and files
+
+
 def brief(value: Any) -> str:
     """A value in a few characters; a class as `SGD(lr=0.1)`."""
     if isinstance(value, dict) and "class_path" in value:
         arguments = ", ".join(f"{name}={brief(item)}" for name, item in value.get("init_args", {}).items())
         return f"{class_name(value)}({arguments})"
     return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+@contextmanager
+def temporary_file(config: Config) -> Iterator[str]:
+    """The path of a YAML file with a configuration, which is deleted in the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        yield str(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that a command wrote. UserError if it is damaged."""
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or not content:
+            raise UserError(f"it holds {content!r}")
+        return content
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); delete it and run the same command again") from error
+
+
+# --- two configurations
+
+
+def refuse_difference(there: dict[str, Any], here: dict[str, Any], what: str) -> None:
+    """UserError with the settings that differ, if any do; it starts with `what`."""
+    if there == here:
+        return
+    found = differences(there, here)
+    listed = [f"{key.removeprefix('config.')} is {a!r} there and {b!r} here" for key, a, b in found[:MOST_DIFFERENCES]]
+    if len(found) > MOST_DIFFERENCES:
+        listed.append(f"and {len(found) - MOST_DIFFERENCES} more")
+    raise UserError(f"{what}: {'; '.join(listed)}. Choose another folder with --out, or delete that one")
+
+
+def differences(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """The keys under which two nested values differ, each with both values."""
+    found: list[tuple[str, Any, Any]] = []
+    if isinstance(there, dict) and isinstance(here, dict):
+        for name in {**there, **here}:
+            found += differences(there.get(name), here.get(name), f"{key}.{name}".removeprefix("."))
+        return found
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        for index, (a, b) in enumerate(zip(there, here, strict=True)):
+            found += differences(a, b, f"{key}.{index}")
+        return found
+    return [] if there == here else [(key, there, here)]

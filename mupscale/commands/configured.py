@@ -1,12 +1,13 @@
-"""A configured model without a run: what `plan` and `verify` look at."""
+"""A configuration without a run: its plain values, its model, data and trainer, and the upscales that it schedules."""
 
 from itertools import pairwise
-from typing import Any
 
+import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.cli import parsed
+from mupscale.commands.cli import CLI, callbacks_in, parsed
+from mupscale.commands.config import Config
 from mupscale.models.base import WidthScalable, doubled
 from mupscale.models.checkpoint import Width
 
@@ -15,17 +16,28 @@ def configured(
     command: str, arguments: list[str], description: str | None
 ) -> tuple[WidthScalable, LightningDataModule, Trainer]:
     """The model, the data and the trainer of a configuration (`--config FILE`, and overrides)."""
-    cli = parsed(
-        arguments, run=False, parser_kwargs={"prog": f"python -m mupscale {command}", "description": description}
-    )
+    texts = {"prog": f"python -m mupscale {command}", "description": description}
+    cli = parsed(arguments, run=False, parser_kwargs=texts)
     return cli.model, cli.datamodule, cli.trainer
 
 
+def described(arguments: list[str], command: str) -> tuple[Config, CLI]:
+    """The whole configuration of a command line with all defaults, and the objects that were made of it.
+
+    They are made so that a class that refuses its arguments does so now.
+    """
+    cli = parsed(arguments, run=False, parser_kwargs={"prog": f"python -m mupscale {command}"})
+    return yaml.safe_load(cli.parser.dump(cli.config, skip_none=False)), cli
+
+
+def upscales(trainer: Trainer) -> list[UpscaleCallback]:
+    """The upscales that a configuration schedules, in order."""
+    return sorted(callbacks_in(trainer, UpscaleCallback), key=lambda callback: callback.at_step)
+
+
 def growths(module: WidthScalable, trainer: Trainer) -> list[tuple[Width, Width]]:
-    """The upscales that the configuration schedules, in order; without any, a doubling."""
-    given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks = sorted((c for c in given if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
-    widths = [module.width, *(callback.width for callback in callbacks)]
+    """The widths before and after each scheduled upscale, in order; without any, a doubling."""
+    widths = [module.width, *(callback.width for callback in upscales(trainer))]
     if len(widths) == 1:
         widths.append(doubled(module.width))
     return list(pairwise(widths))

@@ -1,5 +1,6 @@
-"""coord-check: whether outputs of layers and their updates keep their size as the width grows, before and across an
-upscale.
+"""coord-check: check whether activations and their updates keep their scale as the width grows.
+
+The check covers training from initialisation, and training across an upscale.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck,
 from mupscale.errors import UserError, as_user_errors
 
 ROWS = 16
-"""Of each batch. Slopes do not depend on it, and time does."""
+"""How many rows of each batch are used. Slopes do not depend on it, and the time does."""
 
 MOST_IN_LEGEND = 16
 RED = "#d62728"
@@ -29,13 +30,13 @@ def main(command: str, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mupscale coord-check",
         description=__doc__,
-        epilog="--config FILE and further options are those of fit. Trains, on a CPU, up to "
-        f"{FACTORS[0]} times the widest. "
-        "Exit status 1 tells that a layer fails.",
+        epilog="--config FILE and further options are those of fit. "
+        f"Trains networks of up to {FACTORS[0]} times the widest width, on the CPU. "
+        "The exit status is 1 if a layer fails.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--widths", type=numbers, required=True, metavar="N,N,N", help="at least three, as 64,128,256,512"
+        "--widths", type=numbers, required=True, metavar="N,N,N", help="at least three widths, such as 64,128,256,512"
     )
     parser.add_argument(
         "--steps", type=int, default=4, help="training steps before the upscale, and as many after it (default 4)"
@@ -46,7 +47,7 @@ def main(command: str, arguments: list[str]) -> int:
         type=Path,
         default=Path("runs/coord-check"),
         metavar="DIR",
-        help="where figure and table go (%(default)s)",
+        help="the folder of the figure and the table (default %(default)s)",
     )
     options, configuration = parser.parse_known_args(arguments)
     if options.out.exists() and not options.out.is_dir():
@@ -71,8 +72,7 @@ def numbers(text: str) -> list[int]:
 
 def checked(command: str, configuration: list[str], options: argparse.Namespace) -> CoordCheck:
     """The check of the configured model, with its optimizer, its data, and the noise of its first upscale."""
-    from mupscale.callbacks.upscale import UpscaleCallback
-    from mupscale.commands.configured import configured
+    from mupscale.commands.configured import configured, upscales
     from mupscale.models._lightning import optimizers_of
 
     module, data, trainer = configured(command, configuration, __doc__)
@@ -81,8 +81,7 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
             module.network(width, meta=True)
         except (ValueError, AssertionError) as error:  # a model of the user's may assert that heads divide its width
             raise UserError(f"--widths: {str(error) or f'the model refuses width {width}'}") from error
-    given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    upscales = sorted((c for c in given if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
+    scheduled = upscales(trainer)
     data.prepare_data()
     data.setup("fit")
     batches = list(islice(iter(data.train_dataloader()), 2 * options.steps))
@@ -90,8 +89,9 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
     def optimizers(net: nn.Module) -> list[Optimizer]:
         module.net = net
         made = optimizers_of(module.configure_optimizers())
-        for group in (group for optimizer in made for group in optimizer.param_groups):
-            group["lr"] = group.get("initial_lr", group["lr"])  # a schedule may begin with none at all
+        for optimizer in made:
+            for group in optimizer.param_groups:
+                group["lr"] = group.get("initial_lr", group["lr"])  # a schedule may begin with a rate of zero
         return made
 
     def loss(net: nn.Module, batch: Any) -> Tensor:
@@ -99,10 +99,16 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
         return module.loss(batch)
 
     return coord_check(
-        module.network, options.widths, optimizer=optimizers, loss=loss, steps=options.steps, seeds=options.seeds,
+        module.network,
+        options.widths,
+        optimizer=optimizers,
+        loss=loss,
+        steps=options.steps,
+        seeds=options.seeds,
         batches=tree_map(lambda x: x[:ROWS] if isinstance(x, Tensor) and x.ndim else x, batches),
-        noise=upscales[0].noise if upscales else DEFAULT_NOISE, clip=trainer.gradient_clip_val,
-    )  # fmt: skip
+        noise=scheduled[0].noise if scheduled else DEFAULT_NOISE,
+        clip=trainer.gradient_clip_val,
+    )
 
 
 def write_sizes(check: CoordCheck, path: Path) -> None:
@@ -116,9 +122,9 @@ def write_sizes(check: CoordCheck, path: Path) -> None:
 
 
 def draw(check: CoordCheck, path: Path) -> None:
-    """Sizes against width, a column a scan: outputs at its start, and their change after every step.
+    """Draws sizes against width, a column for each scan: outputs at its start, and their change after every step.
 
-    What fails is red.
+    Layers that fail are red.
     """
     import matplotlib
 
@@ -155,13 +161,13 @@ def draw(check: CoordCheck, path: Path) -> None:
         below.set_xlim(scan.widths[0] / 1.2, scan.widths[-1] * (1.2 if check.passed else 2))  # with room for names
     last = [scan.mean(layer)[:, -1, 1] for scan in check.scans for layer in layers]
     smallest = min((values.min().item() for values in last if values.all()), default=1.0)
-    axes[1, 0].set_ylim(bottom=smallest / 10)  # behind a readout that is zero, the first step is next to nothing
+    axes[1, 0].set_ylim(bottom=smallest / 10)  # below a readout that starts at zero, the first step is tiny
     axes[0, 0].set_ylabel("size of the outputs, at the start")
     axes[1, 0].set_ylabel("size of their change, after all steps\n(dotted: after fewer)")
     every = max(1, math.ceil(len(layers) / MOST_IN_LEGEND))
-    shown = [plt.Line2D([], [], color=colours[layer], marker="o", ms=3, label=layer) for layer in layers[::every]]
+    handles = [plt.Line2D([], [], color=colours[layer], marker="o", ms=3, label=layer) for layer in layers[::every]]
     fig.legend(
-        handles=shown,
+        handles=handles,
         loc="outside right center",
         frameon=False,
         fontsize=7,

@@ -1,4 +1,8 @@
-"""Who works on what in a shared folder: leases that end with their process, and one lock for the folder."""
+"""Which process works on what in a shared folder: leases that end with their process, and one lock for the folder.
+
+These use fcntl and not the package filelock: a lease writes its owner into the file that it locks, which filelock does
+not give access to, and on file systems without flock filelock falls back to a lock that outlives a killed process.
+"""
 
 import fcntl
 import os
@@ -8,16 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-RENEWED = 10.0
-"""Seconds between two signs of life of a process."""
+RENEWAL_SECONDS = 10.0
+"""How often a process renews the time of change of its lease."""
 
-LAPSED = 60.0
-"""Seconds without a sign of life after which a process on another machine is taken for dead, if its lock is gone, too.
-"""
+LAPSE_SECONDS = 60.0
+"""A process on another machine that has not renewed its lease for so long is dead, if its lock is gone as well."""
 
 
 class Lease:
-    """The right to run a trial, for as long as this process lives and does not release it."""
+    """The right to make a run, for as long as this process lives and does not release it."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "w")  # noqa: SIM115
@@ -32,21 +35,22 @@ class Lease:
         self._file.close()
 
     def _renew(self, path: Path) -> None:
-        while not self._released.wait(RENEWED):
+        while not self._released.wait(RENEWAL_SECONDS):
             os.utime(path)
 
 
 def lapsed(path: Path) -> bool:
-    """Whether the process that held a lease is dead."""
+    """Whether no living process holds a lease."""
     try:
         with open(path, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.read().partition(" ")[0] == platform.node():
                 return True
-            # another machine's lock may not be seen here, but its signs of life are; by the clock of the file system
+            # This machine may not see a lock of another one, but it sees the renewals. Both times are of the clock of
+            # the file system.
             probe = path.with_suffix(".probe")
             probe.touch()
-            return probe.stat().st_mtime - path.stat().st_mtime > LAPSED
+            return probe.stat().st_mtime - path.stat().st_mtime > LAPSE_SECONDS
     except FileNotFoundError:
         return True
     except BlockingIOError:
@@ -55,7 +59,7 @@ def lapsed(path: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Alone among the processes that work in this folder."""
+    """Keeps out all other processes that lock this folder; waits for them first."""
     with open(folder / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""plan: how a configured model will be widened, parameter by parameter. Nothing is trained."""
+"""plan: print how a configured model will be widened, parameter by parameter. Nothing is trained."""
 
 from mupscale.commands.configured import configured, growths
 from mupscale.widening.plan import plan

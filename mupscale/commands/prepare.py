@@ -1,6 +1,6 @@
 """prepare: tokenise FineWeb-Edu, or text of your own, into a folder that the data module FineWeb trains on.
 
-Interrupted, the same command goes on where it stopped, and the result is the same to the byte.
+If it is interrupted, the same command continues where it stopped, and the result is the same to the byte.
 """
 
 import argparse
@@ -18,11 +18,8 @@ def main(command: str, arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     try:
         with as_user_errors(OSError):
-            source = (
-                FineWebEdu(options.subset) if options.kind == "fineweb" else TextFiles(options.files, options.separator)
-            )
             index = prepare(
-                source,
+                source_of(options),
                 options.out,
                 vocabulary=options.vocab,
                 tokens=options.tokens,
@@ -31,7 +28,7 @@ def main(command: str, arguments: list[str]) -> None:
             )
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(f"the same command goes on where it stopped in {options.out}") from interrupt
-    print(told(index))
+    print(summary(index))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,33 +47,41 @@ def parser() -> argparse.ArgumentParser:
     separator_help = "the line between two documents of a plain text ('' for empty lines; default %(default)s)"
     text.add_argument("--separator", default=SEPARATOR, metavar="LINE", help=separator_help)
     for kind in (fineweb, text):
-        vocab_help = (
-            "GPT-2's vocabulary, or a byte-level BPE of N tokens trained on the first "
-            f"{TRAINING_BYTES >> 20} MiB of training text"
-        )
-        tokens_help = "stop after the document that reaches this number (100M, 2.5B)" + (
-            "" if kind is fineweb else "; by default all"
-        )
-        kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or one to go on with")
+        size = f"{TRAINING_BYTES >> 20} MiB"
+        vocab_help = f"GPT-2's vocabulary, or a byte-level BPE of N tokens trained on the first {size} of training text"
+        tokens_help = "stop after the document that reaches this number of tokens (100M, 2.5B)"
+        if kind is text:
+            tokens_help += "; by default all documents are read"
+        kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or one to continue")
         kind.add_argument("--vocab", type=vocabulary, required=True, metavar="gpt2|N", help=vocab_help)
         kind.add_argument("--tokens", type=number_of_tokens, required=kind is fineweb, metavar="N", help=tokens_help)
         kind.add_argument(
-            "--val-fraction", type=float, default=0.01, metavar="F", help="documents to hold out (default %(default)s)"
+            "--val-fraction",
+            type=float,
+            default=0.01,
+            metavar="F",
+            help="the fraction of documents to hold out (default %(default)s)",
         )
         kind.add_argument(
-            "--workers", type=positive, metavar="N", help="threads that tokenise; by default one for each core"
+            "--workers", type=positive, metavar="N", help="threads that tokenise (default: one for each core)"
         )
     return answer
 
 
-def told(index: Index) -> str:
-    train, val = (
-        f"{part['tokens']:,} tokens of {part['documents']:,} documents"
-        for part in map(index.content.get, ("train", "val"))
-    )
-    folder = index.folder
-    content = f"{train} to train on, {val} held out, vocabulary {index.vocabulary:,}"
-    return f"{folder}: {content}. Use it by data.data_dir: {folder}"
+def source_of(options: argparse.Namespace) -> FineWebEdu | TextFiles:
+    if options.kind == "fineweb":
+        return FineWebEdu(options.subset)
+    return TextFiles(options.files, options.separator)
+
+
+def summary(index: Index) -> str:
+    """One line about a prepared folder, and how to use it."""
+
+    def size(split: str) -> str:
+        return f"{index.content[split]['tokens']:,} tokens of {index.content[split]['documents']:,} documents"
+
+    content = f"{size('train')} to train on, {size('val')} held out, vocabulary {index.vocabulary:,}"
+    return f"{index.folder}: {content}. Use it by data.data_dir: {index.folder}"
 
 
 def vocabulary(text: str) -> int | None:

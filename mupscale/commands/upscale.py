@@ -1,5 +1,6 @@
-"""upscale: the surgery of UpscaleCallback on a checkpoint, offline: `upscale base.ckpt --width 2000 --noise 0.1 --out
-wide.ckpt`.
+"""upscale: widen a checkpoint offline, as UpscaleCallback widens a model inside a run.
+
+For example: upscale base.ckpt --width 2000 --noise 0.1 --out wide.ckpt
 """
 
 import argparse
@@ -40,9 +41,9 @@ def main(command: str, arguments: list[str]) -> None:
         "--recorded-noise", type=Path, metavar="FILE", help="per-weight noise constants of an earlier upscale"
     )
     parser.add_argument("--save-noise", type=Path, metavar="FILE", help="write the per-weight noise constants")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the noise (default 0)")
     parser.add_argument(
-        "--no-optimizer", action="store_true", help="leave the optimizer state out: only `init_from` can take it then"
+        "--no-optimizer", action="store_true", help="leave the optimizer state out: then only `init_from` can use it"
     )
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)
@@ -70,8 +71,9 @@ def noise_of(options: argparse.Namespace) -> Noise | None:
 def upscale_checkpoint(
     checkpoint: dict[str, Any], width: Any, noise: Noise | None, seed: int, *, optimizer: bool
 ) -> UpscaleReport:
-    """Widens a checkpoint in place: weights, an EMA's average with the same noise, optimizer and schedule, the width it
-    names.
+    """Widens a checkpoint in place: its weights, optimizers, schedules, and width.
+
+    The average of an EMA gets the same noise as the weights.
     """
     module = module_of(checkpoint)
     saved, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", []) if optimizer else []
@@ -83,17 +85,16 @@ def upscale_checkpoint(
     wide_opts = [_fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
     report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
-        continued = {
-            id(p): group for group in continued_groups(report.plan, narrow, before, wide) for p in group["params"]
-        }
+        continued: dict[int, dict[str, Any]] = {}
+        for group in continued_groups(report.plan, narrow, before, wide):
+            continued.update({id(parameter): group for parameter in group["params"]})
         for group in after.param_groups:
             group.update({**continued[id(group["params"][0])], "params": group["params"]})
     _store(checkpoint[key], wide)
     if averaged:
-        # the draw depends on the precision, and the average may have been kept in another
-        average, wide_average = _networks(
-            module, width, checkpoint["state_dict"], at_least=next(narrow.parameters()).dtype
-        )
+        # the draw depends on the precision, and the average may have a lower one than the weights
+        precision = next(narrow.parameters()).dtype
+        average, wide_average = _networks(module, width, checkpoint["state_dict"], at_least=precision)
         upscale(average, wide_average, noise=SameNoise(report.noise), seed=seed)
         _store(checkpoint["state_dict"], wide_average)
     checkpoint["hyper_parameters"]["width"] = width
@@ -107,7 +108,7 @@ def upscale_checkpoint(
 
 
 def module_of(checkpoint: dict[str, Any]) -> WidthScalable:
-    """The module a checkpoint was saved from, at the checkpoint's width, without weights."""
+    """The module that a checkpoint was saved from, at the checkpoint's width, without weights."""
     if CHECKPOINT_KEY not in checkpoint:
         raise UserError("this checkpoint was not saved by a width-scalable module")
     import_classes()
@@ -122,7 +123,7 @@ def _networks(
     own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
     dtype = next(value.dtype for value in own.values() if value.is_floating_point())
     dtype = torch.promote_types(dtype, at_least or dtype)
-    narrow = module.network(module.width).to(dtype)  # built for real: buffers that no checkpoint holds are needed too
+    narrow = module.network(module.width).to(dtype)  # not on meta: no checkpoint holds all buffers
     narrow.load_state_dict(own)
     return narrow, module.network(width, meta=True).to(dtype)
 
@@ -132,24 +133,21 @@ def _store(weights: dict[str, Tensor], net: nn.Module) -> None:
 
 
 def _saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str], class_path: str) -> Optimizer:
-    """The optimizer of the checkpoint over the narrow network: its state_dict counts parameters, `names` says which
-    they are.
-    """
+    """The optimizer of the checkpoint, over the narrow network. `names` are the parameters that its state numbers."""
     folder, _, name = class_path.rpartition(".")
     parameters = {f"net.{key}": parameter for key, parameter in narrow.named_parameters()}
-    groups = [
-        {**group, "params": [parameters[names[index]] for index in group["params"]]} for group in state["param_groups"]
-    ]
+    groups = []
+    for group in state["param_groups"]:
+        groups.append({**group, "params": [parameters[names[index]] for index in group["params"]]})
     optimizer = getattr(importlib.import_module(folder), name)(groups)
     optimizer.load_state_dict(state)
     return optimizer
 
 
 def _fresh_optimizer(narrow: nn.Module, optimizer: Optimizer, wide: nn.Module) -> Optimizer:
-    """The groups that `configure_optimizers` would make at the wide width, in its order: those before muP, split for
-    this width.
+    """An optimizer with the groups that `configure_optimizers` would make at the wide width, in the same order.
 
-    Their hyperparameters are still the narrow ones'.
+    The groups before muP are split for the wide width. Their hyperparameters are still those of the narrow width.
     """
     order = {name: index for index, (name, _) in enumerate(narrow.named_parameters())}
     names = {id(parameter): name for name, parameter in narrow.named_parameters()}

@@ -1,5 +1,6 @@
-"""verify: whether a configured model can be widened exactly, or which layer cannot: float64 copies, trained side by
-side on its data.
+"""verify: check whether a configured model can be widened exactly, and name the layer that cannot.
+
+Trains float64 copies of both widths side by side on the model's data, and compares them.
 """
 
 from itertools import islice
@@ -28,10 +29,14 @@ def main(command: str, arguments: list[str]) -> int:
     passed = True
     for before, after in growths(module, trainer):
         verdict = verify(
-            module.network(before), module.network(after, meta=True),
+            module.network(before),
+            module.network(after, meta=True),
             optimizer=lambda params: apply_mup(module.optimizer_callable(params)),
-            batches=batches, loss=loss, steps=STEPS, clip=trainer.gradient_clip_val,
-        )  # fmt: skip
+            batches=batches,
+            loss=loss,
+            steps=STEPS,
+            clip=trainer.gradient_clip_val,
+        )
         print(f"width {before} → {after}: {verdict}", flush=True)
         passed &= verdict.passed
     return int(not passed)

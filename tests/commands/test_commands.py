@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import Logger
 from paths import ROOT
 
 from mupscale.__main__ import main
+from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.cli import parsed
-from mupscale.commands.resume import newest_checkpoint
 from mupscale.models.mlp import MLP
 
 CONFIGS = ROOT / "configs"
@@ -76,10 +76,10 @@ def refused(*arguments: str) -> str:
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configuration_runs(config: Path, tmp_path: Path) -> None:
     settings = yaml.safe_load(config.read_text())
-    for index, callback in enumerate(
-        c for c in settings["trainer"].get("callbacks", []) if c["class_path"].endswith("UpscaleCallback")
-    ):
-        callback["init_args"]["at_step"] = 1 + index
+    callbacks = settings["trainer"].get("callbacks", [])
+    swaps = [callback for callback in callbacks if callback["class_path"].endswith("UpscaleCallback")]
+    for index, swap in enumerate(swaps):
+        swap["init_args"]["at_step"] = 1 + index
     copy = tmp_path / "config.yaml"
     copy.write_text(yaml.safe_dump(settings))
     main(["fit", "--config", str(copy), *BRIEF])
@@ -88,13 +88,13 @@ def test_shipped_configuration_runs(config: Path, tmp_path: Path) -> None:
     assert checkpoint["global_step"] == 6
 
 
-def test_quickstart_ends_by_telling_what_happened(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_quickstart_ends_with_a_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main(["fit", "--config", small(tmp_path / "c.yaml", upscale(3, 16))])
-    told = capsys.readouterr().out
-    assert "step 3: width 8 → 16" in told
-    assert "just before" in told
-    assert "tensorboard --logdir runs/small/version_0" in told
-    assert "val/loss" in told
+    output = capsys.readouterr().out
+    assert "step 3: width 8 → 16" in output
+    assert "just before" in output
+    assert "tensorboard --logdir runs/small/version_0" in output
+    assert "val/loss" in output
 
 
 def test_every_command_takes_narrow_and_wide_checkpoints(tmp_path: Path) -> None:
@@ -128,25 +128,14 @@ def test_composition(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     more.write_text(
         yaml.safe_dump({"trainer": {"max_steps": 8, "callbacks+": [{"class_path": "test_commands.Marker"}]}})
     )
+    configs = ["--config", small(tmp_path / "c.yaml", upscale(3, 16)), "--config", str(more)]
     with pytest.raises(SystemExit) as exit:
-        main(
-            [
-                "fit",
-                "--config",
-                small(tmp_path / "c.yaml", upscale(3, 16)),
-                "--config",
-                str(more),
-                "--model.width=4",
-                "--print_config",
-            ]
-        )
+        main(["fit", *configs, "--model.width=4", "--print_config"])
     assert exit.value.code == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["trainer"]["max_steps"] == 8
-    assert [c["class_path"].rpartition(".")[2] for c in printed["trainer"]["callbacks"]] == [
-        "UpscaleCallback",
-        "Marker",
-    ]
+    classes = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
+    assert classes == ["UpscaleCallback", "Marker"]
     assert printed["model"]["init_args"]["width"] == 4
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(printed))
@@ -171,7 +160,7 @@ def test_saved_configuration_is_what_was_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "parts"),
     [
         (["--model=Foo"], ["model", "Foo", "MLP"]),
         (["--data=Foo"], ["data", "Foo", "Covertype"]),
@@ -193,9 +182,9 @@ def test_saved_configuration_is_what_was_given(tmp_path: Path) -> None:
         (["--ckpt_path=."], ["ckpt_path", "mupscale resume ."]),
     ],
 )
-def test_mistakes_are_told_in_a_line(arguments: list[str], told: list[str]) -> None:
+def test_mistakes_are_reported_in_a_line(arguments: list[str], parts: list[str]) -> None:
     message = refused("fit", "--config", QUICKSTART, *arguments)
-    assert all(part in message for part in told), message
+    assert all(part in message for part in parts), message
     assert not list(Path().rglob("*.ckpt"))
 
 
@@ -264,9 +253,9 @@ def test_a_run_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_help_does_not_wait_for_torch() -> None:
     start = time.monotonic()
     script = "import sys; from mupscale.__main__ import main; main(['--help']); assert 'torch' not in sys.modules"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert time.monotonic() - start < 5
-    assert all(command in told for command in ("fit", "resume", "validate", "plan", "verify", "upscale"))
+    assert all(command in output for command in ("fit", "resume", "validate", "plan", "verify", "upscale"))
     with pytest.raises(SystemExit, match="there is no command"):
         main(["nope"])
 
@@ -288,14 +277,8 @@ def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew() -> N
 def test_what_was_logged_is_kept_with_its_run_and_goes_with_a_dead_attempt() -> None:
     place = "init_args: {save_dir: runs, name: two, version: one}"
     loggers = f"[{{class_path: TensorBoardLogger, {place}}}, {{class_path: CSVLogger, {place}}}]"
-    named = [
-        "--config",
-        QUICKSTART,
-        *BRIEF,
-        f"--trainer.logger={loggers}",
-        "--trainer.callbacks=[]",
-        "--trainer.log_every_n_steps=1",
-    ]
+    trainer = [f"--trainer.logger={loggers}", "--trainer.callbacks=[]", "--trainer.log_every_n_steps=1"]
+    named = ["--config", QUICKSTART, *BRIEF, *trainer]
     main(["fit", *named])
     folder = Path("runs/two/one")
     table, events = (folder / "metrics.csv").read_text(), next(folder.glob("events.*")).read_bytes()
@@ -329,14 +312,8 @@ class Silent(Logger):
 def test_a_run_with_a_logger_of_ones_own_has_a_folder_of_its_own() -> None:
     def arguments(version: str) -> list[str]:
         logger = f"{{class_path: {__name__}.Silent, init_args: {{save_dir: runs, name: mine, version: {version}}}}}"
-        return [
-            "--config",
-            QUICKSTART,
-            *BRIEF,
-            f"--trainer.logger={logger}",
-            "--trainer.callbacks=[]",
-            "--checkpoint.every_n_train_steps=2",
-        ]
+        trainer = [f"--trainer.logger={logger}", "--trainer.callbacks=[]", "--checkpoint.every_n_train_steps=2"]
+        return ["--config", QUICKSTART, *BRIEF, *trainer]
 
     for version in ("one", "two"):
         main(["fit", *arguments(version)])

@@ -1,6 +1,4 @@
-"""Experiments: the protocol end to end, killed and resumed to the same numbers; processes; transfer and its verdict;
-bad files.
-"""
+"""Experiments: the protocol end to end, killed and resumed to the same numbers; workers; transfer; bad files."""
 
 import csv
 import json
@@ -25,12 +23,12 @@ from mupscale.__main__ import main
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.experiment import workers as experiment_workers
 from mupscale.commands.experiment.file import Growth, check, growths_of, read
-from mupscale.commands.experiment.parts import Sweep
+from mupscale.commands.experiment.parts import SweepPart
 from mupscale.commands.experiment.protocols import Experiment, spread, verdict
-from mupscale.commands.experiment.transfer import Line, Panel, draw, shown_range
+from mupscale.commands.experiment.transfer import Panel, WidthCurve, draw, visible_range
 from mupscale.commands.leases import Lease
-from mupscale.commands.sweep import trial as sweep_trial
-from mupscale.commands.sweep.results import Results
+from mupscale.commands.runs import progress, result_of
+from mupscale.commands.tuning.results import Results
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -41,7 +39,7 @@ SIGNAL = {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}
 def upscale(trainer: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
     """An experiment whose runs take a second or less: 20 steps, 6 an epoch."""
     small(Path("c.yaml"), **(trainer or {}))
-    told = {
+    content = {
         "protocol": "upscale",
         "config": "c.yaml",
         "small": [8, 16],
@@ -52,20 +50,20 @@ def upscale(trainer: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any
         "sweep_2": {LR: [0.005], NOISE: [0.05, 5.0]},
         **keys,
     }
-    return {key: value for key, value in told.items() if value is not None}
+    return {key: value for key, value in content.items() if value is not None}
 
 
 def transfer(**keys: Any) -> dict[str, Any]:
     small(Path("c.yaml"))
-    told = {
+    content = {
         "protocol": "transfer", "config": "c.yaml", "growths": [[8, 16], [16, 32]], "seeds": [3, 4], "noise": ADDITIVE,
         "sweeps": {"noise": {NOISE: [0.05, 5.0]}}, **keys,
     }  # fmt: skip
-    return {key: value for key, value in told.items() if value is not None}
+    return {key: value for key, value in content.items() if value is not None}
 
 
-def file(told: Any) -> str:
-    Path("e.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
+def file(content: Any) -> str:
+    Path("e.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     return "e.yaml"
 
 
@@ -86,9 +84,7 @@ def swap_of(run: Path) -> Any:
 
 def values(out: Path) -> dict[str, float]:
     """The metric of every run under a folder, by its path."""
-    return {
-        str(path.parent.relative_to(out)): sweep_trial.result_of(path.parent)[0] for path in out.rglob("result.json")
-    }
+    return {str(path.parent.relative_to(out)): result_of(path.parent)[0] for path in out.rglob("result.json")}
 
 
 def starts(run: Path) -> list[int]:
@@ -114,13 +110,13 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])  # takes seconds
     out = Path("runs/experiments/e")
     main(["experiment", file(upscale()), "--workers", "2", "--data.batch_size=900"])
-    told = capfd.readouterr().out
+    output = capfd.readouterr().out
     units = ["sweep_1, lr=0.001", "sweep_1, lr=0.02", "sweep_2, lr=0.005, std=0.05", "sweep_2, lr=0.005, std=5"]
     units += [f"{role}, seed {seed}" for role in ("base", "scratch", "upscale") for seed in (3, 4)]
-    assert Counter(re.findall(r"^(.*): begins$", told, re.MULTILINE)) == dict.fromkeys(units, 1)
-    assert Counter(re.findall(r"^(.*): training loss", told, re.MULTILINE)) == dict.fromkeys(units, 1)
-    assert "10 of 10 runs left; tensorboard --logdir runs/experiments/e" in told
-    assert told.count("0 of 10 runs left\n") == 1
+    assert Counter(re.findall(r"^(.*): begins$", output, re.MULTILINE)) == dict.fromkeys(units, 1)
+    assert Counter(re.findall(r"^(.*): training loss", output, re.MULTILINE)) == dict.fromkeys(units, 1)
+    assert "10 of 10 runs left; watch them with tensorboard --logdir runs/experiments/e\n" in output
+    assert output.count("0 of 10 runs left\n") == 1
 
     best = {name: min(table(out / name), key=lambda row: float(row["last_epoch"])) for name in ("sweep_1", "sweep_2")}
     assert [len(table(out / name)) for name in best] == [2, 2]
@@ -138,7 +134,7 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
         assert config_of(upscaled)["model"]["init_args"]["init_from"] == f"{base}/checkpoints/last.ckpt"
         assert (swap_of(upscaled)["width"], swap_of(upscaled)["noise"]["init_args"]["std"]) == (32, std)
         assert [config_of(run)["data"]["init_args"]["batch_size"] for run in (base, scratch, upscaled)] == [900] * 3
-        assert sweep_trial.result_of(upscaled)[0] == pytest.approx(math.fsum(losses(upscaled)[-6:]) / 6, rel=1e-6)
+        assert result_of(upscaled)[0] == pytest.approx(math.fsum(losses(upscaled)[-6:]) / 6, rel=1e-6)
     described = json.loads((out / "experiment.json").read_text())
     assert described["runs"][0] == {"role": "base", "seed": 3, "folder": "base/seed=3"}
     assert [run["role"] for run in described["runs"]] == ["base", "base", "scratch", "upscale", "scratch", "upscale"]
@@ -153,7 +149,7 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
     assert not list(out.glob(".report-*"))
     assert f"{out}: all 10 runs are done" in again
     assert "begins" not in again
-    assert again.splitlines()[1:] == told.splitlines()[-6:]
+    assert again.splitlines()[1:] == output.splitlines()[-6:]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     of = values(out)
     mean = sum(of[f"upscale/seed={seed}"] for seed in (3, 4)) / 2
@@ -164,9 +160,9 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
 def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told = upscale({"max_steps": 120, "val_check_interval": 60, "check_val_every_n_epoch": None})
-    told |= {"seeds": [3], "metric": "last_100%", "sweep_1": {LR: [0.02]}, "sweep_2": {NOISE: [0.05]}}
-    arguments = ["experiment", file(told), "--checkpoint.every_n_train_steps=20", "--out"]
+    content = upscale({"max_steps": 120, "val_check_interval": 60, "check_val_every_n_epoch": None})
+    content |= {"seeds": [3], "metric": "last_100%", "sweep_1": {LR: [0.02]}, "sweep_2": {NOISE: [0.05]}}
+    arguments = ["experiment", file(content), "--checkpoint.every_n_train_steps=20", "--out"]
     server = Server(tmp_path)
     for role in ("sweep_2", "upscale"):  # each killed in its turn
         process = server.start(*arguments, "killed")
@@ -194,24 +190,16 @@ def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
 
 @pytest.mark.usefixtures("_without_a_report", "_without_figures_of_sweeps")
 def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
-    main(
-        [
-            "experiment",
-            file(upscale(noise=SIGNAL, seeds=[3], sweep_1=None, sweep_2={"UpscaleCallback.noise.t": [0.2]})),
-            "--out",
-            "o",
-        ]
-    )
+    content = upscale(noise=SIGNAL, seeds=[3], sweep_1=None, sweep_2={"UpscaleCallback.noise.t": [0.2]})
+    main(["experiment", file(content), "--out", "o"])
     recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": "o/sweep_2/noise.json"}}
     assert swap_of(Path("o/upscale/seed=3"))["noise"] == recorded
     assert [swap_of(run)["noise"]["class_path"] for run in Path("o/sweep_2/trials").iterdir()] == [SIGNAL["class_path"]]
     assert lr_of(Path("o/upscale/seed=3")) == 0.01  # without sweep 1 the configuration's
     model = config_of(next(Path("o/sweep_2/trials").iterdir()))["model"]["init_args"]
     assert model["init_from"] == "o/small_base/seed=3/checkpoints/last.ckpt"
-    assert json.loads(Path("o/experiment.json").read_text())["sweeps"] == {
-        "small_base": "small_base",
-        "sweep_2": "sweep_2",
-    }
+    sweeps = json.loads(Path("o/experiment.json").read_text())["sweeps"]
+    assert sweeps == {"small_base": "small_base", "sweep_2": "sweep_2"}
     assert config_of(Path("o/small_base/seed=3"))["model"]["init_args"]["width"] == 8
 
 
@@ -229,9 +217,8 @@ def test_what_is_laid_over_the_upscaled_runs_only() -> None:
 
 def test_a_base_that_diverges_is_an_error_and_other_runs_are_results() -> None:
     message = refused("experiment", file(upscale(sweep_1=None)), "--out", "o", "--model.optimizer.lr=1e7")
-    assert all(
-        part in message for part in ("o/small_base/seed=3 diverged", "model.optimizer.lr", "sweep_1", "--out")
-    ), message
+    parts = ("o/small_base/seed=3 diverged", "model.optimizer.lr", "sweep_1", "--out")
+    assert all(part in message for part in parts), message
     assert "small_base/seed=3 diverged" in refused("experiment", "e.yaml", "--out", "o", "--model.optimizer.lr=1e7")
     whole = Experiment(Path("p"), read(Path("e.yaml"), []))
     for part, value in zip(whole.parts, ("1", "1", "1", None, "inf", "inf", "inf", "inf"), strict=True):
@@ -249,25 +236,17 @@ def test_a_base_that_diverges_is_an_error_and_other_runs_are_results() -> None:
 
 def test_the_verdict_in_words() -> None:
     inf = math.inf
-    assert (
-        verdict({0: 0.5, 1: 0.5}, {0: 1.0, 1: 1.0})
-        == "Upscaled ends below from-scratch in each seed, on average by 50.0%."
-    )
-    assert (
-        verdict({0: 0.5, 1: 1.2}, {0: 1.0, 1: 1.0})
-        == "Upscaled ends below from-scratch in 1 of 2 seeds only, on average by 15.0%."
-    )
-    assert (
-        verdict({0: 0.9, 1: 1.2}, {0: 1.0, 1: 1.0})
-        == "Upscaled ends below from-scratch in 1 of 2 seeds only, and not on average."
-    )
-    assert verdict({0: inf, 1: 1.0}, {0: 1.0, 1: 1.0}) == "Upscaled does not end below from-scratch in any seed."
-    assert verdict({0: 1.0}, {0: inf}) == "Upscaled ends below from-scratch in each seed."
+    below, scratch = "Upscaled ends below from-scratch in", {0: 1.0, 1: 1.0}
+    assert verdict({0: 0.5, 1: 0.5}, scratch) == f"{below} each seed, on average by 50.0%."
+    assert verdict({0: 0.5, 1: 1.2}, scratch) == f"{below} 1 of 2 seeds only, on average by 15.0%."
+    assert verdict({0: 0.9, 1: 1.2}, scratch) == f"{below} 1 of 2 seeds only, and not on average."
+    assert verdict({0: inf, 1: 1.0}, scratch) == "Upscaled does not end below from-scratch in any seed."
+    assert verdict({0: 1.0}, {0: inf}) == f"{below} each seed."
     assert spread([1.0, inf, 2.0]) == "1.5 (1–2), 1 diverged"
     assert spread([inf]) == "all diverged"
 
 
-def test_the_plan_tells_what_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_shows_what_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     main(["experiment", file(upscale()), "--out", "o", "--plan"])
     assert not Path("o").exists()
     assert "10 of 10 runs left" in capsys.readouterr().out
@@ -293,16 +272,15 @@ def test_the_plan_tells_what_is_done(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.usefixtures("_without_figures_of_sweeps")
 def test_transfer_from_end_to_end(capfd: pytest.CaptureFixture[str]) -> None:
     main(["experiment", file(transfer()), "--out", "o"])
-    told = capfd.readouterr().out
-    assert told.count(": begins\n") == 4 + 4
+    output = capfd.readouterr().out
+    assert output.count(": begins\n") == 4 + 4
     for growth, base in (("8-16", 8), ("16-32", 16)):
         runs = list(Path("o", growth, "noise/trials").iterdir())
         assert len(runs) == 4
         for run in runs:
             seed = run.name.rpartition("=")[2]
-            assert (
-                config_of(run)["model"]["init_args"]["init_from"] == f"o/{base}/base/seed={seed}/checkpoints/last.ckpt"
-            )
+            init_from = config_of(run)["model"]["init_args"]["init_from"]
+            assert init_from == f"o/{base}/base/seed={seed}/checkpoints/last.ckpt"
             assert swap_of(run)["width"] == 2 * base
     with open("o/transfer.csv") as lines:
         rows = list(csv.DictReader(lines))
@@ -311,13 +289,15 @@ def test_transfer_from_end_to_end(capfd: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         name = f"std={float(row['value']):g}"
         folder = f"{row['before']}-{row['after']}/{row['sweep']}/trials"
-        pair = [
-            next(v for k, v in of.items() if k.startswith(folder) and k.endswith(f"_{name},seed={seed}"))
-            for seed in (3, 4)
-        ]
+        pair = []
+        for seed in (3, 4):
+            (run,) = (run for run in of if run.startswith(folder) and run.endswith(f"_{name},seed={seed}"))
+            pair.append(of[run])
         assert [float(row["seed 3"]), float(row["seed 4"]), float(row["last_epoch"])] == [*pair, sum(pair) / 2]
     assert {(row["sweep"], row["value"]) for row in rows if row["optimum"]} == {("noise", "0.05")}
-    assert f"noise: the optimum of {NOISE} stays in its cell (0.05 at 8 → 16, 0.05 at 16 → 32): it transfers\n" in told
+    assert (
+        f"noise: the optimum of {NOISE} stays in its cell (0.05 at 8 → 16, 0.05 at 16 → 32): it transfers\n" in output
+    )
     assert Path("o/transfer.pdf").exists()
     described = json.loads(Path("o/experiment.json").read_text())
     assert described["runs"][0] == {"role": "base", "seed": 3, "folder": "8/base/seed=3"}
@@ -325,13 +305,13 @@ def test_transfer_from_end_to_end(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def panel(*optima: int) -> Panel:
-    """Made up: five values, the optimum of each width where it is told."""
+    """Made up: five values, the optimum of each width at the given index."""
     levels = [0.1, 0.2, 0.4, 0.8, 1.6]
-    lines = [
-        Line(Growth(2**i, 2 ** (i + 1)), {v: [1.0 + abs(j - best), 1.2 + abs(j - best)] for j, v in enumerate(levels)})
-        for i, best in enumerate(optima)
-    ]
-    return Panel("lr", LR, levels, lines)
+    curves = []
+    for index, best in enumerate(optima):
+        values = {level: [1.0 + abs(i - best), 1.2 + abs(i - best)] for i, level in enumerate(levels)}
+        curves.append(WidthCurve(Growth(2**index, 2 ** (index + 1)), values))
+    return Panel("lr", LR, levels, curves)
 
 
 def test_the_verdict_of_transfer() -> None:
@@ -341,10 +321,10 @@ def test_the_verdict_of_transfer() -> None:
     assert "edge" not in panel(1, 3).verdict()
     assert "at 1 of 2 widths it is at the edge of the grid" in panel(0, 1).verdict()
     moving = panel(1, 3)
-    moving.lines[0].values[1.6] = [math.inf]
-    moving.lines[1].values[0.1] = [1000.0, 1000.0]
-    assert [line.optimum for line in moving.lines] == [0.2, 0.8]
-    low, high = shown_range(moving)
+    moving.curves[0].values[1.6] = [math.inf]
+    moving.curves[1].values[0.1] = [1000.0, 1000.0]
+    assert [curve.optimum for curve in moving.curves] == [0.2, 0.8]
+    low, high = visible_range(moving)
     assert low < 1.1
     assert 3.2 < high < 3.6  # three times the optima, 1.1; not the thousand
     assert [path.name for path in draw(Path("t"), [moving, panel(2, 2)], "loss")] == ["t.png", "t.pdf"]
@@ -362,22 +342,19 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 def test_workers_share_the_gpus_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    fake_worker(monkeypatch, 'echo "$CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS $*" > told-$$')
+    fake_worker(monkeypatch, 'echo "$CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS $*" > started-$$')
     experiment_workers.supervise(["e.yaml", "--out", "o"], 5, ["4", "7"])
-    told = [path.read_text() for path in Path().glob("told-*")]
+    started = [path.read_text() for path in Path().glob("started-*")]
     threads = max(1, (os.cpu_count() or 1) // 5)
     command = "-m mupscale experiment e.yaml --out o --workers=1 --child\n"
-    assert sorted(told) == [f"{gpu} {threads} {command}" for gpu in (4, 4, 4, 7, 7)]
+    assert sorted(started) == [f"{gpu} {threads} {command}" for gpu in (4, 4, 4, 7, 7)]
 
 
 def test_a_worker_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_worker(
-        monkeypatch,
-        "if [ $CUDA_VISIBLE_DEVICES = 0 ]; then echo $$ > other; exec sleep 60; fi; while [ ! -s other ]; do :; done; "
-        "exit 3",
-    )
+    sleeps = "if [ $CUDA_VISIBLE_DEVICES = 0 ]; then echo $$ > other; exec sleep 60; fi"
+    fake_worker(monkeypatch, f"{sleeps}; while [ ! -s other ]; do :; done; exit 3")
     start = time.monotonic()
-    with pytest.raises(ValueError, match=r"worker 1 failed.*the same command goes on"):
+    with pytest.raises(ValueError, match=r"worker 1 failed.*the same command again"):
         experiment_workers.supervise([], 2, ["0", "1"])
     assert time.monotonic() - start < 5
     with pytest.raises(ProcessLookupError):
@@ -414,15 +391,15 @@ def test_an_interrupted_command_stops_its_workers(number: int, monkeypatch: pyte
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_long_run_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_run_prints_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with sweep_trial.progress("base, seed 0"):
-        tell = TrialMetric.progress
-        assert tell is not None
+    with progress("base, seed 0"):
+        print_step = TrialMetric.progress
+        assert print_step is not None
         for step in range(1000, 6001, 1000):
             now[0] += 25
-            tell(step, 100_000, 0.0612345)
+            print_step(step, 100_000, 0.0612345)
     assert TrialMetric.progress is None
     assert capsys.readouterr().out.splitlines() == [  # 40 steps a second
         "base, seed 0: step 3,000 of 100,000, loss 0.06123, 40 min left",
@@ -441,12 +418,12 @@ def test_shipped_experiments_are_accepted_without_data(path: Path) -> None:
     assert f"python -m mupscale experiment configs/experiments/{path.name}" in path.read_text()
     assert not Path("data").exists()
     if description.protocol == "transfer":  # what the sweep of the rate holds fixed lies within the sweep of the noise
-        levels, fixed = description.sweeps["noise"][0].values, description.told["noise"]["init_args"]["std"]
+        levels, fixed = description.sweeps["noise"][0].values, description.content["noise"]["init_args"]["std"]
         assert min(levels) < fixed < max(levels)
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "parts"),
     [
         ({"protocol": "grow"}, ["protocol", "upscale or transfer", "grow"]),
         ({"sweep_3": {}}, ["sweep_3", "sweep_2"]),
@@ -477,16 +454,16 @@ def test_shipped_experiments_are_accepted_without_data(path: Path) -> None:
         ({"upscaled": {"model": {"init_args": {"lrr": 1}}}}, ["lrr"]),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_before_the_first_run(keys: dict[str, Any], told: list[str]) -> None:
+def test_mistakes_are_reported_before_the_first_run(keys: dict[str, Any], parts: list[str]) -> None:
     message = refused("experiment", file(upscale(**keys)), "--out", "o")
-    assert all(part in message for part in told), message
+    assert all(part in message for part in parts), message
     assert not Path("o").exists()
 
 
 def test_more_mistakes() -> None:
     assert "there is no file nope.yaml" in refused("experiment", "nope.yaml")
     Path("e.yaml").write_text("a: [")
-    assert "e.yaml is no YAML" in refused("experiment", "e.yaml")
+    assert "e.yaml is not YAML" in refused("experiment", "e.yaml")
     assert "trainer.devices" in refused("experiment", file(upscale()), "--trainer.devices=2")
     assert "--workers" in refused("experiment", "e.yaml", "--workers=0")
     assert "nope" in refused("experiment", "e.yaml", "--nope=1")
@@ -505,17 +482,13 @@ def test_damaged_files_are_named_and_written_again() -> None:
     whole = Experiment(Path("o"), read(Path(file(upscale())), []))
     whole.begin(["command"])
     sweep, base = whole.parts[:2]
-    assert isinstance(sweep, Sweep)
+    assert isinstance(sweep, SweepPart)
     while (taken := sweep.study.take()) is not None:
         sweep.study.finish(taken, [float(taken.cell)], 1.0)
     assert sweep.take() is None
     good = sweep.tuned.read_text()
-    for bad in (
-        "",
-        "{}",
-        "model: [",
-        good.replace("0.001", "0.002"),
-    ):  # each would be a base of another learning rate, or a riddle
+    # each would make a base of another learning rate, or fail without a clear message
+    for bad in ("", "{}", "model: [", good.replace("0.001", "0.002")):
         Path("o/sweep_1/best.yaml").write_text(bad)
         unit = whole.take()
         assert unit is not None
@@ -547,16 +520,13 @@ def test_another_experiment_is_left_alone() -> None:
     for keys, options, different in (
         ({"seeds": [1]}, [], "experiment.seeds is [3, 4] there and [1] here"),
         ({}, ["--trainer.max_steps=7"], "trainer.max_steps is 20 there and 7 here"),
-        (
-            {"trainer": {"max_steps": 8}},
-            [],
-            "trainer.max_steps is 20 there and 8 here",
-        ),  # the file of the configuration has changed
+        # the file of the configuration has changed
+        ({"trainer": {"max_steps": 8}}, [], "trainer.max_steps is 20 there and 8 here"),
     ):
         message = refused("experiment", file(upscale(**keys)), "--out", "o", *options)
-        assert "--out o is of another experiment" in message
+        assert "--out o holds another experiment" in message
         assert different in message
-        assert "of another experiment" in refused("experiment", "e.yaml", "--out", "o", *options, "--plan")
+        assert "holds another experiment" in refused("experiment", "e.yaml", "--out", "o", *options, "--plan")
     assert Path("o/experiment.json").read_bytes() == before
     assert sorted(path.name for path in Path("o").iterdir()) == ["experiment.json", "lock"]
     Path("mine").mkdir()

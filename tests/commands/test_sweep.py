@@ -1,6 +1,4 @@
-"""Sweeps: keys and values, the metric to the last digit, divergence, processes that share a study and die, results, bad
-input.
-"""
+"""Sweeps: keys and values, the metric to the last digit, divergence, processes that share a study and die, results."""
 
 import csv
 import json
@@ -31,13 +29,13 @@ from mupscale.commands import figures
 from mupscale.commands.cli import parsed
 from mupscale.commands.config import at, brief
 from mupscale.commands.leases import Lease, lapsed
+from mupscale.commands.runs import run, with_run
 from mupscale.commands.sweep import parser as sweep_parser
 from mupscale.commands.sweep import settings_of
-from mupscale.commands.sweep import study as sweep_study
-from mupscale.commands.sweep import trial as sweep_trial
-from mupscale.commands.sweep.results import Results
-from mupscale.commands.sweep.space import Axis, grid, labels, parsed_axis
-from mupscale.commands.sweep.study import Study
+from mupscale.commands.tuning import study as sweep_study
+from mupscale.commands.tuning.results import Results
+from mupscale.commands.tuning.space import Axis, grid, labels, parsed_axis
+from mupscale.commands.tuning.study import Study
 from mupscale.models.mlp import MLP
 from mupscale.widening.noise import SignalNoise
 
@@ -101,13 +99,8 @@ def test_axes() -> None:
     assert labels([Axis(LR), Axis("UpscaleCallback.lr"), Axis(NOISE)]) == {
         LR: "optimizer.lr", "UpscaleCallback.lr": "UpscaleCallback.lr", NOISE: "std",
     }  # fmt: skip
-    assert [
-        brief(value) for value in (0.12345, [1, 2], {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-4}})
-    ] == [
-        "0.1235",
-        "[1, 2]",
-        "SGD(lr=0.0001)",
-    ]
+    sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-4}}
+    assert [brief(value) for value in (0.12345, [1, 2], sgd)] == ["0.1235", "[1, 2]", "SGD(lr=0.0001)"]
 
 
 def test_values_are_set_where_they_stand() -> None:
@@ -119,25 +112,21 @@ def test_values_are_set_where_they_stand() -> None:
         "trainer": {"max_steps": 3, "callbacks": [*swaps, {"class_path": "x.Other", "init_args": {}}]},
         "model": {"class_path": "MLP", "init_args": {"optimizer": {"class_path": "SGD", "init_args": {"lr": 1}}}},
     }
-    answer = at(
-        config, {LR: 5, "trainer.max_steps": 7, "UpscaleCallback.noise": {"class_path": "N", "init_args": {"t": 1}}}
-    )
+    other = {"class_path": "N", "init_args": {"t": 1}}
+    answer = at(config, {LR: 5, "trainer.max_steps": 7, "UpscaleCallback.noise": other})
     assert answer["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 5
     assert answer["trainer"]["max_steps"] == 7
-    assert [c["init_args"].get("noise", {}).get("class_path") for c in answer["trainer"]["callbacks"]] == [
-        "N",
-        "N",
-        None,
-    ]
+    noises = [callback["init_args"].get("noise") for callback in answer["trainer"]["callbacks"]]
+    assert noises == [other, other, None]
     assert config["trainer"]["max_steps"] == 3
-    for key, told in {
+    for key, message in {
         "Foo.lr": "Foo.*UpscaleCallback",
         "model.optimiser.lr": "optimiser.*optimizer",
         "trainer.max_steps.x": "is 3",
         "UpscaleCallback.init_args": "there is no",
         "UpscaleCallback.class_path": "there is no",
     }.items():
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             at(config, {key: 1})
 
 
@@ -148,17 +137,17 @@ def test_values_are_set_where_they_stand() -> None:
 def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.02", "--metric", metric, "--out", "s"])
-    (run,) = Path("s/trials").iterdir()
-    expected = losses(run)
+    (folder,) = Path("s/trials").iterdir()
+    expected = losses(folder)
     assert len(expected) == 20
     assert float(table(Path("s"))[0][metric]) == pytest.approx(math.fsum(expected[-last:]) / last, rel=1e-6)
     if metric == "last_epoch":  # a trial is an ordinary run
         main(["fit", "--config", config, "--model.optimizer.lr=0.02", "--trainer.enable_progress_bar=false"])
         assert losses(Path("runs/default/version_0")) == expected
-        value, _ = sweep_trial.run({}, run, "")
-        (run / "result.json").unlink()  # a process that died between the last checkpoint and the result
-        assert sweep_trial.run({}, run, "")[0] == value
-        assert losses(run) == expected
+        value, _ = run({}, folder, "")
+        (folder / "result.json").unlink()  # a process that died between the last checkpoint and the result
+        assert run({}, folder, "")[0] == value
+        assert losses(folder) == expected
 
 
 def test_the_metric_of_accumulated_batches_and_of_seeds(tmp_path: Path) -> None:
@@ -222,9 +211,8 @@ def test_only_divergence_stops_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stops([2.0] * 10 + [21.0] * 40 + [1.0] * 950) is None  # it recovers
     assert stops([2.0] * 15 + [math.nan] + [2.0] * 984) == 20
     assert stops([2.0] * 999 + [math.inf]) == 1000
-    assert (
-        stops([0.1] * 100 + [500.0 - step for step in range(300)] + [0.05] * 600, swap_at=100) is None
-    )  # a noisy start
+    noisy_start = [500.0 - step for step in range(300)]
+    assert stops([0.1] * 100 + noisy_start + [0.05] * 600, swap_at=100) is None
     assert stops([0.1] * 100 + [50.0] + [600.0] * 899, swap_at=100) == 150
 
 
@@ -235,9 +223,8 @@ def test_an_untrained_network_is_looked_at_and_leaves_no_trace() -> None:
     torch.nn.init.ones_(module.net.readout.weight)  # type: ignore[union-attr]
     batch = torch.randn(4, 54), torch.tensor([0, 1, 2, 6])
     torch.set_rng_state(state)
-    assert trial_metric.untrained_loss(trainer, module, batch) == pytest.approx(
-        math.log(7)
-    )  # its readout starts at zero
+    loss = trial_metric.untrained_loss(trainer, module, batch)
+    assert loss == pytest.approx(math.log(7))  # its readout starts at zero
     assert module.net is net
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -249,11 +236,9 @@ def test_diverged_trials_end_early_and_are_blank(tmp_path: Path, monkeypatch: py
     )
     config = small(tmp_path / "c.yaml", upscale(2, 16), max_steps=60)
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.01,1e6", "--sweep", f"{NOISE}=0,0.1", "--out", "s"])
-    good, bad = (
-        [float(row["last_epoch"]) for row in table(Path("s"))[:2]],
-        [row["last_epoch"] for row in table(Path("s"))[2:]],
-    )
-    assert bad == ["diverged", "diverged"]
+    metrics = [row["last_epoch"] for row in table(Path("s"))]
+    assert metrics[2:] == ["diverged", "diverged"]
+    good = [float(metric) for metric in metrics[:2]]
     assert drawn == [[[good[0], math.inf], [good[1], math.inf]]]
     steps = {run.name: len(losses(run)) for run in Path("s/trials").iterdir()}
     assert steps["000_lr=0.01,std=0"] == 60
@@ -280,12 +265,12 @@ def test_a_network_that_is_not_finite_is_not_widened(noise: str, tmp_path: Path)
 def test_a_diverged_run_is_not_resumed(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(3, 16))
     options, rest = sweep_parser().parse_known_args(["--config", config, "--sweep", f"{LR}=1e30", "--out", "s"])
-    settings, run = settings_of(options, rest), Path("s/run")
-    whole = sweep_trial.with_run(at(settings.config, {LR: 1e30}), settings.metric, 0, run)
-    assert sweep_trial.run(whole, run, "")[0] == math.inf
-    (run / "result.json").unlink()  # a process that died between the last checkpoint and the result
-    assert sweep_trial.run(whole, run, "")[0] == math.inf
-    assert len(losses(run)) == 3
+    settings, folder = settings_of(options, rest), Path("s/run")
+    whole = with_run(at(settings.config, {LR: 1e30}), settings.metric, 0, folder)
+    assert run(whole, folder, "")[0] == math.inf
+    (folder / "result.json").unlink()  # a process that died between the last checkpoint and the result
+    assert run(whole, folder, "")[0] == math.inf
+    assert len(losses(folder)) == 3
 
 
 # --- processes
@@ -295,18 +280,8 @@ def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
     config = small(
         tmp_path / "c.yaml", upscale(40, 16), max_steps=120, val_check_interval=60, check_val_every_n_epoch=None
     )
-    arguments = [
-        "--config",
-        config,
-        "--sweep",
-        f"{LR}=0.003,0.01",
-        "--sweep",
-        f"{NOISE}=0.1,0.5",
-        "--out",
-        "s",
-        "--metric",
-        "last_100%",
-    ]
+    axes = ["--sweep", f"{LR}=0.003,0.01", "--sweep", f"{NOISE}=0.1,0.5"]
+    arguments = ["--config", config, *axes, "--out", "s", "--metric", "last_100%"]
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
@@ -323,14 +298,14 @@ def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
     for server in servers:
         server.start("sweep", *arguments)
     codes = [server.answer() for server in servers]
-    told = [server.log.read_text() for server in servers]
-    assert codes == [0, 0], told
+    output = [server.log.read_text() for server in servers]
+    assert codes == [0, 0], output
     for server in servers:
         server.process.communicate()
     study = sweep_study.optuna.load_study(study_name="sweep", storage=sweep_study.store(Path("s"), None))
     states = Counter((trial.user_attrs["cell"], trial.state.name) for trial in study.trials)
     assert states == {**{(cell, "COMPLETE"): 1 for cell in range(4)}, (0, "FAIL"): 1}
-    assert sum(text.count(" s; best ") for text in told) == 4
+    assert sum(text.count(" s; best ") for text in output) == 4
     assert len(list(Path("s/trials").iterdir())) == 4
     starts = [line.split(":")[0] for line in (killed / "log.txt").read_text().splitlines() if line.startswith("step ")]
     assert starts[0] == "step 0"
@@ -396,23 +371,13 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_lock(
     taken = study.take()
     assert taken is not None
     study.finish(taken, [0.5], 1.0)
-    assert there == {
-        "lock",
-        "leases",
-        "study.journal",
-        "sweep.json",
-    }  # of which lock, and what is in leases, are locked by the system
+    # the system locks the files `lock` and those in `leases`
+    assert there == {"lock", "leases", "study.journal", "sweep.json"}
 
 
 def test_draws_do_not_depend_on_who_makes_them(tmp_path: Path) -> None:
-    arguments = [
-        "--config",
-        small(tmp_path / "c.yaml"),
-        "--sweep",
-        f"{LR}=0.001:0.1",
-        "--sweep",
-        "data.batch_size=100:1000",
-    ]
+    axes = ["--sweep", f"{LR}=0.001:0.1", "--sweep", "data.batch_size=100:1000"]
+    arguments = ["--config", small(tmp_path / "c.yaml"), *axes]
     points = []
     for sampler, workers in (("random", 1), ("random", 3), ("tpe", 1)):
         out = f"{sampler}{workers}"
@@ -452,7 +417,7 @@ def test_a_damaged_study_goes_on_or_says_so() -> None:
     assert "s/sweep.json is damaged" in refused("sweep", *arguments)
     journal.unlink()
     settings.unlink()
-    assert study_of(*arguments).outcomes() == []  # as told
+    assert study_of(*arguments).outcomes() == []  # as the message says
 
 
 # --- what it ends in
@@ -494,17 +459,8 @@ def test_signal_noise_is_carried_by_its_constants(tmp_path: Path, monkeypatch: p
         return value
 
     monkeypatch.setattr(SignalNoise, "constant", spy)
-    main(
-        [
-            "sweep",
-            "--config",
-            small(tmp_path / "c.yaml", swap),
-            "--sweep",
-            "UpscaleCallback.noise.t=0.2,4",
-            "--out",
-            "s",
-        ]
-    )
+    config = small(tmp_path / "c.yaml", swap)
+    main(["sweep", "--config", config, "--sweep", "UpscaleCallback.noise.t=0.2,4", "--out", "s"])
     best = yaml.safe_load(Path("s/best.yaml").read_text())
     assert best == {
         "callback_args": {"UpscaleCallback": {"noise": {"class_path": "mupscale.RecordedNoise",
@@ -529,21 +485,8 @@ def test_best_may_be_a_class_or_another_step(tmp_path: Path) -> None:
     classes = [{"class_path": f"mupscale.{name}", "init_args": {level: value}}
                for name, level, value in (("AdditiveNoise", "std", 50.0), ("SignalNoise", "t", 0.1))]  # fmt: skip
     noise, betas = f"UpscaleCallback.noise={','.join(map(json.dumps, classes))}", "model.optimizer.betas=[0.8, 0.9]"
-    main(
-        [
-            "sweep",
-            "--config",
-            config,
-            "--sweep",
-            noise,
-            "--sweep",
-            betas,
-            "--sweep",
-            "UpscaleCallback.init_args.at_step=6",
-            "--out",
-            "s",
-        ]
-    )
+    axes = ["--sweep", noise, "--sweep", betas, "--sweep", "UpscaleCallback.init_args.at_step=6"]
+    main(["sweep", "--config", config, *axes, "--out", "s"])
     recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": "s/noise.json"}}
     assert yaml.safe_load(Path("s/best.yaml").read_text()) == {
         "callback_args": {"UpscaleCallback": {"noise": recorded, "at_step": 6}},
@@ -568,7 +511,7 @@ def test_three_axes_draw_the_two_that_tell_most(tmp_path: Path, monkeypatch: pyt
     ]
     drawn: list[Any] = []
     monkeypatch.setattr(figures, "heatmap", lambda path, x, y, value, *names: drawn.append((names, value(1, 2))) or [])
-    monkeypatch.setattr("mupscale.commands.sweep.results.training_curve", lambda _: [(0, 1.0)])
+    monkeypatch.setattr("mupscale.commands.tuning.results.training_curve", lambda _: [(0, 1.0)])
     Results(tmp_path, settings, outcomes).draw(outcomes[0])
     assert drawn == [(("a", "c", "training loss, last epoch (best over 1 more)"), 23.1)]
 
@@ -605,17 +548,15 @@ def test_curves_show_what_matters(tmp_path: Path) -> None:
     assert figures.span([[2.0, 1.0, 0.5], [4.0, 1.0, 0.4], [900.0, 5.0, 1.0]]) == pytest.approx((0.4 / 1.1, 2.2))
     lines = [figures.Curve(value, [0, 1], [1.0, 0.5]) for value in (0.1, 0.2)]
     assert all(path.exists() for path in figures.curves(tmp_path / "c", lines, "step", "loss", "noise"))
-    assert all(
-        path.exists()
-        for path in figures.curves(tmp_path / "d", [figures.Curve(v, [0, 1], [1.0, 0.5]) for v in (0, "x")], "", "", "")
-    )
+    unordered = [figures.Curve(value, [0, 1], [1.0, 0.5]) for value in (0, "x")]
+    assert all(path.exists() for path in figures.curves(tmp_path / "d", unordered, "", "", ""))
 
 
 # --- bad input
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "parts"),
     [
         ([], ["--sweep", "empty"]),
         (["--sweep", f"{LR}=1", "--metric", "val/accuracy"], ["metric val/accuracy", "minimised", "val/loss"]),
@@ -639,9 +580,9 @@ def test_curves_show_what_matters(tmp_path: Path) -> None:
         (["--sweep", f"{LR}=0.1", "--nope=1"], ["nope"]),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_before_the_first_trial(arguments: list[str], told: list[str], tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_the_first_trial(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
     message = refused("sweep", "--config", small(tmp_path / "c.yaml"), "--out", "s", *arguments)
-    assert all(part in message for part in told), message
+    assert all(part in message for part in parts), message
     assert not Path("s").exists()
 
 
@@ -656,7 +597,7 @@ def test_another_sweep_is_left_alone(tmp_path: Path) -> None:
         [f"{LR}=0.01", "--seeds", "1"],
     ):
         message = refused("sweep", "--config", config, "--out", "s", "--sweep", *other)
-        assert "--out s is of another sweep" in message
+        assert "--out s holds another sweep" in message
     assert "model.init_args.width is 8 there and 16 here" in refused(
         "sweep", "--config", config, "--out", "s", "--sweep", f"{LR}=0.01", "--model.width=16"
     )
@@ -682,17 +623,9 @@ def test_a_metric_that_is_never_logged(tmp_path: Path) -> None:
         "sweep", "--config", config, "--sweep", f"{LR}=0.01", "--metric", "train/los", "--out", "t"
     )
     assert len(losses(next(Path("t/trials").iterdir()))) == 6  # after the first epoch
-    assert "an epoch has 6 steps" in refused(
-        "sweep",
-        "--config",
-        config,
-        "--trainer.max_steps=5",
-        "--trainer.val_check_interval=5",
-        "--sweep",
-        f"{LR}=0.01",
-        "--out",
-        "u",
-    )
+    short = ["--trainer.max_steps=5", "--trainer.val_check_interval=5"]
+    message = refused("sweep", "--config", config, *short, "--sweep", f"{LR}=0.01", "--out", "u")
+    assert "an epoch has 6 steps" in message
 
 
 @pytest.mark.parametrize("url", ["nothing", "nothing://there", "sqlite:////nothing/there.db"])
@@ -704,16 +637,8 @@ def test_a_database_that_is_not_there(url: str, tmp_path: Path) -> None:
 
 
 def test_a_database_and_another_folder(tmp_path: Path) -> None:
-    arguments = [
-        "sweep",
-        "--config",
-        small(tmp_path / "c.yaml"),
-        "--sweep",
-        f"{LR}=0.01",
-        "--storage",
-        "sqlite:///study.db",
-        "--out",
-    ]
+    config = small(tmp_path / "c.yaml")
+    arguments = ["sweep", "--config", config, "--sweep", f"{LR}=0.01", "--storage", "sqlite:///study.db", "--out"]
     main([*arguments, "a/s"])
     assert "study s has its runs in another folder, not in b/s" in refused(*arguments, "b/s")
     assert not Path("b/s/best.yaml").exists()

@@ -16,8 +16,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from mupscale.atomic import write_durably
 from mupscale.datamodules.fineweb import JARGON, FineWeb, MappedWindows, ResidentWindows, WindowLoader
-from mupscale.datamodules.shards import INDEX, TOKENIZER, MappedTokens, ShardWriter, file_entry, write_whole
+from mupscale.datamodules.shards import INDEX, TOKENIZER, MappedTokens, ShardWriter, file_entry
 from mupscale.models.gpt2 import GPT2
 
 # Lightning 2.6 itself, on torch 2.13
@@ -41,7 +42,7 @@ def write_folder(folder: Path, sizes: dict[str, int] = TOKENS, shard_tokens: int
         writer.append(tokens, np.array([10] * (size // 10) + [size % 10] * (size % 10 > 0)))
         splits[split] = writer.index()
     content = {"version": 1, "vocabulary": vocabulary, "tokenizer": file_entry(folder / TOKENIZER), **splits}
-    write_whole(folder / INDEX, json.dumps(content).encode())
+    write_durably(folder / INDEX, json.dumps(content).encode())
     return str(folder)
 
 

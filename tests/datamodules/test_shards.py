@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mupscale.atomic import write_durably
 from mupscale.datamodules.shards import (
     INDEX,
     TOKENIZER,
@@ -17,7 +18,6 @@ from mupscale.datamodules.shards import (
     ShardWriter,
     file_entry,
     read_index,
-    write_whole,
 )
 
 DOCUMENTS = [[5, 6, 65535], [7], [8, 9, 10, 11], [12, 13], [14, 15, 16, 17, 18, 19, 20, 21, 22], [23]]
@@ -52,7 +52,7 @@ def finished(folder: Path) -> Index:
         append(writer, DOCUMENTS)
         splits[split] = writer.index()
     content = {"version": 1, "vocabulary": 65536, "tokenizer": file_entry(folder / TOKENIZER), **splits}
-    write_whole(folder / INDEX, json.dumps(content).encode())
+    write_durably(folder / INDEX, json.dumps(content).encode())
     return read_index(folder)
 
 
@@ -224,15 +224,3 @@ def test_an_index_of_another_version_is_named(tmp_path: Path):
         match=r"index\.json is of version 2, this mupscale reads version 1: delete the folder and prepare it anew",
     ):
         read_index(tmp_path)
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "file"
-    write_whole(file, b"old")
-    with monkeypatch.context() as broken:
-        broken.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("no space")))
-        with pytest.raises(OSError, match="no space"):
-            write_whole(file, b"new, and longer")
-    assert file.read_bytes() == b"old"
-    write_whole(file, b"new")
-    assert contents(tmp_path) == {"file": b"new"}

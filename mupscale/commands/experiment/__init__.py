@@ -1,11 +1,11 @@
-"""experiment: what the paper does, in one command, as a file tells it.
+"""experiment: the paper's protocol in one command, as a YAML file describes it.
 
-Protocol upscale: sweep a small base; train base and baseline with what it found; sweep the small growth; grow the base
-with what that found; several seeds; a report. Protocol transfer: whether the optima of upscaled runs stay where they
-are as the width grows.
+Protocol upscale: sweep a small base; train the base and the baseline with the best values; sweep the small growth; grow
+the base with the best values of that; several seeds; a report. Protocol transfer: check whether the optima of upscaled
+runs stay where they are as the width grows.
 
-The folder --out is the state: interrupted, or started once more, here or on other machines that share it, the same
-command goes on.
+The folder --out holds the whole state. If the command is interrupted, the same command continues. Started again while
+it runs, on this machine or on others that share the folder, it shares the work.
 """
 
 import argparse
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 WAIT = 1.0
 """Seconds between two looks at what other processes do."""
 
-EPILOG = """All other options are those of fit, and are laid over the configuration of every run (--data.data_dir=…,
---trainer.max_epochs=40). docs/experiments.md tells more."""
+EPILOG = """All other options are those of fit, and override the configuration of every run (--data.data_dir=…,
+--trainer.max_epochs=40). docs/experiments.md has more."""
+
+WORKERS_HELP = """processes on this machine, which share its GPUs (default: one for each GPU; for small networks several
+for each are faster)"""
 
 
 def main(command: str, arguments: list[str]) -> int:
@@ -31,9 +34,9 @@ def main(command: str, arguments: list[str]) -> int:
         with as_user_errors(OSError):
             experiment(options, rest, arguments)
     except KeyboardInterrupt as interrupt:
-        if options.child:  # the process that started it says so
+        if options.child:  # the process that started it prints the message
             return 1
-        raise KeyboardInterrupt("the same command goes on where it stopped") from interrupt
+        raise KeyboardInterrupt("run the same command again to continue") from interrupt
     return 0
 
 
@@ -48,17 +51,10 @@ def parser() -> argparse.ArgumentParser:
     )
     answer.add_argument("file", type=Path, metavar="FILE", help="the YAML file of the experiment (configs/experiments)")
     answer.add_argument("--out", type=Path, help="its folder (default runs/experiments/NAME OF THE FILE)")
-    answer.add_argument(
-        "--workers", type=int, metavar="N",
-        help="processes on this machine, shared out over its GPUs (default: one for each; several for each pay for "
-        "small networks)",
-    )  # fmt: skip
-    answer.add_argument(
-        "--plan", action="store_true", help="show which runs there are and which are done, and run nothing"
-    )
-    answer.add_argument(
-        "--child", action="store_true", help=argparse.SUPPRESS
-    )  # started by another, which tells how it ends
+    answer.add_argument("--workers", type=int, metavar="N", help=WORKERS_HELP)
+    answer.add_argument("--plan", action="store_true", help="list the runs and which of them are done; run nothing")
+    # for processes that `supervise` starts, which leave the last messages to it
+    answer.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return answer
 
 
@@ -69,7 +65,7 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
     from mupscale.commands.experiment.file import check, read
     from mupscale.commands.experiment.protocols import Experiment
     from mupscale.commands.experiment.workers import supervise, visible_gpus
-    from mupscale.commands.sweep.trial import without_announcements
+    from mupscale.commands.runs import without_announcements
 
     description = read(options.file, rest)
     out = options.out or Path("runs/experiments") / options.file.stem
@@ -82,13 +78,7 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
             return
         whole.begin(["python", "-m", "mupscale", "experiment", *arguments])
         if not options.child:
-            left, total = whole.left
-            todo = (
-                f"{left} of {total} runs left; tensorboard --logdir {out} shows them"
-                if left
-                else f"all {total} runs are done"
-            )
-            print(f"{out}: {todo}", flush=True)  # before the workers' first words
+            print_start(whole)
         gpus = [] if description.common["trainer"]["accelerator"] == "cpu" else visible_gpus()
         workers = options.workers or max(1, len(gpus))
         if workers > 1 and not whole.finished:
@@ -101,7 +91,7 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
 
 def work(whole: "Experiment", quiet: bool) -> None:
     """Makes one run after the other until all are done, by this process or by others."""
-    said = quiet
+    waiting = False
     while True:
         unit = whole.take()
         if unit is not None:
@@ -109,14 +99,20 @@ def work(whole: "Experiment", quiet: bool) -> None:
             end = unit.run()
             left, total = whole.left
             print(f"{unit.name}: {end}; {left} of {total} runs left", flush=True)
-            said = quiet
+            waiting = False
             continue
         if whole.finished:
             return
-        if not said:
+        if not waiting and not quiet:
             print("waiting for other processes", flush=True)
-            said = True
+            waiting = True
         time.sleep(WAIT)
+
+
+def print_start(whole: "Experiment") -> None:
+    left, total = whole.left
+    state = f"{left} of {total} runs left; watch them with tensorboard --logdir {whole.out}"
+    print(f"{whole.out}: {state if left else f'all {total} runs are done'}", flush=True)
 
 
 def print_plan(whole: "Experiment") -> None:

@@ -1,6 +1,6 @@
 """The parts of an experiment: single runs, and sweeps.
 
-What is done, what runs and what can be taken is told by their folders.
+Their folders show what is done, what is running, and what can be taken.
 """
 
 import csv
@@ -15,17 +15,17 @@ import yaml
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands.config import Config
 from mupscale.commands.leases import Lease, lapsed, locked
-from mupscale.commands.sweep import complete, conclude, results_of
-from mupscale.commands.sweep.results import Results
-from mupscale.commands.sweep.space import point_text
-from mupscale.commands.sweep.study import Settings, Study
-from mupscale.commands.sweep.trial import RESULT, explained, result_of, run, with_run
+from mupscale.commands.runs import RESULT, explained, result_of, run, with_run
+from mupscale.commands.tuning.execution import complete, conclude, results_of
+from mupscale.commands.tuning.results import Results
+from mupscale.commands.tuning.space import point_text
+from mupscale.commands.tuning.study import Settings, Study, Taken
 from mupscale.errors import UserError
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A run that this process has taken: its name, and what runs it and tells how it ended."""
+    """A run that this process has taken: its name, and the function that makes it and returns its end in words."""
 
     name: str
     run: Callable[[], str]
@@ -33,7 +33,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class State:
-    """How many units of a part there are, are finished, and are being run."""
+    """How many units a part has, how many are finished, and how many are running."""
 
     total: int
     done: int
@@ -41,7 +41,7 @@ class State:
 
 
 class Part:
-    """Units of work that can be taken once all of `needs` is finished."""
+    """Units of work that can be taken once all parts in `needs` are finished."""
 
     def __init__(self, name: str, folder: Path, needs: "list[Part]") -> None:
         self.name, self.folder, self.needs = name, folder, needs
@@ -54,12 +54,12 @@ class Part:
         raise NotImplementedError
 
     def take(self) -> Unit | None:
-        """A unit for this process alone, as long as it lives; None if others have all that are left."""
+        """A unit for this process alone, as long as it lives; None if other processes have all that are left."""
         raise NotImplementedError
 
 
-class Run(Part):
-    """One run of one seed, in its own folder. `must_not_diverge`: others start from it."""
+class RunPart(Part):
+    """One run of one seed, in its own folder. It must not diverge if other runs start from it."""
 
     def __init__(
         self,
@@ -89,9 +89,8 @@ class Run(Part):
             return False
         if self._must_not_diverge and math.isinf(self.value):
             raise UserError(
-                f"the run {self.folder} diverged, and others were to start from it; give it a smaller "
-                "model.optimizer.lr in the "
-                "experiment's config, or smaller ones in sweep_1, and another --out"
+                f"the run {self.folder} diverged, and other runs start from it; give a smaller model.optimizer.lr in "
+                "the experiment's config, or smaller values in sweep_1, and another --out"
             )
         return True
 
@@ -120,8 +119,8 @@ class Run(Part):
         return self.out / "leases" / f"{self.role}-{self.seed}".replace("/", "-")
 
 
-class Sweep(Part):
-    """A sweep as the command of that name makes it. `settings` is called when the sweep can start."""
+class SweepPart(Part):
+    """A sweep as the command `sweep` makes it. `settings` is called when the sweep can start."""
 
     def __init__(self, name: str, out: Path, settings: Callable[[], Settings], trials: int, needs: list[Part]) -> None:
         super().__init__(name, out / name, needs)
@@ -137,10 +136,7 @@ class Sweep(Part):
 
     @property
     def tuned(self) -> Path:
-        """The best.yaml.
-
-        UserError if it is not what the sweep found, for then neither would be what is made with it.
-        """
+        """The best.yaml. UserError if it is not what the sweep found: the runs that use it would be wrong as well."""
         best = self.results.best
         assert best is not None
         try:
@@ -148,14 +144,12 @@ class Sweep(Part):
         except (ValueError, yaml.YAMLError):
             whole = False
         if not whole:
-            raise UserError(
-                f"{self._best} is not what the sweep found; delete it, and the same command writes it again"
-            )
+            raise UserError(f"{self._best} is not what the sweep found; delete it, and the same command rewrites it")
         return self._best
 
     @property
     def checkpoint(self) -> Path:
-        """Of the best trial, its first seed."""
+        """The last checkpoint of the best trial, of its first seed."""
         best = self.results.best
         assert best is not None
         return self.results.runs(best)[0] / "checkpoints" / "last.ckpt"
@@ -170,8 +164,11 @@ class Sweep(Part):
         if table.exists():
             with open(table) as file:
                 done = len(list(csv.DictReader(file)))
-        leases = [path for path in (self.folder / "leases").glob("*") if not path.suffix] if not self.finished else []
-        return State(self.trials, done, sum(not lapsed(path) for path in leases))
+        running = 0
+        if not self.finished:
+            leases = [path for path in (self.folder / "leases").glob("*") if not path.suffix]
+            running = sum(not lapsed(path) for path in leases)
+        return State(self.trials, done, running)
 
     def take(self) -> Unit | None:
         taken = self.study.take()
@@ -180,14 +177,14 @@ class Sweep(Part):
             return None
         name = f"{self.name}, {point_text(taken.point, self.results.names)}"
 
-        def run() -> str:
-            value, seconds = complete(self.study, taken, name)
-            self._conclude()
-            best = self.results.best
-            leader = f"; best {best.value:.5g} ({point_text(best.point, self.results.names)})" if best else ""
-            return f"{ended(self.study.settings.metric, value)} in {seconds:.0f} s{leader}"
+        return Unit(name, lambda: self._run(taken, name))
 
-        return Unit(name, run)
+    def _run(self, taken: Taken, name: str) -> str:
+        value, seconds = complete(self.study, taken, name)
+        self._conclude()
+        best = self.results.best
+        leader = f"; best {best.value:.5g} ({point_text(best.point, self.results.names)})" if best else ""
+        return f"{ended(self.study.settings.metric, value)} in {seconds:.0f} s{leader}"
 
     @property
     def _best(self) -> Path:
@@ -201,5 +198,6 @@ class Sweep(Part):
 
 
 def ended(metric: str, value: float) -> str:
+    """The end of a run in words."""
     name = metric if window_of(metric) is None else "training loss"
     return f"{name} {value:.5g}" if math.isfinite(value) else "diverged"

@@ -1,37 +1,38 @@
-"""The two protocols: which runs and sweeps an experiment has, what each needs, and what it all ends in."""
+"""The two protocols: the runs and sweeps of an experiment, what each of them needs, and the results."""
 
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mupscale.commands.config import Config
+from mupscale.atomic import write_text
+from mupscale.commands.config import Config, read_json, refuse_difference
 from mupscale.commands.experiment.file import Description, Growth, check, folder_name
-from mupscale.commands.experiment.parts import Part, Run, Sweep, Unit
+from mupscale.commands.experiment.parts import Part, RunPart, SweepPart, Unit
 from mupscale.commands.experiment.transfer import write_transfer
 from mupscale.commands.leases import locked
-from mupscale.commands.sweep.results import metric_label
-from mupscale.commands.sweep.space import Axis, grid
-from mupscale.commands.sweep.study import Settings, read, refuse_difference, write
+from mupscale.commands.tuning.results import Results, metric_label
+from mupscale.commands.tuning.space import Axis, grid
+from mupscale.commands.tuning.study import Settings
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
 
 SMALL_BASE = "small_base"
-"""The narrow run that sweep 2 starts from, where there is no sweep 1: it is part of tuning, too."""
+"""The narrow run that sweep 2 starts from if there is no sweep 1. It counts as tuning."""
 
 
 class Experiment:
-    """The experiment of a description in a folder, which may have been begun, or be worked on by others."""
+    """The experiment of a description in a folder. It may have begun, and other processes may work on it."""
 
     def __init__(self, out: Path, description: Description) -> None:
         self.out, self.description = out, description
         self.parts: list[Part] = list(self._upscale() if description.protocol == "upscale" else self._transfer())
-        """In order of preference."""
+        """In the order in which they are taken."""
 
     def begin(self, command: list[str]) -> None:
-        """Checks what can be checked, and writes experiment.json."""
+        """Checks what can be checked without a run, and writes experiment.json."""
         self.refuse_others()
         path = self.out / "experiment.json"
         if path.exists():
@@ -41,31 +42,36 @@ class Experiment:
         with locked(self.out):
             if path.exists():  # another process was faster
                 self.refuse_others()
-                return
-            runs = [part for part in self.parts if isinstance(part, Run) and part.role != SMALL_BASE]
-            tuning = [part.name if isinstance(part, Sweep) else SMALL_BASE for part in self.parts if part not in runs]
-            entries = [
-                {"role": run.role.rpartition("/")[2], "seed": run.seed, "folder": str(run.folder.relative_to(self.out))}
-                for run in runs
-            ]
-            whole = {"protocol": self.description.protocol, "command": command, **self.description.identity()}
-            write(
-                path, json.dumps({**whole, "runs": entries, "sweeps": {name: name for name in tuning}}, indent=1) + "\n"
-            )
+            else:
+                write_text(path, json.dumps(self._record(command), indent=1) + "\n")
+
+    def _record(self, command: list[str]) -> dict[str, Any]:
+        """The content of experiment.json."""
+        runs: list[dict[str, Any]] = []
+        tuning: dict[str, str] = {}
+        for part in self.parts:
+            if isinstance(part, RunPart) and part.role != SMALL_BASE:
+                role, folder = part.role.rpartition("/")[2], str(part.folder.relative_to(self.out))
+                runs.append({"role": role, "seed": part.seed, "folder": folder})
+            else:
+                name = part.name if isinstance(part, SweepPart) else SMALL_BASE
+                tuning[name] = name
+        head = {"protocol": self.description.protocol, "command": command}
+        return {**head, **self.description.identity(), "runs": runs, "sweeps": tuning}
 
     def refuse_others(self) -> None:
-        """UserError if the folder has another experiment, or something else."""
+        """UserError if the folder holds another experiment, or something else."""
         path = self.out / "experiment.json"
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"--out {self.out} is a file; name a folder for the experiment")
         if self.out.is_dir() and any(self.out.iterdir()) and not path.exists() and not (self.out / "lock").exists():
             raise UserError(f"--out {self.out} is not empty and has no experiment; name a new folder")
         if path.exists():
-            there, ours = read(path), json.loads(json.dumps(self.description.identity()))
-            refuse_difference({key: there.get(key) for key in ours}, ours, f"--out {self.out} is of another experiment")
+            there, here = read_json(path), json.loads(json.dumps(self.description.identity()))
+            refuse_difference({key: there.get(key) for key in here}, here, f"--out {self.out} holds another experiment")
 
     def take(self) -> Unit | None:
-        """A run that can be made now, and that nobody makes."""
+        """A run that can be made now, and that no other process makes."""
         for part in self.parts:
             if not part.finished and all(need.finished for need in part.needs):
                 unit = part.take()
@@ -84,14 +90,14 @@ class Experiment:
         return sum(state.total - state.done for state in states), sum(state.total for state in states)
 
     def conclude(self) -> str:
-        """Writes what the experiment ends in; the result in words."""
+        """Writes the results of a finished experiment, and returns them in words."""
         with locked(self.out):
             if self.description.protocol == "transfer":
                 return write_transfer(self.out, self.description, self._transferred())
             lines = self._table()
             from mupscale.commands.reporting import write_report
 
-            for draft in self.out.glob(".report-*"):  # of a process that was killed over it
+            for draft in self.out.glob(".report-*"):  # left by a process that was killed
                 shutil.rmtree(draft)
             write_report([self.out], self.out / "report")
             return "\n".join([*lines, f"the report is {self.out / 'report' / 'index.html'}"])
@@ -99,76 +105,85 @@ class Experiment:
     # --- the protocol upscale
 
     def _upscale(self) -> Iterator[Part]:
-        """Sweep 1 at the small width; base and baseline with its best; Sweep 2 on the small growth; the target growth
-        with both.
+        """Sweep 1 at the small width; base and baseline with its best values; Sweep 2 on the small growth; the target
+        growth with the best values of both.
         """
-        told, (small, target), first = self.description, self.description.growths, self.description.seeds[0]
-        tuner: Run | Sweep
-        if "sweep_1" in told.sweeps:
-            tuner = self._sweep(
-                "sweep_1", told.sweeps["sweep_1"], [first], lambda: told.config(of_width(small.before)), []
-            )
+        description = self.description
+        small, target = description.growths
+        first = description.seeds[0]
+
+        def small_base() -> Config:
+            return description.config(of_width(small.before))
+
+        tuner: RunPart | SweepPart
+        if "sweep_1" in description.sweeps:
+            tuner = self._sweep("sweep_1", description.sweeps["sweep_1"], [first], small_base, [])
         else:
-            tuner = self._run(SMALL_BASE, first, lambda: told.config(of_width(small.before)), [], True)
-        needs: list[Part] = [tuner] if isinstance(tuner, Sweep) else []
+            tuner = self._run(SMALL_BASE, first, small_base, [], must_not_diverge=True)
+        needs: list[Part] = [tuner] if isinstance(tuner, SweepPart) else []
         yield tuner
 
         def tuned() -> list[Path]:
-            return [tuner.tuned] if isinstance(tuner, Sweep) else []
+            return [tuner.tuned] if isinstance(tuner, SweepPart) else []
 
         def narrow() -> Config:
-            return told.config(of_width(target.before), *tuned())
+            return description.config(of_width(target.before), *tuned())
 
         def wide() -> Config:
-            return told.config(of_width(target.after), *tuned())
+            return description.config(of_width(target.after), *tuned())
 
-        bases = [self._run("base", seed, narrow, needs, True) for seed in told.seeds]
+        bases = [self._run("base", seed, narrow, needs, must_not_diverge=True) for seed in description.seeds]
         yield from bases
 
         def small_growth() -> Config:
-            return told.config(told.grown(small, tuner.checkpoint), *tuned(), told.upscaled)
+            return description.config(description.grown(small, tuner.checkpoint), *tuned(), description.upscaled)
 
-        sweep_2 = self._sweep("sweep_2", told.sweeps["sweep_2"], [first], small_growth, [tuner])
+        sweep_2 = self._sweep("sweep_2", description.sweeps["sweep_2"], [first], small_growth, [tuner])
         yield sweep_2
 
-        def upscaled(base: Run) -> Run:
+        def upscaled(base: RunPart) -> RunPart:
             def config() -> Config:
-                return told.config(told.grown(target, base.checkpoint), *tuned(), told.upscaled, sweep_2.tuned)
+                grown = description.grown(target, base.checkpoint)
+                return description.config(grown, *tuned(), description.upscaled, sweep_2.tuned)
 
             return self._run("upscale", base.seed, config, [base, sweep_2])
 
-        for base in bases:  # the long runs seed by seed: stopped early, there are whole ones to compare
+        for base in bases:  # seed by seed, so that an experiment that is stopped early has whole seeds to compare
             yield self._run("scratch", base.seed, wide, needs)
             yield upscaled(base)
 
     def _table(self) -> list[str]:
-        runs = [part for part in self.parts if isinstance(part, Run)]
-        values = {
-            role: {run.seed: run.value for run in runs if run.role == role} for role in ("base", "scratch", "upscale")
-        }
+        values: dict[str, dict[int, float]] = {"base": {}, "scratch": {}, "upscale": {}}
+        for part in self.parts:
+            if isinstance(part, RunPart) and part.role in values:
+                values[part.role][part.seed] = part.value
         lines = [f"{'':<9}{'seeds':>5}  {metric_label(self.description.metric)}: mean (min–max)"]
-        lines += [f"{role:<9}{len(of):>5}  {spread(list(of.values()))}" for role, of in values.items()]
+        for role, by_seed in values.items():
+            lines.append(f"{role:<9}{len(by_seed):>5}  {spread(list(by_seed.values()))}")
         return [*lines, verdict(values["upscale"], values["scratch"])]
 
     # --- the protocol transfer
 
     def _transfer(self) -> Iterator[Part]:
         """A base of every width and seed; then every sweep on every growth, each seed from its own base."""
-        told = self.description
+        description = self.description
         bases: dict[str, list[Part]] = {}
-        for growth in told.growths:
+        for growth in description.growths:
             name = folder_name(growth.before)
             if name not in bases:
-                bases[name] = [self._base(growth.before, seed) for seed in told.seeds]
+                bases[name] = [self._base(growth.before, seed) for seed in description.seeds]
                 yield from bases[name]
-        for growth in told.growths:
-            for sweep, axes in told.sweeps.items():
+        for growth in description.growths:
+            for sweep, axes in description.sweeps.items():
                 yield self._growth_sweep(growth, sweep, axes, bases[folder_name(growth.before)])
 
-    def _base(self, width: Width, seed: int) -> Run:
-        return self._run(f"{folder_name(width)}/base", seed, lambda: self.description.config(of_width(width)), [], True)
+    def _base(self, width: Width, seed: int) -> RunPart:
+        def config() -> Config:
+            return self.description.config(of_width(width))
 
-    def _growth_sweep(self, growth: Growth, name: str, axes: list[Axis], needs: list[Part]) -> Sweep:
+        return self._run(f"{folder_name(width)}/base", seed, config, [], must_not_diverge=True)
+
+    def _growth_sweep(self, growth: Growth, name: str, axes: list[Axis], needs: list[Part]) -> SweepPart:
         base = self.out / folder_name(growth.before) / "base" / "seed={seed}" / "checkpoints" / "last.ckpt"
 
         def config() -> Config:
@@ -176,27 +191,37 @@ class Experiment:
 
         return self._sweep(f"{growth.name}/{name}", axes, self.description.seeds, config, needs)
 
-    def _transferred(self) -> dict[str, list[Any]]:
-        sweeps = {part.name: part for part in self.parts if isinstance(part, Sweep)}
-        growths = self.description.growths
-        return {
-            name: [sweeps[f"{growth.name}/{name}"].results for growth in growths] for name in self.description.sweeps
-        }
+    def _transferred(self) -> dict[str, list[Results]]:
+        """The results of each sweep, by its name: one for each growth."""
+        results = {part.name: part.results for part in self.parts if isinstance(part, SweepPart)}
+        answer = {}
+        for name in self.description.sweeps:
+            answer[name] = [results[f"{growth.name}/{name}"] for growth in self.description.growths]
+        return answer
 
     # --- parts
 
-    def _run(self, role: str, seed: int, config: Any, needs: list[Part], must_not_diverge: bool = False) -> Run:
-        return Run(self.out, role, seed, config, self.description.metric, needs, must_not_diverge)
+    def _run(
+        self,
+        role: str,
+        seed: int,
+        config: Callable[[], Config],
+        needs: list[Part],
+        *,
+        must_not_diverge: bool = False,
+    ) -> RunPart:
+        return RunPart(self.out, role, seed, config, self.description.metric, needs, must_not_diverge)
 
-    def _sweep(self, name: str, axes: list[Axis], seeds: list[int], config: Any, needs: list[Part]) -> Sweep:
+    def _sweep(
+        self, name: str, axes: list[Axis], seeds: list[int], config: Callable[[], Config], needs: list[Part]
+    ) -> SweepPart:
         trials = len(list(grid(axes)))
 
         def settings() -> Settings:
-            return Settings(
-                {**config(), "seed_everything": seeds[0]}, axes, "grid", trials, seeds, self.description.metric
-            )
+            whole = {**config(), "seed_everything": seeds[0]}
+            return Settings(whole, axes, "grid", trials, seeds, self.description.metric)
 
-        return Sweep(name, self.out, settings, trials, needs)
+        return SweepPart(name, self.out, settings, trials, needs)
 
 
 def of_width(width: Width) -> Config:
@@ -204,23 +229,23 @@ def of_width(width: Width) -> Config:
 
 
 def spread(values: list[float]) -> str:
-    """The mean and the range of those that did not diverge."""
+    """The mean and the range of the values that did not diverge."""
     finite = [value for value in values if math.isfinite(value)]
-    diverged = f", {len(values) - len(finite)} diverged" if len(finite) < len(values) else ""
     if not finite:
         return "all diverged"
+    diverged = f", {len(values) - len(finite)} diverged" if len(finite) < len(values) else ""
     return f"{sum(finite) / len(finite):.5g} ({min(finite):.5g}–{max(finite):.5g}){diverged}"
 
 
 def verdict(upscaled: dict[int, float], scratch: dict[int, float]) -> str:
     """Whether upscaled ends below from-scratch, seed by seed."""
     below = [seed for seed in upscaled if upscaled[seed] < scratch[seed]]
-    how_many = "each seed" if len(below) == len(upscaled) else f"{len(below)} of {len(upscaled)} seeds"
     if not below:
         return "Upscaled does not end below from-scratch in any seed."
     both = [seed for seed in upscaled if math.isfinite(upscaled[seed]) and math.isfinite(scratch[seed])]
-    means = [sum(values[seed] for seed in both) for values in (upscaled, scratch)]
-    share = f", on average by {1 - means[0] / means[1]:.1%}" if both and 0 < means[0] < means[1] else ""
+    ours, theirs = sum(upscaled[seed] for seed in both), sum(scratch[seed] for seed in both)
+    share = f", on average by {1 - ours / theirs:.1%}" if both and 0 < ours < theirs else ""
     if len(below) == len(upscaled):
-        return f"Upscaled ends below from-scratch in {how_many}{share}."
-    return f"Upscaled ends below from-scratch in {how_many} only{share or ', and not on average'}."
+        return f"Upscaled ends below from-scratch in each seed{share}."
+    some = f"{len(below)} of {len(upscaled)} seeds only"
+    return f"Upscaled ends below from-scratch in {some}{share or ', and not on average'}."

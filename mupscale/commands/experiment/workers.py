@@ -1,4 +1,4 @@
-"""Several processes that work on one experiment, on this machine's devices."""
+"""Several processes that work on one experiment, on the devices of this machine."""
 
 import os
 import signal
@@ -12,30 +12,30 @@ from typing import Any
 from mupscale.errors import UserError
 
 PATIENCE = 5.0
-"""Seconds that a worker has to end before it is killed. Either way its run goes on from its newest checkpoint."""
+"""Seconds that a worker has to end before it is killed. Either way its run can be resumed."""
 
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
-    count = torch.cuda.device_count()  # without starting CUDA here
+    count = torch.cuda.device_count()  # does not start CUDA in this process
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
 def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
-    """Runs workers until all are finished, GPU by GPU in turn. UserError if one fails: the others are stopped.
+    """Runs workers until all are finished, on the GPUs in turn. If one fails, stops the others with a UserError.
 
-    One that is killed leaves its run to the others. If this process is killed, the workers go on without it: what keeps
-    two from making the same run is in the folder, and not here.
+    A worker that is killed leaves its run to the others. If this process is killed, the workers continue without it:
+    leases in the folder keep two of them from making the same run.
     """
     command = [sys.executable, "-m", "mupscale", "experiment", *arguments, "--workers=1", "--child"]
     running: dict[int, subprocess.Popen[bytes]] = {}
     with interruptions() as seen:
         try:
             for index in range(workers):
-                # a session of its own, so that Ctrl-C reaches this process alone, which stops them
+                # in a session of its own, so that Ctrl-C reaches only this process, which stops the workers
                 running[index] = subprocess.Popen(
                     command, env=environment(index, workers, gpus), start_new_session=True
                 )
@@ -49,23 +49,23 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
                         continue
                     del running[index]
                     if code > 0:
-                        told = f"worker {index} failed, as told above, and the others were stopped"
-                        raise UserError(f"{told}; with that put right, the same command goes on")
+                        raise UserError(
+                            f"worker {index} failed with the error above, and the other workers were stopped; "
+                            "mend it, then run the same command again to continue"
+                        )
                     if code < 0:
                         killed += 1
-                        print(
-                            f"worker {index} was killed (signal {-code}); its run is left to the others",
-                            file=sys.stderr,
-                            flush=True,
-                        )
+                        message = f"worker {index} was killed (signal {-code}); its run is left to the others"
+                        print(message, file=sys.stderr, flush=True)
                 time.sleep(0.1)
             if killed == workers:
-                raise UserError("all workers were killed; the same command goes on where they stopped")
+                raise UserError("all workers were killed; run the same command again to continue")
         finally:
             stop(list(running.values()))
 
 
 def environment(index: int, workers: int, gpus: list[str]) -> dict[str, str]:
+    """The environment of a worker: its share of the threads, and its GPU."""
     threads = max(1, (os.cpu_count() or 1) // workers)
     answer = {"OMP_NUM_THREADS": str(threads), **os.environ}
     if gpus:
@@ -74,6 +74,7 @@ def environment(index: int, workers: int, gpus: list[str]) -> dict[str, str]:
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Asks processes to end, and kills those that do not."""
     for process in processes:
         process.terminate()
     until = time.monotonic() + PATIENCE
@@ -87,8 +88,9 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def interruptions() -> Iterator[list[int]]:
-    """The signals so far that ask this process to end. They are noted only: an exception in the middle of a start would
-    lose a worker.
+    """A list of the signals that have asked this process to end.
+
+    They do not raise an exception, because that would lose a worker that is just being started.
     """
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What a sweep ends in: trials.csv, best.yaml, and figures."""
+"""The results of a sweep: trials.csv, best.yaml, and figures."""
 
 import csv
 import io
@@ -6,23 +6,23 @@ import math
 import shlex
 import shutil
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands import figures
 from mupscale.commands.config import Config, Point, at, brief, callback_key, callbacks_of, class_name
 from mupscale.commands.run_logs import higher_is_better, read_log
-from mupscale.commands.sweep.space import Axis, labels, point_text
-from mupscale.commands.sweep.study import Outcome, Settings, write
-from mupscale.commands.sweep.trial import folder_name
+from mupscale.commands.tuning.space import Axis, labels, point_text
+from mupscale.commands.tuning.study import Outcome, Settings
+from mupscale.commands.tuning.trial import folder_name
 from mupscale.errors import UserError
 
 POINTS = 60
-"""A curve has at most so many: each is the mean of what it stands for."""
+"""The most points of a curve: each is the mean of several steps."""
 
 
 class Results:
@@ -39,54 +39,36 @@ class Results:
         return min(finite, key=lambda outcome: outcome.value, default=None)
 
     def folders(self, cell: int, point: Point) -> dict[int, Path]:
-        """Where a trial's runs are, by seed."""
+        """The folders of a trial's runs, by seed."""
         name = folder_name(cell, point, self.names)
         ends = {seed: f",seed={seed}" if len(self.settings.seeds) > 1 else "" for seed in self.settings.seeds}
         return {seed: self.out / "trials" / f"{name}{end}" for seed, end in ends.items()}
 
     def runs(self, outcome: Outcome) -> list[Path]:
+        """The folders of the runs that a trial made."""
         return list(self.folders(outcome.cell, outcome.point).values())[: len(outcome.values)]
 
     # --- the table
 
     def write_table(self) -> None:
-        """trials.csv: a row for each finished trial."""
+        """Writes trials.csv: a row for each finished trial."""
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
+        keys = [axis.key for axis in self.settings.axes]
         seeds = [f"seed {seed}" for seed in self.settings.seeds] if len(self.settings.seeds) > 1 else []
-        table.writerow(
-            [
-                "trial",
-                *(axis.key for axis in self.settings.axes),
-                self.settings.metric,
-                *seeds,
-                "seconds",
-                "attempts",
-                "run",
-            ]
-        )
+        table.writerow(["trial", *keys, self.settings.metric, *seeds, "seconds", "attempts", "run"])
         for outcome in self.outcomes:
-            each = (
-                [shown_value(value) for value in outcome.values] + [""] * (len(seeds) - len(outcome.values))
-                if seeds
-                else []
-            )
+            values = [value_text(value) for value in outcome.values] if seeds else []
+            values += [""] * (len(seeds) - len(values))  # seeds after one that diverged are not run
             run = self.runs(outcome)[0].relative_to(self.out)
-            row = [
-                outcome.cell,
-                *outcome.point.values(),
-                shown_value(outcome.value),
-                *each,
-                f"{outcome.seconds:.1f}",
-                outcome.attempts,
-            ]
-            table.writerow([*row, run])
-        write(self.out / "trials.csv", text.getvalue())
+            row = [outcome.cell, *outcome.point.values(), value_text(outcome.value), *values]
+            table.writerow([*row, f"{outcome.seconds:.1f}", outcome.attempts, run])
+        write_text(self.out / "trials.csv", text.getvalue())
 
     # --- the best
 
     def tuned(self, best: Outcome) -> Config:
-        """The swept values alone, to be laid over another configuration."""
+        """The swept values alone, to override those of another configuration."""
         config = at(self.settings.config, best.point)
         tuned: Config = {}
         for key, value in best.point.items():
@@ -94,9 +76,8 @@ class Results:
                 lay(tuned, config, key.split("."), value)
             else:
                 name, (argument, *_) = callback_key(key)
-                carried = callbacks_of(config, name)[0]["init_args"][
-                    argument
-                ]  # whole: the target's may be of another class
+                # the whole argument, because the target's own may be of another class
+                carried = callbacks_of(config, name)[0]["init_args"][argument]
                 tuned.setdefault("callback_args", {}).setdefault(name, {})[argument] = without_nulls(carried)
         swap = signal_swap(config)
         if swap is not None:
@@ -105,60 +86,60 @@ class Results:
         return tuned
 
     def write_best(self, best: Outcome) -> Path:
-        """best.yaml; and noise.json, the constants of signal-normalised noise."""
+        """Writes best.yaml; and noise.json, if the noise is signal-normalised: its constants."""
         swap = signal_swap(at(self.settings.config, best.point))
         if swap is not None:
             shutil.copyfile(self.runs(best)[0] / f"noise-{swap['init_args']['at_step']}.json", self.out / "noise.json")
+        path = self.out / "best.yaml"
         seeds = f", mean of {len(best.values)} seeds" if len(best.values) > 1 else ""
         head = (
-            f"# {point_text(best.point, self.names)}: {self.settings.metric} {best.value:.6g}{seeds}, the best of "
-            f"{len(self.outcomes)} trials.\n"
-            "#\n#     python -m mupscale fit --config TARGET.yaml --config "
-            f"{shlex.quote(str(self.out / 'best.yaml'))}\n"
+            f"# {point_text(best.point, self.names)}: {self.settings.metric} {best.value:.6g}{seeds}, "
+            f"the best of {len(self.outcomes)} trials.\n"
+            "#\n"
+            f"#     python -m mupscale fit --config TARGET.yaml --config {shlex.quote(str(path))}\n"
         )
-        write(self.out / "best.yaml", head + yaml.safe_dump(self.tuned(best), sort_keys=False))
-        return self.out / "best.yaml"
+        write_text(path, head + yaml.safe_dump(self.tuned(best), sort_keys=False))
+        return path
 
     # --- the figures
 
     def draw(self, best: Outcome) -> list[Path]:
-        """The metric over the axes, and training curves over the levels of one of them, in PNG and PDF."""
+        """Draws the metric over the axes, and training curves over the levels of one of them, in PNG and PDF."""
         axes = [axis for axis in self.settings.axes if len(axis.values) != 1]
+        if not axes:
+            return []
         label = metric_label(self.settings.metric)
-        paths: list[Path] = []
-        if len(axes) >= 2:
-            x, y = axes if len(axes) == 2 else most_telling(axes, self.outcomes)
-            paths += self._plane(x, y, label)
-        elif axes:
+        if len(axes) == 1:
             key = axes[0].key
-            pairs = [(level(outcome.point[key]), outcome.value) for outcome in self.outcomes]
-            values = [value for _, value in pairs]
-            paths += figures.profile(self.out / "profile", [x for x, _ in pairs], values, key, label)
-        if axes:
-            colour = next((axis for axis in axes if "noise" in axis.key), axes[-1])
-            paths += self._curves(best, colour)
-        return paths
+            levels = [level(outcome.point[key]) for outcome in self.outcomes]
+            values = [outcome.value for outcome in self.outcomes]
+            paths = figures.profile(self.out / "profile", levels, values, key, label)
+        else:
+            x, y = axes if len(axes) == 2 else most_influential(axes, self.outcomes)
+            paths = self._plane(x, y, label)
+        colour = next((axis for axis in axes if "noise" in axis.key), axes[-1])
+        return [*paths, *self._curves(best, colour)]
 
     def _plane(self, x: Axis, y: Axis, label: str) -> list[Path]:
-        """Over two axes; of trials that differ in the others, the best."""
+        """Draws the metric over two axes; of trials that differ in the other axes, the best."""
         others = len([axis for axis in self.settings.axes if len(axis.values) != 1]) - 2
         label = f"{label} (best over {others} more)" if others else label
+        places = [(level(outcome.point[x.key]), level(outcome.point[y.key])) for outcome in self.outcomes]
+        values = [outcome.value for outcome in self.outcomes]
         if x.bounds or y.bounds:
-            points = [
-                (level(outcome.point[x.key]), level(outcome.point[y.key]), outcome.value) for outcome in self.outcomes
-            ]
+            points = [(*place, value) for place, value in zip(places, values, strict=True)]
             return figures.scatter(self.out / "scatter", points, x.key, y.key, label)
 
-        def value(a: Any, b: Any) -> float | None:
-            there = [o.value for o in self.outcomes if level(o.point[x.key]) == a and level(o.point[y.key]) == b]
+        def best_at(a: Any, b: Any) -> float | None:
+            there = [value for place, value in zip(places, values, strict=True) if place == (a, b)]
             return min(there, default=None)
 
-        return figures.heatmap(self.out / "heatmap", in_order(x), in_order(y), value, x.key, y.key, label)
+        return figures.heatmap(self.out / "heatmap", in_order(x), in_order(y), best_at, x.key, y.key, label)
 
     def _curves(self, best: Outcome, colour: Axis) -> list[Path]:
-        """Training curves by the level of one axis, the others at their best where they have levels."""
-        fixed = {axis.key: best.point[axis.key] for axis in self.settings.axes if axis != colour and not axis.bounds}
-        fixed = {key: value for key, value in fixed.items() if len(self._axis(key).values) > 1}
+        """Draws training curves by the level of one axis, the others at their best where they have levels."""
+        others = [axis for axis in self.settings.axes if axis != colour and len(axis.values) > 1]
+        fixed = {axis.key: best.point[axis.key] for axis in others}
         lines = []
         for outcome in self.outcomes:
             if math.isfinite(outcome.value) and all(outcome.point[key] == value for key, value in fixed.items()):
@@ -170,43 +151,49 @@ class Results:
         title = f"at {point_text(fixed, self.names)}" if fixed else ""
         return figures.curves(self.out / "curves", lines, "step", "training loss", colour.key, title)
 
-    def _axis(self, key: str) -> Axis:
-        return next(axis for axis in self.settings.axes if axis.key == key)
+
+# --- metrics
 
 
-def shown_value(value: float) -> str:
+def value_text(value: float) -> str:
+    """A metric as tables have it: all its digits, or "diverged"."""
     return repr(value) if math.isfinite(value) else "diverged"
 
 
 def checked_metric(metric: Any) -> str:
-    """A metric as it is. UserError if it is none, or one of which less is worse."""
+    """A metric as it is. UserError if it is not a name, or if larger values of it are better."""
     if not isinstance(metric, str):
         raise UserError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
     if window_of(metric) is None and higher_is_better(metric):
         raise UserError(
-            f"metric {metric}: it would be minimised, and more of it is better; give last_epoch, last_2%, or val/loss, "
-            "say"
+            f"metric {metric}: metrics are minimised, and larger values of this one are better; "
+            "give last_epoch, last_2%, or a loss such as val/loss"
         )
     return metric
 
 
 def metric_label(metric: str) -> str:
+    """A metric as figures and tables name it."""
     part = window_of(metric)
     if part is None:
         return metric
     return "training loss, last epoch" if part == "epoch" else f"training loss, {metric.replace('_', ' ')} of steps"
 
 
+# --- axes
+
+
 def in_order(axis: Axis) -> list[Any]:
+    """The levels of an axis: numbers in order of size, others as they are listed."""
     return sorted(axis.values) if figures.is_ordered(axis.values) else [level(value) for value in axis.values]
 
 
 def level(value: Any) -> Any:
-    """A value as figures take it: a number as it is, what has parts in words."""
+    """A value as figures take it: a dictionary or a list as text."""
     return brief(value) if isinstance(value, dict | list) else value
 
 
-def most_telling(axes: list[Axis], outcomes: list[Outcome]) -> list[Axis]:
+def most_influential(axes: list[Axis], outcomes: list[Outcome]) -> list[Axis]:
     """The two axes between whose levels the best values differ most, in the order of the axes."""
 
     def spread(axis: Axis) -> float:
@@ -221,8 +208,11 @@ def most_telling(axes: list[Axis], outcomes: list[Outcome]) -> list[Axis]:
     return [axis for axis in axes if axis in chosen]
 
 
+# --- configurations
+
+
 def lay(tuned: Config, config: Config, parts: list[str], value: Any) -> None:
-    """Sets a value in `tuned` where it stands in `config`, and nothing else: classes stay the target's."""
+    """Sets a value in `tuned` where it is in `config`, without the classes on the way: they stay the target's."""
     node: Any = config
     for index, part in enumerate(parts):
         if "class_path" in node and part not in ("class_path", "init_args"):
@@ -234,23 +224,28 @@ def lay(tuned: Config, config: Config, parts: list[str], value: Any) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    return (
-        {key: without_nulls(item) for key, item in value.items() if item is not None}
-        if isinstance(value, dict)
-        else value
-    )
+    """A value without the keys whose value is None, at any depth of dictionaries."""
+    if not isinstance(value, dict):
+        return value
+    return {key: without_nulls(item) for key, item in value.items() if item is not None}
 
 
 def signal_swap(config: Config) -> Config | None:
     """The UpscaleCallback whose noise is signal-normalised, if there is one; UserError if there are several."""
-    swaps = [c for c in callbacks_of(config, "UpscaleCallback") if c["init_args"].get("noise")]
-    found = [c for c in swaps if class_name(c["init_args"]["noise"]) == "SignalNoise"]
+    found = []
+    for callback in callbacks_of(config, "UpscaleCallback"):
+        noise = callback["init_args"].get("noise")
+        if noise and class_name(noise) == "SignalNoise":
+            found.append(callback)
     if len(found) > 1:
         raise UserError(
-            "trainer.callbacks: several UpscaleCallbacks have SignalNoise, whose constants best.yaml could not tell "
-            "apart; sweep one growth"
+            "trainer.callbacks: several UpscaleCallbacks have SignalNoise, "
+            "and best.yaml can hold the constants of one only; sweep one growth"
         )
     return found[0] if found else None
+
+
+# --- curves
 
 
 def training_curve(run: Path) -> list[tuple[int, float]]:
@@ -259,12 +254,14 @@ def training_curve(run: Path) -> list[tuple[int, float]]:
 
 
 def mean_curve(curves: list[list[tuple[int, float]]]) -> tuple[list[float], list[float]]:
-    """The mean of curves over the same steps, with neighbouring points merged."""
-    steps = sorted(set.intersection(*({step for step, _ in curve} for curve in curves)))
+    """The mean of curves over their common steps, with neighbouring points merged."""
     tables = [dict(curve) for curve in curves]
+    steps = sorted(set.intersection(*(set(table) for table in tables)))
     size = max(1, math.ceil(len(steps) / POINTS))
-    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
-    mean: Callable[[list[float]], float] = statistics.fmean
-    return [mean([float(s) for s in group]) for group in groups], [
-        mean([table[s] for s in group for table in tables]) for group in groups
-    ]
+    x: list[float] = []
+    y: list[float] = []
+    for start in range(0, len(steps), size):
+        group = steps[start : start + size]
+        x.append(statistics.fmean(group))
+        y.append(statistics.fmean(table[step] for step in group for table in tables))
+    return x, y

@@ -1,4 +1,4 @@
-"""What a sweep varies: axes over the values of a configuration, and a configuration with other values."""
+"""What a sweep varies: axes over values of a configuration, and the points of their grid."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from mupscale.errors import UserError
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and what it may be: the values listed, or all between two bounds, evenly by ratio."""
+    """A key and its possible values: a list of them, or a range between two bounds, evenly by ratio."""
 
     key: str
     values: tuple[Any, ...] = ()
@@ -24,41 +24,41 @@ class Axis:
         return self.bounds is not None and all(isinstance(bound, int) for bound in self.bounds)
 
     def description(self) -> dict[str, Any]:
-        return (
-            {"key": self.key, "bounds": list(self.bounds)}
-            if self.bounds
-            else {"key": self.key, "values": list(self.values)}
-        )
+        if self.bounds:
+            return {"key": self.key, "bounds": list(self.bounds)}
+        return {"key": self.key, "values": list(self.values)}
 
 
 def parsed_axis(text: str) -> Axis:
-    """The axis of `KEY=V1,V2,…` (values), `KEY=LOW:HIGH:N` (N values, evenly by ratio) or `KEY=LOW:HIGH` (a range to
-    draw from).
+    """The axis of a text.
+
+    The text is `KEY=V1,V2,…` (values), `KEY=LOW:HIGH:N` (N values, evenly by ratio) or `KEY=LOW:HIGH` (a range to draw
+    from).
     """
     key, equals, listed = text.partition("=")
     if not equals:
         raise UserError(
-            f"--sweep {text}: give KEY=VALUE,VALUE,… with a key of the configuration, such as "
-            "model.optimizer.lr=0.01,0.02"
+            f"--sweep {text}: give KEY=VALUE,VALUE,… with a key of the configuration, "
+            "such as model.optimizer.lr=0.01,0.02"
         )
     return axis_of(key, listed, f"--sweep {text}")
 
 
 def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
-    """The axis of a key and its values: a list, or a text as in `KEY=…`. `where` is how messages name it."""
+    """The axis of a key and its values: a list, or a text as in `KEY=…`. Messages start with `where`."""
     if not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise UserError(f"{where}: {key!r} is no key of a configuration, such as model.optimizer.lr")
+        raise UserError(f"{where}: {key!r} is not a key of a configuration, such as model.optimizer.lr")
     if key == "seed_everything":
-        raise UserError(f"{where}: seeds are no axis, their mean decides: --seeds {listed}")
-    span = re.fullmatch(r"([^,:\[\]]+):([^,:\[\]]+)(?::(\d+))?", listed) if isinstance(listed, str) else None
-    if span:
-        return _spanned(where, key, *span.groups())
-    try:
-        values = tuple(
-            _number(value) for value in (yaml.safe_load(f"[{listed}]") if isinstance(listed, str) else listed)
-        )
-    except yaml.YAMLError as error:
-        raise UserError(f"{where}: its values cannot be read, separate them by commas") from error
+        raise UserError(f"{where}: seeds are not an axis, because their mean decides; give --seeds {listed}")
+    if isinstance(listed, str):
+        span = re.fullmatch(r"([^,:\[\]]+):([^,:\[\]]+)(?::(\d+))?", listed)
+        if span:
+            return _spanned(where, key, *span.groups())
+        try:
+            listed = yaml.safe_load(f"[{listed}]")
+        except yaml.YAMLError as error:
+            raise UserError(f"{where}: the values cannot be read; separate them by commas") from error
+    values = tuple(_number(value) for value in listed)
     if not values:
         raise UserError(f"{where}: the grid is empty, give at least one value for {key}")
     if any(value in values[:index] for index, value in enumerate(values)):
@@ -69,11 +69,11 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
 def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Axis:
     ends = _number(yaml.safe_load(low)), _number(yaml.safe_load(high))
     if not all(isinstance(end, int | float) and end > 0 for end in ends) or not ends[0] < ends[1]:
-        raise UserError(f"{where}: a range LOW:HIGH has 0 < LOW < HIGH, because it is drawn by ratio")
+        raise UserError(f"{where}: a range LOW:HIGH needs 0 < LOW < HIGH, because it is even by ratio")
     if count is None:
         return Axis(key, bounds=ends)
     if int(count) < 2:
-        raise UserError(f"{where}: LOW:HIGH:N has at least 2 values, got {count}")
+        raise UserError(f"{where}: LOW:HIGH:N needs at least 2 values, got {count}")
     ratio = (ends[1] / ends[0]) ** (1 / (int(count) - 1))
     values = [float(f"{ends[0] * ratio**index:.6g}") for index in range(int(count))]
     whole = all(isinstance(end, int) for end in ends)  # 2:16:4 may be layers
@@ -81,7 +81,7 @@ def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Ax
 
 
 def _number(value: Any) -> Any:
-    """YAML's 1e-3 is a text; here it is a number."""
+    """A value, a text such as 1e-3 as a number: YAML reads it as a text."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -101,16 +101,17 @@ def grid(axes: list[Axis]) -> Iterator[Point]:
 
 
 def labels(axes: list[Axis]) -> dict[str, str]:
-    """The shortest end of each key that tells it from the others: `lr`, `noise.std`."""
-    answer = {}
-    for axis in axes:
-        parts = axis.key.split(".")
-        others = ["." + other.key for other in axes if other.key != axis.key]
-        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        answer[axis.key] = next(
-            (end for end in ends if not any(other.endswith(f".{end}") for other in others)), axis.key
-        )
-    return answer
+    """The shortest end of each key that no other key has: `lr`, `noise.std`."""
+    return {axis.key: _label(axis.key, [other.key for other in axes if other.key != axis.key]) for axis in axes}
+
+
+def _label(key: str, others: list[str]) -> str:
+    parts = key.split(".")
+    for count in range(1, len(parts) + 1):
+        end = ".".join(parts[-count:])
+        if not any(f".{other}".endswith(f".{end}") for other in others):
+            return end
+    return key
 
 
 def point_text(point: Point, names: dict[str, str]) -> str:

@@ -1,0 +1,158 @@
+"""sweep: run a configuration with many values of some of its keys, and find the best.
+
+Start the same command again, on this machine or on others that share the folder --out, and the processes share the
+trials. If it is interrupted, the same command continues where it stopped. It writes trials.csv, figures, and
+best.yaml, which holds the swept values alone: fit --config TARGET.yaml --config OUT/best.yaml.
+"""
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mupscale.errors import UserError, as_user_errors
+
+if TYPE_CHECKING:
+    from mupscale.commands.tuning.results import Results
+    from mupscale.commands.tuning.space import Axis
+    from mupscale.commands.tuning.study import Settings
+
+WAIT = 1.0
+"""Seconds between two looks at what other processes do."""
+
+EPILOG = """--config FILE and all other options are those of fit: they make the configuration of every trial.
+
+A key is that of an option of fit (model.optimizer.lr), or starts with the class of a callback in trainer.callbacks
+(UpscaleCallback.noise.std). docs/sweeps.md has more."""
+
+SWEEP_HELP = """V1,V2,… are values; LOW:HIGH:N are N values, evenly by ratio; LOW:HIGH is a range to draw from (random,
+tpe)"""
+
+METRIC_HELP = """the metric to minimise: last_epoch (the default) and last_2%% are the mean training loss over the last
+epoch or the last 2 %% of the steps; any other name is a metric that is logged, such as val/loss (its last value)"""
+
+
+def main(command: str, arguments: list[str]) -> None:
+    options, rest = parser().parse_known_args(arguments)
+    try:
+        with as_user_errors(OSError):
+            sweep(options, rest)
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt("run the same command again to continue") from interrupt
+
+
+def parser() -> argparse.ArgumentParser:
+    answer = argparse.ArgumentParser(
+        prog="python -m mupscale sweep",
+        usage="%(prog)s --config FILE [--config FILE …] --sweep KEY=VALUES [--sweep …] --out FOLDER [options]",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    answer.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUES", help=SWEEP_HELP)
+    answer.add_argument("--out", type=Path, required=True, help="the folder of the sweep")
+    answer.add_argument("--seeds", metavar="S1,S2,…", help="run each trial with these seeds; their mean decides")
+    answer.add_argument(
+        "--sampler", choices=["grid", "random", "tpe"], default="grid", help="how values are chosen (default grid)"
+    )
+    answer.add_argument("--trials", type=int, help="the number of trials, unless the sampler is grid")
+    answer.add_argument("--metric", default="last_epoch", help=METRIC_HELP)
+    answer.add_argument(
+        "--storage", metavar="URL", help="keep the study in this database (postgresql://…), not in a file in --out"
+    )
+    return answer
+
+
+def sweep(options: argparse.Namespace, rest: list[str]) -> None:
+    """Takes trials and runs them until all are finished, by this process or others; then writes the results."""
+    from mupscale.commands.runs import without_announcements
+    from mupscale.commands.tuning.execution import complete, conclude, results_of
+    from mupscale.commands.tuning.space import labels, point_text
+    from mupscale.commands.tuning.study import Study
+
+    with without_announcements():
+        settings = settings_of(options, rest)
+        study = Study(options.out, settings, options.storage)
+        names = labels(settings.axes)
+        waiting = False
+        while True:
+            taken = study.take()
+            if taken is not None:
+                point = point_text(taken.point, names)
+                value, seconds = complete(study, taken, point)
+                print_progress(results_of(study), point, value, seconds)
+                waiting = False
+                continue
+            left = settings.trials - len(study.outcomes())
+            if left == 0:
+                break
+            if not waiting:
+                print(f"waiting for other processes: {left} of {settings.trials} left", flush=True)
+                waiting = True
+            time.sleep(WAIT)
+        path, drawn = conclude(study)
+        print(path.read_text(), end="")
+        print(f"wrote {', '.join(str(p) for p in [path, study.out / 'trials.csv', *drawn])}")
+
+
+def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
+    """The settings of a command line. UserError for every mistake that can be found without a run."""
+    from mupscale.commands.configured import described
+    from mupscale.commands.tuning.results import checked_metric, signal_swap
+    from mupscale.commands.tuning.space import grid, parsed_axis
+    from mupscale.commands.tuning.study import Settings
+    from mupscale.commands.tuning.trial import for_trials, refuse_invalid
+
+    axes = [parsed_axis(text) for text in options.sweep]
+    refuse_options(options, axes)
+    checked_metric(options.metric)
+    config = for_trials(described(rest, "sweep")[0])
+    signal_swap(config)
+    if not (options.out / "sweep.json").exists():  # otherwise they were checked when it was written
+        refuse_invalid(config, axes, "--sweep")
+    seeds = [config["seed_everything"]] if options.seeds is None else seeds_of(options.seeds)
+    config["seed_everything"] = seeds[0]
+    trials = options.trials or len(list(grid(axes)))
+    return Settings(config, axes, options.sampler, trials, seeds, options.metric)
+
+
+def refuse_options(options: argparse.Namespace, axes: list["Axis"]) -> None:
+    """UserError if the axes, the sampler and the number of trials do not fit together."""
+    if not axes:
+        raise UserError(
+            "--sweep: the grid is empty, name a key and its values: --sweep model.optimizer.lr=0.01,0.02,0.04"
+        )
+    keys = [axis.key for axis in axes]
+    if len(set(keys)) < len(keys):
+        raise UserError(f"--sweep: a key is there twice in {', '.join(keys)}")
+    ranges = [axis.key for axis in axes if axis.bounds]
+    if options.sampler == "grid" and ranges:
+        raise UserError(
+            f"--sweep {ranges[0]}=LOW:HIGH is a range; give LOW:HIGH:N for a grid, or --sampler random or tpe"
+        )
+    if (options.sampler == "grid") != (options.trials is None):
+        raise UserError("--trials: give it with --sampler random or tpe, and only then")
+    if options.trials is not None and options.trials < 1:
+        raise UserError(f"--trials must be at least 1, got {options.trials}")
+
+
+def seeds_of(text: str) -> list[int]:
+    try:
+        seeds = [int(seed) for seed in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"--seeds {text}: give whole numbers, separated by commas") from error
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds {text}: a seed is there twice")
+    return seeds
+
+
+def print_progress(results: "Results", point: str, value: float, seconds: float) -> None:
+    from mupscale.commands.tuning.space import point_text
+
+    best = results.best
+    done = f"{value:.5g}" if math.isfinite(value) else "diverged"
+    leader = f"best {best.value:.5g} ({point_text(best.point, results.names)})" if best else "all diverged so far"
+    left = results.settings.trials - len(results.outcomes)
+    print(f"{point}: {done} in {seconds:.0f} s; {leader}; {left} of {results.settings.trials} left", flush=True)

@@ -1,0 +1,93 @@
+"""A trial of a sweep: ordinary runs of one configuration, one for each seed."""
+
+import math
+import re
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from mupscale.commands.cli import parsed
+from mupscale.commands.config import Config, Point, at, brief, temporary_file
+from mupscale.commands.runs import run, with_run
+from mupscale.commands.tuning.space import Axis
+from mupscale.errors import UserError
+
+
+def run_trial(config: Config, metric: str, folders: dict[int, Path], name: str) -> tuple[list[float], float]:
+    """Makes the runs of a trial in the folders by seed; returns the metric of each and the seconds they took together.
+
+    A seed that diverges decides the trial, and is its last.
+    """
+    values: list[float] = []
+    total = 0.0
+    for seed, folder in folders.items():
+        run_name = f"{name}, seed {seed}" if len(folders) > 1 else name
+        value, seconds = run(with_run(config, metric, seed, folder), folder, run_name)
+        values.append(value)
+        total += seconds
+        if math.isinf(value):
+            break
+    return values, total
+
+
+def for_trials(config: Config) -> Config:
+    """A configuration as every trial has it: on one device, without a progress bar, one checkpoint at a time."""
+    answer = deepcopy(config)
+    trainer = answer["trainer"]
+    if trainer["devices"] == "auto":
+        trainer["devices"] = 1
+    one = len(trainer["devices"]) == 1 if isinstance(trainer["devices"], list) else trainer["devices"] in (1, "1")
+    if not one or trainer["num_nodes"] != 1:
+        raise UserError(
+            f"trainer.devices = {trainer['devices']}, trainer.num_nodes = {trainer['num_nodes']}: "
+            "a trial runs on one device; start the command once per device instead, with CUDA_VISIBLE_DEVICES"
+        )
+    if trainer["fast_dev_run"] or trainer["barebones"] or trainer["enable_checkpointing"] is False:
+        raise UserError(
+            "trainer.fast_dev_run, trainer.barebones, trainer.enable_checkpointing: "
+            "a trial must be able to log and to resume"
+        )
+    trainer["logger"] = False  # each run gets its own
+    trainer["enable_progress_bar"] = False
+    if not isinstance(trainer["callbacks"], list | None):
+        trainer["callbacks"] = [trainer["callbacks"]]
+    answer["checkpoint"]["dirpath"] = None  # each run has its own
+    answer["checkpoint"]["save_top_k"] = min(1, abs(answer["checkpoint"]["save_top_k"]))
+    return answer
+
+
+def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
+    """UserError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values."""
+    for axis in axes:
+        for value in samples(axis):
+            try:
+                changed = at(config, {axis.key: value})
+            except UserError as error:
+                raise UserError(f"{where} {error}") from error
+            try:
+                with temporary_file(changed) as file:
+                    parsed(["--config", file], run=False)
+            except UserError as error:
+                raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
+
+
+def samples(axis: Axis) -> list[Any]:
+    """Values of an axis that stand for all: of numbers the ends, because each is parsed in a quarter of a second."""
+    if axis.bounds is not None:
+        return list(axis.bounds)
+    if axis.values and all(isinstance(value, float) for value in axis.values):
+        return sorted({min(axis.values), max(axis.values)})
+    return list(axis.values)
+
+
+def folder_name(cell: int, point: Point, names: dict[str, str]) -> str:
+    """The name of a trial's folder, which TensorBoard shows: its number and its values."""
+    values = ",".join(f"{names[key]}={brief(value)}" for key, value in point.items())
+    plain = re.sub(r"[^\w.,=+-]+", "-", values)
+    return f"{cell:03d}_{plain}"[:120]
+
+
+def drop_checkpoints(folder: Path) -> None:
+    """Deletes the checkpoints of a finished run: the disk space of a sweep must not grow with its trials."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
