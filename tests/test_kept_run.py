@@ -35,7 +35,7 @@ RUNS = {
             "init_args": {
                 "width": 8, "base_width": 4, "layers": 2, "heads": 2, "vocabulary": 4096, "context": 16,
                 "optimizer": ADAMW,
-                "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 24}},
+                "lr_scheduler": {"class_path": "CosineAnnealingLR", "init_args": {"T_max": 24}},
             },
         },
         {"class_path": "FineWeb", "init_args": {"batch_size": 4, "context": 16}},

@@ -17,7 +17,7 @@ import torch
 from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.checkpoints import newest_checkpoint
-from mupscale.commands.cli import CLI, callbacks_in, parsed
+from mupscale.commands.cli import CLI, LOGGER, callbacks_in, parsed
 from mupscale.commands.config import Config, read_json, temporary_file
 from mupscale.errors import UserError
 
