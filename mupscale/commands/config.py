@@ -123,9 +123,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def refuse_difference(there: dict[str, Any], here: dict[str, Any], what: str) -> None:
     """UserError with the settings that differ, if any do; it starts with `what`."""
-    if there == here:
-        return
     found = differences(there, here)
+    if not found:
+        return
     listed = [f"{key.removeprefix('config.')} is {a!r} there and {b!r} here" for key, a, b in found[:MOST_DIFFERENCES]]
     if len(found) > MOST_DIFFERENCES:
         listed.append(f"and {len(found) - MOST_DIFFERENCES} more")
@@ -143,4 +143,10 @@ def differences(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, An
         for index, (a, b) in enumerate(zip(there, here, strict=True)):
             found += differences(a, b, f"{key}.{index}")
         return found
-    return [] if there == here else [(key, there, here)]
+    return [] if _same_value(there, here) else [(key, there, here)]
+
+
+def _same_value(there: Any, here: Any) -> bool:
+    """Whether two values are equal, noise classes by the name of version 0.1 or by today's."""
+    names = [v.replace("mupscale.noise.", "mupscale.", 1) if isinstance(v, str) else v for v in (there, here)]
+    return bool(names[0] == names[1])

@@ -1,0 +1,23 @@
+"""Plain configurations: what counts as the same settings."""
+
+import pytest
+
+from mupscale.commands.config import refuse_difference
+from mupscale.errors import UserError
+
+
+def settings(noise: str) -> dict[str, object]:
+    return {"config": {"callbacks": [{"class_path": noise, "init_args": {"std": 0.1}}]}, "trials": 4}
+
+
+def test_noise_by_its_old_name_is_the_same_noise() -> None:
+    """Sweeps and experiments that version 0.1 began go on."""
+    refuse_difference(settings("mupscale.noise.AdditiveNoise"), settings("mupscale.AdditiveNoise"), "--out s")
+
+
+def test_what_differs_is_named() -> None:
+    there, here = settings("mupscale.noise.AdditiveNoise"), settings("mupscale.SignalNoise")
+    with pytest.raises(
+        UserError, match=r"^--out s: callbacks.0.class_path is 'mupscale.noise.AdditiveNoise' there and"
+    ):
+        refuse_difference(there, here, "--out s")
