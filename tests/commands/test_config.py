@@ -18,6 +18,6 @@ def test_noise_by_its_old_name_is_the_same_noise() -> None:
 def test_what_differs_is_named() -> None:
     there, here = settings("mupscale.noise.AdditiveNoise"), settings("mupscale.SignalNoise")
     with pytest.raises(
-        UserError, match=r"^--out s: callbacks.0.class_path is 'mupscale.noise.AdditiveNoise' there and"
+        UserError, match=r"^--out s: callbacks.0.class_path is 'mupscale.noise.AdditiveNoise' there"
     ):
         refuse_difference(there, here, "--out s")
