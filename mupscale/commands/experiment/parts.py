@@ -176,7 +176,6 @@ class SweepPart(Part):
             self._conclude()
             return None
         name = f"{self.name}, {point_text(taken.point, self.results.names)}"
-
         return Unit(name, lambda: self._run(taken, name))
 
     def _run(self, taken: Taken, name: str) -> str:

@@ -206,10 +206,10 @@ def drop_unfinished_line(path: Path) -> None:
 
 
 class Unlocked(JournalFileOpenLock):
-    """No lock on a journal: only the process that has locked the study writes it, and the system unlocks that.
+    """No lock on a journal: only the process that has locked the study writes it.
 
-    Optuna's own lock is a file that stays behind if a process is killed while it writes. All others then wait for it,
-    some of them forever.
+    The system unlocks the study when that process dies. Optuna's own lock is a file that stays behind if a process is
+    killed while it writes; all others then wait for it, some of them forever.
     """
 
     def acquire(self) -> bool:
