@@ -3,7 +3,6 @@
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -33,7 +32,7 @@ RENAMED = {"tables": {"Width": "WidthFactors"}, "limits": {"Run": "Training"}}
 """Classes of these modules that have another name now."""
 
 
-class _Moved(Loader):
+class _Moved:
     """An import finder for old names, and a loader that answers with the module of the new one."""
 
     @classmethod
