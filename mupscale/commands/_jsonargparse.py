@@ -4,7 +4,6 @@ import os
 
 GENERIC = (
     "- Expected a path but",
-    "- Does not validate against",
     "Does not validate against",
     "- Expected a <class 'NoneType'>",
     "- Not a valid subclass of",
@@ -33,4 +32,9 @@ def key_and_problem(message: str) -> tuple[str, str]:
     """The key of the configuration that a message is about, if it names one, and the whole message in a line."""
     text = in_a_line(message)
     key, quoted, problem = text.removeprefix('Parser key "').partition('":')
-    return (key, f"{key}: {problem.strip()}") if quoted else ("", text)
+    if not quoted:
+        return "", text
+    if not problem.strip():  # all of it was said of every class
+        value = next((line.strip() for line in message.splitlines() if line.strip().startswith("Given value: ")), "")
+        problem = f"give a class, as class_path: NAME; got {value.removeprefix('Given value: ')}"
+    return key, f"{key}: {problem.strip()}"

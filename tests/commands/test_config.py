@@ -17,7 +17,5 @@ def test_noise_by_its_old_name_is_the_same_noise() -> None:
 
 def test_what_differs_is_named() -> None:
     there, here = settings("mupscale.noise.AdditiveNoise"), settings("mupscale.SignalNoise")
-    with pytest.raises(
-        UserError, match=r"^--out s: callbacks.0.class_path is 'mupscale.noise.AdditiveNoise' there"
-    ):
+    with pytest.raises(UserError, match=r"^--out s: callbacks.0.class_path is 'mupscale.noise.AdditiveNoise' there"):
         refuse_difference(there, here, "--out s")
