@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from mupscale.errors import UserError, as_user_errors
+from mupscale.errors import UserError, as_user_errors, needs_extra
 
 GENERATOR = '<meta name="generator" content="mupscale report">'
 """What tells a page of ours from others."""
@@ -29,6 +29,9 @@ def main(command: str, arguments: list[str]) -> None:
         "--out", type=Path, default=Path("report"), metavar="DIR", help="the folder of the report (%(default)s)"
     )
     options = parser.parse_args(arguments)
+    with needs_extra("report"):
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
     with as_user_errors(OSError):
         paths = write_report(options.runs, options.out)
     for verdict in json.loads((options.out / "summary.json").read_text())["verdicts"]:
