@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import math
+import sys
 import warnings
 from multiprocessing import get_context
 from pathlib import Path
@@ -397,6 +398,14 @@ def test_a_download_that_breaks_off_is_refused(tmp_path: Path, archive: bytes, m
         with pytest.raises(UserError, match=rf"got only 500 out of {len(archive)} bytes"):
             Covertype(str(tmp_path)).prepare_data()
     assert names(tmp_path) == []
+
+
+def test_without_scikit_learn_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    wanted = r"fetching .* failed \(sklearn is not installed\. Install it with: pip install 'mupscale\[data\]'\)\. "
+    with pytest.raises(UserError, match=wanted + "Download it by hand and put it there as covtype"):
+        Covertype(str(tmp_path / "new")).prepare_data()
+    assert not (tmp_path / "new").exists()
 
 
 def test_without_a_network_one_error_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
