@@ -1,7 +1,7 @@
 """CIFAR-100: 60,000 images of 32 × 32 pixels in 100 classes, cropped, mirrored and normalised on the training device.
 
-Shapes: N images, B of them in a batch, 3 channels; stored as N × height × width × 3, batches are B × 3 × height × width
-in channels-last layout.
+Shapes: N images, B of them in a batch, 3 channels. Images are stored as N × height × width × 3; batches are
+B × 3 × height × width in channels-last layout.
 """
 
 import os
@@ -33,9 +33,9 @@ class CIFAR100(LightningDataModule):
     Training pads every image by 4 black pixels, crops it at random, and mirrors it with probability 1/2. Crop and
     mirroring depend on the seed, the epoch and the image's place in the order alone: not on the number or type of the
     devices, nor on where a run was resumed. Images are normalised by the mean and deviation of each channel over the
-    training images. Validation and test see the test images as they are, prediction sees them without labels. Training
-    drops the ragged last batch. The order resumes exactly, from the state that the training loader saves in Lightning's
-    checkpoints.
+    training images. Validation and test see the test images as they are, prediction sees them without labels.
+    Training drops the ragged last batch. The order resumes exactly, from the state that the training loader saves in
+    Lightning's checkpoints.
 
     Args:
         data_dir: Folder with the set as cifar100.npz (x_train, x_test: uint8 [images, 32, 32, 3]; y_train, y_test:

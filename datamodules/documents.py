@@ -59,6 +59,9 @@ class TextFiles:
         for file in files:
             if not file.is_file():
                 raise UserError(f"{file} is a folder: name its files" if file.is_dir() else f"there is no file {file}")
+        if any(file.suffix == ".parquet" for file in files):
+            with needs_extra("data"):
+                import pyarrow.parquet  # noqa: F401
         self._sizes = [file.stat().st_size for file in files]
 
     def __str__(self) -> str:
@@ -246,8 +249,7 @@ def _json_lines(stream: Iterable[bytes], offset: int) -> Iterator[tuple[str, int
 
 def _parquet_rows(file: Path, row: int) -> Iterator[tuple[str, int]]:
     """The documents of a parquet file from a row on, each with the number of the next row."""
-    with needs_extra("data"):
-        from pyarrow.parquet import ParquetFile
+    from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file) as table:
         kinds = [str(field.type) for field in table.schema_arrow if field.name == "text"]

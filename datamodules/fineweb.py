@@ -182,8 +182,8 @@ class MappedWindows:
 class WindowLoader(ResidentLoader):
     """Batches of windows of tokens. The tensor of the ResidentLoader holds the starts of the sequential windows.
 
-    Sequential windows overlap by one token: the last target of one is the first input of the next. Random windows begin
-    anywhere.
+    Sequential windows overlap by one token: the last target of one is the first input of the next.
+    Random windows begin anywhere.
     """
 
     def __init__(

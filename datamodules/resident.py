@@ -17,7 +17,7 @@ class ResidentLoader:
     `batch_size` is the global batch. Every rank draws the same order of rows, a function of `seed` and the epoch alone,
     and rank r of N takes the r-th contiguous share of each global batch. Without `drop_last` the last batch may be
     ragged: its shares then differ by at most one row, and every rank still gets as many batches as the others. That is
-    exact for sums over rows (evaluation), not for the mean of per-rank means (training), so training wants
+    exact for sums over rows (evaluation), not for the mean of per-rank means (training), so training needs
     `drop_last=True`.
 
     A batch is a tuple with one part of each tensor, or a bare tensor when there is only one. It is a copy: writing to
@@ -26,7 +26,7 @@ class ResidentLoader:
     `iter` starts the next epoch if the current one was drawn from, and otherwise changes nothing, because Lightning
     calls it more often than it draws. All iterators of one loader share its position. `state_dict` holds epoch and
     position, with what the order depends on; `load_state_dict` refuses a state of other data or another order, and the
-    next `iter` goes on with the very next batch, on any number of ranks.
+    next `iter` continues with the very next batch, on any number of ranks.
 
     A subclass that makes its batches otherwise overrides `_batch`, and `_chances` if it needs random numbers for them.
     """

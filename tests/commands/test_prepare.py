@@ -210,6 +210,19 @@ def test_bad_text_is_named_and_leaves_nothing(
     assert not list((tmp_path / "mine").iterdir())
 
 
+def test_without_pyarrow_nothing_that_was_prepared_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "out"
+    command = ["text", write_parquet(tmp_path / "a.parquet", ENTRIES[:100]), "--vocab", "300", "--out", out]
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(preparation, "write_shards", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert refused(*command).startswith("interrupted")
+    before = contents(out)
+    assert before
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert refused(*command) == "error: pyarrow is not installed. Install it with: pip install 'mupscale[data]'"
+    assert contents(out) == before
+
+
 def test_a_damaged_parquet_file_is_named(tmp_path: Path):
     content = bytearray(write_parquet(tmp_path / "a.parquet", ENTRIES[:100]).read_bytes())
     content[2000:3000] = bytes(1000)

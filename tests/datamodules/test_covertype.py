@@ -110,9 +110,8 @@ def test_stratified_is_random_by_seed():
 
 def test_split_is_disjoint_whole_and_stratified(tmp_path: Path, sample):
     numbered = sample[0].copy()
-    numbered[:, 10], numbered[:, 11] = np.divmod(
-        np.arange(7500), 100
-    )  # binary columns pass untouched, so they can carry the row
+    # binary columns are not changed, so they can carry the number of the row
+    numbered[:, 10], numbered[:, 11] = np.divmod(np.arange(7500), 100)
     data = Covertype(write(tmp_path, numbered, sample[1]), batch_size=1500)
     data.setup()
     parts = [rows(loader) for loader in (data.train_dataloader(), data.val_dataloader())]
