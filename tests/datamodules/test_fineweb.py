@@ -328,7 +328,7 @@ def test_damage_is_named(folder: str, tmp_path: Path):
     file.unlink()
     with pytest.raises(UserError, match=r"data_dir: .*train-00002\.tokens is missing"):
         data.setup()
-    with pytest.raises(UserError, match=r"data_dir: there is no .*nowhere/index\.json: prepare the folder by"):
+    with pytest.raises(UserError, match=r"^data_dir: there is no .*nowhere/index\.json: prepare the folder by"):
         FineWeb(str(tmp_path / "nowhere")).prepare_data()
 
 
