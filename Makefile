@@ -16,7 +16,8 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# pip, not a faster resolver: it honours a local CPU build of torch where one is configured
+# The demo needs the core only, `make test` installs every extra. pip, not a faster resolver: it honours a local CPU
+# build of torch where one is configured
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable .

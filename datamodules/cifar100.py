@@ -1,7 +1,7 @@
 """CIFAR-100: 60,000 images of 32 × 32 pixels in 100 classes, cropped, mirrored and normalised on the training device.
 
-Shapes: N images, B of them in a batch, 3 channels; stored N × height × width × 3, delivered B × 3 × height × width in
-channels-last.
+Shapes: N images, B of them in a batch, 3 channels. Images are stored as N × height × width × 3; batches are
+B × 3 × height × width in channels-last layout.
 """
 
 import os
@@ -22,30 +22,28 @@ from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, train
 from mupscale.errors import UserError
 
 CLASSES, SIZE = 100, 32
-PADDING = 4  # black pixels on every side, of which a crop may show some
-OFFSETS = 2 * PADDING + 1  # where a crop can begin, in rows and in columns
+PADDING = 4  # black pixels on every side of an image, before it is cropped
+OFFSETS = 2 * PADDING + 1  # places where a crop can begin, in rows and in columns
 NPZ = "cifar100.npz"
 
 
 class CIFAR100(LightningDataModule):
-    """CIFAR-100, resident as uint8 on the training device; batches of normalised float32 images, channels last, with
-    labels 0..99.
+    """CIFAR-100, kept as uint8 on the training device; batches of normalised float32 images with labels 0..99.
 
-    Training crops every image at random from one padded by 4 black pixels, and mirrors it with probability 1/2. Which
-    pixels it gets depends on the seed, the epoch and its place in the order alone: not on the number of devices or
-    their type, nor on where a run was resumed. Mean and deviation of the channels are those of the training images.
-    Validation and test see the test images as they are, prediction these without labels. Training drops the ragged last
-    batch. The order resumes exactly, from the state that the training loader leaves in Lightning's checkpoints.
+    Training pads every image by 4 black pixels, crops it at random, and mirrors it with probability 1/2. Crop and
+    mirroring depend on the seed, the epoch and the image's place in the order alone: not on the number or type of the
+    devices, nor on where a run was resumed. Images are normalised by the mean and deviation of each channel over the
+    training images. Validation and test see the test images as they are, prediction sees them without labels.
+    Training drops the ragged last batch. The order resumes exactly, from the state that the training loader saves in
+    Lightning's checkpoints.
 
     Args:
         data_dir: Folder with the set as cifar100.npz (x_train, x_test: uint8 [images, 32, 32, 3]; y_train, y_test:
-            0..99) or unpacked as cifar-100-python. With neither, the first start unpacks a cifar-100-python.tar.gz
-            lying there, or fetches it (169 MB).
+            0..99) or unpacked as cifar-100-python. With neither, the first start unpacks the cifar-100-python.tar.gz
+            in this folder, or downloads it (169 MB).
         batch_size: Images per batch over all devices together; each of N devices takes one N-th.
-        seed: Decides the order of the batches, crops and flips.
+        seed: Determines the order of the batches, crops and flips.
     """
-
-    num_classes = CLASSES
 
     def __init__(self, data_dir: str = "data", batch_size: int = 128, seed: int = 0) -> None:
         super().__init__()
@@ -88,7 +86,7 @@ class CIFAR100(LightningDataModule):
         return kind(self._table, tensors, self.batch_size, seed=self.seed, **options, **ranks(self.trainer))
 
     def _folder(self) -> Path:
-        """The folder to read; what it lacks is put there, or one error says what to put where."""
+        """The folder to read, with the set in it; if the download fails, a UserError says what to put where."""
         folder = Path(self.data_dir).expanduser()
         if not (folder / NPZ).is_file() and not (folder / Published.base_folder).is_dir():
             unpack(folder)
@@ -125,10 +123,10 @@ def padded(images: Tensor) -> Tensor:
 
 
 def augment(images: Tensor, rows: Tensor, tops: Tensor, lefts: Tensor, flips: Tensor, table: Tensor) -> Tensor:
-    """Normalised float32 [B, 3, 32, 32], channels last: of images[rows[i]], padded, the crop at tops[i], lefts[i],
-    mirrored if flips[i].
+    """Crops of padded images, normalised: float32 [B, 3, 32, 32], channels last.
 
-    A handful of kernels, no synchronisation and no shape that depends on values: a CUDA graph can capture it.
+    The i-th is the crop of images[rows[i]] at tops[i], lefts[i], mirrored if flips[i]. A handful of kernels, no
+    synchronisation and no shape that depends on values: a CUDA graph can capture it.
     """
     windows = images.unfold(1, SIZE, 1).unfold(2, SIZE, 1).movedim(3, -1)  # a view: [N, 9, 9, 32, 32, 3]
     crops = windows[rows, tops, lefts]
@@ -136,42 +134,40 @@ def augment(images: Tensor, rows: Tensor, tops: Tensor, lefts: Tensor, flips: Te
 
 
 def normalise(images: Tensor, table: Tensor) -> Tensor:
-    """float32 [B, 3, 32, 32], channels last, of uint8 [B, 32, 32, 3].
+    """Normalises uint8 [B, 32, 32, 3] to float32 [B, 3, 32, 32], channels last.
 
-    Every value is looked up: exactly torchvision's number, where arithmetic on a GPU may round another way.
+    Every value comes from the table, so it is exactly torchvision's; arithmetic on a GPU may round differently.
     """
-    channels = torch.arange(
-        0, table.numel(), 256, dtype=torch.int32, device=table.device
-    )  # where each one's values begin
+    # where the values of each channel begin
+    channels = torch.arange(0, table.numel(), 256, dtype=torch.int32, device=table.device)
     places = images.flatten(1) + channels.repeat(SIZE * SIZE)
     return table.flatten().index_select(0, places.flatten()).view(images.shape).permute(0, 3, 1, 2)
 
 
 def normalisation_table(mean: Tensor, deviation: Tensor) -> Tensor:
-    """float32 [3, 256]: what becomes of each value of each channel; computed as torchvision's to_tensor and normalize
-    do.
-    """
+    """The normalised number for each channel and uint8 value, float32 [3, 256], computed as torchvision does."""
     values = torch.arange(256).float().div(255)
     mean, deviation = (statistic.float()[:, None] for statistic in (mean, deviation))
     return (values - mean) / deviation
 
 
 def channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel in 0..1, as float64 [3]; the sums are in integers, so exact.
+    """Mean and standard deviation of each channel, with values in 0..1, as float64 [3]; the sums are exact integers.
 
-    Constant: 1.
+    The deviation of a constant channel is 1.
     """
     counts = torch.stack([torch.bincount(images[..., channel].flatten(), minlength=256) for channel in range(3)])
     values = torch.arange(256)
-    pixels, total, squares = (int(counts[0].sum()), (counts * values).sum(1), (counts * values**2).sum(1))
-    # n Σv² − (Σv)² may pass 2⁶³: in Python's integers
+    pixels = int(counts[0].sum())
+    total, squares = (counts * values).sum(1), (counts * values**2).sum(1)
+    # n Σv² − (Σv)² may exceed 2⁶³, so it is computed in Python's integers
     spread = [pixels * square - one**2 for one, square in zip(total.tolist(), squares.tolist(), strict=True)]
     deviation = torch.tensor(spread, dtype=torch.float64).sqrt() / pixels / 255
     return total.double() / pixels / 255, deviation.where(deviation > 0, 1.0)
 
 
 def unpack(folder: Path) -> None:
-    """Puts cifar-100-python into `folder`, from its archive lying there or, if there is none, from the network."""
+    """Puts cifar-100-python into `folder`, from the archive in that folder or, if there is none, from the network."""
     archive = folder / Published.filename
     with temporary_folder(folder) as temporary:
         if archive.is_file():
@@ -182,12 +178,12 @@ def unpack(folder: Path) -> None:
         try:
             os.rename(temporary / Published.base_folder, folder / Published.base_folder)
         except OSError:
-            if not (folder / Published.base_folder).is_dir():  # or another process was faster
+            if not (folder / Published.base_folder).is_dir():  # if it is there, another process was faster
                 raise
 
 
 def read(folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """Images, uint8 [N, 32, 32, 3], and labels, int64 [N]: those for training, and those for tests."""
+    """Images, uint8 [N, 32, 32, 3], and labels, int64 [N]: first the training set, then the test set."""
     file = folder / NPZ
     if file.is_file():
         x_train, y_train, x_test, y_test = read_npz(file, ("x_train", "y_train", "x_test", "y_test"))
@@ -198,16 +194,18 @@ def read(folder: Path) -> list[tuple[Tensor, Tensor]]:
             parts = [Published(folder, train=train) for train in (True, False)]
     except RuntimeError as error:
         raise UserError(
-            f"data_dir: {unpacked} is damaged or incomplete: its checksums are not the published ones. Delete it to "
-            "have it fetched"
+            f"data_dir: {unpacked} is damaged or incomplete: its checksums are not the published ones. "
+            "Delete it, and mupscale downloads it again"
         ) from error
+    train, test = parts
     return [
-        _checked(unpacked, name, part.data, np.array(part.targets))
-        for name, part in zip(("train", "test"), parts, strict=True)
+        _checked(unpacked, "train", train.data, np.array(train.targets)),
+        _checked(unpacked, "test", test.data, np.array(test.targets)),
     ]
 
 
 def _checked(file: Path, part: str, images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Images and labels as tensors; a UserError names what is wrong with them."""
     if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE, 3) or not len(images):
         raise UserError(
             f"data_dir: {file} has x_{part} {images.dtype} {images.shape}, wanted uint8 [images, {SIZE}, {SIZE}, 3]"
@@ -220,5 +218,5 @@ def _checked(file: Path, part: str, images: np.ndarray, labels: np.ndarray) -> t
 
 
 def _old_pickles() -> AbstractContextManager[Any]:
-    """Silence about the published files, of whose age NumPy 2.4.0 to 2.4.4 warns."""
+    """Ignores the warning of NumPy 2.4.0 to 2.4.4 about the age of the published files."""
     return warnings.catch_warnings(action="ignore", category=np.exceptions.VisibleDeprecationWarning)

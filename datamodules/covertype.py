@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mupscale.datamodules.files import bytes_shown, check_digest, reaching, read_npz, temporary_folder
 from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, training_device
-from mupscale.errors import UserError
+from mupscale.errors import UserError, needs_extra
 
 CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
 FEATURES, CLASSES = 54, 7
@@ -27,23 +27,20 @@ SHA256 = "614360d0257557dd1792834a85a1cdebfadc3c4f30b011d56afee7ffb5b15771"
 
 
 class Covertype(LightningDataModule):
-    """Forest Covertype, resident on the training device, 80 % for training and 20 % held out.
+    """Forest Covertype, kept on the training device, 80 % for training and 20 % held out.
 
     The split is stratified. Continuous columns are standardised with mean and deviation of the training part, binary
-    ones are left as they are; labels are 0..6. Validation and test see the held-out rows, prediction their features
+    ones stay as they are; labels are 0..6. Validation and test see the held-out rows, prediction sees their features
     alone. Training drops the ragged last batch. The order resumes exactly, from the state that the training loader
-    leaves in Lightning's checkpoints.
+    saves in Lightning's checkpoints.
 
     Args:
         data_dir: Folder with the full set as covertype.npz (X: int16 [581012, 54], y: 1..7). Without that file, the
-            first start makes it from a covtype.data.gz lying there, as UCI publishes it, or fetches that (11 MB). Left
-            out: the embedded sample of 7,500 real rows.
+            first start makes it from the covtype.data.gz in this folder, as UCI publishes it, or downloads that
+            (11 MB; needs the extra `data`). Left out: the embedded sample of 7,500 real rows.
         batch_size: Rows per batch over all devices together; each of N devices takes one N-th.
-        seed: Decides the split and the order of the batches.
+        seed: Determines the split and the order of the batches.
     """
-
-    num_features = FEATURES
-    num_classes = CLASSES
 
     def __init__(self, data_dir: str | None = None, batch_size: int = 2000, seed: int = 0) -> None:
         super().__init__()
@@ -94,7 +91,7 @@ class Covertype(LightningDataModule):
         )
 
     def _file(self) -> Path:
-        """The file to read; if it is missing, it is made, or one error says what to put where."""
+        """The file to read, which is made if it is missing; if that fails, a UserError says what to put where."""
         if self.data_dir is None:
             return SAMPLE
         file = Path(self.data_dir).expanduser() / "covertype.npz"
@@ -104,7 +101,7 @@ class Covertype(LightningDataModule):
 
 
 def make_npz(file: Path) -> None:
-    """Writes the full set to `file`, from UCI's archive beside it or, if there is none, from the network."""
+    """Writes the full set to `file`, from UCI's archive in its folder or, if there is none, from the network."""
     archive = file.with_name(ARCHIVE)
     with temporary_folder(file.parent) as temporary:
         if archive.is_file():
@@ -112,10 +109,11 @@ def make_npz(file: Path) -> None:
         else:
             sample = ", or leave data_dir out to use the embedded sample of 7,500 rows"
             with reaching(URL, by_hand=archive, otherwise=sample):
-                from sklearn.datasets import fetch_file
+                with needs_extra("data"):
+                    from sklearn.datasets import fetch_file
 
                 with bytes_shown(temporary, ARCHIVE), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that it tries again
+                    warnings.simplefilter("ignore")  # it warns when it tries again
                     archive = fetch_file(URL, folder=temporary, local_filename=ARCHIVE, sha256=SHA256, n_retries=1)
         table = np.loadtxt(archive, dtype=np.int16, delimiter=",")
         finished = temporary / file.name
@@ -126,7 +124,7 @@ def make_npz(file: Path) -> None:
 def stratified(labels: Tensor, rows: int, seed: int) -> Tensor:
     """The ascending indices of `rows` random rows, every class in its share (rounded by largest remainders)."""
     counts = torch.bincount(labels)
-    exact = counts * rows  # over len(labels): in integers, so that no rounding decides
+    exact = counts * rows  # each share times len(labels): integers, so that rounding has no influence
     shares = exact // len(labels)
     by_remainder = torch.argsort(exact % len(labels), descending=True, stable=True)
     shares[by_remainder[: rows - int(shares.sum())]] += 1

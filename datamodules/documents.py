@@ -1,42 +1,49 @@
-"""Where documents come from: local files, or FineWeb-Edu as a stream. Both can go on from where they were left."""
+"""Where documents come from: local files, or FineWeb-Edu as a stream. Both can continue from any position."""
 
 import gzip
 import json
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from mupscale.datamodules.shards import sha256
-from mupscale.errors import UserError
+from mupscale.errors import UserError, needs_extra
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 SEPARATOR = "<|endoftext|>"
 BATCH = 2**20
-"""Characters of text, about, that are handed on at once."""
+"""Characters of text in a batch of documents, about."""
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Position = Any
-"""Where a source is to go on after a batch, as JSON has it."""
+"""Where a source continues after a batch, as plain JSON values; None is the beginning."""
 
 Batches = Generator[tuple[list[str], Position], None, None]
 
 
-class Unusable(ValueError):
-    """Of a source that must be changed before anything can be made of it."""
+class Unusable(UserError):
+    """The source cannot be prepared until the user changes it or the options."""
 
 
 class Source(Protocol):
+    """Documents to prepare, in a fixed order."""
+
     def described(self) -> dict[str, Any]:
         """What determines the documents, under the names of the command's options."""
 
     def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
-        """What is settled when a preparation begins, and stays as it was `recorded` when it goes on."""
+        """Settles what must not change during a preparation, such as the revision of an online data set.
+
+        A preparation that continues passes what was `recorded` when it began, and gets the same values again.
+        """
 
     def batches(self, position: Position) -> Batches:
-        """Documents from a position on (None: the beginning), each batch with the position after it."""
+        """Documents from a position on, each batch with the position after it."""
 
     def progress(self, position: Position) -> tuple[int, int] | None:
-        """Of how many bytes how many lie before a position, where that is known."""
+        """The bytes before a position and the bytes in all, or None if they are unknown."""
 
 
 class TextFiles:
@@ -52,11 +59,16 @@ class TextFiles:
         for file in files:
             if not file.is_file():
                 raise UserError(f"{file} is a folder: name its files" if file.is_dir() else f"there is no file {file}")
+        if any(file.suffix == ".parquet" for file in files):
+            with needs_extra("data"):
+                import pyarrow.parquet  # noqa: F401
         self._sizes = [file.stat().st_size for file in files]
 
     def __str__(self) -> str:
         names = [file.name for file in self.files]
-        return ", ".join(names if len(names) < 5 else [*names[:3], f"… ({len(names)} files)"])
+        if len(names) >= 5:
+            names = [*names[:3], f"… ({len(names)} files)"]
+        return ", ".join(names)
 
     def described(self) -> dict[str, Any]:
         files = [
@@ -70,7 +82,8 @@ class TextFiles:
 
     def batches(self, position: Position) -> Batches:
         first, begin = position or (0, 0)
-        batch, size = [], 0
+        batch: list[str] = []
+        size = 0
         for number in range(first, len(self.files)):
             for document, offset in self._documents(self.files[number], begin if number == first else 0):
                 if document.strip():
@@ -88,8 +101,9 @@ class TextFiles:
         return sum(self._sizes[:number]) + (offset if in_bytes else 0), sum(self._sizes)
 
     def _documents(self, file: Path, offset: int) -> Iterator[tuple[str, int]]:
-        """Documents from an offset on, each with the offset after it: rows of a parquet file, uncompressed bytes of
-        others.
+        """Documents from an offset on, each with the offset after it.
+
+        The offset counts rows of a parquet file, and uncompressed bytes of any other.
         """
         compressed = file.suffix == ".gz"
         suffix = file.with_suffix("").suffix if compressed else file.suffix
@@ -105,13 +119,14 @@ class TextFiles:
                     yield from _separated(stream, offset, self.separator.encode())
         except (ValueError, EOFError, zlib.error, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # the operating system's; those of gzip and pyarrow about a damaged file have no number
+                raise  # an error of the operating system; gzip and pyarrow set no errno for a damaged file
             raise Unusable(f"{file} cannot be read: {error}") from error
 
 
 class FineWebEdu:
-    """The documents of a subset of FineWeb-Edu, streamed from the Hugging Face Hub, of one revision from the beginning
-    to the end.
+    """The documents of a subset of FineWeb-Edu, streamed from the Hugging Face Hub.
+
+    All documents are of one revision: the newest one when the preparation began.
     """
 
     def __init__(self, subset: str) -> None:
@@ -129,18 +144,20 @@ class FineWebEdu:
         return {"revision": self._revision}
 
     def batches(self, position: Position) -> Batches:
-        from datasets import load_dataset
+        with needs_extra("data"):
+            from datasets import load_dataset
 
         try:
             stream = load_dataset(REPOSITORY, name=self.subset, revision=self._revision, split="train", streaming=True)
-        except Exception as error:  # of many kinds: the Hub's, the http client's, the operating system's
+        except Exception as error:  # many kinds: from the Hub, the HTTP client and the operating system
             if isinstance(error, ValueError) and "BuilderConfig" in str(error):
                 raise Unusable(f"--subset {self.subset}: {REPOSITORY} has no such subset ({reason(error)})") from error
             raise out_of_reach(self.subset, error) from error
         stream = stream.select_columns(["text"])
         if position is not None:
             stream.load_state_dict(position)
-        batch, size = [], 0
+        batch: list[str] = []
+        size = 0
         rows = iter(stream)
         while True:
             try:
@@ -161,41 +178,46 @@ class FineWebEdu:
 
 
 def _newest_revision(subset: str) -> str:
-    from huggingface_hub import HfApi
+    with needs_extra("data"):
+        from huggingface_hub import HfApi
 
     try:
         revision = HfApi().dataset_info(REPOSITORY, timeout=30).sha
-    except Exception as error:  # as above
+    except Exception as error:  # many kinds, as in FineWebEdu.batches
         raise out_of_reach(subset, error) from error
     assert revision is not None
     return revision
 
 
 def out_of_reach(subset: str, error: Exception) -> ConnectionError:
+    """The error for a stream that fails: it says how to continue, and what to do without a network."""
     folder = f"sample/{subset.removeprefix('sample-')}" if subset.startswith("sample-") else f"data/{subset}"
     return ConnectionError(
-        f"streaming {REPOSITORY} failed ({reason(error)}). With a network, the same command goes on where it stopped. "
-        "Without one,"
-        f" download parquet files from https://huggingface.co/datasets/{REPOSITORY}/tree/main/{folder} elsewhere, and "
-        "give them to"
-        " `python -m mupscale prepare text FILES…`"
+        f"streaming {REPOSITORY} failed ({reason(error)}). "
+        "With a network, the same command goes on where it stopped. "
+        "Without one, download parquet files elsewhere, from "
+        f"https://huggingface.co/datasets/{REPOSITORY}/tree/main/{folder}, "
+        "and give them to `python -m mupscale prepare text FILES…`"
     )
 
 
 def reason(error: Exception) -> str:
-    """An error of somebody else's in a line."""
+    """The message of an error from another library, in one line."""
     return " ".join((str(error) or type(error).__name__).split())[:200]
 
 
-def _separated(stream: Any, offset: int, separator: bytes) -> Iterator[tuple[str, int]]:
+def _separated(stream: Iterable[bytes], offset: int, separator: bytes) -> Iterator[tuple[str, int]]:
+    """The documents of a plain text from a byte on, each with the offset after its separator."""
     lines: list[bytes] = []
     begin = offset
 
     def document() -> str:
         content = b"".join(lines)
-        content = content.removesuffix(b"\n").removesuffix(b"\r")  # the separator's own line, or the end of the file
+        content = content.removesuffix(b"\n").removesuffix(b"\r")  # they end the last line before the separator
+        if begin == 0:
+            content = content.removeprefix(BYTE_ORDER_MARK)
         try:
-            return content.removeprefix(b"\xef\xbb\xbf" if begin == 0 else b"").decode()
+            return content.decode()
         except UnicodeDecodeError as error:
             raise UserError(f"byte {begin + error.start} is not UTF-8") from error
 
@@ -209,29 +231,30 @@ def _separated(stream: Any, offset: int, separator: bytes) -> Iterator[tuple[str
     yield document(), offset
 
 
-def _json_lines(stream: Any, offset: int) -> Iterator[tuple[str, int]]:
+def _json_lines(stream: Iterable[bytes], offset: int) -> Iterator[tuple[str, int]]:
+    """The documents of JSON lines from a byte on, each with the offset after its line."""
     for line in stream:
         begin, offset = offset, offset + len(line)
         if not line.strip():
             continue
         try:
-            text = (
-                json.loads(line)["text"].encode(errors="replace").decode()
-            )  # JSON can spell halves of a surrogate pair
+            text = json.loads(line)["text"]
+            # JSON can spell one half of a surrogate pair, which UTF-8 cannot
+            text = text.encode(errors="replace").decode()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"the line at byte {begin} is not a JSON object with a string `text` ({error!r})"
-            ) from error
+            problem = f"the line at byte {begin} is not a JSON object with a string `text` ({error!r})"
+            raise UserError(problem) from error
         yield text, offset
 
 
 def _parquet_rows(file: Path, row: int) -> Iterator[tuple[str, int]]:
+    """The documents of a parquet file from a row on, each with the number of the next row."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file) as table:
         kinds = [str(field.type) for field in table.schema_arrow if field.name == "text"]
         if kinds not in (["string"], ["large_string"]):
-            raise UserError(f"it wants a column `text` of strings, and has {table.schema_arrow.names}")
+            raise UserError(f"it needs a column `text` of strings, its columns are {table.schema_arrow.names}")
         begin = 0
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows

@@ -1,4 +1,4 @@
-"""The files of a data set: read whole or refused by name, fetched whole or not at all."""
+"""The files of a data set: read whole or rejected by name, downloaded whole or not at all."""
 
 import hashlib
 import os
@@ -17,11 +17,14 @@ import numpy as np
 from mupscale.errors import UserError
 
 TIMEOUT = 30.0
-"""Seconds of silence after which a server counts as out of reach; urllib by itself would wait for ever."""
+"""Seconds of silence after which a download fails; without a limit urllib waits for ever."""
+
+DOWNLOAD_ERRORS = (OSError, HTTPException, ImportError, UserError, RuntimeError)
+"""What can go wrong in a download; torchvision raises RuntimeError for a wrong checksum."""
 
 
 def read_npz(file: Path, names: tuple[str, ...]) -> list[np.ndarray]:
-    """The named arrays of an npz file; a UserError names a file that is cut short, damaged or without them."""
+    """The named arrays of an npz file; a UserError names a file that is cut short, damaged or lacks one of them."""
     try:
         with file.open("rb") as stream, np.load(stream) as arrays:
             return [arrays[name] for name in names]
@@ -30,24 +33,23 @@ def read_npz(file: Path, names: tuple[str, ...]) -> list[np.ndarray]:
 
 
 def check_digest(file: Path, algorithm: str, published: str) -> None:
-    """Refuses a file that is not the published one, byte by byte."""
+    """Raises a UserError if the file differs from the published one."""
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, algorithm).hexdigest()
     if found != published:
         raise UserError(
-            f"data_dir: {file} is cut short, damaged or another file: its {algorithm} is {found}, that of the "
-            "published one"
-            f" {published}. Download it again, or delete it to have it fetched"
+            f"data_dir: {file} is cut short, damaged or another file: its {algorithm} is {found}, the published file "
+            f"has {published}. Download it again, or delete it and mupscale downloads it"
         )
 
 
 @contextmanager
 def temporary_folder(folder: Path) -> Iterator[Path]:
-    """A folder inside `folder`, which is made if it is missing: what is finished is moved out, the rest vanishes, come
-    what may.
+    """A folder inside `folder`, which is made if it is missing. The caller moves finished files out of it; the rest is
+    deleted, whatever happens.
 
-    On one file system a move is atomic, so other processes see a whole file or none; and each works in a folder of its
-    own.
+    On one file system a move is atomic, so other processes see a whole file or none. Each process has a temporary
+    folder of its own.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -60,29 +62,24 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
             yield Path(path)
     except BaseException:
         for made in missing:
-            with suppress(OSError):  # not made after all, or no longer empty
+            with suppress(OSError):  # it was not made after all, or is no longer empty
                 made.rmdir()
         raise
 
 
 @contextmanager
 def reaching(url: str, by_hand: Path, otherwise: str = "") -> Iterator[None]:
-    """Makes one error of whatever goes wrong when `url` is fetched: it says what to download, and to put it where
-    `by_hand` says.
+    """Turns whatever goes wrong in the download of `url` into one UserError, which says to download the file by hand
+    and save it as `by_hand`; `otherwise` names an alternative.
     """
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT)
     try:
         yield
-    except (
-        OSError,
-        HTTPException,
-        RuntimeError,
-        ImportError,
-    ) as error:  # RuntimeError: torchvision's for a wrong checksum
+    except DOWNLOAD_ERRORS as error:
         raise UserError(
-            f"data_dir: {by_hand.parent} lacks the data set, and fetching {url} failed ({error})."
-            f" Download it by hand and put it there as {by_hand.name}{otherwise}"
+            f"data_dir: {by_hand.parent} lacks the data set, and fetching {url} failed ({error}). "
+            f"Download it by hand and put it there as {by_hand.name}{otherwise}"
         ) from error
     finally:
         socket.setdefaulttimeout(timeout)
@@ -90,16 +87,16 @@ def reaching(url: str, by_hand: Path, otherwise: str = "") -> Iterator[None]:
 
 @contextmanager
 def bytes_shown(folder: Path, title: str) -> Iterator[None]:
-    """Shows how many bytes lie in `folder`, for a download that shows nothing itself."""
+    """Shows a progress bar of the bytes in `folder`, for a download that shows none itself."""
     from tqdm import tqdm
 
     finished = threading.Event()
 
     def watch() -> None:
         with tqdm(desc=title, unit="B", unit_scale=True) as bar:
-            over = False
-            while not over:
-                over = finished.wait(0.2)
+            is_last = False
+            while not is_last:
+                is_last = finished.wait(0.2)
                 if grown := size(folder) - bar.n:
                     bar.update(grown)
 

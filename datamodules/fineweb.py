@@ -3,6 +3,8 @@
 See shards.py for the format, README.md for the embedded sample.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +18,7 @@ from mupscale.errors import UserError
 
 JARGON = Path(__file__).with_name("jargon")
 RESIDENT_SHARE = 1 / 8
-"""Tokens that take no more than this of a GPU's memory are kept there, unless `resident` says otherwise."""
+"""Tokens that take at most this share of a GPU's memory are kept there, unless `resident` is set."""
 
 Order = Literal["random", "sequential"]
 
@@ -26,10 +28,10 @@ class FineWeb(LightningDataModule):
 
     A batch is int64 [rows, context + 1]: each position predicts the next. Training sees random crops or, in order,
     every token as a target once an epoch; an epoch has as many rows either way, and drops the ragged last batch.
-    Validation and test see the held-out documents in order, the last window left out if it is not full; prediction
-    their inputs alone. Documents follow each other, an end-of-text token after each, and a row may reach over several.
-    Batches are the same on any device and for any number of devices, and resume exactly, from the state that the
-    training loader leaves in Lightning's checkpoints.
+    Validation and test see the held-out documents in order, without the last window if it is not full; prediction sees
+    their inputs alone. Documents follow each other, an end-of-text token after each, and a row may span several of
+    them. Batches are the same on any device and for any number of devices. They resume exactly, from the state that the
+    training loader saves in Lightning's checkpoints.
 
     Args:
         data_dir: The prepared folder. Left out: the embedded sample, the Jargon File (0.4 M tokens, vocabulary 4,096).
@@ -37,8 +39,8 @@ class FineWeb(LightningDataModule):
         context: Tokens that a row predicts.
         order: random: crops of the training text. sequential: its windows one after another.
         resident: Keep the tokens on the training device. By default on a GPU if they take at most an eighth of its
-            memory; otherwise they are read from disk as they are needed, by memory map.
-        seed: Decides the crops.
+            memory; otherwise batches are read from disk, by memory map.
+        seed: Determines the crops.
     """
 
     def __init__(
@@ -60,10 +62,9 @@ class FineWeb(LightningDataModule):
         self._windows: dict[str, ResidentWindows | MappedWindows] = {}
 
     def prepare_data(self) -> None:
-        try:
-            self._index().verify()
-        except ValueError as error:
-            raise UserError(f"data_dir: {error}") from error
+        index = self._index()
+        with about_data_dir():
+            index.verify()
 
     def setup(self, stage: str | None = None) -> None:
         index, device = self._index(), training_device(self.trainer)
@@ -73,15 +74,14 @@ class FineWeb(LightningDataModule):
         splits = {split: index.tokens(split) for split in SPLITS}
         resident = self.resident
         if resident is None:
-            held = sum(map(len, splits.values())) * TOKEN.itemsize
-            resident = (
-                device.type == "cuda" and held <= RESIDENT_SHARE * torch.cuda.get_device_properties(device).total_memory
-            )
+            size = sum(len(tokens) for tokens in splits.values()) * TOKEN.itemsize
+            resident = device.type == "cuda" and size <= RESIDENT_SHARE * _memory(device)
         kind = ResidentWindows if resident else MappedWindows
         self._windows = {split: kind(tokens, self.context + 1, device) for split, tokens in splits.items()}
 
     def train_dataloader(self) -> "WindowLoader":
-        return self._loader("train", self.order if shuffles(self.trainer) else "sequential", drop_last=True)
+        order: Order = self.order if shuffles(self.trainer) else "sequential"
+        return self._loader("train", order, drop_last=True)
 
     def val_dataloader(self) -> "WindowLoader":
         return self._loader("val", "sequential")
@@ -92,47 +92,64 @@ class FineWeb(LightningDataModule):
     def predict_dataloader(self) -> "WindowLoader":
         return self._loader("val", "sequential", targets=False)
 
-    def _loader(self, split: str, order: Order, **options: Any) -> "WindowLoader":
+    def _loader(self, split: str, order: Order, *, targets: bool = True, drop_last: bool = False) -> "WindowLoader":
         return WindowLoader(
-            self._windows[split], self.batch_size, order=order, seed=self.seed, **options, **ranks(self.trainer)
+            self._windows[split],
+            self.batch_size,
+            order=order,
+            targets=targets,
+            seed=self.seed,
+            drop_last=drop_last,
+            **ranks(self.trainer),
         )
 
     def _index(self) -> Index:
-        try:
+        with about_data_dir():
             return read_index(Path(self.data_dir).expanduser() if self.data_dir is not None else JARGON)
-        except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"data_dir: {error}") from error
 
     def _refuse_unfit(self, index: Index) -> None:
-        """A UserError where data, context and model do not go together."""
+        """Raises a UserError if data, context and model do not fit together."""
         for split in SPLITS:
             tokens = index.content[split]["tokens"]
             if not 0 < self.context < tokens:
                 raise UserError(
-                    f"data.context = {self.context}: {index.folder} has {tokens} tokens for {split}, wanted 1 to "
-                    f"{tokens - 1}"
+                    f"data.context = {self.context}: {index.folder} has {tokens} tokens for {split}, "
+                    f"wanted 1 to {tokens - 1}"
                 )
         model = self.trainer.lightning_module.hparams if self.trainer is not None else {}
         if model.get("vocabulary", index.vocabulary) < index.vocabulary:
             raise UserError(
                 f"model.vocabulary = {model['vocabulary']}: the tokens of {index.folder} are of a vocabulary of "
-                f"{index.vocabulary};"
-                f" set model.vocabulary: {index.vocabulary}, or more"
+                f"{index.vocabulary}; set model.vocabulary: {index.vocabulary}, or more"
             )
         if model.get("context", self.context) < self.context:
             raise UserError(
-                f"data.context = {self.context}: the model has model.context = {model['context']} positions; make them "
-                "agree"
+                f"data.context = {self.context}: the model has model.context = {model['context']} positions; "
+                "make them agree"
             )
 
 
+@contextmanager
+def about_data_dir() -> Iterator[None]:
+    """Names the option in a UserError about the prepared folder."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"data_dir: {error}") from error
+
+
+def _memory(device: torch.device) -> int:
+    """The bytes of a GPU's memory."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 class ResidentWindows:
-    """The windows of tokens that lie on the training device: a batch is one index operation, and one into int64."""
+    """Windows of tokens that lie on the training device: one index operation and one conversion to int64 a batch."""
 
     def __init__(self, tokens: MappedTokens, size: int, device: torch.device) -> None:
         self.tokens, self.size, self.device = len(tokens), size, device
         self.starts_device = device
-        # the bits of uint16, of which torch indexes hardly any
+        # the bits of uint16, a type for which torch lacks most index operations
         content = torch.empty(len(tokens), dtype=torch.int16, device=device)
         for begin, shard in tokens.shards():
             content[begin : begin + len(shard)] = torch.from_numpy(shard.view("<i2"))
@@ -143,9 +160,9 @@ class ResidentWindows:
 
 
 class MappedWindows:
-    """The windows of tokens on disk.
+    """Windows of tokens that lie on disk.
 
-    The copy to a GPU does not wait for it, nor does the GPU's work for the next one.
+    The copy of a batch to a GPU is asynchronous: neither the CPU nor the GPU's work waits for it.
     """
 
     starts_device = torch.device("cpu")
@@ -155,7 +172,7 @@ class MappedWindows:
         self._mapped = tokens
 
     def rows(self, starts: Tensor) -> Tensor:
-        # pinned memory comes from torch's cache, which gives a block out again only when its copy is over
+        # pinned memory comes from torch's cache, which reuses a block only after its copy has ended
         rows = torch.empty(len(starts), self.size, dtype=torch.int16, pin_memory=self.device.type == "cuda")
         for start, row in zip(starts.tolist(), rows.numpy().view(TOKEN), strict=True):
             self._mapped.read(start, row)
@@ -163,9 +180,10 @@ class MappedWindows:
 
 
 class WindowLoader(ResidentLoader):
-    """The loader of windows of tokens; of ResidentLoader's data, which are the starts of the windows, it is the reader.
+    """Batches of windows of tokens. The tensor of the ResidentLoader holds the starts of the sequential windows.
 
-    Sequential windows overlap by a token, which one predicts and the next one begins with. Random ones begin anywhere.
+    Sequential windows overlap by one token: the last target of one is the first input of the next.
+    Random windows begin anywhere.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a preparation has done so far, on disk, and the right to go on with it, which one process has at a time."""
+"""The progress of a preparation, on disk, and a lock so that one process at a time continues it."""
 
 import json
 import os
@@ -17,16 +17,16 @@ JOURNAL, LOCK = "progress.json", ".lock"
 
 @dataclass
 class Journal:
-    """The state of an unfinished folder. Whatever its files hold beyond it was not done."""
+    """The state of an unfinished folder. What its files hold beyond this state is cut off."""
 
     preparation: dict[str, Any]
-    """The arguments, and what was settled when it began."""
+    """The arguments, and what was settled when the preparation began."""
     tokenizer: dict[str, Any] | None = None
-    """How the vocabulary was made, once its file is there."""
+    """How the vocabulary was made; None until its file is written."""
     position: Any = None
-    """Where the source goes on."""
+    """Where the source continues."""
     complete: bool = False
-    """Whether nothing is left to be read."""
+    """Whether all documents are written."""
     shards: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     """The tokens and documents of each shard."""
 
@@ -38,8 +38,7 @@ class Journal:
                 return cls(**json.loads(path.read_bytes()))
             except (ValueError, TypeError) as error:
                 raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it anew") from error
-        # of a process that ended before it had begun
-        own = (LOCK, partial(path).name)
+        own = (LOCK, partial(path).name)  # a process that ended before it wrote its first journal leaves them
         other = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if other:
             raise UserError(
@@ -52,19 +51,22 @@ class Journal:
 
 
 def refuse_other(folder: Path, recorded: dict[str, Any], asked: dict[str, Any]) -> None:
-    """A UserError names an argument that is not the one with which the folder was begun."""
+    """Raises a UserError if an argument differs from the one that the folder was begun with."""
     for name, value in json.loads(json.dumps(asked)).items():
         if recorded.get(name) != value:
             raise UserError(
-                f"--out {folder} was prepared with {name} = {recorded.get(name)}, this command has {name} = {value}:"
-                " name another folder, or delete that one"
+                f"--out {folder} was prepared with {name} = {recorded.get(name)}, this command has {name} = {value}: "
+                "name another folder, or delete that one"
             )
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Makes the folder, and keeps every other process from preparing it. What was made and is empty in the end goes."""
-    import fcntl  # of Unix alone, and whoever only trains needs it not
+    """Makes the folder, and locks it against other processes that prepare.
+
+    At the end the folder and its parents are removed if they are empty and were made here.
+    """
+    import fcntl  # only Unix has it, and training does not need it
 
     lock = folder / LOCK
     made = [path for path in (folder, *folder.parents) if not path.exists() or (path / JOURNAL).exists()]
@@ -76,7 +78,7 @@ def held(folder: Path) -> Iterator[None]:
         try:
             stream = lock.open("a")
         except FileNotFoundError:
-            continue  # one that failed has taken the folder away meanwhile
+            continue  # another process failed meanwhile and removed the folder
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -84,20 +86,23 @@ def held(folder: Path) -> Iterator[None]:
             raise UserError(f"--out {folder} is being prepared by another process") from None
         if lock.exists() and os.path.samestat(os.fstat(stream.fileno()), lock.stat()):
             break
-        stream.close()  # one that has finished has taken the file away meanwhile: who holds that one holds nothing
+        stream.close()  # another process finished meanwhile and removed this file: its lock is void
     try:
         yield
     finally:
         lock.unlink()
         for path in made:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # not empty
                 path.rmdir()
         stream.close()
 
 
 def remove(folder: Path) -> None:
     """Removes what a preparation writes."""
-    files = [folder / name for name in (JOURNAL, TOKENIZER, INDEX)]
-    shards = [path for split in SPLITS for kind in ("tokens", "documents") for path in folder.glob(f"{split}-*.{kind}")]
-    for path in (*shards, *files, *map(partial, files)):
+    paths: list[Path] = []
+    for split in SPLITS:
+        paths += [*folder.glob(f"{split}-*.tokens"), *folder.glob(f"{split}-*.documents")]
+    for name in (JOURNAL, TOKENIZER, INDEX):
+        paths += [folder / name, partial(folder / name)]
+    for path in paths:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""From documents to a prepared folder: in parallel, and the same bytes however often it is interrupted."""
+"""From documents to a prepared folder: in parallel, and with the same bytes however often it is interrupted."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 SHARD_TOKENS = 2**26
 TRAINING_BYTES = 2**26
-"""How much of the first training documents a vocabulary is trained on."""
+"""How much text of the first training documents a vocabulary is trained on."""
 COMMIT_SECONDS = 5.0
-"""How much work an interruption can cost."""
+"""How much work a killed process can lose."""
 
 Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Tokens of several documents; for each how many it has, and whether it is held out."""
+"""The tokens of several documents, one after another; each document's number of tokens; whether it is held out."""
 
 
 def prepare(
@@ -54,18 +54,18 @@ def prepare(
     workers: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Index:
-    """The index of the folder `out`, prepared from the documents of `source`; what was done there already is not done
-    again.
+    """Prepares the folder `out` from the documents of `source`, and returns its index.
 
-    Tokens are GPT-2's, or those of a BPE of `vocabulary` tokens trained on the first training documents. A hash of its
-    text decides whether a document is held out, so equal ones lie on one side. With `tokens`, the document that reaches
-    that number, both splits together, is the last. The bytes written depend neither on `workers` (threads; by default
-    one for each core) nor on interruptions. A source that cannot be used leaves nothing behind.
+    A folder that was begun is continued, and one that is finished is left as it is. Tokens are GPT-2's, or those of a
+    BPE of `vocabulary` tokens trained on the first training documents. A hash of its text decides whether a document is
+    held out, so equal documents fall to the same split. With `tokens`, the document that reaches that number, both
+    splits together, is the last. The bytes written depend neither on `workers` (threads; by default one for each core)
+    nor on interruptions. A source that cannot be used leaves nothing behind.
     """
     if vocabulary is not None and not BYTES < vocabulary <= LARGEST_VOCABULARY:
         raise UserError(
-            f"--vocab {vocabulary}: wanted {BYTES + 1} (all bytes, and the end of text) to {LARGEST_VOCABULARY}, which "
-            "fit in 16 bits"
+            f"--vocab {vocabulary}: wanted {BYTES + 1} (all bytes, and the end of text) to {LARGEST_VOCABULARY}, "
+            "which fit in 16 bits"
         )
     if not 0 < val_fraction < 1:
         raise UserError(f"--val-fraction {val_fraction}: wanted a number between 0 and 1")
@@ -104,27 +104,28 @@ def prepare(
 
 
 def is_held_out(document: str, val_fraction: float) -> bool:
-    """Whether a document is for validation: a matter of its text alone."""
+    """Whether a document is for validation, which depends on its text alone."""
     digest = hashlib.sha256(document.encode()).digest()
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
 
 def tokenizer(source: Source, folder: Path, journal: Journal) -> "tiktoken.Encoding":
-    """The encoding of the folder's vocabulary, which is fetched or trained first if there is none."""
+    """The encoding of the folder's vocabulary, which is downloaded or trained first if the folder has none yet."""
     path, size = folder / TOKENIZER, journal.preparation["vocab"]
     if journal.tokenizer is None:
+        trained_on: dict[str, int] | None = None
         if size == "gpt2":
-            ranks, trained_on = gpt2_ranks(), None
+            ranks = gpt2_ranks()
         else:
             print(f"training a vocabulary of {size:,} tokens", flush=True)
             text = TrainingText(source, journal.preparation["val-fraction"])
             ranks = trained_ranks(text, size)
             if not text.documents:
                 refuse_empty(source, {"train": 0, "val": text.held_out})
-            if len(ranks) + 1 < size:
+            found = len(ranks) + 1
+            if found < size:
                 raise Unusable(
-                    f"--vocab {size}: {source} gives no more than {len(ranks) + 1} different tokens; choose that, or "
-                    "less"
+                    f"--vocab {size}: {source} gives no more than {found} different tokens; choose that, or less"
                 )
             trained_on = {"documents": text.documents, "bytes": text.bytes}
         write_durably(path, dumped(ranks))
@@ -134,7 +135,7 @@ def tokenizer(source: Source, folder: Path, journal: Journal) -> "tiktoken.Encod
 
 
 class TrainingText:
-    """The first training documents, TRAINING_BYTES of them or a little more, counted as they are drawn."""
+    """The first training documents, up to the one that reaches TRAINING_BYTES, counted as they are drawn."""
 
     def __init__(self, source: Source, val_fraction: float) -> None:
         self.source, self.val_fraction = source, val_fraction
@@ -154,7 +155,7 @@ class TrainingText:
 
 
 def write_shards(source: Source, folder: Path, encoding: "tiktoken.Encoding", journal: Journal, workers: int) -> None:
-    """Encodes what the journal does not know as done, and brings shards and journal to the end."""
+    """Encodes the documents that the journal does not hold yet, and completes shards and journal."""
     if journal.complete:
         return
     asked = journal.preparation
@@ -163,9 +164,9 @@ def write_shards(source: Source, folder: Path, encoding: "tiktoken.Encoding", jo
     last_commit = time.monotonic()
 
     def work(documents: Sequence[str]) -> Encoded:
-        return *encoded(encoding, documents), np.array(
-            [is_held_out(document, asked["val-fraction"]) for document in documents]
-        )
+        tokens, lengths = encoded(encoding, documents)
+        held_out = [is_held_out(document, asked["val-fraction"]) for document in documents]
+        return tokens, lengths, np.array(held_out)
 
     def commit() -> None:
         for writer in writers.values():
@@ -174,17 +175,14 @@ def write_shards(source: Source, folder: Path, encoding: "tiktoken.Encoding", jo
 
     with ThreadPoolExecutor(workers) as pool, progress_bar(source, asked["tokens"], journal.position, written) as show:
         try:
-            for (tokens, lengths, held_out), position in in_order(
-                pool, work, source.batches(journal.position), 2 * workers
-            ):
-                tokens, lengths, held_out = up_to((asked["tokens"] or np.inf) - written, (tokens, lengths, held_out))
+            for batch, position in in_order(pool, work, source.batches(journal.position), ahead=2 * workers):
+                tokens, lengths, held_out = up_to((asked["tokens"] or np.inf) - written, batch)
                 for split, chosen in (("train", ~held_out), ("val", held_out)):
                     writers[split].append(tokens[np.repeat(chosen, lengths)], lengths[chosen])
                 written += len(tokens)
-                # at one stroke, because an interrupt may come between any two lines, and be followed by a commit
-                vars(journal).update(
-                    position=position, shards={split: list(writer.counts) for split, writer in writers.items()}
-                )
+                shards = {split: list(writer.counts) for split, writer in writers.items()}
+                # both in one statement: an interrupt between two would let `finally` commit a half-updated journal
+                vars(journal).update(position=position, shards=shards)
                 show(position, written)
                 if asked["tokens"] and written >= asked["tokens"]:
                     break
@@ -199,9 +197,7 @@ def write_shards(source: Source, folder: Path, encoding: "tiktoken.Encoding", jo
 def in_order(
     pool: ThreadPoolExecutor, work: Callable[[Sequence[str]], Encoded], batches: Batches, ahead: int
 ) -> Iterator[tuple[Encoded, Position]]:
-    """The encoded batches in their order, with their positions; no more than `ahead` are read before they are asked
-    for.
-    """
+    """The encoded batches in their order, with their positions; at most `ahead` batches are read in advance."""
     waiting: deque[tuple[Future[Encoded], Position]] = deque()
     broken: ConnectionError | None = None
     with closing(batches):
@@ -211,7 +207,7 @@ def in_order(
                 if len(waiting) > ahead:
                     future, position = waiting.popleft()
                     yield future.result(), position
-        except ConnectionError as error:  # what came before it counts
+        except ConnectionError as error:  # after the batches that came before it
             broken = error
         while waiting:
             future, position = waiting.popleft()
@@ -221,7 +217,7 @@ def in_order(
 
 
 def up_to(limit: float, batch: Encoded) -> Encoded:
-    """The documents up to the one with which their tokens reach the limit."""
+    """The documents up to the one that reaches the limit of tokens."""
     tokens, lengths, held_out = batch
     if len(tokens) < limit:
         return batch
@@ -234,16 +230,17 @@ def up_to(limit: float, batch: Encoded) -> Encoded:
 def progress_bar(
     source: Source, tokens: int | None, position: Position, written: int
 ) -> Iterator[Callable[[Position, int], None]]:
-    """Shows how many tokens of those asked for are written or, if all are, how much of the source is read."""
+    """Shows the tokens written out of `tokens` or, without that number, the bytes of the source that are read."""
     from tqdm import tqdm
 
     def state(position: Position, written: int) -> tuple[int, int | None]:
-        return (written, tokens) if tokens else source.progress(position) or (written, None)
+        if tokens:
+            return written, tokens
+        return source.progress(position) or (written, None)
 
     done, total = state(position, written)
-    with tqdm(
-        total=total, initial=done, unit="tokens" if tokens else "B", unit_scale=True, disable=None, leave=False
-    ) as bar:
+    unit = "tokens" if tokens else "B"
+    with tqdm(total=total, initial=done, unit=unit, unit_scale=True, disable=None, leave=False) as bar:
 
         def show(position: Position, written: int) -> None:
             bar.set_postfix_str(f"{written / 1e6:,.1f} M tokens", refresh=False)
@@ -254,33 +251,31 @@ def progress_bar(
 
 def finish(source: Source, folder: Path, encoding: "tiktoken.Encoding", journal: Journal) -> Index:
     """Writes the index, after which the folder is prepared."""
-    writers = {
-        split: ShardWriter(folder, split, journal.preparation["shard tokens"], journal.shards[split])
-        for split in SPLITS
-    }
+    shard_tokens = journal.preparation["shard tokens"]
+    writers = {split: ShardWriter(folder, split, shard_tokens, journal.shards[split]) for split in SPLITS}
     refuse_empty(source, {split: writer.documents for split, writer in writers.items()})
     assert journal.tokenizer is not None
-    content = {
+    content: dict[str, Any] = {
         "version": VERSION,
         "vocabulary": encoding.n_vocab,
         "end_of_text": encoding.eot_token,
         "tokenizer": {**file_entry(folder / TOKENIZER), **journal.tokenizer},
         "preparation": journal.preparation,
-        **{split: writer.index() for split, writer in writers.items()},
     }
+    for split, writer in writers.items():
+        content[split] = writer.index()
     write_durably(folder / INDEX, json.dumps(content, indent=1).encode())
     (folder / JOURNAL).unlink()
     return read_index(folder)
 
 
 def refuse_empty(source: Source, documents: dict[str, int]) -> None:
-    """Unusable is a source without text, or with too little for two splits."""
+    """Raises Unusable for a source without text, or with too little for two splits."""
     if not any(documents.values()):
         raise Unusable(f"{source}: there is no text in it")
     for split, count in documents.items():
         if count == 0:
             raise Unusable(
-                f"{source}: none of its {sum(documents.values())} documents falls to the split `{split}`. It wants "
-                "more documents"
-                " (in plain text --separator tells where they end), or another --val-fraction"
+                f"{source}: none of its {sum(documents.values())} documents falls to the split `{split}`. "
+                "Give more documents (--separator sets where they end in plain text), or another --val-fraction"
             )

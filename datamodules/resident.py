@@ -1,6 +1,4 @@
-"""Batches of tensors that already lie on the training device: one index operation each, no workers, no copies from the
-host.
-"""
+"""Batches of tensors that already lie on the training device: one index operation each, no workers, no host copies."""
 
 import hashlib
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ class ResidentLoader:
     `batch_size` is the global batch. Every rank draws the same order of rows, a function of `seed` and the epoch alone,
     and rank r of N takes the r-th contiguous share of each global batch. Without `drop_last` the last batch may be
     ragged: its shares then differ by at most one row, and every rank still gets as many batches as the others. That is
-    exact for sums over rows (evaluation), not for the mean of per-rank means (training), so training wants
+    exact for sums over rows (evaluation), not for the mean of per-rank means (training), so training needs
     `drop_last=True`.
 
     A batch is a tuple with one part of each tensor, or a bare tensor when there is only one. It is a copy: writing to
@@ -28,9 +26,9 @@ class ResidentLoader:
     `iter` starts the next epoch if the current one was drawn from, and otherwise changes nothing, because Lightning
     calls it more often than it draws. All iterators of one loader share its position. `state_dict` holds epoch and
     position, with what the order depends on; `load_state_dict` refuses a state of other data or another order, and the
-    next `iter` goes on with the very next batch, on any number of ranks.
+    next `iter` continues with the very next batch, on any number of ranks.
 
-    A subclass that makes its batches otherwise overrides `_batch`, and `_chances` if chance has a part in them.
+    A subclass that makes its batches otherwise overrides `_batch`, and `_chances` if it needs random numbers for them.
     """
 
     batch_sampler = None  # Lightning reads it from whatever has a `sampler`
@@ -55,17 +53,18 @@ class ResidentLoader:
             raise UserError(
                 f"batch_size={batch_size} is the global batch: it must be a positive multiple of the {world_size} ranks"
             )
-        rows, ragged = sizes[0], 0 if drop_last else sizes[0] % batch_size
+        rows = sizes[0]
+        ragged = 0 if drop_last else rows % batch_size
         if rows < (batch_size if drop_last else 1):
             raise UserError(f"batch_size={batch_size} leaves no batch of {rows} rows: choose a smaller one")
         if 0 < ragged < world_size:
             raise UserError(
-                f"batch_size={batch_size} leaves {ragged} of {rows} rows for the last batch, too few for {world_size} "
-                "ranks:"
-                " choose another batch_size, or drop_last"
+                f"batch_size={batch_size} leaves {ragged} of {rows} rows for the last batch, "
+                f"too few for {world_size} ranks: choose another batch_size, or drop_last"
             )
         self.tensors, self.rank, self.world_size = tensors, rank, world_size
-        self._order_depends_on = {
+        self._rows, self._batch_size, self._seed, self._shuffle = rows, batch_size, seed, shuffle
+        self._order_depends_on: dict[str, int | bool | str] = {
             "rows": rows,
             "batch_size": batch_size,
             "seed": seed,
@@ -75,9 +74,8 @@ class ResidentLoader:
         self._batches = (rows + bool(ragged) * (batch_size - ragged)) // batch_size
         self._epoch = self._position = 0
         self._drawn_from = False
-        self._plan: tuple[int, tuple[Tensor, ...]] | None = (
-            None  # the epoch it belongs to; its rows in order, and their chances
-        )
+        self._plan: tuple[int, tuple[Tensor, ...]] | None = None
+        """An epoch; the order of its rows, and the `_chances` of each place in it."""
 
     def __len__(self) -> int:
         return self._batches
@@ -89,7 +87,7 @@ class ResidentLoader:
 
     @property
     def sampler(self) -> Self:
-        """What Lightning tells the epoch to: it calls `loader.sampler.set_epoch` before each."""
+        """The loader itself: Lightning calls `loader.sampler.set_epoch` before each epoch."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -101,15 +99,15 @@ class ResidentLoader:
         if epoch != self._epoch:
             self._epoch, self._position, self._drawn_from = epoch, 0, False
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, int | bool | str]:
         return {**self._order_depends_on, "epoch": self._epoch, "position": self._position}
 
-    def load_state_dict(self, state_dict: dict[str, int | bool]) -> None:
+    def load_state_dict(self, state_dict: dict[str, int | bool | str]) -> None:
         for name, ours in self._order_depends_on.items():
             if state_dict.get(name) != ours:
                 raise UserError(
-                    f"the checkpoint's data order has {name}={state_dict.get(name)}, this run's loader {name}={ours}:"
-                    f" resume with the {name} of the interrupted run"
+                    f"the checkpoint's data order has {name}={state_dict.get(name)}, this run's loader {name}={ours}: "
+                    f"resume with the {name} of the interrupted run"
                 )
         self._epoch, self._position, self._drawn_from = int(state_dict["epoch"]), int(state_dict["position"]), False
 
@@ -117,7 +115,7 @@ class ResidentLoader:
         # the state is read at every step, not kept in this frame: Lightning sets the epoch after it has called iter
         while self._position < len(self):
             share = self._share_of(self._position)
-            # before the batch leaves: a checkpoint written while it is trained on must count it as seen
+            # before the batch is used: a checkpoint written in its training step must count it as seen
             self._position += 1
             self._drawn_from = True
             parts = self._batch(*(entries[share] for entries in self._epoch_plan()))
@@ -128,25 +126,22 @@ class ResidentLoader:
         return tuple(tensor.index_select(0, rows) for tensor in self.tensors)
 
     def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """What an epoch leaves to chance beside the order: tensors with one entry for each place in it."""
+        """The random numbers of an epoch beside its order: tensors with one entry for each place in the order."""
         return ()
 
     def _share_of(self, position: int) -> slice:
         """The places in the epoch's order of this rank's share of the global batch at `position`."""
-        batch_size = self._order_depends_on["batch_size"]
-        start = position * batch_size
-        size = min(batch_size, self._order_depends_on["rows"] - start)
+        start = position * self._batch_size
+        size = min(self._batch_size, self._rows - start)
         first, last = (size * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return slice(start + first, start + last)
 
     def _epoch_plan(self) -> tuple[Tensor, ...]:
         if self._plan is None or self._plan[0] != self._epoch:
-            rows, seed = self._order_depends_on["rows"], self._order_depends_on["seed"]
             # drawn on the CPU, so that an epoch is the same on every type of device
-            generator = torch.Generator().manual_seed(_mixed(seed, self._epoch))
-            order = (
-                torch.randperm(rows, generator=generator) if self._order_depends_on["shuffle"] else torch.arange(rows)
-            )
+            generator = torch.Generator().manual_seed(_mixed(self._seed, self._epoch))
+            rows = self._rows
+            order = torch.randperm(rows, generator=generator) if self._shuffle else torch.arange(rows)
             plan = order, *self._chances(rows, generator)
             self._plan = self._epoch, tuple(entries.to(self.tensors[0].device) for entries in plan)
         return self._plan[1]
@@ -165,8 +160,8 @@ def ranks(trainer: Trainer | None) -> dict[str, int]:
 
 
 def shuffles(trainer: Trainer | None) -> bool:
-    """Whether training batches come in random order: not when overfitting, for which Lightning cannot switch a loader
-    of ours.
+    """Whether training batches come in random order: not under `overfit_batches`, for which Lightning can switch off
+    the shuffling of its own loaders only.
     """
     return trainer is None or not trainer.overfit_batches  # type: ignore[attr-defined]
 

@@ -1,12 +1,11 @@
-"""Tokens on disk: shards of whole documents, an index that vouches for them, and one array over all of them by memory
-map.
+"""Tokens on disk: shards of whole documents, an index with their checksums, one memory-mapped array over all shards.
 
 A prepared folder holds, for each split S (train, val) and shard number N, little-endian:
 
     S-N.tokens       uint16: the documents of the shard one after another, each with the end-of-text token as its last
     S-N.documents    uint64: where in the shard each document begins
     tokenizer.tiktoken    a line for each token but end-of-text: its bytes in base64, and its number
-    index.json       version, vocabulary, counts, checksums, sources. Written last: no index, no data
+    index.json       version, vocabulary, counts, checksums, sources. Written last: a folder without it is unfinished
 """
 
 import hashlib
@@ -16,7 +15,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,9 +33,7 @@ LARGEST_VOCABULARY = 2**16  # what TOKEN can count
 
 @dataclass(frozen=True)
 class Index:
-    """What a prepared folder holds. Every file is there in its full length; `verify` tells whether their bytes are
-    right, too.
-    """
+    """The content of a prepared folder. Every file exists in its full length; `verify` compares the checksums, too."""
 
     folder: Path
     content: dict[str, Any]
@@ -48,8 +44,10 @@ class Index:
 
     def files(self) -> dict[str, tuple[int, str]]:
         """The size in bytes and the sha256 of every file but the index."""
-        shards = [shard for split in SPLITS for shard in self.content[split]["shards"]]
-        entries = [self.content["tokenizer"], *(shard[kind] for shard in shards for kind in ("tokens", "documents"))]
+        entries = [self.content["tokenizer"]]
+        for split in SPLITS:
+            for shard in self.content[split]["shards"]:
+                entries += [shard["tokens"], shard["documents"]]
         return {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in entries}
 
     def verify(self) -> None:
@@ -60,21 +58,16 @@ class Index:
         for (name, (_, expected)), found in zip(files.items(), digests, strict=True):
             if found != expected:
                 raise UserError(
-                    f"{self.folder / name} is damaged: its sha256 is {found}, {INDEX} says {expected}. Prepare the "
-                    "folder again"
+                    f"{self.folder / name} is damaged: its sha256 is {found}, {INDEX} says {expected}. "
+                    "Prepare the folder again"
                 )
 
     def tokens(self, split: str) -> "MappedTokens":
-        shards = self.content[split]["shards"]
-        return MappedTokens(
-            *([self.folder / shard[kind]["file"] for shard in shards] for kind in ("tokens", "documents"))
-        )
+        return MappedTokens([self.folder / shard["tokens"]["file"] for shard in self.content[split]["shards"]])
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a prepared folder, its files checked for presence and size; an error says what is wrong with which
-    file.
-    """
+    """The index of a prepared folder; a UserError names a file that is missing or has another size."""
     path = folder / INDEX
     if not path.is_file():
         if any(folder.glob("*.tokens")):
@@ -90,8 +83,8 @@ def read_index(folder: Path) -> Index:
         raise UserError(f"{path} is damaged, or is not the index of a prepared folder ({error!r})") from error
     if version != VERSION:
         raise UserError(
-            f"{path} is of version {version}, this mupscale reads version {VERSION}: delete the folder and prepare it "
-            "anew"
+            f"{path} is of version {version}, this mupscale reads version {VERSION}: "
+            "delete the folder and prepare it anew"
         )
     for name, (size, _) in files.items():
         file = folder / name
@@ -107,13 +100,12 @@ def read_index(folder: Path) -> Index:
 class MappedTokens:
     """The tokens of a split as if its shards were one array.
 
-    Nothing is read before it is asked for, and nothing is kept.
+    Tokens are read from disk when they are used, and are not kept in memory.
     """
 
-    def __init__(self, token_files: Sequence[Path], document_files: Sequence[Path]) -> None:
-        # "c", because torch complains of arrays that cannot be written to; as plain arrays, which are cut twice as fast
-        self._shards = [np.memmap(file, TOKEN, "c").view(np.ndarray) for file in token_files]
-        self._document_files = document_files
+    def __init__(self, files: Sequence[Path]) -> None:
+        # "c", because torch warns of read-only arrays; as plain arrays, because slicing them is twice as fast
+        self._shards = [np.memmap(file, TOKEN, "c").view(np.ndarray) for file in files]
         self._ends = list(accumulate(len(shard) for shard in self._shards))
 
     def __len__(self) -> int:
@@ -124,7 +116,7 @@ class MappedTokens:
         return zip([0, *self._ends], self._shards, strict=False)
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Fills `out`, of any integer type, with the tokens from `start` on, across shards where it must."""
+        """Fills `out`, of any integer type, with the tokens from `start` on, from several shards if need be."""
         number = bisect_right(self._ends, start)
         offset = start - (self._ends[number - 1] if number else 0)
         filled = 0
@@ -133,36 +125,22 @@ class MappedTokens:
             out[filled : filled + len(part)] = part
             filled, number, offset = filled + len(part), number + 1, 0
 
-    @cached_property
-    def document_starts(self) -> np.ndarray:
-        """Where each document begins, and last where the tokens end."""
-        starts = [
-            np.fromfile(file, START) + np.uint64(begin)
-            for file, begin in zip(self._document_files, [0, *self._ends], strict=False)
-        ]
-        return np.concatenate([*starts, np.array([len(self)], START)]).astype(np.int64)
-
-    def document(self, number: int) -> np.ndarray:
-        """The tokens of a document, end-of-text included."""
-        start, end = self.document_starts[number : number + 2]
-        out = np.empty(end - start, TOKEN)
-        self.read(int(start), out)
-        return out
-
 
 class ShardWriter:
     """Appends documents to the shards of a split; a shard that has reached `shard_tokens` is followed by the next.
 
-    `commit` makes what was appended durable and returns the tokens and documents of every shard. A writer made with
-    that cuts the files back to it, whatever was written or lost after: the shards depend on the documents alone, not on
-    how often one stopped.
+    `close` makes durable what was appended; `counts` holds the tokens and documents of every shard. A new writer with
+    these counts as `committed` cuts the files back to them and continues there. So the shards depend on the documents
+    alone, not on interruptions.
     """
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, committed: Sequence[tuple[int, int]] = ()) -> None:
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.counts = [(tokens, documents) for tokens, documents in committed]
         self._open: tuple[BinaryIO, BinaryIO] | None = None
-        kept = [path for number, counts in enumerate(self.counts) for path in self._cut_back(number, *counts)]
+        kept: list[Path] = []
+        for number, (tokens, documents) in enumerate(self.counts):
+            kept += self._cut_back(number, tokens, documents)
         for path in (*folder.glob(f"{split}-*.tokens"), *folder.glob(f"{split}-*.documents")):
             if path not in kept:
                 path.unlink()
@@ -176,7 +154,7 @@ class ShardWriter:
         return sum(documents for _, documents in self.counts)
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """`tokens` of documents one after another, `lengths[i]` of them in the i-th."""
+        """Appends documents whose tokens stand one after another in `tokens`; the i-th has `lengths[i]` of them."""
         ends = lengths.cumsum()
         first = 0
         while first < len(lengths):
@@ -186,17 +164,14 @@ class ShardWriter:
             held, documents = self.counts[-1]
             begin = int(ends[first - 1]) if first else 0
             # the document that fills the shard is its last
-            last = min(first + int(np.searchsorted(ends[first:] - begin, self.shard_tokens - held)) + 1, len(lengths))
+            room = self.shard_tokens - held
+            last = min(first + int(np.searchsorted(ends[first:] - begin, room)) + 1, len(lengths))
             end = int(ends[last - 1])
             token_file, document_file = self._files()
             token_file.write(tokens[begin:end].astype(TOKEN, copy=False).tobytes())
             document_file.write((ends[first:last] - lengths[first:last] - begin + held).astype(START).tobytes())
             self.counts[-1] = held + end - begin, documents + last - first
             first = last
-
-    def commit(self) -> list[tuple[int, int]]:
-        self.close()
-        return list(self.counts)
 
     def close(self) -> None:
         for stream in self._open or ():
@@ -206,17 +181,17 @@ class ShardWriter:
         self._open = None
 
     def index(self) -> dict[str, Any]:
-        """What the index says of a finished split."""
+        """The part of the index about a finished split."""
         self.close()
         with ThreadPoolExecutor(usable_cores()) as pool:
-            shards = list(pool.map(lambda n: [file_entry(path) for path in self._paths(n)], range(len(self.counts))))
+            shards = list(pool.map(self._shard_entry, range(len(self.counts))))
+        return {"tokens": self.tokens, "documents": self.documents, "shards": shards}
+
+    def _shard_entry(self, number: int) -> dict[str, Any]:
+        (tokens, documents), (token_path, document_path) = self.counts[number], self._paths(number)
         return {
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "shards": [
-                {"tokens": {"count": counts[0], **tokens}, "documents": {"count": counts[1], **documents}}
-                for counts, (tokens, documents) in zip(self.counts, shards, strict=True)
-            ],
+            "tokens": {"count": tokens, **file_entry(token_path)},
+            "documents": {"count": documents, **file_entry(document_path)},
         }
 
     def _paths(self, number: int) -> tuple[Path, Path]:
@@ -240,6 +215,7 @@ class ShardWriter:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
+    """What the index says about a file."""
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from mupscale._torch import tree_map
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
-from mupscale.errors import UserError, as_user_errors
+from mupscale.errors import UserError, as_user_errors, needs_extra
 
 ROWS = 16
 """How many rows of each batch are used. Slopes do not depend on it, and the time does."""
@@ -50,6 +50,8 @@ def main(command: str, arguments: list[str]) -> int:
         help="the folder of the figure and the table (default %(default)s)",
     )
     options, configuration = parser.parse_known_args(arguments)
+    with needs_extra("plot"):
+        import matplotlib  # noqa: F401
     if options.out.exists() and not options.out.is_dir():
         raise UserError(f"--out {options.out} is not a folder")
 

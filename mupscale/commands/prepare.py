@@ -9,13 +9,20 @@ from pathlib import Path
 from mupscale.datamodules.documents import SEPARATOR, FineWebEdu, TextFiles
 from mupscale.datamodules.preparation import TRAINING_BYTES, prepare
 from mupscale.datamodules.shards import Index
-from mupscale.errors import as_user_errors
+from mupscale.errors import as_user_errors, needs_extra
 
 UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 
 def main(command: str, arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
+    with needs_extra("data"):
+        import tiktoken  # noqa: F401
+        import tokenizers  # noqa: F401
+        import tqdm  # noqa: F401
+
+        if options.kind == "fineweb":
+            import datasets  # noqa: F401
     try:
         with as_user_errors(OSError):
             index = prepare(

@@ -8,7 +8,7 @@ import argparse
 import json
 from pathlib import Path
 
-from mupscale.errors import as_user_errors
+from mupscale.errors import as_user_errors, needs_extra
 
 
 def main(command: str, arguments: list[str]) -> None:
@@ -23,8 +23,11 @@ def main(command: str, arguments: list[str]) -> None:
         "--out", type=Path, default=Path("report"), metavar="DIR", help="the folder of the report (%(default)s)"
     )
     options = parser.parse_args(arguments)
-    from mupscale.commands.reporting import write_report
+    with needs_extra("report"):
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
 
+        from mupscale.commands.reporting import write_report
     with as_user_errors(OSError):
         paths = write_report(options.runs, options.out)
     for verdict in json.loads((options.out / "summary.json").read_text())["verdicts"]:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mupscale.errors import UserError, as_user_errors
+from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
     from mupscale.commands.tuning.results import Results
@@ -35,6 +35,9 @@ epoch or the last 2 %% of the steps; any other name is a metric that is logged, 
 
 def main(command: str, arguments: list[str]) -> None:
     options, rest = parser().parse_known_args(arguments)
+    with needs_extra("sweep"):
+        import matplotlib  # noqa: F401
+        import optuna  # noqa: F401
     try:
         with as_user_errors(OSError):
             sweep(options, rest)

@@ -33,6 +33,7 @@ from mupscale.datamodules.cifar100 import (
     read,
     unpack,
 )
+from mupscale.errors import UserError
 
 pytestmark = [
     # Lightning 2.6 itself, on torch 2.13
@@ -465,7 +466,7 @@ def test_without_a_network_one_error_says_what_to_put_where(tmp_path: Path, monk
     with serving(b"") as url:
         monkeypatch.setattr(Published, "url", url)
     told = rf"data_dir: .*new lacks .* fetching {url} failed .*refused.* put it there as cifar-100-python\.tar\.gz"
-    with pytest.raises(FileNotFoundError, match=told):
+    with pytest.raises(UserError, match=told):
         CIFAR100(str(tmp_path / "new")).prepare_data()
     assert names(tmp_path) == []
 
@@ -476,7 +477,7 @@ def test_a_download_of_another_checksum_is_refused(
 ):
     with serving(archive[:length], status, promised=len(archive)) as url:
         monkeypatch.setattr(Published, "url", url)
-        with pytest.raises(FileNotFoundError, match=rf"fetching {url} failed \(.*(corrupted|404)"):
+        with pytest.raises(UserError, match=rf"fetching {url} failed \(.*(corrupted|404)"):
             CIFAR100(str(tmp_path / "new")).prepare_data()
     assert names(tmp_path) == []
 

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import math
+import sys
 import warnings
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,8 +17,9 @@ from stand_ins import names, quiet_trainer, serving, trainer_stub
 from torch import Tensor
 
 from mupscale.datamodules import covertype
-from mupscale.datamodules.covertype import SAMPLE, Covertype, stratified
+from mupscale.datamodules.covertype import CLASSES, FEATURES, SAMPLE, Covertype, stratified
 from mupscale.datamodules.resident import ResidentLoader
+from mupscale.errors import UserError
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -108,9 +110,8 @@ def test_stratified_is_random_by_seed():
 
 def test_split_is_disjoint_whole_and_stratified(tmp_path: Path, sample):
     numbered = sample[0].copy()
-    numbered[:, 10], numbered[:, 11] = np.divmod(
-        np.arange(7500), 100
-    )  # binary columns pass untouched, so they can carry the row
+    # binary columns are not changed, so they can carry the number of the row
+    numbered[:, 10], numbered[:, 11] = np.divmod(np.arange(7500), 100)
     data = Covertype(write(tmp_path, numbered, sample[1]), batch_size=1500)
     data.setup()
     parts = [rows(loader) for loader in (data.train_dataloader(), data.val_dataloader())]
@@ -155,10 +156,10 @@ def test_order_follows_the_seed():
 
 def test_types_and_sizes(data: Covertype):
     x, y = next(iter(data.train_dataloader()))
-    assert (x.dtype, x.shape) == (torch.float32, (2000, data.num_features))
+    assert (x.dtype, x.shape) == (torch.float32, (2000, FEATURES))
     assert (y.dtype, y.shape) == (torch.int64, (2000,))
-    assert rows(data.train_dataloader())[1].unique().tolist() == list(range(data.num_classes))
-    assert (data.num_features, data.num_classes) == (54, 7)
+    assert rows(data.train_dataloader())[1].unique().tolist() == list(range(CLASSES))
+    assert (FEATURES, CLASSES) == (54, 7)
 
 
 def test_continuous_columns_are_standardised_on_the_training_part(data: Covertype, sample):
@@ -235,7 +236,7 @@ class Softmax(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Linear(Covertype.num_features, Covertype.num_classes)
+        self.net = torch.nn.Linear(FEATURES, CLASSES)
         self.losses: list[float] = []
         self.hits = 0
 
@@ -385,7 +386,7 @@ def test_a_download_of_another_checksum_is_refused(
 ):
     with serving(content) as url:
         monkeypatch.setattr(covertype, "URL", url)
-        with pytest.raises(FileNotFoundError, match=r"SHA256 checksum of covtype\.data\.gz .* differs"):
+        with pytest.raises(UserError, match=r"SHA256 checksum of covtype\.data\.gz .* differs"):
             Covertype(str(tmp_path / "new")).prepare_data()
     assert names(tmp_path) == []
 
@@ -393,16 +394,24 @@ def test_a_download_of_another_checksum_is_refused(
 def test_a_download_that_breaks_off_is_refused(tmp_path: Path, archive: bytes, monkeypatch: pytest.MonkeyPatch):
     with serving(archive[:500], promised=len(archive)) as url:
         monkeypatch.setattr(covertype, "URL", url)
-        with pytest.raises(FileNotFoundError, match=rf"got only 500 out of {len(archive)} bytes"):
+        with pytest.raises(UserError, match=rf"got only 500 out of {len(archive)} bytes"):
             Covertype(str(tmp_path)).prepare_data()
     assert names(tmp_path) == []
+
+
+def test_without_scikit_learn_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    wanted = r"fetching .* failed \(sklearn is not installed\. Install it with: pip install 'mupscale\[data\]'\)\. "
+    with pytest.raises(UserError, match=wanted + "Download it by hand and put it there as covtype"):
+        Covertype(str(tmp_path / "new")).prepare_data()
+    assert not (tmp_path / "new").exists()
 
 
 def test_without_a_network_one_error_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with serving(b"") as url:
         monkeypatch.setattr(covertype, "URL", url)
     told = rf"data_dir: .*new lacks .* fetching {url} failed .*refused.*covtype\.data\.gz, or leave data_dir out"
-    with warnings.catch_warnings(record=True) as warned, pytest.raises(FileNotFoundError, match=told):
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(UserError, match=told):
         Covertype(str(tmp_path / "new")).prepare_data()
     assert not warned
     assert names(tmp_path) == []

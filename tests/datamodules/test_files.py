@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mupscale.datamodules.files import TIMEOUT, bytes_shown, check_digest, reaching, read_npz, size, temporary_folder
+from mupscale.errors import UserError
 
 
 def everything(folder: Path) -> list[str]:
@@ -92,16 +93,21 @@ def test_two_processes_have_folders_of_their_own(tmp_path: Path):
 def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path):
     (tmp_path / "covertype.npz").write_text("")
     with (
-        pytest.raises(
-            FileNotFoundError, match=r"data_dir: .*covertype\.npz lacks the data set, and cannot be written to"
-        ),
+        pytest.raises(UserError, match=r"data_dir: .*covertype\.npz lacks the data set, and cannot be written to"),
         temporary_folder(tmp_path / "covertype.npz"),
     ):
         pass
 
 
 @pytest.mark.parametrize(
-    "error", [URLError("no route"), IncompleteRead(b""), RuntimeError("corrupted"), ImportError("no module")]
+    "error",
+    [
+        URLError("no route"),
+        IncompleteRead(b""),
+        RuntimeError("corrupted"),
+        ImportError("no module"),
+        UserError("sklearn is not installed"),
+    ],
 )
 def test_one_error_tells_what_to_put_where(tmp_path: Path, error: Exception):
     wanted = (
@@ -114,7 +120,7 @@ def test_one_error_tells_what_to_put_where(tmp_path: Path, error: Exception):
             assert socket.getdefaulttimeout() == TIMEOUT
             raise error
 
-    with pytest.raises(FileNotFoundError, match=wanted):
+    with pytest.raises(UserError, match=wanted):
         fail()
     assert socket.getdefaulttimeout() is None
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from mupscale.atomic import write_durably
 from mupscale.datamodules.fineweb import JARGON, FineWeb, MappedWindows, ResidentWindows, WindowLoader
 from mupscale.datamodules.shards import INDEX, TOKENIZER, MappedTokens, ShardWriter, file_entry
+from mupscale.errors import UserError
 from mupscale.models.gpt2 import GPT2
 
 # Lightning 2.6 itself, on torch 2.13
@@ -326,9 +327,9 @@ def test_damage_is_named(folder: str, tmp_path: Path):
         with pytest.raises(ValueError, match=r"data_dir: .*train-00002\.tokens has 78 bytes, index\.json says 80"):
             step()
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"data_dir: .*train-00002\.tokens is missing"):
+    with pytest.raises(UserError, match=r"data_dir: .*train-00002\.tokens is missing"):
         data.setup()
-    with pytest.raises(FileNotFoundError, match=r"data_dir: there is no .*nowhere/index\.json: prepare the folder by"):
+    with pytest.raises(UserError, match=r"^data_dir: there is no .*nowhere/index\.json: prepare the folder by"):
         FineWeb(str(tmp_path / "nowhere")).prepare_data()
 
 
@@ -348,7 +349,7 @@ def test_mapped_tokens_stay_on_disk(tmp_path: Path):
     with file.open("r+b") as stream:
         stream.truncate(10**9)
     before = own_memory()
-    loader = WindowLoader(MappedWindows(MappedTokens([file], []), 1025, CPU), 64, order="random", drop_last=True)
+    loader = WindowLoader(MappedWindows(MappedTokens([file]), 1025, CPU), 64, order="random", drop_last=True)
     assert len(loader) == 5 * 10**8 // (64 * 1024)
     drawn = iter(loader)
     for _ in range(200):

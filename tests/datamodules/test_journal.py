@@ -102,7 +102,7 @@ def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Pat
     with monkeypatch.context() as interrupted:
         interrupted.setattr(preparation.ShardWriter, "append", interrupting)
         calls.clear()
-        assert refused(*command) == f"interrupted: the same command goes on where it stopped in {tmp_path / 'out'}"
+        assert refused(*command) == f"interrupted; the same command goes on where it stopped in {tmp_path / 'out'}"
         interrupted.setattr(
             preparation.ShardWriter, "append", lambda *arguments: (calls.append(None), append(*arguments))
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpus import split_documents
 
 from mupscale.atomic import write_durably
 from mupscale.datamodules.shards import (
@@ -19,6 +20,7 @@ from mupscale.datamodules.shards import (
     file_entry,
     read_index,
 )
+from mupscale.errors import UserError
 
 DOCUMENTS = [[5, 6, 65535], [7], [8, 9, 10, 11], [12, 13], [14, 15, 16, 17, 18, 19, 20, 21, 22], [23]]
 EVERYTHING = [token for document in DOCUMENTS for token in document]
@@ -41,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def mapped(folder: Path) -> MappedTokens:
-    return MappedTokens(sorted(folder.glob("train-*.tokens")), sorted(folder.glob("train-*.documents")))
+    return MappedTokens(sorted(folder.glob("train-*.tokens")))
 
 
 def finished(folder: Path) -> Index:
@@ -146,9 +148,7 @@ def test_shards_read_as_one_array(tmp_path: Path, shard_tokens: int):
 
 def test_documents_are_found_again(tmp_path: Path):
     written(tmp_path)
-    tokens = mapped(tmp_path)
-    assert tokens.document_starts.tolist() == [0, 3, 4, 8, 10, 19, 20]
-    assert [tokens.document(number).tolist() for number in range(6)] == DOCUMENTS
+    assert split_documents(tmp_path, "train") == DOCUMENTS
 
 
 def test_mapping_reads_nothing(tmp_path: Path):
@@ -157,7 +157,7 @@ def test_mapping_reads_nothing(tmp_path: Path):
     file.touch()
     with file.open("r+b") as stream:
         stream.truncate(2 * 4 * 10**9)
-    tokens = MappedTokens([file, file], [])
+    tokens = MappedTokens([file, file])
     out = np.ones(3, np.uint16)
     tokens.read(4 * 10**9 - 1, out)
     assert (len(tokens), out.tolist()) == (8 * 10**9, [0, 0, 0])
@@ -169,7 +169,11 @@ def test_mapping_reads_nothing(tmp_path: Path):
 def test_the_index_finds_both_splits(tmp_path: Path):
     index = finished(tmp_path)
     index.verify()
-    assert [index.tokens(split).document(5).tolist() for split in ("train", "val")] == [[23], [23]]
+    for split in ("train", "val"):
+        out = np.zeros(len(EVERYTHING), np.int64)
+        index.tokens(split).read(0, out)
+        assert out.tolist() == EVERYTHING
+        assert split_documents(tmp_path, split) == DOCUMENTS
     assert index.content["train"]["shards"][2]["documents"] == {
         "count": 2,
         "file": "train-00002.documents",
@@ -180,7 +184,7 @@ def test_the_index_finds_both_splits(tmp_path: Path):
 
 def test_no_index_no_data(tmp_path: Path):
     with pytest.raises(
-        FileNotFoundError, match=r"there is no .*index\.json: prepare the folder by `python -m mupscale prepare`"
+        UserError, match=r"there is no .*index\.json: prepare the folder by `python -m mupscale prepare`"
     ):
         read_index(tmp_path)
     written(tmp_path)
@@ -193,7 +197,7 @@ def test_a_missing_a_truncated_and_a_damaged_file_are_named(tmp_path: Path, name
     finished(tmp_path)
     file, content = tmp_path / name, (tmp_path / name).read_bytes()
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{name} is missing"):
+    with pytest.raises(UserError, match=f"{name} is missing"):
         read_index(tmp_path)
     file.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=f"{name} has {len(content) - 1} bytes, index.json says {len(content)}"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,16 +17,26 @@ from mupscale.datamodules import documents
 from mupscale.datamodules.documents import TextFiles
 from mupscale.datamodules.fineweb import JARGON
 from mupscale.datamodules.preparation import prepare
-from mupscale.datamodules.shards import Index, read_index
+from mupscale.datamodules.shards import START, TOKEN, Index, read_index
 from mupscale.datamodules.vocabulary import loaded
+
+
+def split_documents(folder: Path, split: str) -> list[list[int]]:
+    """The tokens of each document of a split, end-of-text included."""
+    found = []
+    for file in sorted(folder.glob(f"{split}-*.tokens")):
+        starts = np.fromfile(file.with_suffix(".documents"), START).astype(np.int64)
+        assert starts[0] == 0
+        found += [document.tolist() for document in np.split(np.fromfile(file, TOKEN), starts[1:])]
+    return found
 
 
 def texts(index: Index, split: str) -> list[str]:
     encoding = loaded((index.folder / "tokenizer.tiktoken").read_bytes())
-    tokens = index.tokens(split)
-    found = [tokens.document(number) for number in range(index.content[split]["documents"])]
+    found = split_documents(index.folder, split)
+    assert len(found) == index.content[split]["documents"]
     assert all(document[-1] == encoding.eot_token for document in found)
-    return [encoding.decode(document[:-1].tolist()) for document in found]
+    return [encoding.decode(document[:-1]) for document in found]
 
 
 ENTRIES = [text for split in ("train", "val") for text in texts(read_index(JARGON), split)]

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mupscale.errors import UserError, as_user_errors
+from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
     from mupscale.commands.experiment.protocols import Experiment
@@ -30,6 +30,10 @@ for each are faster)"""
 
 def main(command: str, arguments: list[str]) -> int:
     options, rest = parser().parse_known_args(arguments)
+    with needs_extra("experiment"):
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+        import optuna  # noqa: F401
     try:
         with as_user_errors(OSError):
             experiment(options, rest, arguments)

@@ -1,0 +1,260 @@
+"""What a user installs: the files of the wheel, the core without any extra, and commands that need one."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_only import EXTRAS
+from paths import ROOT, SUPPORT
+
+from mupscale.__main__ import main
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CORE = PROJECT["project"]["dependencies"]
+OPTIONAL = PROJECT["project"]["optional-dependencies"]
+
+FOLDERS = {"mupscale": "mupscale"} | {
+    folder: package.replace(".", "/") for package, folder in PROJECT["tool"]["setuptools"]["package-dir"].items()
+}
+"""The folders of the source, and where the wheel has them."""
+
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "google": "tensorboard",  # protobuf, in which tensorboard writes its files
+    "sklearn": "scikit-learn",
+    "tiktoken_ext": "tiktoken",
+    "yaml": "pyyaml",
+}
+"""The distributions of modules that have another name."""
+
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+# ---- the wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names of the files in a wheel that is built from a copy of the source."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out)]
+    run = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (built,) = out.iterdir()
+    return set(zipfile.ZipFile(built).namelist())
+
+
+def source_files() -> dict[str, Path]:
+    """The files of the packages, by their names in the wheel."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*"):
+            parts = path.relative_to(ROOT / folder).parts
+            if path.is_file() and not any(part.startswith((".", "__pycache__")) for part in parts):
+                found["/".join((package, *parts))] = path
+    return found
+
+
+def test_every_file_of_the_packages_is_in_the_wheel(wheel: set[str]):
+    files = {name for name in wheel if ".dist-info/" not in name}
+    assert sorted(source_files().keys() - files) == []  # [tool.setuptools] packages or package-data lacks them
+    assert sorted(files - source_files().keys()) == []
+
+
+def test_types_data_and_credits_are_in_the_wheel(wheel: set[str]):
+    data = ["covertype_sample.npz", "README.md", "jargon/index.json", "jargon/tokenizer.tiktoken"]
+    data += [f"jargon/{split}-00000.{kind}" for split in ("train", "val") for kind in ("tokens", "documents")]
+    assert {"mupscale/py.typed", *(f"mupscale/datamodules/{name}" for name in data)} <= wheel
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel)
+
+
+# ---- dependencies
+
+
+def distribution(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The packages that a file imports, at its top or in a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def test_the_core_is_small():
+    assert {distribution(requirement) for requirement in CORE} == {
+        "torch", "torchvision", "lightning", "jsonargparse", "mup", "torchmetrics", "tensorboard", "numpy",
+    }  # fmt: skip
+
+
+def test_every_dependency_has_bounds():
+    optional = [requirement for extra in OPTIONAL.values() for requirement in extra]
+    for requirement in [*CORE, *optional]:
+        if not requirement.startswith("mupscale["):
+            assert re.fullmatch(r"[\w-]+(\[\w+\])?>=[\d.]+,<[\d.]+", requirement), requirement
+
+
+def test_whatever_is_imported_is_declared():
+    optional = [requirement for extra in OPTIONAL.values() for requirement in extra]
+    declared = {distribution(requirement) for requirement in [*CORE, *optional]}
+    for name, path in source_files().items():
+        if path.suffix == ".py":
+            foreign = {*imported(path)} - sys.stdlib_module_names - {"mupscale"}
+            names = {DISTRIBUTIONS.get(module, module.replace("_", "-")) for module in foreign}
+            assert names <= declared, name
+
+
+def test_all_has_every_extra_and_test_has_all():
+    assert "mupscale[all]" in OPTIONAL["test"]
+    composed = {"all"}
+    while more := {name for extra in composed for name in extras_in(OPTIONAL[extra])} - composed:
+        composed |= more
+    assert composed == OPTIONAL.keys() - {"test", "dev"}
+
+
+def extras_in(requirements: list[str]) -> list[str]:
+    """The extras of mupscale itself among requirements."""
+    listed = [re.fullmatch(r"mupscale\[(.*)\]", requirement) for requirement in requirements]
+    return [name for match in listed if match for name in match[1].split(",")]
+
+
+# ---- with the core only
+
+
+def run_with_the_core_only(statement: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a statement in a fresh interpreter that finds no package of an extra."""
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", f"import core_only; core_only.hide(); {statement}"],
+        cwd=folder, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def commands(*lines: list[str]) -> str:
+    return f"from mupscale.__main__ import main; [main(line) for line in {list(lines)}]"
+
+
+@pytest.mark.slow
+def test_the_library_needs_the_core_only(tmp_path: Path):
+    needs_more = ("mupscale/commands/sweep/", "mupscale/commands/experiment/", "mupscale/commands/report")
+    files = [name for name in source_files() if name.endswith(".py") and not name.startswith(needs_more)]
+    modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]
+    assert {"mupscale.datamodules.fineweb", "mupscale.models.gpt2", "mupscale.callbacks.upscale"} <= {*modules}
+    public = "[getattr(mupscale, name) for name in mupscale.__all__]"
+    everything = f"[importlib.import_module(name) for name in {sorted(modules)}]"
+    run = run_with_the_core_only(f"import importlib, mupscale; {public}; {everything}", tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.slow
+def test_the_quickstart_needs_the_core_only(tmp_path: Path):
+    config = ["--config", str(QUICKSTART)]
+    folder = "runs/quickstart/version_0"
+    checkpoint = f"{folder}/checkpoints/last.ckpt"
+    short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--checkpoint.every_n_train_steps=1"]
+    early = '--callback_args={"UpscaleCallback": {"at_step": 1}}'
+    lines = [
+        ["fit", *config, *short, early],
+        ["resume", folder, "--trainer.max_steps=3"],
+        ["plan", *config],
+        ["verify", *config],
+        ["upscale", checkpoint, "--width", "512", "--out", "wide.ckpt"],
+    ]
+    run = run_with_the_core_only(commands(*lines), tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "wide.ckpt").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--model=GPT2", "--model.layers=1", "--model.heads=2", "--model.vocabulary=4096", "--model.context=8",
+         "--data=FineWeb", "--data.context=8", "--data.batch_size=4"],
+        ["--model=ResNet18", "--data=CIFAR100", "--data.data_dir=.", "--data.batch_size=4"],
+    ],
+)  # fmt: skip
+def test_every_model_trains_with_the_core_only(tmp_path: Path, options: list[str]):
+    images, labels = np.zeros((8, 32, 32, 3), np.uint8), np.arange(8)
+    np.savez(tmp_path / "cifar100.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    common = [
+        "--model.width=16",
+        "--model.base_width=16",
+        "--model.optimizer=torch.optim.SGD",
+        "--model.optimizer.lr=0.1",
+    ]
+    short = ["--trainer.accelerator=cpu", "--trainer.max_steps=2", "--trainer.limit_val_batches=1"]
+    model, *rest = options
+    run = run_with_the_core_only(commands(["fit", model, *common, *rest, *short]), tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+# ---- without an extra
+
+COMMANDS = {
+    "sweep": ["sweep", "--config", str(QUICKSTART), "--sweep", "model.optimizer.lr=0.1,0.2", "--out", "out"],
+    "experiment": ["experiment", str(ROOT / "configs" / "experiments" / "quickstart.yaml"), "--out", "out"],
+    "report": ["report", ".", "--out", "out"],
+    "coord-check": ["coord-check", "--config", str(QUICKSTART), "--widths", "8,16,32", "--out", "out"],
+    "prepare text": ["prepare", "text", "a.txt", "--vocab", "300", "--out", "out"],
+    "prepare fineweb": [
+        "prepare", "fineweb", "--subset", "sample-10BT", "--tokens", "1M", "--vocab", "gpt2", "--out", "out",
+    ],
+}  # fmt: skip
+
+NEEDS = {
+    "sweep": ("sweep", ["matplotlib", "optuna"]),
+    "experiment": ("experiment", ["jinja2", "matplotlib", "optuna"]),
+    "report": ("report", ["jinja2", "matplotlib"]),
+    "coord-check": ("plot", ["matplotlib"]),
+    "prepare text": ("data", ["tiktoken", "tokenizers"]),
+    "prepare fineweb": ("data", ["datasets", "tiktoken"]),
+}
+"""The extra of a command, and the packages without which it says so."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_without_its_extra_says_which_one_to_install(command: str, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text")
+    run = run_with_the_core_only(commands(COMMANDS[command]), tmp_path)
+    extra, packages = NEEDS[command]
+    assert run.returncode == 1
+    line = rf"error: ({'|'.join(packages)}) is not installed\. Install it with: pip install 'mupscale\[{extra}\]'\n"
+    assert re.fullmatch(line, run.stderr)
+    assert run.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("command", "package"), [(command, package) for command, (_, packages) in NEEDS.items() for package in packages]
+)
+def test_each_missing_package_is_named(
+    command: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_an_empty_folder: None
+):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as end:
+        main(COMMANDS[command])
+    extra = NEEDS[command][0]
+    assert end.value.code == f"error: {package} is not installed. Install it with: pip install 'mupscale[{extra}]'"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_the_packages_of_the_commands_are_hidden():
+    assert {package for _, packages in NEEDS.values() for package in packages} <= EXTRAS
