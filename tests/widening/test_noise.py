@@ -113,6 +113,7 @@ def _rank(rank: int, path: str) -> None:
     torch.save(wide.state_dict(), f"{path}/{rank}.pt")
 
 
+@pytest.mark.distributed
 def test_identical_on_one_and_on_two_processes(tmp_path):
     torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
     _rank(2, str(tmp_path))
