@@ -4,6 +4,9 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from torch import nn
+
+from mupscale.models.mlp import MLP
 
 
 class Marker(Callback):
@@ -26,3 +29,19 @@ class Silent(Logger):
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+
+class UnscaledMLP(MLP):
+    """Trained as if there were no muP."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.net is not None
+        return self.optimizer_callable(self.net.parameters())
+
+
+class Even(MLP):
+    """Takes even widths only."""
+
+    def build(self, width: Any) -> nn.Module:
+        assert width % 2 == 0, f"width {width} is odd"
+        return super().build(width)
