@@ -29,6 +29,9 @@ MOVED = {
     "widths": "widening.plan",
 }
 
+RENAMED = {"widening.width_table": {"Width": "WidthFactors"}}
+"""Names inside modules, which pickled models hold: the old one to the new one."""
+
 
 class _Moved(Loader):
     """An import finder for old names, and a loader that answers with the module of the new one."""
@@ -42,7 +45,10 @@ class _Moved(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         self.spec = spec
-        module = importlib.import_module(f"mupscale.{MOVED[spec.name.rpartition('.')[2]]}")
+        new = MOVED[spec.name.rpartition(".")[2]]
+        module = importlib.import_module(f"mupscale.{new}")
+        for old_name, new_name in RENAMED.get(new, {}).items():
+            setattr(module, old_name, getattr(module, new_name))
         self.own = module.__spec__
         return module
 
