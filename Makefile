@@ -1,19 +1,26 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands do everything on a fresh machine: `make demo` and `make test`; `make check` is for while you work.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test check lint types clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m mupscale fit --config configs/quickstart.yaml
 
-test: lint
+# all tests; those marked gpu are skipped where there is no GPU
+test: lint types
 	$(BIN)/python -m pytest -n auto
+
+# two minutes on two cores
+check: lint types
+	$(BIN)/python -m pytest -n auto -m "not slow and not gpu and not distributed"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 # The demo needs the core only, `make test` installs every extra. pip, not a faster resolver: it honours a local CPU

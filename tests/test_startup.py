@@ -11,6 +11,9 @@ HEAVY = {
     "tensorboard", "tiktoken", "tokenizers", "torchmetrics", "torchvision", "transformers",
 }  # fmt: skip
 
+LIGHT = ["mupscale", "mupscale._moved", "mupscale._torchvision"]
+"""What `import mupscale` loads of the package."""
+
 PROBE = """
 import json, runpy, sys
 opened = []
@@ -63,8 +66,7 @@ def data(opened: list[str]) -> list[str]:
 
 def test_importing_the_package_loads_nothing():
     after = started("import mupscale")
-    ours = [name for name in after["modules"] if name.startswith("mupscale")]
-    assert ours == ["mupscale", "mupscale._moved", "mupscale._torchvision"]
+    assert [name for name in after["modules"] if name.startswith("mupscale")] == LIGHT
     assert not packages(after["modules"]) & (HEAVY | {"torch", "numpy", "mup"})
     assert after["opened"] == []
 

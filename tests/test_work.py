@@ -16,11 +16,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
-from test_upscale_callback import gpt2, mlp, resnet, rows
+from tiny_modules import gpt2, mlp, resnet, rows
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from training_runs import TREESPEC_WARNING
 
 import mupscale
 from mupscale.callbacks import fast_loop, summary
@@ -33,9 +34,7 @@ from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
-)  # Lightning itself
+pytestmark = pytest.mark.filterwarnings(TREESPEC_WARNING)
 
 LOG_EVERY = 10
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)

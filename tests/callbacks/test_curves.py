@@ -9,15 +9,14 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_upscale_callback import mlp, rows
+from tiny_modules import mlp, rows
+from training_runs import TREESPEC_WARNING
 
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
-)  # Lightning itself
+pytestmark = pytest.mark.filterwarnings(TREESPEC_WARNING)
 
 
 class Losses(Callback):

@@ -1,7 +1,5 @@
 """A run that is killed again and again, and one resumed from its every step, end as if nothing had happened."""
 
-import csv
-import json
 import os
 import random
 import shutil
@@ -11,12 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from paths import SUPPORT
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from logged import curves, table
+from program_server import Server, environment
 
 from mupscale.__main__ import main
 from mupscale.commands.resume import newest_checkpoint
@@ -58,42 +55,6 @@ checkpoint: {{every_n_train_steps: 5}}
 """
 
 
-class Server:
-    """Command lines as processes that start at once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "log.txt"
-        self.process = subprocess.Popen(
-            [sys.executable, str(SUPPORT / "interrupted.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(folder),
-        )
-
-    def start(self, *arguments: str) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(arguments) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def answer(self) -> int:
-        assert self.process.stdout is not None
-        return int(self.process.stdout.readline())
-
-    def run(self, *arguments: str) -> None:
-        self.start(*arguments)
-        assert self.answer() == 0, self.log.read_text()[-3000:]
-
-
-def environment(folder: Path) -> dict[str, str]:
-    (folder / "tmp").mkdir(exist_ok=True)
-    return {
-        **os.environ, "PYTHONPATH": str(SUPPORT), "INTERRUPTED_LOG": str(folder / "log.txt"), "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(folder / "tmp"),  # where checkpoints are until they are whole
-    }  # fmt: skip
-
-
 def written(folder: Path, name: str) -> Path:
     path = folder / name
     path.write_text(CONFIG.replace("FOLDER", str(folder)))
@@ -112,30 +73,6 @@ def uninterrupted(server: Server, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("uninterrupted")
     server.run("fit", "--config", str(written(folder, "config.yaml")))
     return folder / "run" / "version_0"
-
-
-def curves(run: Path) -> dict[str, list[tuple[int, Any]]]:
-    """Everything in TensorBoard but what a clock decides."""
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    answer: dict[str, list[tuple[int, Any]]] = {
-        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
-    answer |= {
-        tag: [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors(tag)] for tag in events.Tags()["tensors"]
-    }
-    return {tag: points for tag, points in answer.items() if not is_timed(tag)}
-
-
-def table(run: Path) -> list[dict[str, str]]:
-    """Everything in metrics.csv but what a clock decides."""
-    with (run / "metrics.csv").open() as file:
-        return [{key: row[key] for key in row if not is_timed(key)} for row in csv.DictReader(file)]
-
-
-def is_timed(tag: str) -> bool:
-    """Whether a clock decides it."""
-    timed = ("upscale/pause_seconds", "widening/pause_seconds")
-    return tag.startswith(("throughput/", "x_throughput/")) or tag in timed
 
 
 def assert_same_run(run: Path, expected: Path) -> None:
@@ -197,20 +134,15 @@ class Moments:
 
 
 def test_kill_many_times(server: Server, uninterrupted: Path, tmp_path: Path) -> None:
-    config, run, temporary = (
-        str(written(tmp_path, "config.yaml")),
-        tmp_path / "run" / "version_0",
-        server.log.parent / "tmp",
-    )
+    config = str(written(tmp_path, "config.yaml"))
+    run, temporary = tmp_path / "run" / "version_0", server.log.parent / "tmp"
     moments, steps = Moments(run, temporary), []
     for kill in range(KILLS):
         arguments = ["resume", str(run)] if kill else ["fit", "--config", config]
         step = newest_step(run) if kill else 0
         if kill in (0, 9):
-            command = [sys.executable, "-m", "mupscale", *arguments]
-            with subprocess.Popen(
-                command, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            ) as process:
+            command, quiet = [sys.executable, "-m", "mupscale", *arguments], subprocess.DEVNULL
+            with subprocess.Popen(command, env=environment(tmp_path), stdout=quiet, stderr=quiet) as process:
                 moments.wait(process.pid, kill, step)
                 process.kill()
         else:
@@ -273,8 +205,7 @@ checkpoint: {{every_n_train_steps: 1, save_top_k: -1, save_last: false}}
         ("max_epochs: 2", 4),
     ],
 )
-def test_resume_from_every_checkpoint(limits: str, swap: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SUPPORT)
+def test_resume_from_every_checkpoint(limits: str, swap: int, tmp_path: Path) -> None:
     text = EVERY_STEP.format(limits=limits.replace(", ", "\n  "), swap=swap)
     (tmp_path / "config.yaml").write_text(text.replace("FOLDER", str(tmp_path)))
     main(["fit", "--config", str(tmp_path / "config.yaml")])

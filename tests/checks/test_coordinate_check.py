@@ -1,34 +1,27 @@
-"""The coordinate check: the three models pass it; whatever scales wrongly with the width fails it by name; and the
-command.
-"""
+"""The coordinate check: the three models pass it; whatever scales wrongly with the width fails it by name."""
 
-import csv
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
+from extensions import UnscaledMLP
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import mupscale
-from mupscale.__main__ import main
 from mupscale.checks.coordinate_check import CoordCheck, Scan, _judged, coord_check, log_log_slope
-from mupscale.commands import coord_check as command
 from mupscale.models import gpt2
 from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP, MLPNet
 from mupscale.models.resnet import ResNet18
-from mupscale.widening import noise, optimizer_state
+from mupscale.widening import noise, optimizer_state, upscale
 
 WIDTHS = (32, 64, 128)
-SCANS = ("fresh", "doubled", "grown")
 
 
 def adamw(parameters: Any) -> Optimizer:
@@ -175,14 +168,6 @@ class SummingMLP(MLP):
         return net
 
 
-class UnscaledMLP(MLP):
-    """Trained as if there were no muP."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.net is not None
-        return self.optimizer_callable(self.net.parameters())
-
-
 class PartlyUnscaledMLP(MLP):
     """One matrix of which has the same learning rate at every width."""
 
@@ -236,10 +221,8 @@ def test_a_fused_readout_that_sums_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_unscaled_rates_are_named() -> None:
     answer = check_mlp(UnscaledMLP)
-    assert failing(answer, "fresh")[:2] == [
-        "layers.1",
-        "layers.2",
-    ]  # Adam's rate for the first layer is the same at every width
+    # Adam's rate for the first layer is the same at every width
+    assert failing(answer, "fresh")[:2] == ["layers.1", "layers.2"]
     assert answer.first == next(iter(answer.failing)) == "layers.1"
     assert answer.layers["layers.2"]["fresh"].update > 0.5
 
@@ -286,8 +269,6 @@ def test_state_in_the_wrong_units_shows_in_how_updates_depend_on_the_factor(
 
 
 def test_weights_that_are_not_divided_show_in_how_outputs_depend_on_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mupscale.widening import upscale
-
     original = upscale.widen_
     monkeypatch.setattr(
         upscale, "widen_", lambda target, source, entry: (original(target, source, entry), target.mul_(entry.k_in))
@@ -333,9 +314,8 @@ def test_scatter_over_seeds_is_no_failure() -> None:
     widths = torch.tensor([10.0, 20.0, 40.0], dtype=torch.float64)
 
     def scan(*slopes: float) -> Scan:
-        sizes = torch.stack(
-            [(widths / 20) ** slope for slope in slopes]
-        )  # equal in the middle, so that the mean's slope is the mean
+        # equal in the middle, so that the mean's slope is the mean
+        sizes = torch.stack([(widths / 20) ** slope for slope in slopes])
         return Scan("fresh", "", (10, 20, 40), {"layer": sizes[:, :, None, None].expand(-1, -1, 2, 2)})
 
     slope, error = scan(0.5, 0.2).slope("layer", 1)
@@ -356,14 +336,6 @@ class Dropping(MLP):
 
     def build(self, width: Any) -> nn.Module:
         return nn.Sequential(nn.Linear(20, width), nn.BatchNorm1d(width), nn.Dropout(0.5), mupscale.Readout(width, 7))
-
-
-class Even(MLP):
-    """Takes even widths only."""
-
-    def build(self, width: Any) -> nn.Module:
-        assert width % 2 == 0, f"width {width} is odd"
-        return super().build(width)
 
 
 def test_measuring_is_no_training() -> None:
@@ -401,116 +373,3 @@ def test_divergence_says_where() -> None:
         check(MLP(width=32, base_width=32, inputs=20), [(inputs.log(), labels), *more])
     with pytest.raises(ValueError, match=r"at width 32, after step \d of 4, the output of \S+ is not finite"):
         check_mlp(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))
-
-
-# --- the command
-
-
-def configuration(path: Path, model: str = "MLP", **arguments: Any) -> str:
-    settings = {
-        "width": 8,
-        "base_width": 16,
-        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.003}},
-        **arguments,
-    }
-    config = {
-        "trainer": {"accelerator": "cpu", "logger": False, "enable_progress_bar": False},
-        "model": {"class_path": model, "init_args": settings},
-        "data": {"class_path": "Covertype", "init_args": {"batch_size": 100}},
-    }
-    path.write_text(yaml.safe_dump(config))
-    return str(path)
-
-
-def refused(*arguments: str) -> str:
-    with pytest.raises(SystemExit) as exit:
-        main(["coord-check", *arguments])
-    assert isinstance(exit.value.code, str)
-    return exit.value.code
-
-
-def sizes(folder: Path) -> list[list[str]]:
-    with (folder / "coord_check.csv").open() as file:
-        return list(csv.reader(file))
-
-
-def test_the_command_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(
-        [
-            "coord-check",
-            "--config",
-            configuration(tmp_path / "c.yaml"),
-            "--widths",
-            "16,32,64",
-            "--seeds=2",
-            f"--out={tmp_path / 'out'}",
-        ]
-    )
-    told = capsys.readouterr().out
-    assert "passed: no layer's output or update grows or vanishes" in told
-    assert (tmp_path / "out/coord_check.png").read_bytes().startswith(b"\x89PNG")
-    rows = sizes(tmp_path / "out")
-    assert rows[0] == ["scan", "layer", "width", "step", "output", "update"]
-    assert len(rows) == 1 + 3 * 4 * 3 * 5  # scans, layers, widths, steps and the start
-    assert [row[:4] for row in rows if row[5] == "0.0"] == [
-        [scan, layer, str(width), "0"]
-        for scan, widths in zip(SCANS, ((16, 32, 64), (32, 64, 128), (32, 64, 128)), strict=True)
-        for layer in ("layers.0", "layers.1", "layers.2", "readout")
-        for width in widths
-    ]
-
-
-def test_the_command_fails_where_a_layer_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = configuration(tmp_path / "c.yaml", f"{__name__}.UnscaledMLP")
-    with pytest.raises(SystemExit) as exit:
-        main(["coord-check", "--config", config, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path}"])
-    assert exit.value.code == 1
-    assert "look first at layers.1" in capsys.readouterr().out
-    assert (tmp_path / "coord_check.png").is_file()
-
-
-def test_a_warm_up_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "draw", lambda *_: None)
-    warm_up = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 1e-3}}
-    for name, arguments in (("constant", {}), ("warm_up", {"lr_scheduler": warm_up})):
-        config = configuration(tmp_path / f"{name}.yaml", **arguments)
-        main(["coord-check", "--config", config, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path / name}"])
-    assert sizes(tmp_path / "warm_up") == sizes(tmp_path / "constant")
-
-
-def test_the_configured_noise_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "draw", lambda *_: None)
-    config = configuration(tmp_path / "c.yaml")
-    callback = (
-        "--trainer.callbacks=[{class_path: UpscaleCallback, init_args: {at_step: 1, width: 16}}]"  # without noise
-    )
-    main(["coord-check", "--config", config, callback, "--widths=16,32,64", "--seeds=2", f"--out={tmp_path}"])
-    starts = {tuple(row[1:3]): float(row[4]) for row in sizes(tmp_path) if row[0] == "grown" and row[3] == "0"}
-    assert starts["layers.2", "128"] == pytest.approx(starts["layers.2", "32"], rel=1e-5)
-
-
-def test_the_command_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = configuration(tmp_path / "c.yaml")
-    assert (
-        refused("--config", config, "--widths=16,32")
-        == "error: widths: a slope needs at least three different ones, got 16, 32"
-    )
-    heads = ["--model=GPT2", "--model.width=8", "--model.heads=4", "--model.layers=1"]
-    assert (
-        refused(*heads, "--data=Covertype", "--widths=8,16,30")
-        == "error: --widths: width 30 is not divisible by 4 heads"
-    )
-    assert "does not correspond to a subclass of WidthScalable" in refused(
-        "--model=torch.nn.Linear", "--data=Covertype", "--widths=8,16,32"
-    )
-    assert "is not finite" in refused("--config", config, "--model.optimizer.init_args.lr=1e30", "--widths=8,16,32")
-    assert "error: --widths: width 25 is odd" in refused(
-        "--config", config, f"--model={__name__}.Even", "--widths=8,16,25"
-    )
-    for widths in ("8,16,x", "0,8,16"):
-        with pytest.raises(SystemExit):
-            main(["coord-check", "--config", config, f"--widths={widths}"])
-        assert f"wanted widths like 64,128,256,512, got '{widths}'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["coord-check", "--config", config, "--widths=8,16,32", f"--out={config}"])
-    assert f"--out {config} is not a folder" in capsys.readouterr().err

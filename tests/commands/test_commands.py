@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import Logger
+from command_line import refused, upscale
 from paths import ROOT
 
 from mupscale.__main__ import main
@@ -30,15 +29,6 @@ BRIEF = [
 
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
-
-
-class Marker(Callback):
-    """One to be found in a list."""
-
-
-def upscale(at_step: int, width: int) -> dict[str, Any]:
-    noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
-    return {"class_path": "UpscaleCallback", "init_args": {"at_step": at_step, "width": width, "noise": noise}}
 
 
 def small(path: Path, *callbacks: dict[str, Any], **trainer: Any) -> str:
@@ -62,15 +52,6 @@ def small(path: Path, *callbacks: dict[str, Any], **trainer: Any) -> str:
     }
     path.write_text(yaml.safe_dump(config))
     return str(path)
-
-
-def refused(*arguments: str) -> str:
-    """The one line of a command that fails."""
-    with pytest.raises(SystemExit) as exit:
-        main(list(arguments))
-    assert isinstance(exit.value.code, str)  # which python prints, and exits with 1
-    assert "\n" not in exit.value.code
-    return exit.value.code
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -122,12 +103,9 @@ def test_fit_goes_on_from_a_checkpoint_in_a_new_folder(tmp_path: Path) -> None:
     assert all(torch.equal(ours["state_dict"][name], tensor) for name, tensor in theirs["state_dict"].items())
 
 
-def test_composition(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+def test_composition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = tmp_path / "more.yaml"
-    more.write_text(
-        yaml.safe_dump({"trainer": {"max_steps": 8, "callbacks+": [{"class_path": "test_commands.Marker"}]}})
-    )
+    more.write_text(yaml.safe_dump({"trainer": {"max_steps": 8, "callbacks+": [{"class_path": "extensions.Marker"}]}}))
     configs = ["--config", small(tmp_path / "c.yaml", upscale(3, 16)), "--config", str(more)]
     with pytest.raises(SystemExit) as exit:
         main(["fit", *configs, "--model.width=4", "--print_config"])
@@ -291,27 +269,9 @@ def test_what_was_logged_is_kept_with_its_run_and_goes_with_a_dead_attempt() -> 
     assert len((folder / "metrics.csv").read_text().splitlines()) == len(table.splitlines())
 
 
-class Silent(Logger):
-    """One of the user's own: `trainer.log_dir` is the folder of all its runs."""
-
-    def __init__(self, save_dir: str, name: str, version: str) -> None:
-        super().__init__()
-        self.place = save_dir, name, version
-
-    save_dir = property(lambda self: self.place[0])
-    name = property(lambda self: self.place[1])
-    version = property(lambda self: self.place[2])
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
 def test_a_run_with_a_logger_of_ones_own_has_a_folder_of_its_own() -> None:
     def arguments(version: str) -> list[str]:
-        logger = f"{{class_path: {__name__}.Silent, init_args: {{save_dir: runs, name: mine, version: {version}}}}}"
+        logger = f"{{class_path: extensions.Silent, init_args: {{save_dir: runs, name: mine, version: {version}}}}}"
         trainer = [f"--trainer.logger={logger}", "--trainer.callbacks=[]", "--checkpoint.every_n_train_steps=2"]
         return ["--config", QUICKSTART, *BRIEF, *trainer]
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import LR, NOISE, refused, small
+from command_line import trials as table
+from logged import losses
 from paths import ROOT
-from test_commands import refused
-from test_kill_and_resume import Server
-from test_sweep import LR, NOISE, losses, small, table
+from program_server import Server
 
 from mupscale.__main__ import main
 from mupscale.callbacks.trial_metric import TrialMetric

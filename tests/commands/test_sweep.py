@@ -1,6 +1,5 @@
 """Sweeps: keys and values, the metric to the last digit, divergence, processes that share a study and die, results."""
 
-import csv
 import json
 import math
 import os
@@ -15,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from command_line import LR, NOISE, refused, small, upscale
+from command_line import trials as table
 from lightning.pytorch import Trainer
+from logged import losses
+from program_server import Server
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_commands import refused, upscale
-from test_kill_and_resume import Server
 from torch import Tensor
 
 from mupscale.__main__ import main
@@ -40,47 +41,6 @@ from mupscale.models.mlp import MLP
 from mupscale.widening.noise import SignalNoise
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
-
-LR, NOISE = "model.optimizer.lr", "UpscaleCallback.noise.std"
-
-
-def small(path: Path, *callbacks: dict[str, Any], width: int = 8, **trainer: Any) -> str:
-    """A configuration that takes a second: 20 steps, 6 an epoch."""
-    config = {
-        "trainer": {
-            "accelerator": "cpu",
-            "max_steps": 20,
-            "limit_val_batches": 1,
-            "val_check_interval": 6,
-            "log_every_n_steps": 1,
-            "callbacks": list(callbacks),
-            **trainer,
-        },
-        "model": {
-            "class_path": "MLP",
-            "init_args": {
-                "width": width,
-                "base_width": 8,
-                "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}},
-            },
-        },
-        "data": {"class_path": "Covertype", "init_args": {"batch_size": 1000}},
-        "checkpoint": {"every_n_train_steps": 5},
-    }
-    path.write_text(yaml.safe_dump(config))
-    return str(path)
-
-
-def losses(run: Path) -> list[float]:
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
-    events.Reload()
-    return [event.value for event in events.Scalars("train/loss")]
-
-
-def table(out: Path) -> list[dict[str, str]]:
-    with open(out / "trials.csv") as file:
-        return list(csv.DictReader(file))
-
 
 # --- keys and values
 

@@ -548,7 +548,7 @@ def test_a_truncated_npz_is_refused(tmp_path: Path, folder: str):
 # ---- a GPU
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_gpu_gives_the_same_batches_and_can_capture_them(folder: str):
     host, device = module(folder), CIFAR100(folder, BATCH)
     device.trainer = trainer_stub("cuda")

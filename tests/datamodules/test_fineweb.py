@@ -269,7 +269,7 @@ def test_a_resumed_fit_sees_the_rows_of_the_uninterrupted_one(folder: str, tmp_p
         shutil.rmtree(run, ignore_errors=True)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("order", ["random", "sequential"])
 def test_on_a_gpu_the_rows_are_the_same(folder: str, order: str, resident: bool):
     expected = module(folder, order=order).train_dataloader()

@@ -7,12 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import command_line
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mupscale.__main__ import main
 from mupscale.datamodules import documents
 from mupscale.datamodules.documents import TextFiles
 from mupscale.datamodules.fineweb import JARGON
@@ -92,12 +92,8 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def refused(*arguments: Any) -> str:
-    """The one line of a command that fails."""
-    with pytest.raises(SystemExit) as exit:
-        main(["prepare", *map(str, arguments)])
-    assert isinstance(exit.value.code, str)
-    assert "\n" not in exit.value.code
-    return exit.value.code
+    """The one line of a preparation that fails."""
+    return command_line.refused("prepare", *map(str, arguments))
 
 
 def prepared(source: Path, out: Path, **options: Any) -> Index:

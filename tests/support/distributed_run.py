@@ -1,7 +1,6 @@
-"""Runs on two CPU processes, started by test_upscale_callback.py: `python -m torch.distributed.run --nproc-per-node 2 …
-FOLDER`.
+"""A program that trains on two CPU processes: `python -m torch.distributed.run --nproc-per-node 2 … FOLDER`.
 
-One after the other, because starting processes takes longer than training. Rank r writes FOLDER/r.pt.
+All runs are in one program, because starting processes takes longer than training. Rank r writes FOLDER/r.pt.
 """
 
 import logging
@@ -11,16 +10,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import conftest  # noqa: F401  first: it makes torchvision importable
+import mupscale  # first, so that torchvision can be imported beside a CPU-only torch
 
 # isort: split
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from test_upscale_callback import ADAMW, SGD, Record, gpt2, mlp, resnet, rows
+from tiny_modules import ADAMW, SGD, gpt2, mlp, resnet, rows
+from training_runs import Record
 
-import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import WidthScalable
@@ -102,6 +101,7 @@ def fit(
 
 
 def main(folder: Path) -> None:
+    torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     answers = {}
@@ -120,7 +120,7 @@ def main(folder: Path) -> None:
         saver = ModelCheckpoint(folder / kind, "{step}", every_n_train_steps=11)
         answers[kind, "mlp", "noisy"], _ = fit(kind, "mlp", folder / kind, saver, **RUNS["noisy"])
         for name, width in (("pre-upscale-6", 8), ("step=11", 24)):
-            # sharded checkpoints load before the module is told of their width: the configuration has to say it
+            # a sharded checkpoint loads before the module can read its width: the configuration must have it
             width = 8 if kind == "ddp" else width
             answers[kind, "mlp", name], _ = fit(
                 kind, "mlp", folder / "again", **RUNS["noisy"], width=width, ckpt=folder / kind / f"{name}.ckpt"

@@ -3,53 +3,12 @@
 import pytest
 import torch
 from architectures import CASES, Case, cross_entropy
-from torch import Tensor, nn
+from grid_optimizers import GRID_OPTIMIZERS, float64_newton_schulz, muon_and_adamw
+from torch import nn
 
 import mupscale
 
 STEPS = 50
-FIXED_SIZES = {5, 10, 11, 30}
-"""Classes, features, positions, vocabulary: a parameter with such an axis is no hidden matrix, and not for Muon."""
-
-
-def optimizer(name: str, **settings):
-    return lambda params: getattr(torch.optim, name)(params, **settings)
-
-
-def muon_and_adamw(params):
-    matrices = [p for p in params if p.ndim == 2 and not FIXED_SIZES & set(p.shape)]
-    rest = [p for p in params if not any(p is m for m in matrices)]
-    return [torch.optim.Muon(matrices, lr=0.001, weight_decay=0.1), torch.optim.AdamW(rest, lr=0.003, eps=1e-3)]
-
-
-# eps is large, so that an unscaled one shows
-OPTIMIZERS = {
-    "sgd": optimizer("SGD", lr=0.05),
-    "sgd_dampened": optimizer("SGD", lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01),
-    "sgd_nesterov": optimizer("SGD", lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=True),
-    "adam": optimizer("Adam", lr=0.003, eps=1e-3, weight_decay=0.1, fused=True),
-    "adam_amsgrad": optimizer("Adam", lr=0.003, eps=1e-3, amsgrad=True, maximize=False, foreach=True),
-    "adam_decoupled": optimizer("Adam", lr=0.003, eps=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
-    "adamw": optimizer("AdamW", lr=0.003, eps=1e-3, weight_decay=0.1, amsgrad=True, foreach=False),
-    "nadam": optimizer("NAdam", lr=0.003, eps=1e-3, weight_decay=0.1),
-    "nadam_decoupled": optimizer("NAdam", lr=0.003, eps=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
-    "radam": optimizer("RAdam", lr=0.003, eps=1e-3, weight_decay=0.1),
-    "radam_decoupled": optimizer("RAdam", lr=0.003, eps=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
-    "adamax": optimizer("Adamax", lr=0.003, eps=1e-3, weight_decay=0.1),
-    "rmsprop": optimizer("RMSprop", lr=0.001, eps=1e-3, weight_decay=0.1),
-    "rmsprop_centered": optimizer("RMSprop", lr=0.001, eps=1e-3, weight_decay=0.1, centered=True, momentum=0.9),
-    "adagrad": optimizer("Adagrad", lr=0.01, eps=1e-3, weight_decay=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
-    "muon": muon_and_adamw,
-}
-
-
-def float64_newton_schulz(grad: Tensor, ns_coefficients: tuple[float, ...], ns_steps: int, eps: float) -> Tensor:
-    a, b, c = ns_coefficients
-    x = grad / grad.norm().clamp(min=eps)
-    for _ in range(ns_steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
 
 
 def mup_model(case: Case, size) -> nn.Module:
@@ -74,14 +33,17 @@ def assert_exact(verdict: mupscale.Verdict) -> None:
 
 # the convolutional ones have no hidden matrix of two axes
 GRID = [
-    (case, name) for case in CASES for name in OPTIMIZERS if not (name == "muon" and case in ("resnet18", "convnet"))
+    (case, name)
+    for case in CASES
+    for name in GRID_OPTIMIZERS
+    if not (name == "muon" and case in ("resnet18", "convnet"))
 ]
 
 
 @pytest.mark.parametrize(("case", "optimizer_name"), GRID)
 def test_plain_model_with_clipping(case: str, optimizer_name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", float64_newton_schulz)
-    assert_exact(check(CASES[case], OPTIMIZERS[optimizer_name], mup=False))
+    assert_exact(check(CASES[case], GRID_OPTIMIZERS[optimizer_name], mup=False))
 
 
 @pytest.mark.parametrize("make_optimizer", [mupscale.MuSGD, mupscale.MuAdam, mupscale.MuAdamW])
@@ -116,7 +78,7 @@ def test_factors(factor: int):
     verdict = mupscale.verify(
         case.build(4),
         case.build(4 * factor),
-        optimizer=OPTIMIZERS["adamw"],
+        optimizer=GRID_OPTIMIZERS["adamw"],
         batches=case.batches(),
         loss=cross_entropy,
         steps=STEPS,

@@ -2,16 +2,21 @@
 
 import json
 import math
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from architectures import CASES, ConvNet
+from bad_input import assert_refused, linear, snapshot
 from torch import nn
 
 import mupscale
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
+from mupscale.widening.noise import widened_norms
 from mupscale.widening.spectral import spectral_norms
 
 
@@ -113,6 +118,7 @@ def _rank(rank: int, path: str) -> None:
     torch.save(wide.state_dict(), f"{path}/{rank}.pt")
 
 
+@pytest.mark.distributed
 def test_identical_on_one_and_on_two_processes(tmp_path):
     torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
     _rank(2, str(tmp_path))
@@ -140,8 +146,6 @@ def test_the_widened_norm_follows_from_the_narrow_one():
     case = CASES["mlp"]
     narrow, wide = case.build((8, 12, 6)), case.build((16, 36, 24))
     report = mupscale.upscale(narrow, wide)
-    from mupscale.widening.noise import widened_norms
-
     for name, entry in report.plan.parameters.items():
         if entry.kind == "weight":
             assert widened_norms(entry, narrow.get_parameter(name)).item() == pytest.approx(
@@ -190,6 +194,19 @@ def test_noise_files_are_checked_before_anything_is_written(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, wide.parameters(), strict=True))
 
 
+def test_noise_on_a_number_without_axes():
+    """`where` asks for it: a fraction t of its own size."""
+
+    def build(width: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, width))
+        model.register_parameter("temperature", nn.Parameter(torch.tensor(2.0)))
+        return model
+
+    narrow, wide = build(4), build(8)
+    mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.1, where={"*": True}))
+    assert (wide.temperature - 2).abs().item() == pytest.approx(0.2, rel=1e-5)
+
+
 def test_noise_in_half_precision_is_added_before_rounding():
     narrow, wide, clean = (MLPNet(4, (n, n), 3).bfloat16() for n in (32, 64, 64))
     mupscale.upscale(narrow, wide, noise=mupscale.AdditiveNoise(0.5))
@@ -197,3 +214,49 @@ def test_noise_in_half_precision_is_added_before_rounding():
     noise = (wide.layers[1].weight.float() - clean.layers[1].weight.float()).detach()
     assert noise.std().item() == pytest.approx(0.5 / 8, rel=0.05)
     assert spectral_norms(wide.layers[1].weight[None]).dtype == torch.float64
+
+
+# --- bad input
+
+BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "a number": (lambda: 0.1, ("noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got 0.1",)),
+    "a class": (lambda: mupscale.AdditiveNoise, ("noise must be AdditiveNoise(std)",)),
+    "negative": (lambda: mupscale.AdditiveNoise(-0.1), ("std must be a finite number of at least 0, got -0.1",)),
+    "a string": (lambda: mupscale.AdditiveNoise("0.1"), ("std must be a finite number of at least 0, got '0.1'",)),
+    "infinite": (lambda: mupscale.SignalNoise(math.inf), ("t must be a finite number of at least 0, got inf",)),
+    "nowhere": (lambda: mupscale.AdditiveNoise(0.1, where={"fc.*": True}), ("'fc.*'", "matches no parameter")),
+    "a list as where": (lambda: mupscale.AdditiveNoise(0.1, where=["*"]), ("where", "['*']")),
+    "a string in where": (lambda: mupscale.SignalNoise(0.1, where={"*": "no"}), ("where", "'no'")),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_noise_is_refused_before_anything_is_written(case: str):
+    make, fragments = BAD[case]
+    assert_refused(lambda: (*linear(4, 8), {"noise": make()}), fragments)
+
+
+@pytest.mark.parametrize(
+    ("constants", "fragments"),
+    [
+        ({"0.weight": 0.1}, ("another architecture", "'0.bias'")),
+        ({"0.weight": [[0.1]], "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}, ("shape (1, 1) for '0.weight'", "()")),
+        ({"0.weight": 0.1, "0.bias": -1.0, "1.weight": 0.0, "1.bias": 0.0}, ("'0.bias'", "no standard deviation")),
+        (
+            {"0.weight": math.nan, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0},
+            ("'0.weight'", "no standard deviation"),
+        ),
+        ({"0.weight": "0.1"}, ("damaged", "numbers")),
+        ({"0.weight": [[0.1, 0.2], [0.3]]}, ("damaged", "numbers")),
+    ],
+)
+def test_recorded_noise_that_does_not_fit(constants: dict[str, Any], fragments: tuple[str, ...], tmp_path):
+    narrow, wide = linear(4, 8)
+    path = tmp_path / "noise.json"
+    mupscale.upscale(*linear(4, 8)).save_noise(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"constants": constants}))
+    before = snapshot(narrow, wide)
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        mupscale.upscale(narrow, wide, noise=mupscale.RecordedNoise(path))
+    assert all(fragment in str(caught.value) for fragment in fragments)
+    assert snapshot(narrow, wide) == before

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mupscale
+from mupscale.widening import rules
 from mupscale.widening.rules import Factors, rule_of
 
 SHAPES = ((6, 4), (18, 8))
@@ -81,9 +82,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def test_unknown_optimizers_are_an_error_and_three_lines_register_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "mupscale.widening.rules._REGISTRY", dict(__import__("mupscale.widening.rules").rules._REGISTRY)
-    )
+    monkeypatch.setattr(rules, "_REGISTRY", dict(rules._REGISTRY))
     with pytest.raises(ValueError, match=r"Lion is not registered.*register_optimizer\(Lion"):
         rule_of(Lion(parameters()))
     mupscale.register_optimizer(Lion, degree=0, state={"exp_avg": 1}, decoupled_weight_decay=True)
@@ -117,3 +116,43 @@ def test_radam_waits_for_its_variance_term():
                 mupscale.upscale(narrow, wide, optimizer)
         else:
             mupscale.upscale(narrow, wide, optimizer)
+
+
+def test_symmetry_of_scalings():
+    """The paper's proposition: W = θ·W̄ with lr / θ^(1+m), decay · θ², decoupled · θ^(1+m), eps · θ trains as W."""
+    theta = 3.7
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, theta: float) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.theta = theta
+            self.weight = torch.nn.Parameter(torch.randn(5, 4, dtype=torch.float64) / theta)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ (self.theta * self.weight).T)
+
+    def losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        torch.manual_seed(1)
+        answer = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = (model(torch.randn(6, 4, dtype=torch.float64)) - 0.3).square().mean()
+            loss.backward()
+            optimizer.step()
+            answer.append(loss.item())
+        return answer
+
+    for kind, m, decoupled, settings in (
+        (torch.optim.SGD, 1, False, {"momentum": 0.9}),
+        (torch.optim.Adam, 0, False, {"eps": 0.01}),
+        (torch.optim.AdamW, 0, True, {"eps": 0.01}),
+    ):
+        scaled = {"lr": 0.1 / theta ** (1 + m), "weight_decay": 0.2 * (theta ** (1 + m) if decoupled else theta**2)}
+        if "eps" in settings:
+            scaled["eps"] = settings["eps"] * theta
+        plain_model, scaled_model = Scaled(1.0), Scaled(theta)
+        plain = losses(plain_model, kind(plain_model.parameters(), lr=0.1, weight_decay=0.2, **settings))
+        assert losses(scaled_model, kind(scaled_model.parameters(), **settings | scaled)) == pytest.approx(
+            plain, rel=1e-12
+        )

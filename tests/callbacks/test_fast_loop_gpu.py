@@ -1,11 +1,7 @@
-"""What only a GPU shows: fused and capturable optimizers, state on the device, steps as CUDA graphs, wide models made
-where the narrow one is.
-"""
+"""FastLoop on a GPU: a run of captured steps is the run without them; nothing leaks, and the host does not wait."""
 
 import gc
 import math
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,137 +11,35 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import CASES, cross_entropy
 from interrupted import DropoutMLP
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
+from training_runs import TREESPEC_WARNING
 
 import mupscale
 from mupscale.callbacks import fast_loop
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import default_callbacks
-from mupscale.cuda_graph import CapturedStep, use_fused
+from mupscale.cuda_graph import CapturedStep
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
-from mupscale.widening.spectral import spectral_norms
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.gpu,
     pytest.mark.filterwarnings(
-        "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",  # Lightning itself
+        TREESPEC_WARNING,
         "ignore:The 'train_dataloader' does not have many workers",
         "ignore:This process .* is multi-threaded, use of fork",  # a DataLoader with workers
         "ignore:Synchronization debug mode is a prototype:UserWarning",
     ),
 ]
-
-
-def batches(case):
-    return [tuple(x.cuda() for x in batch) for batch in case.batches()]
-
-
-@pytest.mark.parametrize(
-    "settings", [{"fused": True}, {"capturable": True}, {"capturable": True, "foreach": False}, {"foreach": True}]
-)
-@pytest.mark.parametrize("tensor_lr", [False, True])
-def test_adamw_variants_are_exact(settings: dict[str, bool], tensor_lr: bool):
-    if tensor_lr and settings == {"foreach": True}:
-        pytest.skip("torch has no tensor learning rate there")
-    case = CASES["gpt2_untied"]
-    torch.manual_seed(0)
-    narrow, wide = case.build(8).cuda(), case.build(24).cuda()
-
-    def optimizer(params):
-        # the fused kernel takes a float32 rate only
-        dtype = torch.float32 if "fused" in settings else torch.float64
-        lr = torch.tensor(0.003, dtype=dtype, device="cuda") if tensor_lr else 0.003
-        return torch.optim.AdamW(params, lr=lr, eps=1e-3, amsgrad=True, **settings)
-
-    verdict = mupscale.verify(
-        narrow, wide, optimizer=optimizer, batches=batches(case), loss=cross_entropy, steps=50, clip=0.05
-    )
-    assert verdict.passed, verdict
-    rounds = "capturable" in settings or (
-        tensor_lr and "fused" in settings
-    )  # counts steps, or keeps its rate, in float32
-    assert verdict.loss_drift <= (1e-7 if rounds else 1e-10)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_architectures_are_exact(name: str):
-    case = CASES[name]
-    torch.manual_seed(0)
-    narrow, wide = case.build(case.narrow).cuda(), case.build(case.wide).cuda()
-    verdict = mupscale.verify(
-        narrow,
-        wide,
-        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9),
-        batches=batches(case),
-        loss=cross_entropy,
-        steps=30,
-        clip=0.05,
-        roles=case.plain_roles,
-    )
-    assert verdict.passed, verdict
-
-
-@pytest.mark.parametrize(("fused", "step_device"), [(True, "cuda"), (False, "cpu")])
-def test_a_meta_model_is_made_where_the_narrow_one_is(fused: bool, step_device: str):
-    case = CASES["resnet18"]
-    narrow = case.build(2).cuda()
-    with torch.device("meta"):
-        wide = case.build(4)
-    optimizer = torch.optim.AdamW(narrow.parameters(), fused=fused)
-    cross_entropy(narrow, batches(case)[0]).backward()
-    optimizer.step()
-    report = mupscale.upscale(narrow, wide, optimizer, noise=mupscale.SignalNoise(0.1), consume=True)
-    assert {t.device.type for t in (*wide.parameters(), *wide.buffers())} == {"cuda"}
-    assert {state["step"].device.type for state in report.optimizer.state.values()} == {step_device}
-    cross_entropy(wide, batches(case)[0]).backward()
-    report.optimizer.step()
-    assert not any(p.numel() for p in narrow.parameters())
-
-
-def test_from_the_cpu_to_the_gpu():
-    case = CASES["mlp"]
-    narrow, wide = case.build(case.narrow), case.build(case.wide).cuda()
-    optimizer = torch.optim.AdamW(narrow.parameters(), fused=True)
-    cross_entropy(narrow, case.batches()[0]).backward()
-    optimizer.step()
-    report = mupscale.upscale(narrow, wide, optimizer)
-    cross_entropy(wide, batches(case)[0]).backward()
-    report.optimizer.step()
-    assert {state["exp_avg"].device.type for state in report.optimizer.state.values()} == {"cuda"}
-
-
-def test_clipping_never_waits_for_the_device():
-    case = CASES["gpt2_untied"]
-    narrow, wide = case.build(8).cuda(), case.build(16).cuda()
-    mupscale.upscale(narrow, wide)
-    cross_entropy(wide, batches(case)[0]).backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        mupscale.clip_grad_norm_(wide, 0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_spectral_norms_against_svd():
-    torch.manual_seed(0)
-    matrices = torch.randn(9, 512, 256, device="cuda")
-    truth = torch.linalg.matrix_norm(matrices.double(), ord=2)
-    torch.testing.assert_close(spectral_norms(matrices), truth, rtol=1e-4, atol=0)
-
-
-# --- training steps as CUDA graphs
 
 
 def mlp(width: int = 32, kind: type[MLP] = MLP, **arguments: Any) -> MLP:
@@ -292,32 +186,6 @@ def test_learning_rates_are_read_at_every_step(graphs: list[int], tmp_path: Path
         assert torch.equal(run.seen[step], run.seen[step - 1]) == (10 <= step < 20)
 
 
-def test_a_tensor_as_learning_rate_is_read_at_every_step() -> None:
-    net = nn.Linear(6, 3).cuda()
-    rate = torch.tensor(0.1, device="cuda")
-    optimizer = torch.optim.AdamW(net.parameters(), lr=rate, fused=True)
-    batch = (torch.randn(8, 6, device="cuda"), torch.zeros(8, dtype=torch.long, device="cuda"))
-    for _ in range(3):
-        optimizer.zero_grad()
-        gradients(net, batch)
-        optimizer.step()
-    step = CapturedStep(partial(gradients, net), optimizer, batch)
-    assert optimizer.param_groups[0]["lr"] is rate
-    moved = []
-    for value in (0.1, 0.0, 0.1, 0.0):
-        rate.fill_(value)
-        before = net.weight.detach().clone()
-        step(batch)
-        moved.append(not torch.equal(net.weight, before))
-    assert moved == [True, False, True, False]
-
-
-def gradients(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    loss = F.cross_entropy(net(batch[0]), batch[1])
-    loss.backward()
-    return loss
-
-
 def test_a_ragged_batch_is_not_captured(graphs: list[int], tmp_path: Path) -> None:
     def gradient(trainer: Trainer, module: Any) -> Tensor:
         return module.net.layers[1].weight.grad.clone()
@@ -326,9 +194,8 @@ def test_a_ragged_batch_is_not_captured(graphs: list[int], tmp_path: Path) -> No
     theirs, ours = (fit(mlp(), tmp_path, *extra, **settings) for extra in ([], [FastLoop(cuda_graph=True)]))
     assert graphs == [25 - 3 - 4]  # 5 batches of 14 and one of 10 an epoch
     assert gap(ours, theirs) <= 1e-6
-    for mine, other in zip(
-        ours.seen, theirs.seen, strict=True
-    ):  # gradients are where they would be, whoever took the step
+    # gradients are where they would be, whoever took the step
+    for mine, other in zip(ours.seen, theirs.seen, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
@@ -346,12 +213,10 @@ def test_a_weight_decay_that_changes_is_captured_anew(graphs: list[int], tmp_pat
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_from_the_host(workers: int, graphs: list[int], tmp_path: Path) -> None:
-    def loader(
-        tensors: tuple[Tensor, ...],
-    ) -> Any:  # a worker's batches are pinned by a thread, also while a step is captured
-        return DataLoader(
-            TensorDataset(*tensors), 8, num_workers=workers, pin_memory=True, persistent_workers=workers > 0
-        )
+    def loader(tensors: tuple[Tensor, ...]) -> Any:
+        """A thread pins a worker's batches, also while a step is captured."""
+        in_workers: Any = {"num_workers": workers, "persistent_workers": workers > 0}
+        return DataLoader(TensorDataset(*tensors), 8, pin_memory=True, **in_workers)
 
     theirs, ours = (
         fit(mlp(), tmp_path, *extra, loader=loader, steps=20) for extra in ([], [FastLoop(cuda_graph=True)])
@@ -378,84 +243,6 @@ def test_dropout_draws_what_it_would_have_drawn(graphs: list[int], tmp_path: Pat
     theirs, ours = (fit(mlp(64, DropoutMLP), tmp_path, *extra, steps=20) for extra in ([], [FastLoop(cuda_graph=True)]))
     assert graphs == [17]
     assert gap(ours, theirs) <= 1e-6
-
-
-OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
-    "sgd": (torch.optim.SGD, 1e-6),
-    "sgd, nesterov": (partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1), 1e-6),
-    "adam": (partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1), 1e-6),
-    "adamw": (torch.optim.AdamW, 1e-6),
-    "adam, capturable": (partial(torch.optim.Adam, capturable=True, foreach=True), 1e-6),
-    # without a kernel of their own; what they make of their counters on the device is in float32
-    "adam, foreach": (partial(torch.optim.Adam, foreach=True), 1e-4),
-    "nadam": (torch.optim.NAdam, 1e-4),
-    "nadam, decoupled": (partial(torch.optim.NAdam, decoupled_weight_decay=True, weight_decay=0.1), 1e-4),
-    "adamax": (torch.optim.Adamax, 1e-4),
-    "rmsprop": (torch.optim.RMSprop, 1e-4),
-    "rmsprop, centered": (partial(torch.optim.RMSprop, momentum=0.9, centered=True), 1e-4),
-}
-
-
-def trained(make: Callable[..., torch.optim.Optimizer], captured: bool) -> Tensor:
-    """The losses of 16 steps at a rate that falls, of which the last 12 may be captured."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3)).cuda()
-    optimizer = make(net.parameters(), lr=0.02)
-    use_fused(optimizer)
-    x, y = torch.randn(16, 32, 6, device="cuda"), torch.randint(3, (16, 32), device="cuda")
-    step, losses = None, []
-    for count, batch in enumerate(zip(x, y, strict=True)):
-        optimizer.param_groups[0]["lr"] *= 0.8
-        if captured and count >= 4:
-            step = step or CapturedStep(partial(gradients, net), optimizer, batch)
-            losses.append(step(batch))
-        else:
-            optimizer.zero_grad()
-            losses.append(gradients(net, batch).detach())
-            optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02 * 0.8**16)
-    return torch.stack(losses).double().cpu()
-
-
-@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_step_in_a_graph(name: str) -> None:
-    make, tolerance = OPTIMIZERS[name]
-    eager, captured = (trained(make, kind) for kind in (False, True))
-    assert float(((captured - eager) / eager).abs().max()) <= tolerance
-
-
-FAILING = """
-import torch
-from mupscale.cuda_graph import CapturedStep
-
-net = torch.nn.Linear(6, 3).cuda()
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=True)
-
-def gradients(batch):
-    loss = net(batch).sum()
-    loss.backward()
-    return loss
-
-gradients(torch.ones(2, 6, device="cuda"))
-optimizer.step()
-try:
-    CapturedStep(gradients, optimizer, torch.ones(2, 6, device="cuda"))
-except RuntimeError as error:
-    print(error, flush=True)
-print("on the default stream:", torch.cuda.current_stream() == torch.cuda.default_stream(), flush=True)
-"""
-
-
-def test_an_optimizer_that_waits_for_its_rate_is_refused_by_name() -> None:
-    command = [
-        sys.executable,
-        "-c",
-        FAILING,
-    ]  # a capture that fails leaves the process's generator of random numbers unusable
-    told = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120)
-    assert "a training step with SGD cannot be captured in a CUDA graph: " in told.stdout, told.stderr
-    assert "on the default stream: True" in told.stdout
 
 
 # --- memory and waits

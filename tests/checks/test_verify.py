@@ -1,13 +1,17 @@
-"""Breaking any one rule is noticed: `verify` answers no, and names where it first shows."""
+"""`verify`: what it answers, and that breaking any one rule is noticed and named where it first shows."""
 
+import copy
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from architectures import CASES, cross_entropy
-from test_equivalence_grid import OPTIMIZERS, float64_newton_schulz
+from grid_optimizers import GRID_OPTIMIZERS, float64_newton_schulz
+from torch import Tensor, nn
 
 import mupscale
+from mupscale.checks.verify import TOLERANCE, TOLERANCE_FLOAT32, WARM_UP
 from mupscale.widening import optimizer_state, rules, weights
 from mupscale.widening.plan import TensorPlan
 
@@ -16,9 +20,104 @@ def verdict(case_name: str, optimizer_name: str, **settings) -> mupscale.Verdict
     case = CASES[case_name]
     torch.manual_seed(0)
     return mupscale.verify(
-        case.build(case.narrow), case.build(case.wide), optimizer=OPTIMIZERS[optimizer_name], batches=case.batches(),
-        loss=cross_entropy, steps=8, clip=0.05, **{"roles": case.plain_roles} | settings,
+        case.build(case.narrow), case.build(case.wide), optimizer=GRID_OPTIMIZERS[optimizer_name],
+        batches=case.batches(), loss=cross_entropy, steps=8, clip=0.05, **{"roles": case.plain_roles} | settings,
     )  # fmt: skip
+
+
+# --- the answer
+
+
+def layers(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - 1).square().mean()
+
+
+def verify_layers(narrow: nn.Module, wide: nn.Module, **settings) -> mupscale.Verdict:
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 3) for _ in range(3)]
+    defaults = {"optimizer": GRID_OPTIMIZERS["adamw"], "batches": batches, "loss": mean_square, "steps": 3}
+    return mupscale.verify(narrow, wide, **defaults | settings)
+
+
+def test_a_verdict_in_words_and_as_a_truth_value():
+    answer = verify_layers(layers(4), layers(12))
+    assert answer
+    head, drifts = str(answer).splitlines()
+    assert head == "exact (tolerance 1e-08, 3 steps after the upscale)"
+    assert drifts.startswith("  largest relative drift of the loss ")
+    assert answer.first_divergent is answer.reason is None
+    assert list(answer.drift_by_module) == ["0", "1", "2", "3", ""]
+    answer = verify_layers(layers(4), layers(12), blocks={"3.weight": {1: 2}})
+    assert not answer
+    head, _, reason = str(answer).splitlines()
+    assert head == "NOT exact: 3 diverges first (tolerance 1e-08, 3 steps after the upscale)"
+    assert reason.strip() == answer.reason
+    assert answer.reason.endswith("although its input agrees, at step 0 after the upscale")
+
+
+def test_verify_changes_neither_the_models_nor_the_generator():
+    narrow, wide = layers(4), layers(12)
+    before, state = copy.deepcopy([narrow.state_dict(), wide.state_dict()]), torch.get_rng_state()
+    batches = [torch.ones(8, 3)]
+    mupscale.verify(narrow, wide, optimizer=GRID_OPTIMIZERS["sgd"], batches=batches, loss=mean_square, steps=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    for model, saved in zip((narrow, wide), before, strict=True):
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+
+def test_batches_are_read_only_as_far_as_needed():
+    read = []
+
+    def batches():
+        for number in range(100):
+            read.append(number)
+            yield torch.randn(8, 3)
+
+    assert verify_layers(layers(4), layers(12), batches=batches(), steps=3).passed
+    assert len(read) == WARM_UP + 3
+
+
+def test_a_model_that_rounds_inside_gets_the_tolerance_of_float32():
+    class Rounding(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layers = layers(width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).float().double()
+
+    assert verify_layers(Rounding(4), Rounding(12)).tolerance == TOLERANCE_FLOAT32
+    assert verify_layers(layers(4), layers(12)).tolerance == TOLERANCE
+
+
+def test_models_that_call_different_modules_differ():
+    class Skipping(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.inner, self.again = nn.Linear(3, width), nn.Tanh()
+            self.readout = nn.Linear(width, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            return self.readout(self.again(x) if x.shape[-1] > 4 else x.tanh())
+
+    answer = verify_layers(Skipping(4), Skipping(12))
+    assert (answer.first_divergent, answer.activation_drift) == ("(the model)", math.inf)
+    assert "the two models call different modules" in answer.reason
+
+
+def test_nothing_to_compare_is_refused():
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        verify_layers(layers(4), layers(12), steps=0)
+    with pytest.raises(ValueError, match="batches is empty"):
+        verify_layers(layers(4), layers(12), batches=[])
+
+
+# --- broken rules
 
 
 @pytest.mark.parametrize(
@@ -94,7 +193,7 @@ def test_buffers_left_behind(monkeypatch: pytest.MonkeyPatch):
         if isinstance(module, torch.nn.BatchNorm2d):
             torch.nn.init.normal_(module.running_mean)
     answer = mupscale.verify(
-        narrow, wide, optimizer=OPTIMIZERS["sgd"], batches=case.batches(), loss=cross_entropy, steps=2
+        narrow, wide, optimizer=GRID_OPTIMIZERS["sgd"], batches=case.batches(), loss=cross_entropy, steps=2
     )
     assert not answer.passed
     assert answer.first_divergent == "stem.1"

@@ -1,0 +1,253 @@
+"""FastLoop with `cuda_graph`, with a stand-in for the graph: which steps are captured, and what is refused."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    LambdaCallback,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
+from lightning.pytorch.plugins import MixedPrecision
+from loop_cases import CASES, MovedBatches, Plain, Talkative
+from observed_fits import Case, assert_same_run, fit, spy
+from tiny_modules import gpt2, mlp, resnet
+from torch import Tensor
+from training_runs import LIGHTNING_WARNINGS
+
+from mupscale.callbacks import fast_loop
+from mupscale.callbacks.fast_loop import FastLoop, refuse_capture
+from mupscale.cuda_graph import step_kind
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.mlp import MLP
+
+pytestmark = pytest.mark.filterwarnings(
+    *LIGHTNING_WARNINGS, "ignore:Found `dataloader_iter` argument in the `training_step`:UserWarning"
+)
+
+
+class StandIn:
+    """A CapturedStep that captures nothing, and counts the steps that it would have replayed."""
+
+    made: list["StandIn"]
+
+    def __init__(self, gradients: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        self.gradients, self.optimizer = gradients, optimizer
+        self.kind = step_kind(batch, optimizer)
+        self.calls = 0
+        StandIn.made.append(self)
+
+    def __call__(self, batch: Any) -> Tensor:
+        assert step_kind(batch, self.optimizer) == self.kind
+        self.calls += 1
+        self.optimizer.zero_grad()
+        loss = self.gradients(batch)
+        self.optimizer.step()
+        return loss.detach().clone()
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    """The captured steps of fits with a FastLoop, which takes the CPU for a GPU."""
+    StandIn.made = []
+    setup = FastLoop.setup
+
+    def on_gpu(self: FastLoop, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        setup(self, trainer, pl_module, stage)
+        refuse_capture(trainer, pl_module)
+        trainer.fit_loop.epoch_loop.cuda_graph = self.cuda_graph
+
+    monkeypatch.setattr(fast_loop, "CapturedStep", StandIn)
+    monkeypatch.setattr(FastLoop, "setup", on_gpu)
+    return StandIn.made
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].capture])
+def test_captured_steps_count_as_steps(
+    name: str, captures: list[StandIn], own_batches: list[int], tmp_path: Path
+) -> None:
+    runs = []
+    for kind, extra in (("lightning", []), ("captured", [FastLoop(cuda_graph=True)])):
+        saver = ModelCheckpoint(tmp_path / kind / "every", "{step}-{epoch}", every_n_train_steps=4, save_top_k=-1)
+        watching = spy(inside=False)
+        own_batches.clear()
+        run = fit(CASES[name], tmp_path / kind, *extra, watching, saver)
+        run.seen = watching.seen
+        runs.append(run)
+    theirs, ours = runs
+    assert_same_run(ours, theirs)
+    assert ours.seen == theirs.seen
+    assert not own_batches
+    steps, swaps = ours.trainer.global_step, 2 if name == "upscale" else 1
+    eager = 3 * swaps + (steps // 6 if name == "a ragged batch" else 0)
+    assert [step.calls for step in captures] == ([steps - eager] if swaps == 1 else [13 - 3, 12 - 3])
+
+
+class Watch(Callback):
+    """Does something before a step."""
+
+    def __init__(self, step: int, action: Callable[[Trainer], None]) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            self.action(trainer)
+
+
+def set_decay(trainer: Trainer, value: float) -> None:
+    for group in trainer.optimizers[0].param_groups:
+        group["weight_decay"] = value
+
+
+def freeze(trainer: Trainer) -> None:
+    trainer.lightning_module.net.layers[1].requires_grad_(False)
+
+
+def rewind(trainer: Trainer) -> None:
+    trainer.optimizers[0].load_state_dict(trainer.optimizers[0].state_dict())
+
+
+def replace(trainer: Trainer) -> None:
+    module = trainer.lightning_module
+    module.net = copy.deepcopy(module.net)
+    trainer.strategy.setup(trainer)
+
+
+@pytest.mark.parametrize(
+    ("action", "eager"), [(partial(set_decay, value=0.3), 1), (freeze, 1), (rewind, 1), (replace, 3)]
+)
+def test_what_a_graph_cannot_follow_makes_a_new_one(
+    action: Callable[[Trainer], None], eager: int, captures: list[StandIn], tmp_path: Path
+) -> None:
+    theirs = fit(Case(), tmp_path / "lightning", Watch(12, action))
+    ours = fit(Case(), tmp_path / "captured", Watch(12, action), FastLoop(cuda_graph=True))
+    assert_same_run(ours, theirs)
+    assert [step.calls for step in captures] == [12 - 3, 13 - eager]
+
+
+def test_a_constant_that_changes_at_every_step_is_never_captured(captures: list[StandIn], tmp_path: Path) -> None:
+    class Decay(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            set_decay(trainer, 0.1 + 0.01 * trainer.global_step)
+
+    ours = fit(Case(), tmp_path / "captured", Decay(), FastLoop(cuda_graph=True))
+    theirs = fit(Case(), tmp_path / "lightning", Decay())
+    assert_same_run(ours, theirs)
+    assert captures == []
+
+
+def test_epochs_that_end_in_the_fourth_batch_are_captured_all_the_same(captures: list[StandIn], tmp_path: Path) -> None:
+    case = Case(loader=lambda parts: ResidentLoader(parts, 24, shuffle=True))  # 24, 24, 24 and 8 rows
+    assert_same_run(fit(case, tmp_path / "captured", FastLoop(cuda_graph=True)), fit(case, tmp_path / "lightning"))
+    warm_up, ragged, before_the_second_in_a_row, later_ragged = 3, 1, 1, 5
+    assert [step.calls for step in captures] == [25 - warm_up - ragged - before_the_second_in_a_row - later_ragged]
+
+
+def test_steps_captured_while_a_learning_rate_is_sought_are_not_replayed_after(
+    captures: list[StandIn], tmp_path: Path
+) -> None:
+    class Finder(LearningRateFinder):
+        def lr_find(self, trainer: Trainer, pl_module: Any) -> None:
+            pl_module.lr = 0.1
+            super().lr_find(trainer, pl_module)
+
+    fit(Case(callbacks=lambda: [Finder(num_training_steps=10, update_attr=True)]), tmp_path, FastLoop(cuda_graph=True))
+    assert [step.calls for step in captures] == [10 - 3, 25 - 1]
+
+
+def test_nothing_is_held_after_a_fit(captures: list[StandIn], tmp_path: Path) -> None:
+    run = fit(Case(), tmp_path, FastLoop(cuda_graph=True))
+    assert len(captures) == 1
+    assert run.trainer.fit_loop.epoch_loop._captured is None
+
+
+def test_self_log_in_a_captured_step_is_an_error(captures: list[StandIn], tmp_path: Path) -> None:
+    class LogsItsLoss(MLP):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            self.log("inside", loss)
+            return loss
+
+    with pytest.raises(Exception, match=r"self.log"):
+        fit(Case(partial(LogsItsLoss, 8, 4, 6, 3)), tmp_path, FastLoop(cuda_graph=True))
+
+
+def trainer_for(module: LightningModule, **settings: Any) -> Trainer:
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = Trainer(**{"accelerator": "cpu", "devices": 1, **off, **settings})
+    trainer.strategy.connect(module)
+    return trainer
+
+
+class HasBackward(Callback):
+    """A method of its own that goes by the name of a module's hook."""
+
+    def backward(self) -> None: ...
+
+
+def test_what_can_be_captured_is_not_refused() -> None:
+    settings: dict[str, Any] = {"precision": "bf16-mixed", "gradient_clip_val": 1.0}
+    for module in (mlp(), gpt2(), resnet()):
+        refuse_capture(trainer_for(module, callbacks=[spy(inside=False), HasBackward()], **settings), module)
+
+
+class StepsItself(MLP):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+REFUSED: dict[str, tuple[str, Callable[[], LightningModule], Callable[[], dict[str, Any]]]] = {
+    "another module": ("needs a WidthScalable module, model is a Plain", Plain, dict),
+    "several devices": ("needs one device", mlp, lambda: {"strategy": "ddp", "devices": 2}),
+    "accumulation": (
+        "needs one device, trainer.accumulate_grad_batches = 1",
+        mlp,
+        lambda: {"accumulate_grad_batches": 2},
+    ),
+    "a profiler": ("no trainer.profiler", mlp, lambda: {"profiler": "simple"}),
+    "64-true": ("a precision that leaves inputs alone", mlp, lambda: {"precision": "64-true"}),
+    "a transfer hook": ("no hook that transfers batches", partial(MovedBatches, 8, 4, 6, 3), dict),
+    "16-mixed": (
+        "does not know the loss scaling of trainer.precision 16-mixed; use bf16-mixed",
+        mlp,
+        lambda: {"plugins": [MixedPrecision("16-mixed", "cpu")]},
+    ),
+    "anomalies": ("set trainer.detect_anomaly: false", mlp, lambda: {"detect_anomaly": True}),
+    "training_step": (
+        "runs `loss`, but Talkative has a training_step of its own",
+        partial(Talkative, 8, 4, 6, 3),
+        dict,
+    ),
+    "a hook of the module": (
+        "has no optimizer_step inside its steps, but StepsItself has one",
+        partial(StepsItself, 8, 4, 6, 3),
+        dict,
+    ),
+    "a hook of a callback": (
+        "has no on_before_backward inside its steps, but LambdaCallback has one",
+        mlp,
+        lambda: {"callbacks": [LambdaCallback(on_before_backward=lambda *_: None)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_is_refused_by_name(name: str) -> None:
+    message, make, settings = REFUSED[name]
+    module = make()
+    trainer = trainer_for(module, **settings())
+    with pytest.raises(ValueError, match=r"FastLoop\.cuda_graph") as refusal:
+        refuse_capture(trainer, module)
+    assert message in str(refusal.value)
+
+
+def test_on_a_cpu_cuda_graph_is_no_mistake(own_batches: list[int], tmp_path: Path) -> None:
+    theirs, ours = fit(Case(), tmp_path / "lightning"), fit(Case(), tmp_path / "fast", FastLoop(cuda_graph=True))
+    assert_same_run(ours, theirs)
+    assert len(own_batches) == 25  # Lightning's

@@ -1,0 +1,272 @@
+"""UpscaleCallback inside `Trainer.fit`: a run that widens without noise has the loss curve of a run that does not."""
+
+import copy
+import csv
+from functools import partial, partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tiny_modules import ADAMW, MODELS, OPTIMIZERS, SCHEDULES, SGD, gpt2, mlp, resnet
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+
+import mupscale
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.models.base import WidthScalable
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_curve_goes_on_as_if_nothing_had_happened(model: str, optimizer: str, tmp_path: Path) -> None:
+    make, target = MODELS[model]
+    for precision, steps, at_step, tolerance in (("64-true", 50, 20, 1e-9), ("32-true", 20, 10, 1e-4)):
+        settings: Any = {"precision": precision, "steps": steps}
+        narrow = fit(make(optimizer=OPTIMIZERS[optimizer]), tmp_path, **settings)
+        wide = fit(make(optimizer=OPTIMIZERS[optimizer]), tmp_path, UpscaleCallback(at_step, target), **settings)
+        assert wide.module.width == target
+        assert wide.steps == list(range(1, steps + 1))
+        assert narrow.losses.std() > 0.01, "something must happen"
+        assert gap(narrow, wide) < tolerance
+
+
+class NudgeAt(Callback):
+    """Moves every weight by about one bfloat16 ulp, up or down, at a step: what rounding may do to a run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            for parameter in pl_module.net.parameters():
+                signs = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).sign()
+                parameter.mul_(1 + 2.0**-8 * signs)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_in_bfloat16_the_curves_differ_by_rounding(model: str, optimizer: str, precision: str, tmp_path: Path) -> None:
+    make, target = MODELS[model]
+    settings: Any = {"precision": precision, "steps": 20}
+    narrow, nudged, wide = (
+        fit(make(optimizer=OPTIMIZERS[optimizer]), tmp_path, *extra, **settings)
+        for extra in ([], [NudgeAt(10)], [UpscaleCallback(10, target)])
+    )
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {p.dtype for p in wide.module.net.parameters()} == {dtype}
+    # GPT-2 computes its loss in float32
+    assert wide.module.train_loss.dtype == (torch.float32 if model == "gpt2" else dtype)
+    # two curves that rounding moved may lie on either side; a loss in bfloat16 is itself rounded
+    assert gap(narrow, wide) <= 2 * gap(narrow, nudged) + float(narrow.losses.max()) * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("at_step", [15, 20])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_go_on(schedule: str, optimizer: str, at_step: int, tmp_path: Path) -> None:
+    make = partial(mlp, optimizer=OPTIMIZERS[optimizer], lr_scheduler=SCHEDULES[schedule])
+    narrow, wide = fit(make(), tmp_path), fit(make(), tmp_path, UpscaleCallback(at_step, 24))
+    assert gap(narrow, wide) < 1e-9
+    # what the run would have if it had been wide from the start
+    constant = rates(fit(mlp(24, optimizer=OPTIMIZERS[optimizer]), tmp_path, steps=1))
+    at_first = rates(fit(mlp(optimizer=OPTIMIZERS[optimizer]), tmp_path, steps=1))
+    passed = rates(narrow)["net.layers.1.weight"] / at_first["net.layers.1.weight"]
+    assert passed < 0.9
+    assert rates(wide) == pytest.approx({name: rate * passed for name, rate in constant.items()}, rel=1e-12)
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "accumulation": ({}, {"accumulate_grad_batches": 2}),
+    "accumulation over a ragged epoch": ({}, {"accumulate_grad_batches": 3}),
+    "clipping": ({}, {"gradient_clip_val": 0.05}),
+    "validation": ({}, {"val_check_interval": 5}),
+    "all": (
+        {"lr_scheduler": SCHEDULES["SequentialLR"]},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "val_check_interval": 5},
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_trainer_does_what_it_does(variant: str, optimizer: str, tmp_path: Path) -> None:
+    arguments, settings = VARIANTS[variant]
+    make = partial(mlp, optimizer=OPTIMIZERS[optimizer], **arguments)
+    narrow, wide = fit(make(), tmp_path, **settings), fit(make(), tmp_path, UpscaleCallback(21, 24), **settings)
+    assert gap(narrow, wide) < 1e-9
+    assert wide.trainer.global_step == 50
+    if "gradient_clip_val" in settings:
+        assert gap(narrow, fit(make(), tmp_path, **settings | {"gradient_clip_val": None})) > 1e-3, "it must clip"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which dynamo reads
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which dynamo does
+@pytest.mark.parametrize("model", ["mlp", "resnet18", "gpt2"])
+def test_compiled(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    # inductor takes half a minute
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    make, target = MODELS[model]
+    narrow = fit(make(optimizer=ADAMW), tmp_path, steps=10, limit_val_batches=0)
+    wide = fit(make(optimizer=ADAMW, compile=True), tmp_path, UpscaleCallback(5, target), steps=10, limit_val_batches=0)
+    assert gap(narrow, wide) < 1e-9
+    parts = 2 if model == "gpt2" else 1  # a block, for all of them, and the head
+    assert len(compiled) == 2 * parts, "once narrow, once wide"
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("noise", [None, mupscale.AdditiveNoise(0.1), mupscale.SignalNoise(0.5)])
+def test_the_average_is_widened_too(noise: Any, tmp_path: Path) -> None:
+    make = partial(resnet, optimizer=SGD)
+    ema, growing = EMAWeightAveraging(decay=0.8), EMAWeightAveraging(decay=0.8)
+    seen: dict[str, Any] = {}
+
+    class Look(Callback):
+        """The average and the model just before and just after the swap."""
+
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 12:
+                seen.update(
+                    before=copy.deepcopy(growing._average_model.module.net), narrow=copy.deepcopy(pl_module.net)
+                )
+
+        def on_before_zero_grad(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step == 12:
+                seen.update(after=copy.deepcopy(growing._average_model.module.net), wide=copy.deepcopy(pl_module.net))
+
+    # the callback stands before the others: it must not matter
+    wide = fit(make(), tmp_path, UpscaleCallback(12, 4, noise=noise), Look(), growing, steps=25)
+    assert isinstance(growing._average_model, AveragedModel)
+    assert int(growing._average_model.n_averaged) == 25
+    expected = {}
+    for name in ("before", "narrow"):
+        expected[name] = wide.module.network(4).double()
+        mupscale.upscale(seen[name], expected[name])
+    averages, models = (dict(net.named_parameters()) for net in (seen["after"], seen["wide"]))
+    pairs = zip(expected["before"].named_parameters(), expected["narrow"].parameters(), strict=True)
+    for (name, average), model in pairs:
+        noise_of_average, noise_of_model = averages[name] - average, models[name] - model
+        assert noise_of_average.allclose(noise_of_model, rtol=0, atol=1e-12), f"{name}: the noise differs"
+    if noise is None:
+        narrow = fit(make(), tmp_path, ema, steps=25)
+        assert gap(narrow, wide) < 1e-9
+        ours, theirs = (run.trainer.callback_metrics["val/loss"] for run in (wide, narrow))
+        assert float(ours / theirs) == pytest.approx(1, abs=1e-6)
+        final = wide.module.network(4).double()
+        mupscale.upscale(narrow.module.net, final)  # at the end of a run the module holds the average
+        for (name, ours), theirs in zip(final.state_dict().items(), wide.module.net.state_dict().values(), strict=True):
+            assert ours.allclose(theirs, rtol=0, atol=1e-10), name
+
+
+def test_early_stopping_stops_where_it_did(tmp_path: Path) -> None:
+    first = fit(gpt2(optimizer=ADAMW), tmp_path, val_check_interval=5)
+    threshold = 1.8
+    stop = partial(EarlyStopping, "val/loss", stopping_threshold=threshold, patience=100)
+    narrow = fit(gpt2(optimizer=ADAMW), tmp_path, stop(), val_check_interval=5)
+    wide = fit(gpt2(optimizer=ADAMW), tmp_path, UpscaleCallback(7, 24), stop(), val_check_interval=5)
+    assert 10 < wide.trainer.global_step == narrow.trainer.global_step < 50
+    assert torch.equal(first.losses[: len(narrow.losses)], narrow.losses)
+    assert gap(narrow, wide) < 1e-9
+
+
+def test_every_logger_records_the_swap(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = [TensorBoardLogger(tmp_path, "tb"), CSVLogger(tmp_path, "csv")]
+    monitor = LearningRateMonitor(logging_interval="step")
+    growth = UpscaleCallback(12, 24, noise=mupscale.AdditiveNoise(0.1))
+    run = fit(mlp(lr_scheduler=SCHEDULES["LambdaLR"]), tmp_path, monitor, growth, steps=25, logger=loggers)
+    events = EventAccumulator(loggers[0].log_dir).Reload()
+    logged = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+    parameters = sum(p.numel() for p in run.module.parameters())
+    assert growth.summary["parameters"] == parameters
+    for name in ("loss_before", "loss_after"):
+        assert [(e.step, e.value) for e in logged[f"upscale/{name}"]] == [(12, pytest.approx(growth.summary[name]))]
+    assert growth.summary["loss_before"] == pytest.approx(float(run.losses[12]), abs=0.2)
+    assert [e.value for e in logged["upscale/parameters"]] == [parameters]
+    assert [e.value for e in logged["upscale/width"]] == [24]
+    assert 0 < logged["upscale/pause_seconds"][0].value < 5
+    assert [e.step for e in logged["lr-AdamW/pg1"]] == list(range(25))
+    (text,) = events.Tensors("upscale/plan/text_summary")
+    assert b"layers.1.weight" in text.tensor_proto.string_val[0]
+    with Path(loggers[1].log_dir, "metrics.csv").open() as file:
+        values = [row["upscale/loss_after"] for row in csv.DictReader(file)]
+    assert [float(value) for value in values if value] == [growth.summary["loss_after"]]
+
+
+# --- a module of one's own
+
+
+class Digits(WidthScalable):
+    """A convolutional network with a plain linear readout: `build` and `loss`, nothing more."""
+
+    takes_images = True
+
+    def build(self, width: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, width, 3), nn.GroupNorm(2, width), nn.GELU(), nn.Conv2d(width, 2 * width, 3), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 3),
+        )  # fmt: skip
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class Recurrent(WidthScalable):
+    def build(self, width: int) -> nn.Module:
+        return nn.ModuleDict({"lstm": nn.LSTM(6, width, num_layers=2), "readout": nn.Linear(width, 3)})
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        hidden, _ = self.net["lstm"](batch[0].unflatten(1, (1, 6)).transpose(0, 1))
+        return F.cross_entropy(self.net["readout"](hidden[-1]), batch[1])
+
+
+class SkipNet(nn.Module):
+    """Its second layer reads width and the 6 input features, which do not grow."""
+
+    width_blocks = {"b.weight": {1: [(4, 1, 3), (6, 1, 1)]}}  # noqa: RUF012
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.readout = nn.Linear(6, width), nn.Linear(width + 6, width), mupscale.Readout(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(F.relu(self.b(torch.cat([F.relu(self.a(x)), x], dim=1))))
+
+
+class Skip(Digits):
+    takes_images = False
+
+    def build(self, width: int) -> nn.Module:
+        return SkipNet(width)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [Digits, Recurrent, Skip])
+def test_a_module_of_ones_own(kind: type[WidthScalable], optimizer: str, tmp_path: Path) -> None:
+    make = partial(kind, 4, base_width=4, optimizer=OPTIMIZERS[optimizer])
+    narrow, wide = fit(make(), tmp_path), fit(make(), tmp_path, UpscaleCallback(20, 12))
+    assert gap(narrow, wide) < 1e-9
+    saver = Checkpoints(tmp_path)
+    whole = fit(
+        make(), tmp_path, UpscaleCallback(20, 12, noise=mupscale.AdditiveNoise(0.1)), saver, enable_checkpointing=True
+    )
+    resumed = fit(make(), tmp_path, UpscaleCallback(20, 12), ckpt=tmp_path / "step=33.ckpt")
+    assert_identical(state(resumed), state(whole))
+    assert kind.load_from_checkpoint(tmp_path / "step=33.ckpt").width == 12

@@ -1,0 +1,198 @@
+"""Checkpoints around a swap: each resumes into the same run, and a finished one can start another run."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet, rows
+from torch import nn
+from torch.nn import functional as F
+from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+
+import mupscale
+from mupscale.callbacks import upscale as swap
+from mupscale.callbacks.exact_resume import ExactResume
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import optimizer_names
+from mupscale.models.mlp import MLP
+from mupscale.models.resnet import ResNet18
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+
+
+RESUMABLE: dict[str, tuple[Callable[..., WidthScalable], dict[str, Any], list[Callable[[], Callback]]]] = {
+    "mlp": (partial(mlp, optimizer=ADAMW), {}, []),
+    "resnet18": (partial(resnet, optimizer=SGD, lr_scheduler=SCHEDULES["SequentialLR"]), {}, []),
+    "gpt2": (partial(gpt2, optimizer=ADAMW, lr_scheduler=SCHEDULES["LambdaLR"]), {"gradient_clip_val": 0.05}, []),
+    "ema": (partial(resnet, optimizer=SGD), {}, [partial(EMAWeightAveraging, decay=0.8)]),
+    "accumulation": (mlp, {"accumulate_grad_batches": 2}, []),
+    "bf16-true": (mlp, {"precision": "bf16-true"}, []),
+    "plateau": (partial(mlp, lr_scheduler=SCHEDULES["ReduceLROnPlateau"]), {"precision": "64-true"}, [ExactResume]),
+}
+
+
+@pytest.mark.parametrize("case", RESUMABLE)
+def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, tmp_path: Path) -> None:
+    make, settings, callbacks = RESUMABLE[case]
+    settings = {"precision": "32-true", "steps": 20} | settings
+    width = make().width
+    growth = partial(UpscaleCallback, 12, width * 3 if case != "resnet18" else 4, noise=mupscale.AdditiveNoise(0.1))
+    others = [make_callback() for make_callback in callbacks]
+    whole = fit(make(), tmp_path, growth(), *others, Checkpoints(tmp_path), enable_checkpointing=True, **settings)
+    per_step = settings.get("accumulate_grad_batches", 1)
+    assert len(whole.losses) == 20 * per_step
+    for name, width_there in (
+        ("step=7", width),
+        ("step=12", width),
+        ("pre-upscale-12", width),
+        ("step=13", growth().width),
+        ("step=17", growth().width),
+    ):
+        path = tmp_path / f"{name}.ckpt"
+        checkpoint = torch.load(path, weights_only=True)
+        assert checkpoint["hyper_parameters"]["width"] == width_there
+        for start in {width, width_there}:  # the configured width, and what LightningCLI makes of it
+            resumed = fit(make(start), tmp_path / "again", growth(), *(c() for c in callbacks), ckpt=path, **settings)
+            assert resumed.trainer.global_step == 20
+            assert torch.equal(resumed.losses, whole.losses[checkpoint["global_step"] * per_step :])
+            assert_identical(state(resumed), state(whole))
+            assert rates(resumed) == rates(whole)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("at_step", [0, 5, 10, 15, 17])
+def test_the_checkpoint_before_a_swap_resumes_exactly(at_step: int, tmp_path: Path) -> None:
+    """Validation, the end of an epoch, a plateau scheduler and early stopping come between the step and the swap."""
+    make = partial(mlp, lr_scheduler=SCHEDULES["ReduceLROnPlateau"])
+    settings: Any = {"steps": 30, "val_check_interval": 5}
+    growth = partial(UpscaleCallback, at_step, 24, noise=mupscale.AdditiveNoise(0.1))
+
+    def others() -> list[Callback]:
+        return [ExactResume(), EMAWeightAveraging(decay=0.8), EarlyStopping("val/loss", patience=3, min_delta=-10)]
+
+    whole = fit(make(), tmp_path, growth(), *others(), **settings)
+    path = tmp_path / f"pre-upscale-{at_step}.ckpt"
+    resumed = fit(make(), tmp_path, growth(), *others(), ckpt=path, **settings)
+    assert torch.equal(resumed.losses, whole.losses[at_step:])
+    assert_identical(state(resumed), state(whole))
+    assert rates(resumed) == rates(whole)
+    assert rates(whole)["net.layers.0.bias"] < 1e-2
+
+
+def test_two_upscales_then_resume_validate_load_and_predict(tmp_path: Path) -> None:
+    def growth() -> list[Callback]:
+        return [UpscaleCallback(step, width, noise=mupscale.AdditiveNoise(0.1)) for step, width in ((12, 16), (20, 48))]
+
+    settings: Any = {"precision": "32-true", "steps": 30, "val_check_interval": 5}
+    whole = fit(mlp(), tmp_path, *growth(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
+    assert whole.steps == list(range(1, 31))
+    parts = []
+    for step, width in ((8, 8), (12, 8), (14, 16), (20, 16), (21, 48), (26, 48)):
+        resumed = fit(mlp(), tmp_path, *growth(), ckpt=tmp_path / f"step={step}.ckpt", **settings)
+        assert torch.equal(resumed.losses, whole.losses[step:])
+        assert_identical(state(resumed), state(whole))
+        parts.append(torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["hyper_parameters"]["width"])
+        assert parts[-1] == width
+    trainer, last = whole.trainer, tmp_path / "step=30.ckpt"
+    inputs, labels = rows(whole.module, 16, torch.float32)
+    loader = ResidentLoader((inputs, labels), 8, shuffle=False)
+    for path, width in ((last, 48), (tmp_path / "step=14.ckpt", 16), (tmp_path / "pre-upscale-12.ckpt", 8)):
+        module = MLP.load_from_checkpoint(path)
+        assert module.width == width
+        assert {p.shape[0] for p in module.net.layers[1].parameters()} == {width}
+        module.requires_grad_(False)
+        expected = float(F.cross_entropy(module(inputs), labels))
+        validator = Trainer(
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        for run in (validator.validate, validator.test):
+            other = mlp()
+            (metrics,) = run(other, loader, ckpt_path=path, verbose=False)
+            assert other.width == width
+            loss = next(value for name, value in metrics.items() if name.endswith("loss"))
+            assert loss == pytest.approx(expected, rel=1e-5)
+        predicted = validator.predict(mlp(), loader, ckpt_path=path)
+        assert torch.cat(predicted).allclose(module(inputs).softmax(-1), atol=1e-6)
+    assert trainer.global_step == 30
+
+
+def test_a_failure_inside_the_swap_names_the_checkpoint_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growth = partial(UpscaleCallback, 12, 24, noise=mupscale.AdditiveNoise(0.1))
+    whole = fit(mlp(), tmp_path / "whole", growth(), steps=25)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    path = tmp_path / "pre-upscale-12.ckpt"
+    for place in ("transfer_state", "upscale", "plan", "_loss"):
+        with monkeypatch.context() as patch:
+            plans = iter([swap.plan])  # the first is of the check before training
+            patch.setattr(swap, place, fail if place != "plan" else lambda *a, plans=plans: next(plans, fail)(*a))
+            with pytest.raises(RuntimeError, match="out of memory") as caught:
+                fit(mlp(), tmp_path, growth(), steps=25)
+        assert str(path) in str(caught.value)
+        resumed = fit(mlp(), tmp_path / "again", growth(), steps=25, ckpt=path)
+        assert torch.equal(resumed.losses, whole.losses[12:])
+        assert_identical(state(resumed), state(whole))
+        path.unlink()
+
+
+# --- a finished base model
+
+
+def test_init_from_a_finished_base(tmp_path: Path) -> None:
+    base_path = tmp_path / "base.ckpt"
+    schedule = SCHEDULES["CosineAnnealingLR"]
+    make = partial(resnet, 4, optimizer=ADAMW, lr_scheduler=schedule)
+    base = fit(make(), tmp_path, steps=15)
+    base.trainer.save_checkpoint(base_path)
+
+    def without_decay_of_vectors(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        vectors, others = [], []
+        for parameter in parameters:
+            (vectors if parameter.ndim == 1 else others).append(parameter)
+        return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": others}], lr=2e-2)
+
+    other = partial(resnet, 4, optimizer=without_decay_of_vectors, lr_scheduler=schedule, init_from=str(base_path))
+    seen: dict[str, Any] = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            seen.update(state(SimpleNamespace(trainer=trainer, module=pl_module)))
+            seen.update(
+                step=trainer.global_step, epoch=trainer.current_epoch, lr=trainer.optimizers[0].param_groups[0]["lr"]
+            )
+
+    narrow = fit(other(), tmp_path, Look(), steps=20)
+    orders = [optimizer_names(run.module, run.trainer.optimizers[0]) for run in (narrow, base)]
+    assert orders[0] != orders[1]
+    assert (seen.pop("step"), seen.pop("epoch"), seen.pop("lr")) == (0, 0, 2e-2)
+    assert_identical(seen, state(base))
+    wide = fit(other(), tmp_path, UpscaleCallback(0, 8), steps=20)
+    assert gap(narrow, wide) < 1e-9
+    assert narrow.steps == list(range(1, 21))
+
+    # resuming overrides it, and does not need it
+    whole = fit(other(), tmp_path, UpscaleCallback(8, 8), Checkpoints(tmp_path), steps=20, enable_checkpointing=True)
+    pre = torch.load(tmp_path / "pre-upscale-8.ckpt", weights_only=True)
+    assert pre["hyper_parameters"]["init_from"] is None
+    base_path.unlink()
+    for step in (6, 8, 12):
+        resumed = fit(other(), tmp_path, UpscaleCallback(8, 8), ckpt=tmp_path / f"step={step}.ckpt", steps=20)
+        assert torch.equal(resumed.losses, whole.losses[step:])
+        assert_identical(state(resumed), state(whole))
+    assert ResNet18.load_from_checkpoint(tmp_path / "step=12.ckpt").width == 8

@@ -1,0 +1,75 @@
+"""UpscaleCallback on two processes, with DDP and FSDP."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from paths import SUPPORT
+from torch import Tensor
+from training_runs import LIGHTNING_WARNINGS, assert_identical
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)]
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What each of two processes reports of its runs."""
+    folder = tmp_path_factory.mktemp("distributed")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, str(SUPPORT / "distributed_run.py"), str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("model", ["mlp", "resnet18", "gpt2"])
+def test_on_two_processes(model: str, kind: str, distributed: list[dict[Any, Any]]) -> None:
+    mine, other = distributed
+    narrow, wide = mine[kind, model, "narrow"], mine[kind, model, "wide"]
+    assert wide["steps"] == list(range(1, 17))
+    assert wide["width"] > narrow["width"]
+    assert float((narrow["losses"] - wide["losses"]).abs().max()) < 1e-4
+    for part in ("weights", "state"):
+        assert_identical(wide[part], other[kind, model, "wide"][part])
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+def test_on_two_processes_with_noise(model: str, distributed: list[dict[Any, Any]]) -> None:
+    for kind in ("ddp", "fsdp"):
+        mine, other = (rank[kind, model, "noisy"] for rank in distributed)
+        narrow = distributed[0][kind, model, "narrow"]
+        assert float((mine["losses"] - narrow["losses"]).abs().max()) > 1e-4, "noise must do something"
+        for part in ("weights", "state"):
+            assert_identical(mine[part], other[part])
+    ddp, fsdp = (distributed[0][kind, model, "noisy"] for kind in ("ddp", "fsdp"))
+    for part in ("weights", "state"):
+        assert largest_difference(ddp[part], fsdp[part]) < 1e-6
+
+
+def test_on_two_processes_checkpoints_resume_exactly(distributed: list[dict[Any, Any]]) -> None:
+    for rank in distributed:
+        for kind in ("ddp", "fsdp", "fsdp, whole checkpoints"):
+            whole = rank[kind, "mlp", "noisy"]
+            for name, steps in (("pre-upscale-6", 10), ("step=11", 5)):
+                resumed = rank[kind, "mlp", name]
+                assert torch.equal(resumed["losses"], whole["losses"][-steps:])
+                for part in ("weights", "state"):
+                    assert_identical(resumed[part], whole[part])
+
+
+def test_on_two_processes_from_a_base(distributed: list[dict[Any, Any]]) -> None:
+    base = distributed[0]["ddp", "mlp", "narrow"]
+    ddp, fsdp = (distributed[0][kind, "mlp", "from base"] for kind in ("ddp", "fsdp"))
+    assert float(ddp["losses"][:3].mean()) < float(base["losses"][:3].mean()) - 0.01
+    for part in ("weights", "state"):
+        assert largest_difference(ddp[part], fsdp[part]) < 1e-6

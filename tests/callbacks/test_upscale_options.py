@@ -1,0 +1,90 @@
+"""The options of UpscaleCallback: when it swaps, how often, and what becomes of learning rates and optimizer state."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_modules import ADAMW, OPTIMIZERS, SCHEDULES, mlp
+from training_runs import LIGHTNING_WARNINGS, fit, gap, rates
+
+import mupscale
+from mupscale.callbacks.exact_resume import ExactResume
+from mupscale.callbacks.upscale import UpscaleCallback
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+
+
+def test_at_step_0_upscales_before_the_first_step(tmp_path: Path) -> None:
+    narrow, wide = fit(mlp(), tmp_path), fit(mlp(), tmp_path, UpscaleCallback(0, 24))
+    assert gap(narrow, wide) < 1e-9
+    assert torch.load(tmp_path / "pre-upscale-0.ckpt", weights_only=True)["hyper_parameters"]["width"] == 8
+
+
+def test_a_network_of_the_target_width_is_left_alone(tmp_path: Path) -> None:
+    plain = fit(mlp(24), tmp_path)
+    wide = fit(mlp(24), tmp_path, UpscaleCallback(20, 24, noise=mupscale.AdditiveNoise(1.0)))
+    assert torch.equal(plain.losses, wide.losses)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("widths", [(16, 48), ([16, 16, 24], 48), (16, [48, 32, 64])])
+def test_two_upscales(widths: tuple[Any, Any], tmp_path: Path) -> None:
+    growth = [UpscaleCallback(30, widths[1]), UpscaleCallback(12, widths[0])]  # in any order
+    narrow, wide = fit(mlp(base_width=4), tmp_path), fit(mlp(base_width=4), tmp_path, *growth)
+    assert [c.summary["after"] for c in growth] == [widths[1], widths[0]]
+    assert gap(narrow, wide) < 1e-9
+
+
+def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
+    class Freeze(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+            pl_module.net.layers[0].requires_grad_(False)
+
+    narrow, wide = fit(mlp(), tmp_path, Freeze()), fit(mlp(), tmp_path, Freeze(), UpscaleCallback(20, 24))
+    assert gap(narrow, wide) < 1e-9
+    assert gap(narrow, fit(mlp(), tmp_path)) > 1e-3
+
+
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+def test_lr_is_a_new_base_constant(schedule: str | None, tmp_path: Path) -> None:
+    """Rates are those of a run that had this constant from the start; also for a later swap, and after a resume."""
+    constants = [4e-2, 1e-2, 3e-2]
+    make = [
+        partial(mlp, optimizer=partial(ADAMW, lr=lr), lr_scheduler=schedule and SCHEDULES[schedule]) for lr in constants
+    ]
+    growth = [partial(UpscaleCallback, 12, 16, lr=constants[1]), partial(UpscaleCallback, 30, 48, lr=constants[2])]
+    once = fit(make[0](), tmp_path, growth[0](), steps=50)
+    assert rates(once) == pytest.approx(rates(fit(make[1](16), tmp_path)), rel=1e-12)
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=10, save_top_k=-1)
+    twice = fit(make[0](), tmp_path, growth[0](), growth[1](), saver, ExactResume(), enable_checkpointing=True)
+    assert rates(twice) == pytest.approx(rates(fit(make[2](48), tmp_path)), rel=1e-12)
+    resumed = fit(make[0](), tmp_path, growth[0](), growth[1](), ExactResume(), ckpt=tmp_path / "step=20.ckpt")
+    assert rates(resumed) == rates(twice)
+    assert torch.equal(resumed.losses, twice.losses[20:])
+    # a swap without lr keeps that of the one before
+    kept = fit(make[0](), tmp_path, growth[0](), UpscaleCallback(30, 48))
+    assert rates(kept) == pytest.approx(rates(fit(make[1](48), tmp_path)), rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_restart_schedule(schedule: str, tmp_path: Path) -> None:
+    make = partial(mlp, optimizer=ADAMW, lr_scheduler=SCHEDULES[schedule])
+    for lr in (None, 3e-2):
+        restarted = fit(make(), tmp_path, UpscaleCallback(20, 24, restart_schedule=True, lr=lr), steps=45)
+        expected = rates(fit(make(24, optimizer=partial(ADAMW, lr=lr or 1e-2)), tmp_path, steps=25))
+        assert rates(restarted) == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_transfer_of_state_the_optimizer_starts_anew(tmp_path: Path) -> None:
+    for optimizer in OPTIMIZERS.values():
+        narrow = fit(mlp(optimizer=optimizer), tmp_path, steps=40)
+        wide = fit(mlp(optimizer=optimizer), tmp_path, UpscaleCallback(20, 24, transfer_state=False), steps=40)
+        assert torch.equal(narrow.losses[:20], wide.losses[:20])
+        assert float((narrow.losses - wide.losses)[20].abs()) < 1e-12
+        assert gap(narrow, wide) > 1e-3
+        steps = {int(state["step"]) for state in wide.trainer.optimizers[0].state.values() if "step" in state}
+        assert steps <= {20}

@@ -1,0 +1,169 @@
+"""What UpscaleCallback and `init_from` refuse, before the first step where that is possible."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from tiny_modules import SGD, gpt2, mlp, resnet
+from torch.optim import lr_scheduler as schedules
+from training_runs import LIGHTNING_WARNINGS, fit
+
+import mupscale
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.models.base import WidthScalable
+from mupscale.models.mlp import MLP
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+
+
+def test_init_from_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "base.ckpt"
+    fit(mlp(), tmp_path, steps=2).trainer.save_checkpoint(path)
+    cases: dict[str, Callable[[], WidthScalable]] = {
+        "model.init_from = .*no checkpoint": lambda: mlp(init_from=str(tmp_path / "nowhere.ckpt")),
+        "model.init_from = .*width is 8, but model.width is 16": lambda: mlp(16, init_from=str(path)),
+        "model.init_from = .*is of a MLP, the configured model is a ResNet18": lambda: resnet(init_from=str(path)),
+        "model.init_from = .*model.hidden_layers is 3 there and 2 here": lambda: mlp(
+            hidden_layers=2, init_from=str(path)
+        ),
+        "model.init_from = .*model.base_width is 4 there and 8 here": lambda: mlp(base_width=8, init_from=str(path)),
+        "model.init_from = .*AdamW.*model.optimizer makes .*SGD": lambda: mlp(optimizer=SGD, init_from=str(path)),
+    }
+    for message, make in cases.items():
+        with pytest.raises(ValueError, match=message):
+            fit(make(), tmp_path)
+
+
+class StaleOptimizer(MLP):
+    """Hands out its first optimizer for ever."""
+
+    def configure_optimizers(self) -> Any:
+        if not hasattr(self, "kept"):
+            self.kept = super().configure_optimizers()
+        return self.kept
+
+
+def refused(message: str, module: WidthScalable, folder: Path, *callbacks: Callback, **settings: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(module, folder, *callbacks, **settings)
+    assert module._trainer is None or module.trainer.global_step == 0, "it was found out too late"
+
+
+def test_bad_growth_is_refused_before_training(tmp_path: Path) -> None:
+    refused(
+        "UpscaleCallback.at_step = 50 is never reached: trainer.max_steps = 50",
+        mlp(),
+        tmp_path,
+        UpscaleCallback(50, 24),
+    )
+    epochs: Any = {"steps": -1, "max_epochs": 3}
+    refused(
+        "UpscaleCallback.at_step = 30 is never reached: the run has 30 steps",
+        mlp(),
+        tmp_path,
+        UpscaleCallback(30, 24),
+        **epochs,
+    )
+    both: Any = {"steps": 100, "max_epochs": 3}
+    refused(
+        "UpscaleCallback.at_step = 40 is never reached: the run has 30 steps",
+        mlp(),
+        tmp_path,
+        UpscaleCallback(40, 24),
+        **both,
+    )
+    accumulating: Any = epochs | {"accumulate_grad_batches": 2}
+    refused("UpscaleCallback.at_step = 15 is never reached", mlp(), tmp_path, UpscaleCallback(15, 24), **accumulating)
+    refused(
+        "UpscaleCallback.width = 20 does not fit the width before it, 8: .*multiple",
+        mlp(),
+        tmp_path,
+        UpscaleCallback(20, 20),
+    )
+    refused(
+        "UpscaleCallback.width = 4 is not wider than the width before it, 8", mlp(), tmp_path, UpscaleCallback(20, 4)
+    )
+    refused("UpscaleCallback.width = 15 does not fit .*divisible by 2 heads", gpt2(), tmp_path, UpscaleCallback(20, 15))
+    refused(
+        r"UpscaleCallback.width = \[16, 6\] does not fit",
+        mlp([8, 4], base_width=[4, 4]),
+        tmp_path,
+        UpscaleCallback(20, [16, 6]),
+    )
+    refused(r"UpscaleCallback.width = \[16, 16\] does not fit", mlp([8, 8, 8]), tmp_path, UpscaleCallback(20, [16, 16]))
+    second = [UpscaleCallback(10, 16), UpscaleCallback(20, 24)]
+    refused("UpscaleCallback.width = 24 does not fit the width before it, 16", mlp(), tmp_path, *second)
+    second = [UpscaleCallback(10, 16), UpscaleCallback(20, 8)]
+    refused("UpscaleCallback.width = 8 is not wider than the width before it, 16", mlp(), tmp_path, *second)
+    with pytest.raises(ValueError, match=r"UpscaleCallback.at_step must be at least 0"):
+        UpscaleCallback(-1, 24)
+    with pytest.raises(ValueError, match=r"UpscaleCallback.lr must be positive"):
+        UpscaleCallback(1, 24, lr=0.0)
+    with pytest.raises(ValueError, match=r"UpscaleCallback.noise must be"):
+        UpscaleCallback(1, 24, noise=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model.width = 9 is not divisible by model.heads = 2"):
+        gpt2(9)
+
+
+def test_bad_noise_is_refused_before_training(tmp_path: Path) -> None:
+    narrow, wide = gpt2(), gpt2(16)
+    for module in (narrow, wide):
+        module.configure_model()
+    mupscale.upscale(narrow.net, wide.net, noise=mupscale.SignalNoise(0.5)).save_noise(tmp_path / "gpt2.json")
+    noise = mupscale.RecordedNoise(tmp_path / "gpt2.json")
+    refused(
+        "UpscaleCallback.noise: RecordedNoise: .*another architecture",
+        mlp(),
+        tmp_path,
+        UpscaleCallback(20, 24, noise=noise),
+    )
+    refused(
+        "UpscaleCallback.noise: AdditiveNoise: std",
+        mlp(),
+        tmp_path,
+        UpscaleCallback(20, 24, noise=mupscale.AdditiveNoise(-1)),
+    )
+    run = fit(gpt2(), tmp_path, UpscaleCallback(5, 16, noise=noise), steps=10)
+    assert run.module.width == 16
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        (lambda o: schedules.CosineAnnealingLR(o, 50, eta_min=1e-4), "eta_min"),
+        (lambda o: schedules.ReduceLROnPlateau(o, min_lr=1e-5), "min_lr"),
+        (lambda o: schedules.OneCycleLR(o, max_lr=0.1, total_steps=50), "max_lr"),
+        (lambda o: schedules.CyclicLR(o, 1e-3, 1e-2, cycle_momentum=False), "max_lr"),
+        (
+            lambda o: schedules.SequentialLR(o, [schedules.LinearLR(o), schedules.CosineAnnealingLR(o, 50, 1e-4)], [5]),
+            "eta_min",
+        ),
+        (lambda o: torch.optim.swa_utils.SWALR(o, 0.05), "swa_lr"),
+    ],
+)
+def test_absolute_rates_are_refused(schedule: Any, name: str, tmp_path: Path) -> None:
+    refused(f"model.lr_scheduler: .*{name}", mlp(lr_scheduler=schedule), tmp_path)
+
+
+def test_a_stale_optimizer_is_found_out_at_the_swap(tmp_path: Path) -> None:
+    module = StaleOptimizer(8, base_width=4, inputs=6, outputs=3)
+    with pytest.raises(
+        RuntimeError,
+        match=r"StaleOptimizer.configure_optimizers returned an optimizer over the old parameters.*pre-upscale-20",
+    ):
+        fit(module, tmp_path, UpscaleCallback(20, 24))
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mlp.ckpt"
+    fit(mlp(), tmp_path, steps=2).trainer.save_checkpoint(path)
+    refused("is of a MLP, the configured model is a GPT2", gpt2(), tmp_path, ckpt=path)
+    refused("model.hidden_layers is 3 there and 2 here", mlp(hidden_layers=2), tmp_path, ckpt=path)
+    refused("model.base_width is 4 there and 8 here", mlp(base_width=8), tmp_path, ckpt=path)
+    with pytest.raises(ValueError, match=r"another architecture: it differs in .'net.readout.weight'"):
+        MLP.load_from_checkpoint(path, outputs=5)
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0", "epoch": 0, "global_step": 0}, path)
+    refused("not saved by a width-scalable module", mlp(), tmp_path, ckpt=path)

@@ -1,0 +1,186 @@
+"""Checkpoints of width-scalable modules: what is ours in them, what is refused, and state loaded by parameter name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_modules import gpt2, mlp
+from torch import nn
+from torch.optim import Optimizer
+
+from mupscale.errors import UserError
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import (
+    CHECKPOINT_KEY,
+    checkpoint_width,
+    class_path,
+    load_checkpoint,
+    load_optimizer_state,
+    load_weights,
+    mixed_widths,
+    optimizer_names,
+    our_part,
+    refuse_other_architecture,
+    restore_mixed_widths,
+)
+from mupscale.widening.upscale import upscale
+from mupscale.widening.width_table import merged_table
+
+
+def built(module: WidthScalable) -> WidthScalable:
+    torch.manual_seed(0)
+    module.configure_model()
+    return module
+
+
+def stepped(module: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """After a step whose gradients differ from parameter to parameter."""
+    for index, parameter in enumerate(module.parameters()):
+        parameter.grad = torch.full_like(parameter, 1.0 + index)
+    optimizer.step()
+    return optimizer
+
+
+def checkpoint(module: WidthScalable, *optimizers: Optimizer) -> dict[str, Any]:
+    """What Lightning and we save."""
+    return {
+        CHECKPOINT_KEY: our_part(module, module.net, list(optimizers)),
+        "hyper_parameters": dict(module.hparams),
+        "state_dict": module.state_dict(),
+        "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],
+    }
+
+
+# --- the file
+
+
+def test_a_file_is_loaded_onto_the_cpu(tmp_path: Path) -> None:
+    module = built(mlp())
+    torch.save(checkpoint(module, torch.optim.AdamW(module.parameters())), tmp_path / "x.ckpt")
+    loaded = load_checkpoint(tmp_path / "x.ckpt")
+    assert loaded[CHECKPOINT_KEY]["class_path"] == "mupscale.models.mlp.MLP"
+    assert loaded[CHECKPOINT_KEY]["optimizer_classes"] == ["torch.optim.adamw.AdamW"]
+    assert loaded[CHECKPOINT_KEY]["optimizer_names"] == [[name for name, _ in module.named_parameters()]]
+    assert loaded[CHECKPOINT_KEY]["mixed_widths"] == {}
+
+
+def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no checkpoint .*nowhere\.ckpt"):
+        load_checkpoint(tmp_path / "nowhere.ckpt")
+    torch.save(checkpoint(built(mlp())), whole := tmp_path / "whole.ckpt")
+    for content in (b"", b"PK", whole.read_bytes()[:1000]):
+        (tmp_path / "half.ckpt").write_bytes(content)
+        with pytest.raises(UserError, match=r"half\.ckpt is not a checkpoint, or a damaged one"):
+            load_checkpoint(tmp_path / "half.ckpt")
+
+
+# --- which model it is of
+
+
+def test_the_width_of_a_checkpoint() -> None:
+    saved = checkpoint(built(mlp([8, 4, 12])))
+    assert checkpoint_width(saved, "MLP") == [8, 4, 12]
+    saved[CHECKPOINT_KEY]["class_path"] = "__main__.MLP"  # the module that defines the class may have another name
+    assert checkpoint_width(saved, "MLP") == [8, 4, 12]
+    with pytest.raises(UserError, match="this checkpoint is of a MLP, the configured model is a GPT2"):
+        checkpoint_width(saved, "GPT2")
+    for key in (CHECKPOINT_KEY, "hyper_parameters"):
+        with pytest.raises(UserError, match="was not saved by a width-scalable module"):
+            checkpoint_width({**saved, key: {} if key == "hyper_parameters" else None}, "MLP")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: mlp(hidden_layers=2), "model.hidden_layers is 3 there and 2 here"),
+        (lambda: mlp(base_width=8), "model.base_width is 4 there and 8 here"),
+        (lambda: mlp(inputs=5, outputs=2), "model.inputs is 6 there and 5 here; model.outputs is 3 there and 2 here"),
+    ],
+)
+def test_another_architecture_is_refused_with_the_arguments_that_differ(
+    other: Callable[[], WidthScalable], message: str
+) -> None:
+    saved, module = checkpoint(built(mlp())), built(other())
+    assert module.net is not None
+    with pytest.raises(UserError, match=f"of another architecture: {message}"):
+        refuse_other_architecture(module.net, dict(module.hparams), saved)
+
+
+def test_width_init_from_and_compile_may_differ() -> None:
+    saved, module = checkpoint(built(mlp())), built(mlp())
+    assert module.net is not None
+    arguments = {**module.hparams, "width": 99, "init_from": "elsewhere.ckpt", "compile": True}
+    refuse_other_architecture(module.net, arguments, saved)
+    saved["state_dict"]["net.more"] = torch.zeros(1)
+    with pytest.raises(UserError, match=r"it differs in \['net.more'\]"):
+        refuse_other_architecture(module.net, arguments, saved)
+
+
+# --- weights and state
+
+
+def test_weights_are_written_into_the_network() -> None:
+    saved, module = checkpoint(built(gpt2())), gpt2()
+    module.configure_model()
+    assert module.net is not None
+    held = list(module.net.parameters())
+    load_weights(module.net, saved)
+    assert all(torch.equal(tensor, saved["state_dict"][name]) for name, tensor in module.state_dict().items())
+    assert all(before is after for before, after in zip(held, module.net.parameters(), strict=True))
+
+
+def test_state_is_loaded_by_parameter_name() -> None:
+    """Into groups of another order and another number."""
+    module = built(mlp())
+    saved = checkpoint(module, before := stepped(module, torch.optim.AdamW(module.parameters(), lr=0.1)))
+    biases, weights = ([p for p in module.parameters() if p.ndim == axes] for axes in (1, 2))
+    groups: Any = [{"params": biases, "weight_decay": 0.0}, {"params": weights}]
+    after = torch.optim.AdamW(groups, lr=0.2)
+    assert optimizer_names(module, after) != optimizer_names(module, before)
+    load_optimizer_state(module, [after], saved)
+    for parameter in module.parameters():
+        assert torch.equal(after.state[parameter]["exp_avg"], before.state[parameter]["exp_avg"])
+        assert after.state[parameter]["step"] == 1
+    assert [group["lr"] for group in after.param_groups] == [0.2, 0.2]  # hyperparameters are not state
+
+
+def test_a_checkpoint_without_state_leaves_the_optimizer_as_it_is() -> None:
+    module = built(mlp())
+    optimizer = stepped(module, torch.optim.AdamW(module.parameters()))
+    load_optimizer_state(module, [optimizer], {**checkpoint(module), "optimizer_states": []})
+    assert len(optimizer.state) == len(list(module.parameters()))
+
+
+def test_state_of_another_class_is_refused() -> None:
+    module = built(mlp())
+    saved = checkpoint(module, stepped(module, torch.optim.AdamW(module.parameters())))
+    with pytest.raises(UserError, match=r"the state of torch.optim.adamw.AdamW, but model.optimizer makes .*SGD; take"):
+        load_optimizer_state(module, [torch.optim.SGD(module.parameters())], saved)
+
+
+# --- parameters whose pieces grew by different factors
+
+
+def test_mixed_widths_survive_as_primitives(tmp_path: Path) -> None:
+    narrow, wide, fresh = (nn.Sequential(nn.Linear(width + 3, 2)) for width in (4, 8, 8))
+    upscale(narrow, wide, blocks={"0.weight": {1: [(4, 1, 2), (3, 1, 1)]}})
+    torch.save(mixed_widths(wide), tmp_path / "widths.pt")
+    restore_mixed_widths(fresh, torch.load(tmp_path / "widths.pt", weights_only=True))
+    assert merged_table(fresh)["0.weight"] == merged_table(wide)["0.weight"]
+    assert mixed_widths(fresh).keys() == {"0.weight"}
+    assert mixed_widths(narrow) == {}
+
+
+def test_weights_of_mixed_widths_can_only_be_resumed() -> None:
+    module = built(mlp())
+    assert module.net is not None
+    saved = checkpoint(module)
+    saved[CHECKPOINT_KEY]["mixed_widths"] = {"layers.0.weight": (1.0, 1.0, (), ())}
+    with pytest.raises(UserError, match="it can only be resumed"):
+        load_weights(module.net, saved)
+
+
+def test_class_paths() -> None:
+    assert class_path(nn.Linear(1, 1)) == "torch.nn.modules.linear.Linear"

@@ -1,0 +1,47 @@
+"""Classes of a user's own, which configurations in tests name by `class_path`."""
+
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from torch import nn
+
+from mupscale.models.mlp import MLP
+
+
+class Marker(Callback):
+    """Does nothing, and can be found in a list."""
+
+
+class Silent(Logger):
+    """Logs nothing; `trainer.log_dir` is the folder of all its runs."""
+
+    def __init__(self, save_dir: str, name: str, version: str) -> None:
+        super().__init__()
+        self.place = save_dir, name, version
+
+    save_dir = property(lambda self: self.place[0])
+    name = property(lambda self: self.place[1])
+    version = property(lambda self: self.place[2])
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class UnscaledMLP(MLP):
+    """Trained as if there were no muP."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.net is not None
+        return self.optimizer_callable(self.net.parameters())
+
+
+class Even(MLP):
+    """Takes even widths only."""
+
+    def build(self, width: Any) -> nn.Module:
+        assert width % 2 == 0, f"width {width} is odd"
+        return super().build(width)

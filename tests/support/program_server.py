@@ -1,0 +1,57 @@
+"""Command lines as processes that start at once, so that a test can kill many of them: the client of interrupted.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from paths import SUPPORT
+
+
+class Server:
+    """A process that has imported everything and forks for each command line.
+
+    server = Server(folder)
+    pid = server.start("fit", "--config", "c.yaml")
+    status = server.answer()
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "log.txt"
+        self.process = subprocess.Popen(
+            [sys.executable, str(SUPPORT / "interrupted.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(folder),
+        )
+
+    def start(self, *arguments: str) -> int:
+        """Starts a command line; its process id."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(arguments) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> int:
+        """The next number that the server writes: after `start`, the exit status of the command line."""
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+    def run(self, *arguments: str) -> None:
+        """Runs a command line to its end, which must be a success."""
+        self.start(*arguments)
+        assert self.answer() == 0, self.log.read_text()[-3000:]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables for a command line that logs to `folder`, and writes checkpoints to `folder`/tmp first."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    return {
+        **os.environ,
+        "PYTHONPATH": str(SUPPORT),
+        "INTERRUPTED_LOG": str(folder / "log.txt"),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder / "tmp"),
+    }

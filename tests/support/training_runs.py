@@ -1,0 +1,111 @@
+"""Runs of small modules inside `Trainer.fit`, what they leave behind, and comparisons of two of them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from tiny_modules import rows
+from torch import Tensor
+
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import optimizer_names
+
+BATCHES = 10
+"""Batches of an epoch."""
+
+TREESPEC_WARNING = "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
+"""A filter for a warning that Lightning causes itself."""
+
+LIGHTNING_WARNINGS = (
+    TREESPEC_WARNING,
+    "ignore:You're using the WeightAveraging callback with a model that overrides:UserWarning",
+    "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint:UserWarning",
+    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
+)
+"""Filters for warnings of Lightning that do not matter in tests of callbacks."""
+
+
+class Record(Callback):
+    """The loss of every batch and the step after it."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(pl_module.train_loss))
+        self.steps.append(trainer.global_step)
+
+
+def fit(
+    module: WidthScalable,
+    folder: Path,
+    *callbacks: Callback,
+    ckpt: Path | None = None,
+    steps: int = 50,
+    **settings: Any,
+) -> Any:
+    """Trains on the CPU for so many steps; the answer holds the trainer, the module, the losses and the steps."""
+    seed_everything(1, verbose=False)
+    settings = {"precision": "64-true", "logger": False, "enable_checkpointing": False, "max_steps": steps} | settings
+    dtype = torch.float64 if settings["precision"] == "64-true" else torch.float32
+    record = Record()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=folder,
+        callbacks=[*callbacks, record],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        **settings,
+    )
+    train, val = rows(module, 8 * BATCHES, dtype), rows(module, 16, dtype)
+    validation = ResidentLoader(val, 8, shuffle=False) if is_overridden("validation_step", module) else None
+    trainer.fit(module, ResidentLoader(train, 8, shuffle=True, drop_last=True), validation, ckpt_path=ckpt)
+    return SimpleNamespace(
+        trainer=trainer, module=module, losses=torch.tensor(record.losses, dtype=torch.float64), steps=record.steps
+    )
+
+
+def state(run: Any) -> dict[str, Tensor]:
+    """Weights, buffers and optimizer state, by name."""
+    answer = {name: tensor.clone() for name, tensor in run.module.state_dict().items()}
+    for optimizer in run.trainer.optimizers:
+        names = optimizer_names(run.module, optimizer)
+        for index, tensors in optimizer.state_dict()["state"].items():
+            answer |= {f"{names[index]} {key}": torch.as_tensor(value).clone() for key, value in tensors.items()}
+    return answer
+
+
+def assert_identical(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Two `state`s are equal to the bit."""
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def gap(one: Any, other: Any) -> float:
+    """The largest difference of two runs' losses at any step."""
+    assert one.steps == other.steps
+    return float((one.losses - other.losses).abs().max())
+
+
+def rates(run: Any) -> dict[str, float]:
+    """The learning rate of every parameter."""
+    (optimizer,) = run.trainer.optimizers
+    names = iter(optimizer_names(run.module, optimizer))
+    return {next(names): group["lr"] for group in optimizer.param_groups for _ in group["params"]}
+
+
+class Checkpoints(ModelCheckpoint):
+    """One of every step, `step=N.ckpt`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "{step}", every_n_train_steps=1, save_top_k=-1)

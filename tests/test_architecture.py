@@ -1,0 +1,137 @@
+"""The imports of all packages: no cycle, no arrow that points upward, and no command that imports another command."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from mupscale.__main__ import COMMANDS
+
+FOLDERS = {
+    "mupscale": "mupscale",
+    "mupscale.models": "models",
+    "mupscale.callbacks": "callbacks",
+    "mupscale.datamodules": "datamodules",
+}
+"""Packages, and where the checkout has them."""
+
+LEAVES = {f"mupscale.{name}" for name in ("_moved", "_torch", "_torchvision", "atomic", "errors", "flops")}
+"""Anybody may import these."""
+
+LAYERS = ("leaves", "widening", "root", "checks", "models", "callbacks", "commands")
+"""From the bottom to the top: a module imports from its own layer and from those below it."""
+
+ABOVE_DATA = ("datamodules", "callbacks", "commands")
+"""Data modules stand beside the models: they import leaves, and only these import them."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the project, by name."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported_names(name: str, source: str) -> Iterator[str]:
+    """What the code of the module `name` imports, at any depth; `from a import b` yields `a.b`.
+
+    Imports for type checkers alone do not count in `mupscale` itself, which lists all public names.
+    """
+    tree = ast.parse(source)
+    if name == "mupscale":
+        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_of(name: str) -> str | None:
+    """The module that an imported name is, or is defined in; None for other packages."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def imports() -> dict[str, set[str]]:
+    """The modules of the project that each of them imports."""
+    answer = {}
+    for name, path in MODULES.items():
+        found = {module_of(imported) for imported in imported_names(name, path.read_text())}
+        answer[name] = {module for module in found if module is not None} - {name}
+    return answer
+
+
+IMPORTS = imports()
+ARROWS = [(importer, imported) for importer, found in IMPORTS.items() for imported in sorted(found)]
+
+
+def layer(module: str) -> str:
+    if module in LEAVES:
+        return "leaves"
+    if module in ("mupscale", "mupscale.__main__"):  # from which everything can be reached
+        return "commands"
+    _, *parts = module.split(".")
+    return parts[0] if parts[0] in (*LAYERS, "datamodules") else "root"
+
+
+def allowed(importer: str, imported: str) -> bool:
+    """Whether a module of one layer may import a module of another one."""
+    if imported == "datamodules":
+        return importer in ABOVE_DATA
+    if importer == "datamodules":
+        return imported == "leaves"
+    return LAYERS.index(imported) <= LAYERS.index(importer)
+
+
+def command_of(module: str) -> str | None:
+    """The command whose file, or folder, the module is; None for what commands share, and for everything else."""
+    parts = module.split(".")
+    is_command = parts[:2] == ["mupscale", "commands"] and len(parts) > 2
+    return parts[2] if is_command and parts[2] in {file for file, _ in COMMANDS.values()} else None
+
+
+def test_all_modules_are_found():
+    assert {layer(module) for module in MODULES} == {*LAYERS, "datamodules"}
+    assert {command_of(module) for module in MODULES} == {None, *(file for file, _ in COMMANDS.values())}
+    assert MODULES.keys() >= LEAVES
+
+
+def test_imports_inside_functions_count():
+    source = "def f():\n    from mupscale.widening import plan\n    import mupscale.checks.verify\n"
+    found = {module_of(name) for name in imported_names("mupscale.errors", source)}
+    assert found == {"mupscale.widening.plan", "mupscale.checks.verify"}
+
+
+def test_no_cycle():
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(reversed(error.args[1])))
+
+
+def test_no_upward_arrow():
+    upward = [
+        f"{importer} → {imported}" for importer, imported in ARROWS if not allowed(layer(importer), layer(imported))
+    ]
+    assert upward == []
+
+
+def test_no_command_imports_another():
+    """What several commands share stands beside them, and does not import a command either."""
+    inside = []
+    for importer, imported in ARROWS:
+        if command_of(imported) is not None and command_of(importer) != command_of(imported):
+            inside.append(f"{importer} → {imported}")
+    assert inside == []

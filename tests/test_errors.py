@@ -1,0 +1,46 @@
+"""The error for a user's mistake, and what turns other errors into it."""
+
+import pytest
+
+from mupscale.errors import UserError, as_user_errors, needs_extra
+
+
+def test_a_user_error_is_a_value_error():
+    assert issubclass(UserError, ValueError)
+
+
+def test_errors_of_the_given_kinds_become_user_errors():
+    def read() -> None:
+        with as_user_errors(OSError, KeyError):
+            raise FileNotFoundError("there is no file x")
+
+    with pytest.raises(UserError, match=r"^there is no file x$") as caught:
+        read()
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_other_errors_and_user_errors_pass():
+    def fail(error: Exception) -> None:
+        with as_user_errors(OSError, ValueError):
+            raise error
+
+    for error in (TypeError("a bug"), UserError("a mistake")):
+        with pytest.raises(type(error)) as caught:
+            fail(error)
+        assert caught.value is error
+
+
+def test_a_package_that_is_missing_names_its_extra():
+    def load() -> None:
+        with needs_extra("data"):
+            import not_installed.inside  # noqa: F401
+
+    with pytest.raises(UserError) as caught:
+        load()
+    assert str(caught.value) == "not_installed is not installed. Install it with: pip install 'mupscale[data]'"
+
+
+def test_nothing_happens_where_nothing_fails():
+    with as_user_errors(OSError), needs_extra("data"):
+        value = 1
+    assert value == 1

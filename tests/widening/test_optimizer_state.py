@@ -1,0 +1,172 @@
+"""Optimizer state across widths: moved by parameter name, in its own dtype, and training goes on."""
+
+import pytest
+import torch
+from architectures import CASES, cross_entropy
+from nets import (
+    assert_same,
+    backward,
+    features,
+    mlp,
+    mup,
+    named_state,
+    train,
+)
+from torch import nn
+from torch.optim import Optimizer
+
+import mupscale
+from mupscale.widening.layout import duplicate
+
+
+def test_frozen_parameters_and_parameters_without_state():
+    narrow, wide = mlp(4), mlp(8)
+    narrow.layers[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(narrow.parameters())
+    report = mupscale.upscale(narrow, wide, optimizer)  # before the first step nothing has state
+    assert not report.optimizer.state
+    train(narrow, optimizer, features)
+    state = mupscale.upscale(narrow, wide, optimizer).optimizer.state
+    assert wide.layers[0].weight not in state
+    assert set(state[wide.layers[1].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_state_is_moved_by_name_into_groups_of_another_order():
+    narrow, wide = mup(mlp, 8), mup(mlp, 16)
+    narrow_opt = mupscale.MuAdamW(narrow)
+    train(narrow, narrow_opt, features)
+    wide_opt = mupscale.MuAdamW(list(reversed(list(wide.parameters()))))
+    mupscale.upscale(narrow, wide, narrow_opt, wide_opt)
+    for name, parameter in wide.named_parameters():
+        source = narrow_opt.state[narrow.get_parameter(name)]
+        assert wide_opt.state[parameter]["exp_avg"].shape == parameter.shape
+        factor = 1 if name == "readout.bias" else 2
+        largest = source["exp_avg"].abs().max().item() / factor
+        assert wide_opt.state[parameter]["exp_avg"].abs().max() == pytest.approx(largest, rel=1e-6)
+
+
+def test_a_schedule_continues():
+    """float64, cosine over 60 steps, widened at step 10; the loss agrees at each of 50 further steps."""
+    case = CASES["vit"]
+    torch.manual_seed(0)
+    narrow, wide = case.build(8).double(), case.build(24).double()
+    batches = [(x.double(), y) for x, y in case.batches()]
+
+    def cosine(step: int) -> float:
+        return (1 + torch.cos(torch.tensor(step / 60 * torch.pi, dtype=torch.float64)).item()) / 2
+
+    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.003, eps=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
+
+    def step(model, opt, sched, index) -> float:
+        opt.zero_grad()
+        loss = cross_entropy(model, batches[index % 4])
+        loss.backward()
+        mupscale.clip_grad_norm_(model, 0.05)
+        opt.step()
+        sched.step()
+        return loss.item()
+
+    for index in range(10):
+        step(narrow, optimizer, schedule, index)
+    wide_opt = mupscale.upscale(narrow, wide, optimizer).optimizer
+    wide_schedule = torch.optim.lr_scheduler.LambdaLR(wide_opt, cosine, last_epoch=schedule.last_epoch - 1)
+    for index in range(10, 60):
+        a, b = step(narrow, optimizer, schedule, index), step(wide, wide_opt, wide_schedule, index)
+        assert b == pytest.approx(a, rel=1e-10)
+
+
+def test_sparse_adam():
+    def build(width: int) -> nn.Module:
+        return nn.Sequential(nn.Embedding(12, width, sparse=True), nn.Linear(width, 3))
+
+    torch.manual_seed(0)
+    verdict = mupscale.verify(
+        build(4),
+        build(12),
+        steps=20,
+        batches=[torch.randint(12, (5,)) for _ in range(3)],
+        loss=lambda m, x: m(x).square().mean(),
+        optimizer=lambda ps: [torch.optim.SparseAdam(ps[:1], lr=0.01, eps=1e-3), torch.optim.SGD(ps[1:], lr=0.1)],
+    )
+    assert verdict.passed, verdict
+
+
+def test_lists_of_optimizers_are_paired_in_order():
+    def optimizers(model: nn.Module) -> list[Optimizer]:
+        return [
+            torch.optim.SGD(model.layers.parameters(), lr=0.1, momentum=0.9),
+            torch.optim.AdamW(model.readout.parameters(), lr=0.01),
+        ]
+
+    torch.manual_seed(0)
+    narrow = mlp(4)
+    narrow_opts = optimizers(narrow)
+    backward(narrow, features())
+    for optimizer in narrow_opts:
+        optimizer.step()
+    wide, again = mlp(8), mlp(8)
+    given = optimizers(again)
+    made = mupscale.upscale(narrow, wide, narrow_opts).optimizer
+    assert mupscale.upscale(narrow, again, tuple(narrow_opts), given).optimizer == given
+    assert [type(optimizer) for optimizer in made] == [torch.optim.SGD, torch.optim.AdamW]
+    assert set(made[0].state) == set(wide.layers.parameters())
+    assert set(made[1].state) == set(wide.readout.parameters())
+    assert_same(named_state(wide, *made), named_state(again, *given))
+    assert isinstance(mupscale.upscale(narrow, wide, narrow_opts[:1]).optimizer, list)
+    assert mupscale.upscale(narrow, wide).optimizer is None
+
+
+def test_hyperparameters_off_the_rule_are_noted():
+    narrow, wide = mup(mlp, 8), mup(mlp, 16)
+    narrow_opt = mupscale.MuAdamW(narrow, lr=0.1)
+    report = mupscale.upscale(narrow, wide, narrow_opt, torch.optim.AdamW(wide.parameters(), lr=0.1))
+    assert [note.partition(" is ")[0] for note in report.notes] == [
+        "wide_opt: lr",
+        "wide_opt: eps",
+        "wide_opt: weight_decay",
+    ]
+    assert "lr is 1 times (of layers.0.weight) and 4 times (of layers.1.weight) what continues" in report.notes[0]
+    assert report.notes[0] in str(report)
+    for lr in (0.1, 0.05):  # another base constant is a decision, not a mistake
+        assert mupscale.upscale(narrow, wide, narrow_opt, mupscale.MuAdamW(wide, lr=lr)).notes == ()
+    assert mupscale.upscale(narrow, wide, narrow_opt).notes == ()
+
+
+def test_stale_state_of_wide_opt_is_dropped():
+    torch.manual_seed(0)
+    narrow, wide = mlp(4), mlp(8)
+    narrow_opt, wide_opt = (torch.optim.AdamW(model.parameters()) for model in (narrow, wide))
+    train(wide, wide_opt, features)
+    mupscale.upscale(narrow, wide, narrow_opt, wide_opt)
+    assert not wide_opt.state
+    train(wide, wide_opt, features, steps=5)
+    train(narrow, narrow_opt, features, steps=2)
+    mupscale.upscale(narrow, wide, narrow_opt, wide_opt)
+    assert {float(state["step"]) for state in wide_opt.state.values()} == {2.0}
+
+
+@pytest.mark.parametrize(("before", "after"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_dtypes(before: torch.dtype, after: torch.dtype):
+    """State in its parameter's dtype follows the parameter; state and counters in another keep it."""
+    torch.manual_seed(0)
+    narrow, wide = mlp(4).to(before), mlp(8).to(after)
+    narrow_opt = torch.optim.AdamW(narrow.parameters())
+    train(narrow, narrow_opt, features)
+    for state in narrow_opt.state.values():
+        state["exp_avg_sq"] = state["exp_avg_sq"].double()
+    report = mupscale.upscale(narrow, wide, narrow_opt)
+    for name, parameter in wide.named_parameters():
+        source, state = narrow.get_parameter(name), report.optimizer.state[parameter]
+        entry = report.plan.parameters[name]
+        assert parameter.dtype == state["exp_avg"].dtype == after
+        assert (state["step"].dtype, state["exp_avg_sq"].dtype) == (torch.float32, torch.float64)
+        assert state["step"] == 3
+        # powers of two: exact but for the one rounding to the target's dtype
+        for got, old, scale in (
+            (parameter, source, 1 / entry.k_in),
+            (state["exp_avg"], narrow_opt.state[source]["exp_avg"], 1 / entry.k_out),
+            (state["exp_avg_sq"], narrow_opt.state[source]["exp_avg_sq"], 1 / entry.k_out**2),
+        ):
+            assert torch.equal(got.detach(), (duplicate(old.detach().double(), entry.layouts) * scale).to(got.dtype))
+    backward(wide, features())
