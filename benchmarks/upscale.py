@@ -197,10 +197,10 @@ def main(arguments: list[str]) -> None:
                 flush=True,
             )
         rows.append(swapped(name, device))
-        told = {
+        numbers = {
             key: rows[-1][key] for key in ("parameters", "seconds", "footprint_gb", "peak_gb", "peak_over_footprint")
         }
-        print(f"{name:>5} in fit: " + ", ".join(f"{key} {value:,.3f}" for key, value in told.items()), flush=True)
+        print(f"{name:>5} in fit: " + ", ".join(f"{key} {value:,.3f}" for key, value in numbers.items()), flush=True)
     if options.out:
         machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         options.out.write_text(

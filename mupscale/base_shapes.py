@@ -9,8 +9,8 @@ from torch import nn
 
 from mupscale.errors import UserError
 from mupscale.widening import modules
-from mupscale.widening.plan import Role, Roles, all_sides, growth, match_roles
 from mupscale.widening.readout import Readout
+from mupscale.widening.roles import Role, Roles, all_sides, growth, match_roles
 from mupscale.widening.survey import Survey, Use
 from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
 

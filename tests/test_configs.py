@@ -26,7 +26,7 @@ from mupscale.widening.noise import AdditiveNoise, RecordedNoise, SignalNoise, s
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
-class Run(NamedTuple):
+class PaperRun(NamedTuple):
     """One file: the width it starts with and the base learning rate; of an upscale also the target width, the noise and
     its base.
     """
@@ -38,7 +38,7 @@ class Run(NamedTuple):
     base: str | None = None
 
 
-class Experiment(NamedTuple):
+class PaperExperiment(NamedTuple):
     """What all runs of a folder share, and the runs in the order in which they can be made."""
 
     name: str
@@ -50,7 +50,7 @@ class Experiment(NamedTuple):
     length: dict[str, int]
     precision: str
     clip: float | None
-    runs: dict[str, Run]
+    runs: dict[str, PaperRun]
     tiny: tuple[int, int]
     """Base and target width of a test."""
     overrides: list[str]
@@ -60,7 +60,7 @@ MLP = {"base_width": 1, "hidden_layers": 3, "inputs": 54, "outputs": 7}
 COVERTYPE = {"data_dir": "data/covertype", "batch_size": 2000}
 
 EXPERIMENTS = {
-    "mlp/adamw": Experiment(
+    "mlp/adamw": PaperExperiment(
         "mlp-adamw",
         MLP,
         torch.optim.AdamW,
@@ -71,17 +71,17 @@ EXPERIMENTS = {
         "32-true",
         None,
         {
-            "base": Run(500, 0.1),
-            "scratch": Run(2000, 0.1),
-            "upscale": Run(500, 0.013, 2000, (AdditiveNoise, 1.0), "base"),
-            "small_base": Run(100, 0.1),
-            "small_scratch": Run(400, 0.1),
-            "small_upscale": Run(100, 0.013, 400, (AdditiveNoise, 1.0), "small_base"),
+            "base": PaperRun(500, 0.1),
+            "scratch": PaperRun(2000, 0.1),
+            "upscale": PaperRun(500, 0.013, 2000, (AdditiveNoise, 1.0), "base"),
+            "small_base": PaperRun(100, 0.1),
+            "small_scratch": PaperRun(400, 0.1),
+            "small_upscale": PaperRun(100, 0.013, 400, (AdditiveNoise, 1.0), "small_base"),
         },
         (4, 16),
         [],
     ),
-    "mlp/sgd": Experiment(
+    "mlp/sgd": PaperExperiment(
         "mlp-sgd",
         MLP,
         torch.optim.SGD,
@@ -92,17 +92,17 @@ EXPERIMENTS = {
         "32-true",
         None,
         {
-            "base": Run(500, 0.4),
-            "scratch": Run(2000, 0.4),
-            "upscale": Run(500, 0.1, 2000, (AdditiveNoise, 1.25), "base"),
-            "small_base": Run(100, 0.4),
-            "small_scratch": Run(400, 0.4),
-            "small_upscale": Run(100, 0.1, 400, (AdditiveNoise, 1.25), "small_base"),
+            "base": PaperRun(500, 0.4),
+            "scratch": PaperRun(2000, 0.4),
+            "upscale": PaperRun(500, 0.1, 2000, (AdditiveNoise, 1.25), "base"),
+            "small_base": PaperRun(100, 0.4),
+            "small_scratch": PaperRun(400, 0.4),
+            "small_upscale": PaperRun(100, 0.1, 400, (AdditiveNoise, 1.25), "small_base"),
         },
         (4, 16),
         [],
     ),
-    "resnet": Experiment(
+    "resnet": PaperExperiment(
         "resnet",
         {"base_width": 64, "outputs": 100, "compile": True},
         torch.optim.SGD,
@@ -113,17 +113,17 @@ EXPERIMENTS = {
         "bf16-mixed",
         None,
         {
-            "base": Run(128, 0.01),
-            "scratch": Run(256, 0.01),
-            "small_base": Run(32, 0.01),
-            "small_scratch": Run(64, 0.01),
-            "small_upscale": Run(32, 0.003, 64, (SignalNoise, 0.4), "small_base"),
-            "upscale": Run(128, 0.003, 256, (RecordedNoise, Path("runs/resnet/noise.json")), "base"),
+            "base": PaperRun(128, 0.01),
+            "scratch": PaperRun(256, 0.01),
+            "small_base": PaperRun(32, 0.01),
+            "small_scratch": PaperRun(64, 0.01),
+            "small_upscale": PaperRun(32, 0.003, 64, (SignalNoise, 0.4), "small_base"),
+            "upscale": PaperRun(128, 0.003, 256, (RecordedNoise, Path("runs/resnet/noise.json")), "base"),
         },
         (4, 8),
         ["--data.batch_size=8"],
     ),
-    "gpt2": Experiment(
+    "gpt2": PaperExperiment(
         "gpt2",
         {
             "base_width": 24,
@@ -142,16 +142,16 @@ EXPERIMENTS = {
         "bf16-mixed",
         1.0,
         {
-            "base": Run(12 * 160, 0.0039),
-            "scratch": Run(12 * 320, 0.0039),
-            "upscale": Run(12 * 160, 0.002, 12 * 320, (AdditiveNoise, 0.05), "base"),
-            "small_base": Run(12 * 16, 0.0039),
-            "small_upscale": Run(12 * 16, 0.002, 12 * 32, (AdditiveNoise, 0.05), "small_base"),
+            "base": PaperRun(12 * 160, 0.0039),
+            "scratch": PaperRun(12 * 320, 0.0039),
+            "upscale": PaperRun(12 * 160, 0.002, 12 * 320, (AdditiveNoise, 0.05), "base"),
+            "small_base": PaperRun(12 * 16, 0.0039),
+            "small_upscale": PaperRun(12 * 16, 0.002, 12 * 32, (AdditiveNoise, 0.05), "small_base"),
         },
         (24, 48),
         ["--model.layers=1", "--trainer.accumulate_grad_batches=1"],
     ),
-    "gpt2/reduced": Experiment(
+    "gpt2/reduced": PaperExperiment(
         "gpt2-reduced",
         {"base_width": 16, "layers": 8, "heads": 8, "vocabulary": 8192, "context": 512, "tied": True, "compile": True},
         torch.optim.AdamW,
@@ -162,11 +162,11 @@ EXPERIMENTS = {
         "bf16-mixed",
         1.0,
         {
-            "base": Run(256, 0.0039),
-            "scratch": Run(512, 0.0039),
-            "upscale": Run(256, 0.002, 512, (AdditiveNoise, 0.05), "base"),
-            "small_base": Run(64, 0.0039),
-            "small_upscale": Run(64, 0.002, 128, (AdditiveNoise, 0.05), "small_base"),
+            "base": PaperRun(256, 0.0039),
+            "scratch": PaperRun(512, 0.0039),
+            "upscale": PaperRun(256, 0.002, 512, (AdditiveNoise, 0.05), "base"),
+            "small_base": PaperRun(64, 0.0039),
+            "small_upscale": PaperRun(64, 0.002, 128, (AdditiveNoise, 0.05), "small_base"),
         },
         (16, 32),
         ["--model.layers=1"],

@@ -16,7 +16,8 @@ from mupscale.checks.recording import Call, Recorder, buffers_kept
 from mupscale.errors import UserError
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.layout import Layout, Piece, duplicate, duplicate_, narrow_length, wide_length
-from mupscale.widening.plan import Blocks, Plan, Roles, TensorPlan
+from mupscale.widening.plan import Blocks, Plan, TensorPlan
+from mupscale.widening.roles import Roles
 from mupscale.widening.upscale import upscale
 from mupscale.widening.width_table import restore_infshapes
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from mupscale.errors import UserError
-from mupscale.widening.plan import Plan, TensorPlan, matches
+from mupscale.widening.plan import Plan, TensorPlan
+from mupscale.widening.roles import matches
 from mupscale.widening.spectral import spectral_norms
 from mupscale.widening.survey import some_names
 

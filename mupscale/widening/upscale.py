@@ -14,8 +14,9 @@ from mupscale.errors import UserError
 from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.noise import Constants, Noise, add_noise_, save_constants
 from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
-from mupscale.widening.plan import Blocks, Plan, Roles
+from mupscale.widening.plan import Blocks, Plan
 from mupscale.widening.plan import plan as make_plan
+from mupscale.widening.roles import Roles
 from mupscale.widening.sharding import gathered, whole
 from mupscale.widening.weights import (
     materialise_,
