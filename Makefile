@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint types clean
+.PHONY: demo test check fast-tests lint types clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m mupscale fit --config configs/quickstart.yaml
@@ -12,8 +12,11 @@ demo: $(VENV)/.installed
 test: lint types
 	$(BIN)/python -m pytest -n auto
 
-# two minutes on two cores
-check: lint types
+# two minutes on two cores: mypy, which uses one core, runs beside the tests
+check: $(VENV)/.installed-test
+	$(MAKE) --jobs=3 lint types fast-tests
+
+fast-tests: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu and not distributed"
 
 lint: $(VENV)/.installed-test
