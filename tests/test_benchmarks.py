@@ -25,6 +25,7 @@ def settings_of_the_process() -> Iterator[None]:
     backend.benchmark = before[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet"])
 def test_three_ways_to_train(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([name, "--quick", "--device", "cpu", "--out", str(tmp_path / "rows.json")])

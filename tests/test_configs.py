@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from tiers import slow_except
 from torch import nn
 
 from mupscale.__main__ import main
@@ -254,7 +255,7 @@ def test_preparation_of_the_text(folder: str, tokens: float, held_out: float, vo
     assert options.out == Path(EXPERIMENTS[folder].data["data_dir"])
 
 
-@pytest.mark.parametrize(("folder", "name"), RUNS)
+@pytest.mark.parametrize(("folder", "name"), slow_except(RUNS, *((folder, "upscale") for folder in EXPERIMENTS)))
 def test_the_papers_numbers(folder: str, name: str) -> None:
     experiment = EXPERIMENTS[folder]
     run = experiment.runs[name]
@@ -284,7 +285,7 @@ def test_the_papers_numbers(folder: str, name: str) -> None:
         assert model.hparams["init_from"] is None
 
 
-@pytest.mark.parametrize("folder", EXPERIMENTS)
+@pytest.mark.parametrize("folder", slow_except(EXPERIMENTS, "mlp/adamw"))
 def test_one_step_of_every_run(folder: str) -> None:
     """The commands as the files tell them, one after the other, at a tiny size: an upscale starts from the base before
     it.

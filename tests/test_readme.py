@@ -32,6 +32,7 @@ def block(page: Path, language: str, holding: str = "") -> str:
     return next(text for text in found if holding in text)
 
 
+@pytest.mark.slow
 def test_the_walk_through_holds(capsys: pytest.CaptureFixture[str]):
     """Its own assertions are the test: exactness, the module named, the loss below the narrow one's."""
     runpy.run_path(str(ROOT / "docs/walkthrough.py"), run_name="__main__")
@@ -181,6 +182,7 @@ def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]):
     assert re.search(r"layers.1.weight +matrix +64×64 → 256×256 +4 +4 +dup / 4", told)
 
 
+@pytest.mark.slow
 def test_the_quickstart_is_exact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     quickstart("verify")
     assert "width 64 → 256: exact" in capsys.readouterr().out

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
+from tiers import slow_except
 from tiny_modules import gpt2, mlp, resnet, rows
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -303,7 +304,7 @@ class Weighed(UpscaleCallback):
         self.after, self.peak, self.footprint = self.live.now, self.live.peak, footprint(trainer)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", slow_except(["32-true", "bf16-mixed"], "32-true"))
 def test_a_swap_peaks_at_the_final_footprint_and_leaves_nothing_behind(precision: Any, tmp_path: Path) -> None:
     """38 MB, so that a megabyte's largest weight and the smaller things do not show; autocast's copies of all weights
     would.
@@ -319,6 +320,7 @@ def test_a_swap_peaks_at_the_final_footprint_and_leaves_nothing_behind(precision
     assert [thing() for thing in swap.narrow if thing() is not None] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_memory_does_not_grow(model: str, tmp_path: Path) -> None:
     make, settings, _ = MODELS[model]

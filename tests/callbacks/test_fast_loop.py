@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
 )
 from loop_cases import CASES
 from observed_fits import COMPARED, Case, assert_equal, assert_same_run, fit, spy
+from tiers import slow_except
 from tiny_modules import SCHEDULES, mlp, rows
 from training_runs import LIGHTNING_WARNINGS
 
@@ -27,7 +28,19 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = (
+    "epochs",
+    "plateau",
+    "upscale",
+    "self.log",
+    "a ragged batch",
+    "no length",
+    "accumulation",
+    "manual optimization",
+)
+
+
+@pytest.mark.parametrize("name", slow_except(CASES, *FAST))
 def test_nothing_is_different(name: str, own_batches: list[int], tmp_path: Path) -> None:
     case, runs = CASES[name], []
     for kind, extra in (("lightning", []), ("fast", [FastLoop()])):
@@ -50,7 +63,7 @@ def test_nothing_is_different(name: str, own_batches: list[int], tmp_path: Path)
 # --- resuming
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("interrupted", slow_except([False, True], True))
 @pytest.mark.parametrize("resumed", [False, True])
 def test_checkpoints_of_either_loop_are_resumed_by_either(interrupted: bool, resumed: bool, tmp_path: Path) -> None:
     growth = partial(UpscaleCallback, 13, 24, noise=mupscale.AdditiveNoise(0.1))

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins import MixedPrecision
 from loop_cases import CASES, MovedBatches, Plain, Talkative
 from observed_fits import Case, assert_same_run, fit, spy
+from tiers import slow_except
 from tiny_modules import gpt2, mlp, resnet
 from torch import Tensor
 from training_runs import LIGHTNING_WARNINGS
@@ -68,7 +69,10 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     return StandIn.made
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].capture])
+CAPTURED = [name for name in CASES if CASES[name].capture]
+
+
+@pytest.mark.parametrize("name", slow_except(CAPTURED, "epochs", "plateau", "upscale", "a ragged batch"))
 def test_captured_steps_count_as_steps(
     name: str, captures: list[StandIn], own_batches: list[int], tmp_path: Path
 ) -> None:

@@ -18,6 +18,8 @@ from program_server import Server, environment
 from mupscale.__main__ import main
 from mupscale.commands.resume import newest_checkpoint
 
+pytestmark = pytest.mark.slow
+
 KILLS = 24
 FIRST_SWAP, SECOND_SWAP, STEPS = 107, 210, 320  # 30 batches an epoch: in the middle of one, and between two
 

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tiers import slow_except
 from tiny_modules import ADAMW, MODELS, OPTIMIZERS, SCHEDULES, SGD, gpt2, mlp, resnet
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_except(MODELS, "mlp", "gpt2"))
 def test_the_curve_goes_on_as_if_nothing_had_happened(model: str, optimizer: str, tmp_path: Path) -> None:
     make, target = MODELS[model]
     for precision, steps, at_step, tolerance in (("64-true", 50, 20, 1e-9), ("32-true", 20, 10, 1e-4)):
@@ -53,8 +54,8 @@ class NudgeAt(Callback):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
+@pytest.mark.parametrize("model", slow_except(MODELS, "mlp", "gpt2"))
 def test_in_bfloat16_the_curves_differ_by_rounding(model: str, optimizer: str, precision: str, tmp_path: Path) -> None:
     make, target = MODELS[model]
     settings: Any = {"precision": precision, "steps": 20}
@@ -70,8 +71,8 @@ def test_in_bfloat16_the_curves_differ_by_rounding(model: str, optimizer: str, p
     assert gap(narrow, wide) <= 2 * gap(narrow, nudged) + float(narrow.losses.max()) * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("at_step", [15, 20])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("at_step", slow_except([15, 20], 15))
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_go_on(schedule: str, optimizer: str, at_step: int, tmp_path: Path) -> None:
     make = partial(mlp, optimizer=OPTIMIZERS[optimizer], lr_scheduler=SCHEDULES[schedule])
@@ -97,7 +98,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_trainer_does_what_it_does(variant: str, optimizer: str, tmp_path: Path) -> None:
     arguments, settings = VARIANTS[variant]
@@ -112,7 +113,7 @@ def test_the_trainer_does_what_it_does(variant: str, optimizer: str, tmp_path: P
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which dynamo reads
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which dynamo does
-@pytest.mark.parametrize("model", ["mlp", "resnet18", "gpt2"])
+@pytest.mark.parametrize("model", slow_except(["mlp", "resnet18", "gpt2"], "mlp"))
 def test_compiled(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
@@ -257,7 +258,7 @@ class Skip(Digits):
         return SkipNet(width)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("kind", [Digits, Recurrent, Skip])
 def test_a_module_of_ones_own(kind: type[WidthScalable], optimizer: str, tmp_path: Path) -> None:
     make = partial(kind, 4, base_width=4, optimizer=OPTIMIZERS[optimizer])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from tiers import slow_except
 from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet, rows
 from torch import nn
 from torch.nn import functional as F
@@ -39,7 +40,7 @@ RESUMABLE: dict[str, tuple[Callable[..., WidthScalable], dict[str, Any], list[Ca
 }
 
 
-@pytest.mark.parametrize("case", RESUMABLE)
+@pytest.mark.parametrize("case", slow_except(RESUMABLE, "mlp", "plateau"))
 def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, tmp_path: Path) -> None:
     make, settings, callbacks = RESUMABLE[case]
     settings = {"precision": "32-true", "steps": 20} | settings
@@ -68,7 +69,7 @@ def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, t
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("at_step", [0, 5, 10, 15, 17])
+@pytest.mark.parametrize("at_step", slow_except([0, 5, 10, 15, 17], 10))
 def test_the_checkpoint_before_a_swap_resumes_exactly(at_step: int, tmp_path: Path) -> None:
     """Validation, the end of an epoch, a plateau scheduler and early stopping come between the step and the swap."""
     make = partial(mlp, lr_scheduler=SCHEDULES["ReduceLROnPlateau"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tiers import slow_except
 from tiny_modules import ADAMW, OPTIMIZERS, SCHEDULES, mlp
 from training_runs import LIGHTNING_WARNINGS, fit, gap, rates
 
@@ -49,7 +50,7 @@ def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
     assert gap(narrow, fit(mlp(), tmp_path)) > 1e-3
 
 
-@pytest.mark.parametrize("schedule", [None, *SCHEDULES])
+@pytest.mark.parametrize("schedule", slow_except([None, *SCHEDULES], None, "ReduceLROnPlateau"))
 def test_lr_is_a_new_base_constant(schedule: str | None, tmp_path: Path) -> None:
     """Rates are those of a run that had this constant from the start; also for a later swap, and after a resume."""
     constants = [4e-2, 1e-2, 3e-2]

@@ -92,6 +92,7 @@ def test_the_mlp_passes(optimizer: Callable[[Any], Optimizer]) -> None:
     assert [scan.widths for scan in answer.scans] == [(32, 64, 128), (64, 128, 256), (64, 128, 256)]
 
 
+@pytest.mark.slow
 def test_the_resnet_passes() -> None:
     module = ResNet18(8, base_width=8, outputs=7, optimizer=adamw)
     answer = check(module, samples((3, 8, 8), rows=16), (8, 16, 32), steps=2, seeds=2)

@@ -152,6 +152,7 @@ def test_the_coefficients_go_on_under_equal_noise_on_both_ends_only():
     assert steady_coefficients(1, 0, 0.1 / 2**0.5) == pytest.approx((1.3950, 0.9581), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["three layers", "four layers"])
 def test_finite_networks_approach_the_limit_as_one_over_the_root_of_the_width(name: str):
     before, after = THEORY["errors"](THEORY["examples"]()[name])

@@ -10,6 +10,7 @@ import timm
 import torch
 import torchvision
 import transformers as hf
+from tiers import slow_except
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
@@ -345,12 +346,12 @@ def check(case: Case, answer: mupscale.Verdict) -> None:
     assert answer.activation_drift <= (1e-4 if case.rounds else 1e-8)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(CASES, "gpt2", "llama", "timm_vit", "resnet18", "vgg"))
 def test_exact_under_adamw(name):
     check(CASES[name], verdict(CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet18", "mobilenet_v2"])
+@pytest.mark.parametrize("name", slow_except(["gpt2", "llama", "resnet18", "mobilenet_v2"], "gpt2"))
 def test_exact_under_clipped_momentum_and_threefold_width(name):
     check(CASES[name], verdict(CASES[name], k=3, optimizer=sgd, clip=0.1))
 

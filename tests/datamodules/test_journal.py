@@ -42,6 +42,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_hub(tmp_path / "hub", monkeypatch)
 
 
+@pytest.mark.slow
 def test_killed_at_every_operation_the_result_is_the_same(tmp_path: Path):
     text = write_text(
         tmp_path / "text", [text for pair in zip(ENTRIES[:5], ENTRIES[-5:], strict=True) for text in pair]
@@ -58,6 +59,7 @@ def test_killed_at_every_operation_the_result_is_the_same(tmp_path: Path):
     assert int(done.stdout) > 25, done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_killed_at_random_moments_goes_on(tmp_path: Path):
     text = write_text(tmp_path / "text", ENTRIES)
     script = (

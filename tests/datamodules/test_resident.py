@@ -233,6 +233,7 @@ def fit(folder: Path, *, ckpt_path: Path | None = None, checkpoint: dict, **opti
 EVERY_STEP, EPOCH_END = {"every_n_train_steps": 1}, {"save_on_train_epoch_end": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoint", "options", "checkpoints"),
     [

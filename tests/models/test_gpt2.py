@@ -178,6 +178,7 @@ def in_one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_head_compiles_as_one_graph(enabled: bool, in_one_graph: None) -> None:
     torch.manual_seed(0)
@@ -200,6 +201,7 @@ def test_the_head_compiles_as_one_graph(enabled: bool, in_one_graph: None) -> No
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_compiling_by_parts_changes_nothing(tied: bool, in_one_graph: None) -> None:
     rows, results = tokens(), []

@@ -15,14 +15,14 @@ def curves(run: Path) -> dict[str, list[tuple[int, Any]]]:
         answer[tag] = [(event.step, event.value) for event in events.Scalars(tag)]
     for tag in events.Tags()["tensors"]:
         answer[tag] = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors(tag)]
-    return {tag: points for tag, points in answer.items() if not depends_on_a_clock(tag)}
+    return {tag: points for tag, points in answer.items() if not is_timed(tag)}
 
 
 def table(run: Path) -> list[dict[str, str]]:
     """Everything in metrics.csv that does not depend on a clock."""
     with (run / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    return [{key: value for key, value in row.items() if not depends_on_a_clock(key)} for row in rows]
+    return [{key: value for key, value in row.items() if not is_timed(key)} for row in rows]
 
 
 def losses(run: Path) -> list[float]:
@@ -31,6 +31,7 @@ def losses(run: Path) -> list[float]:
     return [event.value for event in events.Scalars("train/loss")]
 
 
-def depends_on_a_clock(tag: str) -> bool:
+def is_timed(tag: str) -> bool:
+    """Whether a clock decides it."""
     timed = ("upscale/pause_seconds", "widening/pause_seconds")
     return tag.startswith(("throughput/", "x_throughput/")) or tag in timed

@@ -87,9 +87,8 @@ def test_3_eps_is_scaled_for_gpt2():
     optimizer = mupscale.MuAdamW(model, lr=0.01, eps=1e-6)
     eps = {id(p): group["eps"] for group in optimizer.param_groups for p in group["params"]}
     assert len(eps) == len(list(model.parameters()))
-    assert list(eps.values()) == pytest.approx(
-        [1e-6 / 4] * len(eps), rel=1e-12
-    )  # every parameter produces width: m_out = 4
+    # every parameter produces width: m_out = 4
+    assert list(eps.values()) == pytest.approx([1e-6 / 4] * len(eps), rel=1e-12)
     narrow = mup_gpt2(8)
     continued = mupscale.upscale(narrow, model, mupscale.MuAdamW(narrow, lr=0.01, eps=1e-6)).optimizer
     assert all(group["eps"] == pytest.approx(1e-6 / 4, rel=1e-12) for group in continued.param_groups)

@@ -1,0 +1,24 @@
+"""`python -m mupscale plan`: what would be widened, and nothing trained."""
+
+from pathlib import Path
+
+import pytest
+from command_line import refused, small, upscale
+
+from mupscale.__main__ import main
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def test_the_plan_of_every_growth_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--config", small(Path("c.yaml"), upscale(3, 16), upscale(5, 48))])
+    printed = capsys.readouterr().out
+    first, second = printed.index("width 8 → 16"), printed.index("width 16 → 48")
+    assert "8×8 → 16×16" in printed[first:second]
+    assert "16×16 → 48×48" in printed[second:]
+    assert printed.count("layers.1.weight") == 2
+    assert [path.name for path in Path().iterdir()] == ["c.yaml"]
+
+
+def test_a_width_that_does_not_fit_is_refused() -> None:
+    assert "multiple" in refused("plan", "--config", small(Path("c.yaml"), upscale(3, 20)))

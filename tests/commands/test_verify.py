@@ -1,0 +1,24 @@
+"""`python -m mupscale verify`: the verdict on a configured model, as text and as an exit status."""
+
+from pathlib import Path
+
+import pytest
+from command_line import small, upscale
+
+from mupscale.__main__ import main
+from mupscale.widening import rules
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def test_a_right_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50"])
+    assert "width 8 → 16: exact" in capsys.readouterr().out
+
+
+def test_a_broken_rule_is_an_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "lr_factor", lambda *_: 1.0)
+    with pytest.raises(SystemExit) as exit:
+        main(["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50"])
+    assert exit.value.code == 1
+    assert "NOT exact: layers.1 diverges first" in capsys.readouterr().out
