@@ -5,6 +5,10 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader  # which takes a while to import
 
 MOVED = {
     "algorithm": "widening.upscale",
@@ -40,7 +44,7 @@ class _Moved:
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, old = name.rpartition(".")
-        return ModuleSpec(name, cls()) if package == "mupscale" and old in MOVED else None
+        return ModuleSpec(name, cast("Loader", cls())) if package == "mupscale" and old in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         old = spec.name.rpartition(".")[2]

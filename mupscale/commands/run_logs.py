@@ -246,9 +246,9 @@ def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
     A long run logs tens of thousands of other scalars. A record is parsed only if the name of a wanted one is in its
     bytes, which makes this ten times faster than TensorBoard's own reader.
     """
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     wanted = [tag.encode() for tag in (LOSS, VALIDATION, *WIDTHS, *EPOCHS)]  # the tags of FLOPs contain LOSS
     unwanted = [tag.encode() for tag in SAMPLES]
