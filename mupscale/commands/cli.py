@@ -25,7 +25,9 @@ from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.summary import Summary, WidthBar
+from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
 from mupscale.commands._jsonargparse import debugging, in_a_line, key_and_problem
+from mupscale.commands.levels import refuse_levels
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI
 from mupscale.models.base import WidthScalable
@@ -47,6 +49,9 @@ PURPOSES = {
     "test": "Evaluate a checkpoint (--ckpt_path), narrow or wide, on the test set.",
     "predict": "Predict with a checkpoint (--ckpt_path), narrow or wide; writes predictions.pt.",
 }
+
+EVALUATIONS = ("validate", "test", "predict")
+"""Commands that need weights, and would do with random ones."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -125,6 +130,8 @@ class CLI(OpenCLI):
             # as if the callbacks had these arguments themselves, also in the run's config.yaml
             values = {"trainer": {"callbacks": with_callback_args(config)}, "callback_args": None}
             self.config = parser.parse_object({command: values} if command else values, cfg_base=self.config)
+            config = self.config[command] if command else self.config
+        refuse_levels(config)
 
     def on_checkpoint_path(self) -> None:
         """Keeps the configuration as it was given: Lightning would override it by the checkpoint's class and arguments.
@@ -133,8 +140,11 @@ class CLI(OpenCLI):
         too late for that, so its width is set here.
         """
         self.given = deepcopy(self.config)
-        path = self.config.get(self.config.get("subcommand", ""), {}).get("ckpt_path")
+        command = self.config.get("subcommand", "")
+        path = self.config.get(command, {}).get("ckpt_path")
         if path is None:
+            if command in EVALUATIONS:
+                self._refuse_random_weights(command)
             return
         if path in ("last", "best", "hpc") or not Path(path).exists():
             raise UserError(
@@ -147,6 +157,18 @@ class CLI(OpenCLI):
         if Path(path).is_dir():
             saved = torch.load(Path(path) / "meta.pt", map_location="cpu", weights_only=True)
             self.config[f"{self.config.subcommand}.model.init_args.width"] = saved["hyper_parameters"]["width"]
+
+    def _refuse_random_weights(self, command: str) -> NoReturn:
+        base = self.config.get(f"{command}.model.init_args.init_from")
+        if base is not None:
+            raise UserError(
+                f"ckpt_path: {command} needs a checkpoint, and model.init_from is for fit alone; to evaluate that "
+                f"one: --ckpt_path {base}"
+            )
+        raise UserError(
+            f"ckpt_path: {command} needs a checkpoint, without one the weights are random; name it: "
+            "--ckpt_path runs/NAME/version_0/checkpoints/last.ckpt"
+        )
 
     def before_instantiate_classes(self) -> None:
         if self.folder is None:
@@ -163,6 +185,7 @@ class CLI(OpenCLI):
     def on_trainer_config(self, config: Any) -> None:
         given = config["callbacks"] or []
         given = given if isinstance(given, list) else [given]
+        refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
         self.trainer_defaults["callbacks"] = default_callbacks(given, config)
         if self.subcommand is not None:
             self.given[f"{self.subcommand}.ckpt_path"] = None
