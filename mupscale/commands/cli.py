@@ -26,7 +26,15 @@ from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.summary import Summary, WidthBar
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
-from mupscale.commands._jsonargparse import debugging, in_a_line, key_and_problem
+from mupscale.commands._jsonargparse import (
+    arguments_of,
+    debugging,
+    did_you_mean,
+    in_a_line,
+    key_and_problem,
+    unknown_class,
+    unknown_key,
+)
 from mupscale.commands.levels import refuse_levels
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI
@@ -90,8 +98,14 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         key, text = key_and_problem(message)
         kind = {"model": WidthScalable, "data": LightningDataModule}.get(key)
-        if kind is not None and "import path" in text:
+        class_name, unknown = unknown_class(message), unknown_key(message)
+        if kind is not None and "import path" in text and "given class_path" not in text:
             text += f". There are {', '.join(sorted(short_names(kind)))}; name other classes by their import path"
+        elif class_name is not None and key == "trainer.callbacks":
+            text += did_you_mean(class_name, {child.__name__ for child in descendants(Callback)})
+        elif unknown is not None:
+            name, owner = unknown
+            text += did_you_mean(name, arguments_of(owner) if owner else self.get_defaults(skip_validation=True).keys())
         raise UserError(text) from ex
 
 
@@ -277,6 +291,11 @@ def short_names(kind: type[Any]) -> set[str]:
         if child.__module__.startswith("mupscale.") and not abstract:
             names.add(child.__name__)
     return names
+
+
+def descendants(kind: type[Any]) -> set[type[Any]]:
+    """The classes that inherit from a class, as far as they are imported."""
+    return {kind}.union(*(descendants(child) for child in kind.__subclasses__()))
 
 
 def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:
