@@ -123,6 +123,8 @@ class UpscaleCallback(Callback):
                 raise UserError(
                     f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
                 ) from error
+        if pl_module.device_mesh is None:  # sharded, it may fit
+            self._refuse_too_wide(growth, trainer.strategy.root_device)
         if self.noise is not None:
             try:
                 self.noise.check(growth)
@@ -294,6 +296,21 @@ class UpscaleCallback(Callback):
             f"step {trainer.global_step}: upscaled width {before} → {self.width}, {parameters:,} parameters, "
             f"loss {loss_before:.6f} → {loss_after:.6f}, {seconds:.2f} s"
         )
+
+    def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
+        """UserError where the wide weights alone, two bytes each or more, do not fit into the memory of a device."""
+        weights = sum(math.prod(entry.wide_shape) for entry in growth.parameters.values())
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+        elif device.type == "cpu":
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        else:
+            return
+        if 2 * weights > memory:
+            raise UserError(
+                f"UpscaleCallback.width = {self.width} gives {weights:,} parameters, which do not fit into the "
+                f"{memory / 2**30:.0f} GiB of memory of {device}; take less"
+            )
 
     def _width_before(self, trainer: Trainer, module: LightningModule) -> Width:
         """The width this swap will start from: the model's, or that of the swap before it."""

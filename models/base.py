@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.flop_counter import FlopCounterMode
 
-from mupscale._torch import inner_schedulers, tree_map
+from mupscale._torch import inner_schedulers, is_too_large, tree_map
 from mupscale.base_shapes import Init, set_base_shapes
 from mupscale.cuda_graph import use_fused
 from mupscale.errors import UserError
@@ -147,11 +147,19 @@ class WidthScalable(LightningModule):
         """The network at `width` with its muP tables; on the meta device for a plan, or for an upscale to fill."""
         base = self.hparams["base_width"]
         with torch.device("meta"):
-            at_base, at_delta = self.build(base), self.build(doubled(base))
-            net = self.build(width) if meta else None
+            at_base, at_delta = self._built("base_width", base), self._built("base_width", doubled(base))
+            net = self._built("width", width) if meta else None
         if net is None:
-            net = self.build(width)
+            net = self._built("width", width)
         return set_base_shapes(net, at_base, at_delta, init=None if meta else self.init)
+
+    def _built(self, key: str, width: Width) -> nn.Module:
+        try:
+            return self.build(width)
+        except (RuntimeError, TypeError) as error:
+            if not is_too_large(error):
+                raise
+            raise UserError(f"model.{key} = {width}: a network so wide does not fit into memory; take less") from error
 
     def training_flops(self, batch: Any) -> float:
         """Floating-point operations of a forward and backward pass at the current width, counted on the meta device."""

@@ -80,8 +80,8 @@ def arguments_of(class_path: str) -> list[str]:
     made = getattr(sys.modules.get(module), name, None)
     if not isinstance(made, type):
         return []
-    kinds = [kind for kind in made.__mro__ if inspect.isfunction(kind.__init__)]
-    names = [key for kind in kinds for key in inspect.signature(kind.__init__).parameters]
+    makers = [vars(kind).get("__init__") for kind in made.__mro__]
+    names = [key for maker in makers if inspect.isfunction(maker) for key in inspect.signature(maker).parameters]
     return [name for name in dict.fromkeys(names) if name not in ("self", "args", "kwargs")]
 
 

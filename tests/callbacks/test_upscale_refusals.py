@@ -162,6 +162,13 @@ def test_two_upscales_at_one_step_are_refused(tmp_path: Path) -> None:
         refuse_schedule([UpscaleCallback(20, 16), UpscaleCallback(20, 16)])
 
 
+def test_a_width_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
+    wide = 8 * 10**6
+    refused(f"UpscaleCallback.width = {wide} gives 128,.* parameters, which", mlp(), tmp_path, UpscaleCallback(5, wide))
+    wide = 8 * 10**12
+    refused(f"UpscaleCallback.width = {wide} does not fit .*memory", mlp(), tmp_path, UpscaleCallback(5, wide))
+
+
 def test_levels_that_make_no_sense_are_refused_before_training(tmp_path: Path) -> None:
     for value in (math.nan, math.inf):
         optimizer = partial(torch.optim.SGD, lr=value)

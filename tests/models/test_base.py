@@ -21,6 +21,17 @@ def test_a_width_that_is_none_is_shown(width: Any) -> None:
         mlp(8, base_width=width)
 
 
+@pytest.mark.parametrize("width", [10**7, 10**12, 10**19])
+def test_a_width_that_does_not_fit_into_memory(width: int) -> None:
+    with pytest.raises(UserError, match=f"model.width = {width}: a network so wide does not fit into memory"):
+        mlp(width).network(width)
+
+
+def test_a_width_that_no_tensor_can_have() -> None:
+    with pytest.raises(UserError, match=r"model.base_width = 1000000000000: a network so wide does not fit"):
+        mlp(8, base_width=10**12).network(8, meta=True)
+
+
 @pytest.mark.parametrize("heads", [0, -2])
 def test_gpt2_without_heads(heads: int) -> None:
     with pytest.raises(UserError, match=f"model.heads must be at least 1, got {heads}"):
