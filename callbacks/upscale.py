@@ -1,7 +1,9 @@
 """Upscaling in the middle of a run."""
 
+import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -27,8 +29,8 @@ from mupscale.models._lightning import (
     set_average,
     set_callbacks,
 )
-from mupscale.models.base import WidthScalable, init_contexts
-from mupscale.models.checkpoint import Width
+from mupscale.models.base import WidthScalable, init_contexts, refuse_bad_width
+from mupscale.models.checkpoint import Width, load_checkpoint, non_finite_in
 from mupscale.widening.noise import Constants, Noise, SameNoise
 from mupscale.widening.optimizer_state import check_transfer, continued_groups, transfer_state
 from mupscale.widening.plan import Plan, plan
@@ -67,8 +69,9 @@ class UpscaleCallback(Callback):
         """
         if at_step < 0:
             raise UserError(f"UpscaleCallback.at_step must be at least 0, got {at_step}")
-        if lr is not None and lr <= 0:
-            raise UserError(f"UpscaleCallback.lr must be positive, got {lr}")
+        refuse_bad_width("UpscaleCallback.width", width)
+        if lr is not None and not (math.isfinite(lr) and lr > 0):
+            raise UserError(f"UpscaleCallback.lr must be positive and finite, got {lr}")
         if noise is not None and not isinstance(noise, Noise):
             raise UserError(
                 "UpscaleCallback.noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got "
@@ -105,6 +108,7 @@ class UpscaleCallback(Callback):
             raise UserError(
                 f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}"
             )
+        refuse_schedule([c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)])
         self.checkpoint = None
         # what it saves before a swap must hold what the other callbacks (EMA, curves) did after the step
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))  # noqa: E731
@@ -119,6 +123,8 @@ class UpscaleCallback(Callback):
                 raise UserError(
                     f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
                 ) from error
+        if pl_module.device_mesh is None:  # sharded, it may fit
+            self._refuse_too_wide(growth, trainer.strategy.root_device)
         if self.noise is not None:
             try:
                 self.noise.check(growth)
@@ -152,8 +158,7 @@ class UpscaleCallback(Callback):
                 pl_module.net = None
                 raise RuntimeError(
                     f"upscaling to width {self.width} at step {trainer.global_step} failed "
-                    f"({type(error).__name__}: {error}). "
-                    f"Nothing is lost: the run before it is saved in {self.checkpoint}"
+                    f"({type(error).__name__}: {error}). {_what_is_saved(self.checkpoint)}"
                 ) from error
 
     def is_due(self, trainer: Trainer, pl_module: LightningModule) -> bool:
@@ -292,11 +297,60 @@ class UpscaleCallback(Callback):
             f"loss {loss_before:.6f} → {loss_after:.6f}, {seconds:.2f} s"
         )
 
+    def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
+        """UserError where the wide weights alone, two bytes each or more, do not fit into the memory of a device."""
+        weights = sum(math.prod(entry.wide_shape) for entry in growth.parameters.values())
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+        elif device.type == "cpu":
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        else:
+            return
+        if 2 * weights > memory:
+            raise UserError(
+                f"UpscaleCallback.width = {self.width} gives {weights:,} parameters, which do not fit into the "
+                f"{memory / 2**30:.0f} GiB of memory of {device}; take less"
+            )
+
     def _width_before(self, trainer: Trainer, module: LightningModule) -> Width:
         """The width this swap will start from: the model's, or that of the swap before it."""
         assert isinstance(module, WidthScalable)
         earlier = [c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
         return max(earlier, key=lambda c: c.at_step).width if earlier else module.width
+
+
+def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
+    """UserError for upscales that exclude each other, or whose noise has a level that makes no sense."""
+    widths: dict[int, Width] = {}
+    for swap in swaps:
+        if swap.at_step in widths:
+            first = widths[swap.at_step]
+            what = f"to width {first}, twice" if first == swap.width else f"to widths {first} and {swap.width}"
+            raise UserError(f"UpscaleCallback.at_step = {swap.at_step}: two upscales {what}. Keep one of them")
+        widths[swap.at_step] = swap.width
+        if swap.noise is not None:
+            try:
+                swap.noise.check_level()
+            except ValueError as error:
+                raise UserError(f"UpscaleCallback.noise: {error}") from error
+
+
+def _what_is_saved(checkpoint: Path | None) -> str:
+    """What there is to go on from after a failed swap."""
+    if checkpoint is None or not checkpoint.exists():
+        return "The run before it was not saved"
+    if checkpoint.is_dir():
+        return f"The run before it is saved in {checkpoint}"
+    try:
+        saved = load_checkpoint(checkpoint)
+    except UserError as error:
+        return f"The run before it cannot be read: {error}"
+    bad = non_finite_in(saved)
+    if bad is not None:
+        return (
+            f"The run before it, saved in {checkpoint}, has NaN or infinite entries in {bad}: go on from an earlier one"
+        )
+    return f"Nothing is lost: the run before it is saved in {checkpoint}"
 
 
 def _copy_modes(narrow: nn.Module, wide: nn.Module) -> None:

@@ -3,6 +3,7 @@
 A subclass gives `build(width)`, the network at a width, and `loss(batch)`; see the README for one in twenty lines.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.flop_counter import FlopCounterMode
 
-from mupscale._torch import inner_schedulers, tree_map
+from mupscale._torch import inner_schedulers, is_too_large, tree_map
 from mupscale.base_shapes import Init, set_base_shapes
 from mupscale.cuda_graph import use_fused
 from mupscale.errors import UserError
@@ -29,6 +30,7 @@ from mupscale.models.checkpoint import (
     load_checkpoint,
     load_optimizer_state,
     load_weights,
+    non_finite_in,
     our_part,
     refuse_other_architecture,
     restore_mixed_widths,
@@ -70,6 +72,13 @@ class WidthScalable(LightningModule):
                 buffers and optimizer state; counters, data and schedule start at zero.
         """
         super().__init__()
+        for key, value in (("width", width), ("base_width", base_width)):
+            refuse_bad_width(f"model.{key}", value)
+        if getattr(type(self).build, "__isabstractmethod__", False):
+            raise UserError(
+                f"{type(self).__name__} has no method `build`: give it build(self, width), which returns the network "
+                "at a width"
+            )
         # a callable is no primitive: checkpoints must load with weights_only=True
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
         self.optimizer_callable = optimizer
@@ -86,6 +95,7 @@ class WidthScalable(LightningModule):
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
         """The training loss of a batch."""
+        raise UserError(f"{type(self).__name__} has no method `loss`: give it loss(self, batch), the loss of a batch")
 
     def batch_size(self, batch: Any) -> int:
         """Samples in a batch, or tokens: what the curves are drawn against."""
@@ -137,11 +147,19 @@ class WidthScalable(LightningModule):
         """The network at `width` with its muP tables; on the meta device for a plan, or for an upscale to fill."""
         base = self.hparams["base_width"]
         with torch.device("meta"):
-            at_base, at_delta = self.build(base), self.build(doubled(base))
-            net = self.build(width) if meta else None
+            at_base, at_delta = self._built("base_width", base), self._built("base_width", doubled(base))
+            net = self._built("width", width) if meta else None
         if net is None:
-            net = self.build(width)
+            net = self._built("width", width)
         return set_base_shapes(net, at_base, at_delta, init=None if meta else self.init)
+
+    def _built(self, key: str, width: Width) -> nn.Module:
+        try:
+            return self.build(width)
+        except (RuntimeError, TypeError) as error:
+            if not is_too_large(error):
+                raise
+            raise UserError(f"model.{key} = {width}: a network so wide does not fit into memory; take less") from error
 
     def training_flops(self, batch: Any) -> float:
         """Floating-point operations of a forward and backward pass at the current width, counted on the meta device."""
@@ -159,6 +177,7 @@ class WidthScalable(LightningModule):
     def configure_optimizers(self) -> Any:
         assert self.net is not None
         optimizer = apply_mup(self.optimizer_callable(self.net.parameters()), self.net)
+        refuse_bad_levels(optimizer, trainer_of(self))
         use_fused(optimizer)
         keep_reference_units(self.net, optimizer)
         for group in optimizer.param_groups:
@@ -221,6 +240,9 @@ class WidthScalable(LightningModule):
             raise UserError(f"its width is {width}, but model.width is {self.width}; set model.width: {width}")
         assert self.net is not None
         refuse_other_architecture(self.net, self.hparams, checkpoint)
+        bad = non_finite_in(checkpoint, (name for name, _ in self.named_parameters()))
+        if bad is not None:
+            raise UserError(f"it has NaN or infinite entries in {bad}; take an earlier checkpoint")
         load_weights(self.net, checkpoint)
         self._renew_averages()
         load_optimizer_state(self, self.trainer.optimizers, checkpoint)
@@ -244,6 +266,29 @@ def init_contexts(trainer: Trainer | None) -> Iterator[None]:
 
 def doubled(width: Width) -> Width:
     return [2 * w for w in width] if isinstance(width, list) else 2 * width
+
+
+def refuse_bad_width(key: str, width: Any) -> None:
+    """UserError for a width, or one in a list of them, that is no whole number of at least 1."""
+    for each in width if isinstance(width, list | tuple) else [width]:
+        if isinstance(each, bool | float | str | None) or (isinstance(each, int) and each < 1):
+            raise UserError(f"{key} must be a whole number of at least 1, or a list of them; got {width!r}")
+
+
+def refuse_bad_levels(optimizer: Optimizer, trainer: Trainer | None) -> None:
+    """UserError for hyperparameters that are NaN or infinite, and for a clip that is, or that would ascend."""
+    for group in optimizer.param_groups:
+        for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
+            value = group.get(key, 0.0)
+            for number in value if isinstance(value, tuple | list) else [value]:
+                if number is not None and not (math.isfinite(number) and number >= 0):
+                    raise UserError(
+                        f"model.optimizer: {key} of {type(optimizer).__name__} must be a finite number of at least 0, "
+                        f"got {value}"
+                    )
+    clip = None if trainer is None else trainer.gradient_clip_val
+    if clip is not None and not (math.isfinite(clip) and clip >= 0):
+        raise UserError(f"trainer.gradient_clip_val must be a finite number of at least 0, got {clip}")
 
 
 def refuse_absolute_rates(scheduler: Any) -> None:

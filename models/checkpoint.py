@@ -1,6 +1,6 @@
 """The checkpoints of width-scalable modules: what they hold beside Lightning's part, and how it is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
+from mupscale.widening.finite import first_non_finite
 from mupscale.widening.sharding import is_sharded, whole
 from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
 
@@ -67,6 +68,35 @@ def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], chec
     if odd or "base_width" in differing:
         pairs = [f"model.{key} is {saved[key]} there and {value} here" for key, value in differing.items()]
         raise UserError(f"the checkpoint is of another architecture: {'; '.join(pairs) or f'it differs in {odd[:4]}'}")
+
+
+def non_finite_in(checkpoint: dict[str, Any], parameters: Iterable[str] = ()) -> str | None:
+    """The name of a weight or an optimizer state in a checkpoint that has NaN or infinite entries, or None.
+
+    Infinities count only in `parameters`, and in what the optimizers train: a mask among the buffers may hold them.
+    """
+    ours = checkpoint[CHECKPOINT_KEY]
+    trained = set(parameters).union(*ours["optimizer_names"])
+    weights = [(name, value) for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)]
+    bad = first_non_finite((name, value) for name, value in weights if name in trained)
+    bad = bad or first_non_finite(
+        ((name, value) for name, value in weights if name not in trained), infinite_allowed=True
+    )
+    if bad is not None:
+        return repr(bad)
+    for names, saved in zip(ours["optimizer_names"], checkpoint.get("optimizer_states") or [], strict=False):
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        name_of = dict(zip(indices, names, strict=True))
+        states = [
+            (f"{key!r} of {name_of.get(index, index)!r}", value)
+            for index, state in saved["state"].items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+        bad = first_non_finite(states)
+        if bad is not None:
+            return f"optimizer state {bad}"
+    return None
 
 
 @torch.no_grad()

@@ -168,6 +168,8 @@ class GPT2(WidthScalable):
             context: Positions.
             tied: Share the embedding with the readout.
         """
+        if heads < 1:
+            raise UserError(f"model.heads must be at least 1, got {heads}")
         base_width = 2 * heads if base_width is None else base_width
         for name, value in (("width", width), ("base_width", base_width)):
             if value % heads:

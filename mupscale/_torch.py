@@ -22,6 +22,7 @@ __all__ = [
     "foreach_norm",
     "forward_pre_hooks",
     "inner_schedulers",
+    "is_too_large",
     "non_persistent_buffers",
     "tree_flatten",
     "tree_leaves",
@@ -54,6 +55,17 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 def forward_pre_hooks(module: nn.Module) -> Iterable[Any]:
     return module._forward_pre_hooks.values()
+
+
+def is_too_large(error: Exception) -> bool:
+    """Whether torch could not make a tensor on the CPU, or on the meta device, because it is too large."""
+    wordings = (
+        "can't allocate memory",
+        "not enough memory",
+        "Storage size calculation overflowed",
+        "Overflow when unpack",
+    )
+    return any(wording in str(error) for wording in wordings)
 
 
 def inner_schedulers(scheduler: Any) -> Sequence[Any]:

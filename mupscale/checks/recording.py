@@ -59,8 +59,10 @@ class Recorder:
 
 
 def float_copies(values: Any) -> list[Tensor]:
-    """Copies of the floating-point tensors in any nested structure."""
-    return [x.detach().clone() for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+    """Copies of the floating-point tensors in any nested structure; of complex ones, the real and imaginary parts."""
+    tensors = [x.detach() for x in tree_leaves(values) if isinstance(x, Tensor)]
+    real = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors]
+    return [x.clone() for x in real if x.is_floating_point()]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Any
@@ -30,6 +31,8 @@ TOLERANCE = 1e-8
 TOLERANCE_FLOAT32 = 1e-4
 """The same for models that compute in float32 inside, whatever their weights: the loss is then held to 1e-6."""
 
+_DOUBLE = (torch.float64, torch.complex128)
+
 
 @dataclass
 class Verdict:
@@ -43,7 +46,7 @@ class Verdict:
     first_divergent: str | None
     """The name of the first module that diverges, or None."""
     reason: str | None
-    """What diverged there, at which step, and what the plan knows of it."""
+    """What diverged there, at which step, and what the plan knows of it; or why nothing was tested."""
     steps: int
     tolerance: float
     drift_by_module: dict[str, float] = field(default_factory=dict, repr=False)
@@ -54,7 +57,12 @@ class Verdict:
         return self.passed
 
     def __str__(self) -> str:
-        head = "exact" if self.passed else f"NOT exact: {self.first_divergent} diverges first"
+        if self.passed:
+            head = "exact"
+        elif self.first_divergent is None:
+            head = "NOTHING TESTED"
+        else:
+            head = f"NOT exact: {self.first_divergent} diverges first"
         lines = [
             f"{head} (tolerance {self.tolerance:g}, {self.steps} steps after the upscale)",
             f"  largest relative drift of the loss {self.loss_drift:.1e}, activations {self.activation_drift:.1e}, "
@@ -84,7 +92,10 @@ def verify(
     gradient and every weight are compared with their duplicated narrow counterparts. The arguments are not changed.
 
     The default tolerance is 1e-8 for activations and 1e-10 for the loss; 1e-4 and 1e-6 for a model, or an
-    optimizer, that computes in float32 inside, whatever the dtype of the weights.
+    optimizer, that computes in float32 inside, whatever the dtype of the weights. Complex weights become complex128.
+
+    A run without a gradient in any parameter that grows, or in which none of them moves, tests nothing: its verdict is
+    not passed.
     """
     if steps < 1:
         raise UserError(f"verify: steps must be at least 1, got {steps}")
@@ -132,10 +143,12 @@ def _verify(
         comparison.activations(before.calls, after.calls)
         comparison.loss(narrow_loss, wide_loss)
         comparison.gradients(narrow, wide, before.order())
+        comparison.note_gradients(narrow)
         vanishing = _vanishing(narrow)
         _flush(narrow, vanishing)
         _flush(wide, {name: duplicate(mask, report.plan.parameters[name].layouts) for name, mask in vanishing.items()})
-        _step(narrow, narrow_opts, clip)
+        with comparison.movement_of(narrow):
+            _step(narrow, narrow_opts, clip)
         _step(wide, report.optimizer, clip)
         comparison.weights(narrow, wide)
     return comparison.verdict(steps)
@@ -155,6 +168,10 @@ class _Comparison:
     first: tuple[str, str] | None = None
     by_module: dict[str, float] = field(default_factory=dict)
     layouts: dict[Any, tuple[tuple[Layout, ...], float]] = field(default_factory=dict)
+    has_gradient: bool = False
+    """Whether a parameter that matters had a gradient other than zero, at any step."""
+    has_moved: bool = False
+    """Whether such a parameter moved, at any step."""
 
     def begin(self, step: int) -> None:
         self.step = step
@@ -219,19 +236,51 @@ class _Comparison:
                     f"the update of {name!r} drifts by {drift:.1e} although its gradient agrees,",
                 )
 
+    def tested(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters whose training tests the widening: those that grow; all, where none does."""
+        growing = {name for name, entry in self.plan.parameters.items() if entry.grows}
+        return {name: p for name, p in model.named_parameters() if name in growing or not growing}
+
+    def note_gradients(self, narrow: nn.Module) -> None:
+        gradients = [p.grad for p in self.tested(narrow).values() if p.grad is not None]
+        self.has_gradient = self.has_gradient or any(bool(_dense(gradient).any()) for gradient in gradients)
+
+    @contextmanager
+    def movement_of(self, narrow: nn.Module) -> Iterator[None]:
+        """Notes whether a parameter that matters moves inside."""
+        tested = {} if self.has_moved else self.tested(narrow)
+        before = {name: parameter.detach().clone() for name, parameter in tested.items()}
+        yield
+        self.has_moved = self.has_moved or any(not torch.equal(p, before[name]) for name, p in tested.items())
+
+    def untested(self, steps: int) -> str | None:
+        """Why agreement means nothing; None where it means something."""
+        if not self.has_gradient:
+            return (
+                f"nothing was tested: no parameter that grows has a gradient in any of {steps} steps. The loss does "
+                "not depend on them, the network is dead (a ReLU that is always 0), or they are frozen"
+            )
+        if not self.has_moved:
+            return (
+                f"nothing was tested: no parameter that grows moves in any of {steps} steps. Is the learning rate 0, "
+                "or the clip?"
+            )
+        return None
+
     def verdict(self, steps: int) -> Verdict:
         module, reason = self.first or (None, None)
+        untested = self.untested(steps) if self.first is None else None
         if reason:
             hints = [note for note in self.plan.notes if _concerns(note.partition(":")[0], str(module))]
             reason = "\n  ".join([reason.rstrip(","), *(f"note: {hint}" for hint in hints)])
         return Verdict(
-            passed=self.first is None,
+            passed=self.first is None and untested is None,
             loss_drift=self.loss_drift,
             activation_drift=self.activation_drift,
             gradient_drift=self.gradient_drift,
             weight_drift=self.weight_drift,
             first_divergent=module,
-            reason=reason,
+            reason=reason or untested,
             steps=steps,
             tolerance=self.tolerance,
             drift_by_module=self.by_module,
@@ -313,9 +362,9 @@ class _LowPrecisionWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        rounded = isinstance(result, Tensor) and result.is_floating_point() and result.dtype != torch.float64
+        rounded = isinstance(result, Tensor) and _is_inexact(result) and result.dtype not in _DOUBLE
         self.seen |= rounded and any(
-            isinstance(a, Tensor) and a.dtype == torch.float64 and a.requires_grad for a in tree_leaves((args, kwargs))
+            isinstance(a, Tensor) and a.dtype in _DOUBLE and a.requires_grad for a in tree_leaves((args, kwargs))
         )
         return result
 
@@ -346,7 +395,8 @@ def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Ten
     torch.manual_seed(seed)
     model.zero_grad()
     value = loss(model, batch)
-    value.backward()
+    if value.requires_grad:  # a constant has no gradients, which the verdict says
+        value.backward()
     return value.detach()
 
 
@@ -383,6 +433,13 @@ def _step(model: nn.Module, optimizers: Sequence[Optimizer], clip: float | None)
 def _float64_copy(model: nn.Module) -> nn.Module:
     restore_infshapes(model)
     twin = copy.deepcopy(model).double()
+    for parameter in twin.parameters():
+        if parameter.is_complex():  # which `double` leaves alone
+            parameter.data = parameter.data.to(torch.complex128)
+    for name, buffer in list(twin.named_buffers(remove_duplicate=False)):
+        if buffer.is_complex():
+            owner, _, attribute = name.rpartition(".")
+            setattr(twin.get_submodule(owner), attribute, buffer.to(torch.complex128))
     restore_infshapes(twin)
     return twin
 
@@ -415,4 +472,10 @@ def _dense(tensor: Tensor | None) -> Tensor:
 
 
 def _to_float64(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    if not isinstance(value, Tensor) or not _is_inexact(value):
+        return value
+    return value.to(torch.complex128) if value.is_complex() else value.double()
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,6 +1,11 @@
 """What jsonargparse says, in a line: it is known by its wording, so a test provokes each of these messages."""
 
+import difflib
+import inspect
 import os
+import re
+import sys
+from collections.abc import Iterable
 
 GENERIC = (
     "- Expected a path but",
@@ -30,7 +35,10 @@ def in_a_line(message: str) -> str:
 
 def key_and_problem(message: str) -> tuple[str, str]:
     """The key of the configuration that a message is about, if it names one, and the whole message in a line."""
-    text = in_a_line(message)
+    if message.startswith("Unexpected config:"):
+        given = in_a_line(message.removeprefix("Unexpected config:"))
+        return "config", f"config: give a YAML file with keys (model:, data:, trainer:), got {given or 'an empty file'}"
+    text = in_a_line(message) + _form_of_noise(message) + _value(message)
     key, quoted, problem = text.removeprefix('Parser key "').partition('":')
     if not quoted:
         return "", text
@@ -38,3 +46,59 @@ def key_and_problem(message: str) -> tuple[str, str]:
         value = next((line.strip() for line in message.splitlines() if line.strip().startswith("Given value: ")), "")
         problem = f"give a class, as class_path: NAME; got {value.removeprefix('Given value: ')}"
     return key, f"{key}: {problem.strip()}"
+
+
+def unknown_key(message: str) -> tuple[str, str | None] | None:
+    """The key that nothing accepts, and the class that does not, None for the parser itself; None for another mistake.
+
+    >>> unknown_key("Group 'trainer' does not accept option 'max_stps'")
+    ('trainer.max_stps', None)
+    """
+    group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
+    if group:
+        return f"{group[1]}.{group[2]}", None
+    unrecognised = re.search(r"unrecognized arguments: --([\w.]+)", message)
+    if unrecognised:
+        return unrecognised[1], None
+    option = re.search(r"Option '([\w.]+)' is not accepted", message)
+    if not option:
+        return None
+    before = re.findall(r"class_path '([\w.]+)'", message[: option.start()])
+    after = re.match(r"\. Got value: Namespace\(class_path='([\w.]+)'", message[option.end() :])
+    return option[1], after[1] if after else before[-1] if before else None
+
+
+def unknown_class(message: str) -> str | None:
+    """The short name of a class that is not known."""
+    found = re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)
+    return found[1] if found else None
+
+
+def arguments_of(class_path: str) -> list[str]:
+    """The names of a class' arguments, those of the classes it inherits from among them. Imports nothing."""
+    module, _, name = class_path.rpartition(".")
+    made = getattr(sys.modules.get(module), name, None)
+    if not isinstance(made, type):
+        return []
+    makers = [vars(kind).get("__init__") for kind in made.__mro__]
+    names = [key for maker in makers if inspect.isfunction(maker) for key in inspect.signature(maker).parameters]
+    return [name for name in dict.fromkeys(names) if name not in ("self", "args", "kwargs")]
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The nearest of the names, as the end of a message; nothing where none is near."""
+    near = difflib.get_close_matches(name, list(names), n=3)
+    return f". Did you mean {' or '.join(near)}?" if near else ""
+
+
+def _form_of_noise(message: str) -> str:
+    if "Not a valid subclass of Noise" not in message:
+        return ""
+    return " give a class, as noise: {class_path: mupscale.AdditiveNoise, init_args: {std: 0.1}}"
+
+
+def _value(message: str) -> str:
+    """The innermost value that does not fit, where it is a plain one."""
+    given = re.search(r"Given value type: <class '(\w+)'>\s+Given value: (.*)", message)
+    plain = given is not None and given[1] in ("str", "int", "float", "bool")
+    return f"; got {given[2].strip()}" if given is not None and plain and "Parser key" in message[1:] else ""

@@ -25,7 +25,17 @@ from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.summary import Summary, WidthBar
-from mupscale.commands._jsonargparse import debugging, in_a_line, key_and_problem
+from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
+from mupscale.commands._jsonargparse import (
+    arguments_of,
+    debugging,
+    did_you_mean,
+    in_a_line,
+    key_and_problem,
+    unknown_class,
+    unknown_key,
+)
+from mupscale.commands.levels import refuse_levels
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI
 from mupscale.models.base import WidthScalable
@@ -47,6 +57,9 @@ PURPOSES = {
     "test": "Evaluate a checkpoint (--ckpt_path), narrow or wide, on the test set.",
     "predict": "Predict with a checkpoint (--ckpt_path), narrow or wide; writes predictions.pt.",
 }
+
+EVALUATIONS = ("validate", "test", "predict")
+"""Commands that need weights, and would do with random ones."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -85,8 +98,14 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         key, text = key_and_problem(message)
         kind = {"model": WidthScalable, "data": LightningDataModule}.get(key)
-        if kind is not None and "import path" in text:
+        class_name, unknown = unknown_class(message), unknown_key(message)
+        if kind is not None and "import path" in text and "given class_path" not in text:
             text += f". There are {', '.join(sorted(short_names(kind)))}; name other classes by their import path"
+        elif class_name is not None and key == "trainer.callbacks":
+            text += did_you_mean(class_name, {child.__name__ for child in descendants(Callback)})
+        elif unknown is not None:
+            name, owner = unknown
+            text += did_you_mean(name, arguments_of(owner) if owner else self.get_defaults(skip_validation=True).keys())
         raise UserError(text) from ex
 
 
@@ -125,6 +144,8 @@ class CLI(OpenCLI):
             # as if the callbacks had these arguments themselves, also in the run's config.yaml
             values = {"trainer": {"callbacks": with_callback_args(config)}, "callback_args": None}
             self.config = parser.parse_object({command: values} if command else values, cfg_base=self.config)
+            config = self.config[command] if command else self.config
+        refuse_levels(config)
 
     def on_checkpoint_path(self) -> None:
         """Keeps the configuration as it was given: Lightning would override it by the checkpoint's class and arguments.
@@ -133,8 +154,11 @@ class CLI(OpenCLI):
         too late for that, so its width is set here.
         """
         self.given = deepcopy(self.config)
-        path = self.config.get(self.config.get("subcommand", ""), {}).get("ckpt_path")
+        command = self.config.get("subcommand", "")
+        path = self.config.get(command, {}).get("ckpt_path")
         if path is None:
+            if command in EVALUATIONS:
+                self._refuse_random_weights(command)
             return
         if path in ("last", "best", "hpc") or not Path(path).exists():
             raise UserError(
@@ -147,6 +171,18 @@ class CLI(OpenCLI):
         if Path(path).is_dir():
             saved = torch.load(Path(path) / "meta.pt", map_location="cpu", weights_only=True)
             self.config[f"{self.config.subcommand}.model.init_args.width"] = saved["hyper_parameters"]["width"]
+
+    def _refuse_random_weights(self, command: str) -> NoReturn:
+        base = self.config.get(f"{command}.model.init_args.init_from")
+        if base is not None:
+            raise UserError(
+                f"ckpt_path: {command} needs a checkpoint, and model.init_from is for fit alone; to evaluate that "
+                f"one: --ckpt_path {base}"
+            )
+        raise UserError(
+            f"ckpt_path: {command} needs a checkpoint, without one the weights are random; name it: "
+            "--ckpt_path runs/NAME/version_0/checkpoints/last.ckpt"
+        )
 
     def before_instantiate_classes(self) -> None:
         if self.folder is None:
@@ -163,6 +199,7 @@ class CLI(OpenCLI):
     def on_trainer_config(self, config: Any) -> None:
         given = config["callbacks"] or []
         given = given if isinstance(given, list) else [given]
+        refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
         self.trainer_defaults["callbacks"] = default_callbacks(given, config)
         if self.subcommand is not None:
             self.given[f"{self.subcommand}.ckpt_path"] = None
@@ -254,6 +291,11 @@ def short_names(kind: type[Any]) -> set[str]:
         if child.__module__.startswith("mupscale.") and not abstract:
             names.add(child.__name__)
     return names
+
+
+def descendants(kind: type[Any]) -> set[type[Any]]:
+    """The classes that inherit from a class, as far as they are imported."""
+    return {kind}.union(*(descendants(child) for child in kind.__subclasses__()))
 
 
 def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:

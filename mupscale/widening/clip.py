@@ -1,9 +1,12 @@
 """Gradient clipping that a wider copy of the same function feels in the same way."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from mupscale._torch import foreach_mul, foreach_norm
+from mupscale.errors import UserError
 from mupscale.widening.sharding import gathered
 from mupscale.widening.width_table import WidthFactors, merged_table
 
@@ -15,7 +18,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     norm² = Σ ‖g‖² · m_out / m_in, with m the widths of each parameter in units of the base width: duplication leaves it
     as it was, and at the base width it is the usual norm. The widths come from `set_base_shapes`, or from the upscale
     that made the model; without either this is `torch.nn.utils.clip_grad_norm_`. Nothing waits for the device.
+
+    `max_norm` must be finite and at least 0: NaN would spoil the weights, and a negative one would ascend.
     """
+    if not (math.isfinite(max_norm) and max_norm >= 0):
+        raise UserError(f"clip_grad_norm_: max_norm must be a finite number of at least 0, got {max_norm}")
     table = merged_table(model)
     clipped, values, factors = [], [], []
     for name, parameter in model.named_parameters():

@@ -156,6 +156,17 @@ def why_reparametrised(name: str, module: nn.Module) -> str | None:
     return None
 
 
+def why_quantised(name: str, module: nn.Module) -> str | None:
+    """Why the packed weights of a module that torch has quantised cannot be widened; None for any other module."""
+    package = type(module).__module__.split(".")
+    if package[0] != "torch" or "quantized" not in package:
+        return None
+    return (
+        f"module {name!r} ({type(module).__name__}) is quantised: its weights are packed whole numbers, which cannot "
+        "be widened. Take the model as it was before, in floating point, and quantise the wide one"
+    )
+
+
 def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
     """Why this module cannot be widened with exact dynamic equivalence, with the remedy; None where it can."""
     if (

@@ -38,6 +38,13 @@ class Noise(ABC):
     def check(self, plan: Plan) -> None:
         """Raises UserError where this noise cannot be added under `plan`; runs before anything is written."""
 
+    def check_level(self) -> None:  # noqa: B027  noise without a level has nothing to check
+        """Raises UserError where the level of this noise makes no sense, whatever the model."""
+
+    def level(self) -> float:
+        """The largest constant it was given; infinite, where it is not known without drawing the noise."""
+        return math.inf
+
     @abstractmethod
     def applies(self, entry: TensorPlan) -> bool:
         """Whether this parameter gets noise."""
@@ -54,8 +61,14 @@ class AdditiveNoise(Noise):
         self.std = std
         self.where = where
 
-    def check(self, plan: Plan) -> None:
+    def check_level(self) -> None:
         _check_level("AdditiveNoise: std", self.std)
+
+    def level(self) -> float:
+        return self.std
+
+    def check(self, plan: Plan) -> None:
+        self.check_level()
         _check_patterns(plan, self.where)
 
     def applies(self, entry: TensorPlan) -> bool:
@@ -77,8 +90,14 @@ class SignalNoise(Noise):
         self.t = t
         self.where = where
 
-    def check(self, plan: Plan) -> None:
+    def check_level(self) -> None:
         _check_level("SignalNoise: t", self.t)
+
+    def level(self) -> float:
+        return self.t
+
+    def check(self, plan: Plan) -> None:
+        self.check_level()
         _check_patterns(plan, self.where)
 
     def applies(self, entry: TensorPlan) -> bool:
@@ -106,6 +125,10 @@ class RecordedNoise(Noise):
         if not isinstance(constants, dict) or not all(_is_numbers(value) for value in constants.values()):
             raise UserError(f"RecordedNoise: {self.path} is damaged: its constants are not numbers by parameter name")
         self.constants: Constants = constants
+
+    def level(self) -> float:
+        constants = [torch.as_tensor(constant, dtype=torch.float64).flatten() for constant in self.constants.values()]
+        return max((float(constant.max()) for constant in constants if constant.numel()), default=0.0)
 
     def check(self, plan: Plan) -> None:
         missing, extra = plan.parameters.keys() - self.constants.keys(), self.constants.keys() - plan.parameters.keys()
@@ -171,6 +194,11 @@ def is_noisy(entry: TensorPlan, where: Mapping[str, bool] | None = None) -> bool
 def init_scale(entry: TensorPlan) -> float:
     """The muP initialisation scale of the role: N_in^-1/2 with two width axes, 1 with one."""
     return entry.fan_in**-0.5 if "out" in entry.sides and "in" in entry.sides else 1.0
+
+
+def may_overflow(level: float, dtype: torch.dtype) -> bool:
+    """Whether noise of a level could leave the range of `dtype`: in float16 always, else only at absurd levels."""
+    return (dtype.is_floating_point or dtype.is_complex) and (torch.finfo(dtype).max < 1e6 or level > 1e30)
 
 
 def add_noise_(target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, seed: int) -> float | list[Any]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
+from mupscale.widening.finite import refuse_non_finite_state
 from mupscale.widening.layout import duplicate_
 from mupscale.widening.parameter_groups import is_nonzero, names_by_id, split_groups
 from mupscale.widening.plan import Plan, TensorPlan
@@ -46,6 +47,7 @@ def check_transfer(
             f"the optimizer has state for parameters (of shape {shapes}) in none of its groups: remove it, or add them "
             "to a group"
         )
+    refuse_non_finite_state(narrow, narrow_opt)
     if wide_opt is None:
         try:
             inspect.signature(type(narrow_opt)).bind([], **_settings(narrow_opt))

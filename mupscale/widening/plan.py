@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
 from mupscale.errors import UserError
@@ -102,6 +103,10 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
     """The dry run of `upscale`: touches nothing, and raises UserError where the widening would not be exact."""
     survey = Survey(narrow, wide)
     survey.refuse_inexact_modules()
+    if not survey.uses:
+        raise UserError(
+            f"the model ({type(narrow).__name__}) has no parameters: there is nothing to widen. Pass the network itself"
+        )
     role_of = match_roles(survey, narrow, roles)
     block_of = _block_overrides(survey, narrow, blocks)
     sides = all_sides(survey, role_of)
@@ -168,6 +173,12 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
             f"{use.name!r} {use.narrow_shape} → {use.wide_shape} holds whole numbers ({use.narrow.dtype}), which "
             "cannot be divided by "
             f"{entry.k_in}. Give both models floating-point weights"
+        )
+    if entry.grows and (use.narrow.is_quantized or use.narrow.dtype in (torch.int8, torch.uint8)):
+        raise UserError(
+            f"{use.name!r} {use.narrow_shape} → {use.wide_shape} is quantised ({use.narrow.dtype}): its scales lie "
+            "elsewhere, and cannot be widened with it. Take the model as it was before, in floating point, and "
+            "quantise the wide one"
         )
     if entry.mixed and entry.role == "mu_readout":
         raise UserError(

@@ -72,7 +72,8 @@ class Survey:
     def refuse_inexact_modules(self) -> None:
         self.refuse_reparametrised()
         for name, before, after in self.modules:
-            reason = modules.why_not_exact(name or "(the model)", before, after)
+            reason = modules.why_quantised(name or "(the model)", before)
+            reason = reason or modules.why_not_exact(name or "(the model)", before, after)
             if reason:
                 raise UserError(reason)
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
+from mupscale.widening.finite import refuse_non_finite_model
 from mupscale.widening.mixed_axes import keep_reference_units
-from mupscale.widening.noise import Constants, Noise, add_noise_, save_constants
+from mupscale.widening.noise import Constants, Noise, add_noise_, may_overflow, save_constants
 from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
 from mupscale.widening.plan import Blocks, Plan
 from mupscale.widening.plan import plan as make_plan
@@ -96,7 +97,9 @@ def upscale(
         if not isinstance(noise, Noise):
             raise UserError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
         noise.check(plan)
-    _refuse_non_finite(narrow)
+    refuse_non_finite_model(plan, narrow, wide)
+    if noise is not None:
+        _refuse_overflow(plan, narrow, wide, noise, seed)
     refuse_held(wide, wide_opts)
 
     materialise_recurrent_(wide, narrow)
@@ -151,20 +154,23 @@ def _as_list(optimizers: Optimizers) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
-def _refuse_non_finite(model: nn.Module) -> None:
-    named = [(name, p) for name, p in model.named_parameters() if p.numel() and p.is_floating_point()]
-    if any(parameter.is_meta for _, parameter in named):
-        raise UserError("the narrow model is on the meta device: it has no weights to widen. Load them first")
-    if not named:
-        return
-    device = named[0][1].device
-    largest = [
-        gathered(torch.linalg.vector_norm(parameter, ord=math.inf)).to(device, torch.float64) for _, parameter in named
-    ]
-    finite = torch.isfinite(torch.stack(largest)).tolist()  # one wait for the device
-    for (name, parameter), good in zip(named, finite, strict=True):
-        if not good:
+def _refuse_overflow(plan: Plan, narrow: nn.Module, wide: nn.Module, noise: Noise, seed: int) -> None:
+    """UserError where a weight plus its noise is too large for the wide model's dtype.
+
+    The noise is drawn as it will be, one parameter at a time, but only where its level or the dtype make it possible.
+    """
+    level, targets = noise.level(), dict(wide.named_parameters())
+    for name, source in narrow.named_parameters():
+        entry, target = plan.parameters[name], targets[name]
+        if not noise.applies(entry) or not may_overflow(level, target.dtype):
+            continue
+        device = source.device if target.is_meta else target.device
+        narrow_weight = gathered(source)
+        trial = torch.empty(entry.wide_shape, dtype=target.dtype, device=device)
+        widen_(trial, narrow_weight, entry)
+        add_noise_(trial, entry, noise, narrow_weight, seed)
+        if not bool(torch.isfinite(trial).all()):
             raise UserError(
-                f"parameter {name!r} {tuple(parameter.shape)} of the narrow model has NaN or infinite entries; take an "
-                "earlier checkpoint"
+                f"noise: on parameter {name!r} {entry.wide_shape} it is too large for {target.dtype}, whose largest "
+                f"number is {torch.finfo(target.dtype).max:g}. Give a lower level"
             )

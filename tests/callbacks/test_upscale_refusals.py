@@ -1,6 +1,9 @@
 """What UpscaleCallback and `init_from` refuse, before the first step where that is possible."""
 
+import math
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ from torch.optim import lr_scheduler as schedules
 from training_runs import LIGHTNING_WARNINGS, fit
 
 import mupscale
-from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
+from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable
 from mupscale.models.mlp import MLP
 
@@ -35,6 +39,38 @@ def test_init_from_refuses_what_does_not_fit(tmp_path: Path) -> None:
     for message, make in cases.items():
         with pytest.raises(ValueError, match=message):
             fit(make(), tmp_path)
+
+
+def test_init_from_refuses_what_is_not_finite(tmp_path: Path) -> None:
+    path, broken = tmp_path / "base.ckpt", tmp_path / "broken.ckpt"
+    fit(mlp(), tmp_path, steps=2).trainer.save_checkpoint(path)
+
+    def refused_with(message: str, change: Callable[[dict[str, Any]], Any]) -> None:
+        checkpoint = torch.load(path, weights_only=True)
+        change(checkpoint)
+        torch.save(checkpoint, broken)
+        with pytest.raises(UserError, match=f"model.init_from = .*NaN or infinite entries in {message}"):
+            fit(mlp(init_from=str(broken)), tmp_path, steps=2)
+
+    refused_with("'net.layers.1.weight'", lambda saved: saved["state_dict"]["net.layers.1.weight"][0].fill_(math.nan))
+    refused_with(
+        "optimizer state 'exp_avg' of 'net.layers.0.bias'",
+        lambda saved: state_of(saved, "net.layers.0.bias")["exp_avg"].fill_(math.inf),
+    )
+
+    def without_state(saved: dict[str, Any]) -> None:
+        saved["mupscale"] |= {"optimizer_names": [], "optimizer_classes": []}
+        saved["optimizer_states"] = []
+        saved["state_dict"]["net.readout.bias"].fill_(math.inf)
+
+    refused_with("'net.readout.bias'", without_state)
+
+
+def state_of(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
+    """The optimizer state of a parameter in a checkpoint."""
+    (names,), (saved,) = checkpoint["mupscale"]["optimizer_names"], checkpoint["optimizer_states"]
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    return saved["state"][dict(zip(names, indices, strict=True))[name]]
 
 
 class StaleOptimizer(MLP):
@@ -102,10 +138,86 @@ def test_bad_growth_is_refused_before_training(tmp_path: Path) -> None:
         UpscaleCallback(-1, 24)
     with pytest.raises(ValueError, match=r"UpscaleCallback.lr must be positive"):
         UpscaleCallback(1, 24, lr=0.0)
+    for lr in (math.nan, math.inf):
+        with pytest.raises(UserError, match=f"UpscaleCallback.lr must be positive and finite, got {lr}"):
+            UpscaleCallback(1, 24, lr=lr)
+    for width in (0, -8, 8.0, "8", [8, 0], True):
+        with pytest.raises(
+            UserError,
+            match=re.escape(
+                f"UpscaleCallback.width must be a whole number of at least 1, or a list of them; got {width!r}"
+            ),
+        ):
+            UpscaleCallback(1, width)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"UpscaleCallback.noise must be"):
         UpscaleCallback(1, 24, noise=0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"model.width = 9 is not divisible by model.heads = 2"):
         gpt2(9)
+
+
+def test_two_upscales_at_one_step_are_refused(tmp_path: Path) -> None:
+    both = [UpscaleCallback(20, 16), UpscaleCallback(20, 32)]
+    refused("UpscaleCallback.at_step = 20: two upscales to widths 16 and 32. Keep one", mlp(), tmp_path, *both)
+    with pytest.raises(UserError, match=r"UpscaleCallback.at_step = 20: two upscales to width 16, twice"):
+        refuse_schedule([UpscaleCallback(20, 16), UpscaleCallback(20, 16)])
+
+
+def test_a_width_that_does_not_fit_into_memory_is_refused(tmp_path: Path) -> None:
+    wide = 8 * 10**6
+    refused(f"UpscaleCallback.width = {wide} gives 128,.* parameters, which", mlp(), tmp_path, UpscaleCallback(5, wide))
+    wide = 8 * 10**12
+    refused(f"UpscaleCallback.width = {wide} does not fit .*memory", mlp(), tmp_path, UpscaleCallback(5, wide))
+
+
+def test_levels_that_make_no_sense_are_refused_before_training(tmp_path: Path) -> None:
+    for value in (math.nan, math.inf):
+        optimizer = partial(torch.optim.SGD, lr=value)
+        refused(f"model.optimizer: lr of SGD must be a finite .*got {value}", mlp(optimizer=optimizer), tmp_path)
+        optimizer = partial(torch.optim.SGD, lr=0.1, weight_decay=value)
+        refused(f"model.optimizer: weight_decay of SGD .*got {value}", mlp(optimizer=optimizer), tmp_path)
+        optimizer = partial(torch.optim.SGD, lr=0.1, momentum=value)
+        refused(f"model.optimizer: momentum of SGD .*got {value}", mlp(optimizer=optimizer), tmp_path)
+        optimizer = partial(torch.optim.AdamW, eps=value)
+        refused("(?i)eps", mlp(optimizer=optimizer), tmp_path)
+    for clip in (math.nan, math.inf, -1.0):
+        for algorithm in ("norm", "value"):
+            settings = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm}
+            refused(f"trainer.gradient_clip_val must be .*got {clip}", mlp(), tmp_path, **settings)
+
+
+class Spoilt(Callback):
+    """Puts a NaN into a weight after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == self.step:
+            with torch.no_grad():
+                pl_module.net.layers[0].weight[0, 0] = math.nan
+
+
+def test_a_failed_swap_says_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        fit(mlp(), tmp_path, UpscaleCallback(5, 16), Spoilt(4), steps=8)
+    assert "Nothing is lost" not in str(caught.value)
+    assert re.search(r"pre-upscale-5.ckpt, has NaN .* go on from an earlier one", str(caught.value))
+
+    for damage, message in (
+        (Path.unlink, "The run before it was not saved"),
+        (lambda path: path.write_bytes(b"PK"), "The run before it cannot be read"),
+        (Path.exists, "Nothing is lost: the run before it is saved in .*pre-upscale-5.ckpt"),
+    ):
+        monkeypatch.setattr("mupscale.callbacks.upscale.upscale", partial(fail_with, damage, tmp_path))
+        with pytest.raises(RuntimeError, match=message):
+            fit(mlp(), tmp_path, UpscaleCallback(5, 16), steps=8)
+
+
+def fail_with(damage: Callable[[Path], Any], folder: Path, *_: Any, **__: Any) -> None:
+    """Stands in for `upscale`: damages the checkpoint before the swap, and fails."""
+    for path in folder.rglob("pre-upscale-5.ckpt"):
+        damage(path)
+    raise MemoryError("no room")
 
 
 def test_bad_noise_is_refused_before_training(tmp_path: Path) -> None:

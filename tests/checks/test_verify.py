@@ -117,6 +117,78 @@ def test_nothing_to_compare_is_refused():
         verify_layers(layers(4), layers(12), batches=[])
 
 
+def relu_layers(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def test_a_dead_network_is_not_called_exact():
+    narrow = relu_layers(4)
+    with torch.no_grad():
+        narrow[0].bias.fill_(-1e6)  # only the bias of the readout learns, which does not grow
+    answer = verify_layers(narrow, relu_layers(12))
+    assert not answer.passed
+    assert answer.first_divergent is None
+    assert answer.reason.startswith("nothing was tested: no parameter that grows has a gradient in any of 3 steps")
+    assert str(answer).startswith("NOTHING TESTED (tolerance 1e-08")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x: torch.ones((), requires_grad=True) * 1,
+        lambda model, x: torch.ones(()),
+        lambda model, x: model(x).sum() * 0,
+    ],
+    ids=["another leaf", "no graph", "times zero"],
+)
+def test_a_constant_loss_is_not_called_exact(loss):
+    answer = verify_layers(layers(4), layers(12), loss=loss)
+    assert not answer.passed
+    assert "nothing was tested" in answer.reason
+
+
+def test_weights_that_never_move_are_not_called_exact():
+    answer = verify_layers(layers(4), layers(12), optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+    assert not answer.passed
+    assert "no parameter that grows moves in any of 3 steps. Is the learning rate 0" in answer.reason
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_complex_weights_are_compared_in_complex128(optimizer: str):
+    def build(width: int) -> nn.Module:
+        return nn.Sequential(
+            *(nn.Linear(a, b, dtype=torch.complex64) for a, b in ((3, width), (width, width), (width, 2)))
+        )
+
+    def power(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) - 1).abs().square().mean()
+
+    batches = [torch.randn(8, 3, dtype=torch.complex64) for _ in range(3)]
+    settings = {"batches": batches, "loss": power, "optimizer": GRID_OPTIMIZERS[optimizer]}
+    answer = verify_layers(build(4), build(12), **settings)
+    assert answer.passed, answer
+    assert answer.tolerance == TOLERANCE
+    assert answer.weight_drift < 1e-12
+    broken = verify_layers(build(4), build(12), **settings, blocks={"2.weight": {1: 2}})
+    assert broken.first_divergent == "2"
+
+
+def test_complex_numbers_that_are_rounded_get_the_tolerance_of_float32():
+    class Rounding(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            layers = (nn.Linear(a, b, dtype=torch.complex64) for a, b in ((3, width), (width, 2)))
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).to(torch.complex64).to(torch.complex128).abs()
+
+    batches = [torch.randn(8, 3, dtype=torch.complex64)]
+    answer = verify_layers(Rounding(4), Rounding(12), batches=batches)
+    assert answer.tolerance == TOLERANCE_FLOAT32
+    assert answer.passed, answer
+
+
 # --- broken rules
 
 

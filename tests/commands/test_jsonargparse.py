@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import refused
 
 from mupscale.commands import _jsonargparse, cli
 from mupscale.commands.cli import parsed
@@ -40,6 +41,52 @@ MISTAKES = {
 }
 
 
+SWAP = {"at_step": 1, "width": 8}
+MLP = {"width": 8, "base_width": 4}
+
+REMEDIES = {
+    "noise that is a number": (
+        {"trainer": {"callbacks": [{"class_path": "UpscaleCallback", "init_args": SWAP | {"noise": 0.1}}]}},
+        "noise: {class_path: mupscale.AdditiveNoise, init_args: {std: 0.1}}; got 0.1",
+    ),
+    "a typo in an argument": (
+        {"model": {"class_path": "MLP", "init_args": {"widht": 8}}},
+        "'widht' is not accepted. Did you mean width?",
+    ),
+    "a typo in an inherited argument": (
+        {"model": {"class_path": "MLP", "init_args": MLP | {"init_form": "x.ckpt"}}},
+        "'init_form' is not accepted. Did you mean init_from",
+    ),
+    "a typo in an argument of a callback": (
+        {"trainer": {"callbacks": [{"class_path": "UpscaleCallback", "init_args": {"at_stp": 1}}]}},
+        "'at_stp' is not accepted. Did you mean at_step?",
+    ),
+    "a typo in an argument of an optimizer": (
+        {
+            "model": {
+                "class_path": "MLP",
+                "init_args": MLP | {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"wieght_decay": 1}}},
+            }
+        },
+        "Did you mean weight_decay?",
+    ),
+    "a typo in the name of a callback": (
+        {"trainer": {"callbacks": [{"class_path": "UpscaleCalback", "init_args": SWAP}]}},
+        "UpscaleCalback. Did you mean UpscaleCallback",
+    ),
+    "a typo in a key of the trainer": ({"trainer": {"max_stps": 3}}, "Did you mean trainer.max_steps"),
+    "a typo in a section": ({"trainr": {"max_steps": 3}}, "Did you mean trainer.max_steps"),
+    "a width of another type": (
+        {"model": {"class_path": "MLP", "init_args": {"width": "wide"}}},
+        "Expected a <class 'list'>; got wide",
+    ),
+    "a class inside a class": (
+        {"model": {"class_path": "MLP", "init_args": MLP | {"optimizer": "Nothing"}}},
+        "Nothing",
+    ),
+}
+
+
 def message(change: dict[str, object]) -> str:
     Path("c.yaml").write_text(yaml.safe_dump(RIGHT | change))
     with pytest.raises(UserError) as caught:
@@ -69,3 +116,29 @@ def test_every_phrase_that_is_left_out_is_one_that_jsonargparse_uses(monkeypatch
         message(change)
     unused = [phrase for phrase in _jsonargparse.GENERIC if not any(phrase in text for text in said)]
     assert not unused
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_a_mistake_comes_with_the_remedy(name: str) -> None:
+    change, remedy = REMEDIES[name]
+    text = message(change)
+    assert remedy in text
+    assert "\n" not in text
+
+
+def test_models_are_listed_for_a_model_alone() -> None:
+    assert "There are GPT2, MLP" not in message(REMEDIES["a class inside a class"][0])
+
+
+@pytest.mark.parametrize(("content", "given"), [("", "an empty file"), ("5\n", "5")])
+def test_a_configuration_without_keys(content: str, given: str) -> None:
+    Path("c.yaml").write_text(content)
+    assert refused("fit", "--config", "c.yaml") == (
+        f"error: config: give a YAML file with keys (model:, data:, trainer:), got {given}"
+    )
+
+
+def test_typos_on_the_command_line() -> None:
+    Path("c.yaml").write_text(yaml.safe_dump(RIGHT))
+    assert "Did you mean trainer.max_steps" in refused("fit", "--config", "c.yaml", "--trainer.max_stps=3")
+    assert "Did you mean width?" in refused("fit", "--config", "c.yaml", "--model.widht=3")

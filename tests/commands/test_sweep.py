@@ -37,6 +37,7 @@ from mupscale.commands.tuning import study as sweep_study
 from mupscale.commands.tuning.results import Results
 from mupscale.commands.tuning.space import Axis, grid, labels, parsed_axis
 from mupscale.commands.tuning.study import Study
+from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
 from mupscale.widening.noise import SignalNoise
 
@@ -61,6 +62,12 @@ def test_axes() -> None:
     }  # fmt: skip
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-4}}
     assert [brief(value) for value in (0.12345, [1, 2], sgd)] == ["0.1235", "[1, 2]", "SGD(lr=0.0001)"]
+
+
+@pytest.mark.parametrize("values", ["0.1,nan", ".nan", "inf", "0.1:inf", "0.1:.inf:3"])
+def test_values_that_are_not_finite_are_refused(values: str) -> None:
+    with pytest.raises(UserError, match=r"--sweep model.optimizer.lr=.*: values must be finite, got (nan|inf)"):
+        parsed_axis(f"{LR}={values}")
 
 
 def test_values_are_set_where_they_stand() -> None:

@@ -236,6 +236,47 @@ def whole_numbers_that_would_be_divided() -> Input:
     return *models, {}
 
 
+@bad("'0.weight' (4, 3) → (8, 3) is quantised (torch.int8)", "in floating point")
+def eight_bit_weights_that_would_only_be_repeated() -> Input:
+    models = [nn.Sequential(nn.Linear(3, w, bias=False)) for w in (4, 8)]
+    for model in models:
+        model[0].weight = nn.Parameter(torch.full_like(model[0].weight, 5, dtype=torch.int8), requires_grad=False)
+    return *models, {}
+
+
+@bad("'0' (Linear) is quantised", "in floating point")
+def quantised_modules() -> Input:
+    models = [quietly(lambda m=m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear})) for m in linear(4, 8)]
+    return *models, {}
+
+
+@bad("(ReLU) has no parameters", "nothing to widen", "Pass the network itself")
+def no_parameters() -> Input:
+    return nn.ReLU(), nn.ReLU(), {}
+
+
+@bad("buffer '1.running_mean' (4,)", "NaN", "earlier checkpoint")
+def nan_in_a_buffer() -> Input:
+    narrow, wide = (nn.Sequential(nn.Linear(3, w), nn.BatchNorm1d(w)) for w in (4, 8))
+    narrow[1].running_mean[2] = math.nan
+    return narrow, wide, {}
+
+
+@bad("buffer '1.running_var' (4,)", "infinite", "earlier checkpoint")
+def infinity_in_a_buffer_that_grows() -> Input:
+    narrow, wide = (nn.Sequential(nn.Linear(3, w), nn.BatchNorm1d(w)) for w in (4, 8))
+    narrow[1].running_var[2] = math.inf
+    return narrow, wide, {}
+
+
+@bad("'0.weight' (4, 4)", "up to 100000", "torch.float16", "Give the wide model the dtype torch.float32")
+def weights_too_large_for_the_wide_dtype() -> Input:
+    narrow, wide = linear(4, 8)
+    with torch.no_grad():
+        narrow[0].weight[0, 0] = 1e5
+    return narrow, wide.half(), {}
+
+
 def mup_mlp(width: int, base: int) -> nn.Module:
     return mupscale.set_base_shapes(*(MLPNet(4, (w, w), 3, readout_zero_init=False) for w in (width, base, 2 * base)))
 
@@ -333,8 +374,23 @@ def test_bad_input_is_refused_before_anything_is_written(case: str):
     assert_refused(*BAD[case])
 
 
+def test_a_buffer_without_width_may_hold_infinities_but_no_nan():
+    narrow, wide = linear(4, 8)
+    for model in (narrow, wide):
+        model.register_buffer("mask", torch.full((5, 5), -math.inf).triu(1))
+    mupscale.upscale(narrow, wide)
+    assert torch.equal(wide.mask, narrow.mask)
+    narrow.mask[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"buffer 'mask' \(5, 5\) of the narrow model has NaN"):
+        mupscale.upscale(narrow, wide)
+
+
 def test_the_plan_refuses_the_same_models():
-    for case in (indivisible_widths, deeper_target, spectral_norm, embedding_tied_to_a_plain_readout, unknown_role):
+    cases = (
+        indivisible_widths, deeper_target, spectral_norm, embedding_tied_to_a_plain_readout, unknown_role,
+        eight_bit_weights_that_would_only_be_repeated, quantised_modules, no_parameters,
+    )  # fmt: skip
+    for case in cases:
         build, fragments = BAD[case.__name__]
         narrow, wide, settings = build()
         with pytest.raises(ValueError, match=re.escape(fragments[0])):

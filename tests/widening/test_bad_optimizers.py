@@ -52,6 +52,22 @@ def state_of_another_shape() -> Input:
     return narrow, wide, {"narrow_opt": optimizer}
 
 
+@bad("'exp_avg' of '0.weight'", "NaN", "earlier checkpoint")
+def nan_in_the_state() -> Input:
+    narrow, wide = linear(4, 8)
+    optimizer = stepped(narrow, AdamW(narrow.parameters()))
+    optimizer.state[narrow[0].weight]["exp_avg"][1, 1] = torch.nan
+    return narrow, wide, {"narrow_opt": optimizer}
+
+
+@bad("'momentum_buffer' of '1.bias'", "infinite", "earlier checkpoint")
+def infinity_in_the_state() -> Input:
+    narrow, wide = linear(4, 8)
+    optimizer = stepped(narrow, SGD(narrow.parameters(), momentum=0.9))
+    optimizer.state[narrow[1].bias]["momentum_buffer"][0] = torch.inf
+    return narrow, wide, {"narrow_opt": optimizer}
+
+
 @bad("'history' of '1.bias'", "(3, 7)", "no rule covers", "register the optimizer")
 def state_that_no_rule_covers() -> Input:
     narrow, wide = linear(4, 8)

@@ -1,6 +1,7 @@
 """The width-invariant clip: the usual one at the base width, the same for a wider copy of the same function."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from architectures import CASES, cross_entropy
 from torch import nn
 
 import mupscale
+from mupscale.errors import UserError
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -64,3 +66,20 @@ def test_it_finds_the_table_inside_wrappers():
 
 def test_no_gradients():
     assert mupscale.clip_grad_norm_(nn.Linear(2, 2), 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("max_norm", [math.nan, math.inf, -math.inf, -1.0])
+def test_a_norm_that_makes_no_sense_is_refused(max_norm: float):
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    before = gradients(model)
+    with pytest.raises(UserError, match=f"max_norm must be a finite number of at least 0, got {max_norm}"):
+        mupscale.clip_grad_norm_(model, max_norm)
+    assert all(torch.equal(gradient, before[name]) for name, gradient in gradients(model).items())
+
+
+def test_a_norm_of_zero_leaves_no_gradient():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    mupscale.clip_grad_norm_(model, 0)
+    assert not any(bool(gradient.any()) for gradient in gradients(model).values())

@@ -237,6 +237,29 @@ def test_bad_noise_is_refused_before_anything_is_written(case: str):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "noise", "fits"),
+    [
+        (torch.float16, mupscale.AdditiveNoise(1e5), mupscale.AdditiveNoise(1e3)),
+        (torch.float16, mupscale.SignalNoise(1e6), mupscale.SignalNoise(1e2)),
+        (torch.bfloat16, mupscale.AdditiveNoise(1e39), mupscale.AdditiveNoise(1e35)),
+        (torch.float32, mupscale.AdditiveNoise(1e39), mupscale.AdditiveNoise(1e35)),
+    ],
+    ids=["float16", "float16 relative", "bfloat16", "float32"],
+)
+def test_noise_that_overflows_is_refused_before_anything_is_written(
+    dtype: torch.dtype, noise: mupscale.AdditiveNoise, fits: mupscale.AdditiveNoise
+):
+    def build() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+        narrow, wide = linear(4, 8)
+        return narrow.to(dtype), wide.to(dtype), {"noise": noise}
+
+    assert_refused(build, ("noise: on parameter '0.weight' (8, 4)", str(dtype), "Give a lower level"))
+    narrow, wide, _ = build()
+    mupscale.upscale(narrow, wide, noise=fits)
+    assert all(bool(p.isfinite().all()) for p in wide.parameters())
+
+
+@pytest.mark.parametrize(
     ("constants", "fragments"),
     [
         ({"0.weight": 0.1}, ("another architecture", "'0.bias'")),

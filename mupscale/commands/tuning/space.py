@@ -1,5 +1,6 @@
 """What a sweep varies: axes over values of a configuration, and the points of their grid."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
     values = tuple(_number(value) for value in listed)
     if not values:
         raise UserError(f"{where}: the grid is empty, give at least one value for {key}")
+    _refuse_non_finite(where, values)
     if any(value in values[:index] for index, value in enumerate(values)):
         raise UserError(f"{where}: a value is there twice")
     return Axis(key, values)
@@ -70,6 +72,7 @@ def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Ax
     ends = _number(yaml.safe_load(low)), _number(yaml.safe_load(high))
     if not all(isinstance(end, int | float) and end > 0 for end in ends) or not ends[0] < ends[1]:
         raise UserError(f"{where}: a range LOW:HIGH needs 0 < LOW < HIGH, because it is even by ratio")
+    _refuse_non_finite(where, ends)
     if count is None:
         return Axis(key, bounds=ends)
     if int(count) < 2:
@@ -78,6 +81,12 @@ def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Ax
     values = [float(f"{ends[0] * ratio**index:.6g}") for index in range(int(count))]
     whole = all(isinstance(end, int) for end in ends)  # 2:16:4 may be layers
     return Axis(key, tuple(int(value) if whole and value.is_integer() else value for value in values))
+
+
+def _refuse_non_finite(where: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{where}: values must be finite, got {value}; remove it")
 
 
 def _number(value: Any) -> Any:

@@ -1,0 +1,52 @@
+"""What every width-scalable module refuses when it is made."""
+
+import re
+from typing import Any
+
+import pytest
+from tiny_modules import mlp
+from torch import nn
+
+from mupscale.errors import UserError
+from mupscale.models.base import WidthScalable
+from mupscale.models.gpt2 import GPT2
+
+
+@pytest.mark.parametrize("width", [0, -8, 8.5, "8", None, True, [8, 0, 8]])
+def test_a_width_that_is_none_is_shown(width: Any) -> None:
+    message = f"must be a whole number of at least 1, or a list of them; got {width!r}"
+    with pytest.raises(UserError, match=re.escape(f"model.width {message}")):
+        mlp(width)
+    with pytest.raises(UserError, match=re.escape(f"model.base_width {message}")):
+        mlp(8, base_width=width)
+
+
+@pytest.mark.parametrize("width", [10**7, 10**12, 10**19])
+def test_a_width_that_does_not_fit_into_memory(width: int) -> None:
+    with pytest.raises(UserError, match=f"model.width = {width}: a network so wide does not fit into memory"):
+        mlp(width).network(width)
+
+
+def test_a_width_that_no_tensor_can_have() -> None:
+    with pytest.raises(UserError, match=r"model.base_width = 1000000000000: a network so wide does not fit"):
+        mlp(8, base_width=10**12).network(8, meta=True)
+
+
+@pytest.mark.parametrize("heads", [0, -2])
+def test_gpt2_without_heads(heads: int) -> None:
+    with pytest.raises(UserError, match=f"model.heads must be at least 1, got {heads}"):
+        GPT2(8, heads=heads)
+
+
+def test_a_method_that_is_missing_is_named() -> None:
+    class WithoutBuild(WidthScalable):
+        pass
+
+    class WithoutLoss(WidthScalable):
+        def build(self, width: int) -> nn.Module:
+            return nn.Linear(2, width)
+
+    with pytest.raises(UserError, match=r"WithoutBuild has no method `build`: give it build\(self, width\)"):
+        WithoutBuild(8, 4)
+    with pytest.raises(UserError, match=r"WithoutLoss has no method `loss`: give it loss\(self, batch\)"):
+        WithoutLoss(8, 4).training_step((), 0)
