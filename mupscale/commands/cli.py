@@ -26,9 +26,11 @@ from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.summary import Summary, WidthBar
 from mupscale.commands._jsonargparse import debugging, in_a_line, key_and_problem
+from mupscale.commands.checkpoints import checked
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI
 from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import checkpoint_width
 
 C = TypeVar("C", bound=Callback)
 
@@ -144,9 +146,16 @@ class CLI(OpenCLI):
             raise UserError(
                 f"ckpt_path: {path} is not a checkpoint. If it is a run's folder: python -m mupscale resume {path}"
             )
+        section = self.config[self.config.subcommand]
+        if Path(path).is_file() and section.get("weights_only") is False:
+            return  # the user trusts the file
+        try:
+            saved = checked(Path(path))
+        except UserError as error:
+            raise UserError(f"ckpt_path: {error}") from error
         if Path(path).is_dir():
-            saved = torch.load(Path(path) / "meta.pt", map_location="cpu", weights_only=True)
-            self.config[f"{self.config.subcommand}.model.init_args.width"] = saved["hyper_parameters"]["width"]
+            name = section.model.class_path.rpartition(".")[2]
+            self.config[f"{self.config.subcommand}.model.init_args.width"] = checkpoint_width(saved, name)
 
     def before_instantiate_classes(self) -> None:
         if self.folder is None:
