@@ -1,6 +1,8 @@
-"""Checkpoints of strangers: none of them chooses code to run, and each is refused in one line."""
+"""Checkpoints, YAML and journals of strangers: none of them chooses code to run, and each is refused in one line."""
 
 import logging
+import pickle
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,9 @@ from lightning.pytorch import Trainer
 from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.__main__ import main
+from mupscale.commands.tuning.study import store
 from mupscale.datamodules.resident import ResidentLoader
+from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
 
 pytestmark = [
@@ -210,3 +214,38 @@ def test_constructor_arguments_must_be_data(changed):
 def test_a_checkpoint_that_is_not_what_it_claims(change: Callable[[dict[str, Any]], Any], message: str, changed):
     assert message in refused("upscale", changed(change), *WIDEN)
     assert_untouched()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["fit", "--config", "evil.yaml"],
+        ["plan", "--config", "evil.yaml"],
+        ["experiment", "evil.yaml"],
+        ["resume", "run"],
+    ],
+)
+def test_tags_in_yaml_make_nothing(command: list[str], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    shutil.copy(saved, "run/step=1.ckpt")
+    for file in ("evil.yaml", "run/config.yaml"):
+        Path(file).write_text('model: !!python/object/apply:os.system ["touch marker"]\n')
+    assert "python/object/apply:os.system" in refused(*command)
+    assert not Path("marker").exists()
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_a_pickled_journal_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("study.journal").write_bytes(pickle.dumps(Attack()) + b"\n")
+    with pytest.raises(UserError, match=r"study\.journal is damaged"):
+        store(Path(), None)
+    assert not Path("marker").exists()
+
+
+class Attack:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("marker"),)
