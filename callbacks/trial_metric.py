@@ -248,6 +248,12 @@ class Recording(Noise):
         self.noise.check(plan)
         self.constants = dict.fromkeys(plan.parameters, 0.0)
 
+    def check_level(self) -> None:
+        self.noise.check_level()
+
+    def level(self) -> float:
+        return self.noise.level()
+
     def applies(self, entry: TensorPlan) -> bool:
         return self.noise.applies(entry)
 

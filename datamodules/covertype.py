@@ -138,12 +138,18 @@ def _held_out_rows(rows: int) -> int:
 
 
 def _read(file: Path) -> tuple[Tensor, Tensor]:
-    """Features as stored, int16 [rows, 54], and labels 0..6."""
+    """Features as stored, int16 [rows, 54], and labels 0..6; a UserError names what is wrong with them."""
     features, labels = read_npz(file, ("X", "y"))
     if features.ndim != 2 or features.shape[1] != FEATURES or labels.shape != features.shape[:1]:
         raise UserError(
             f"data_dir: {file} has X {features.shape} and y {labels.shape}, wanted [rows, {FEATURES}] and [rows]"
         )
+    if len(labels) and labels.dtype.kind not in "iu":
+        raise UserError(f"data_dir: {file} has y of {labels.dtype}, wanted integers 1..{CLASSES}")
+    if features.dtype.kind not in "biuf":
+        raise UserError(f"data_dir: {file} has X of {features.dtype}, wanted numbers")
+    if features.dtype.kind == "f" and not np.isfinite(features).all():
+        raise UserError(f"data_dir: {file} has NaN or infinite numbers in X")
     if not len(labels) or labels.min() < 1 or labels.max() > CLASSES:
         raise UserError(f"data_dir: {file} must have labels 1..{CLASSES}, has {np.unique(labels)[:20].tolist()}")
     return torch.from_numpy(features), torch.from_numpy(labels.astype(np.int64)) - 1

@@ -22,13 +22,19 @@ TIMEOUT = 30.0
 DOWNLOAD_ERRORS = (OSError, HTTPException, ImportError, UserError, RuntimeError)
 """What can go wrong in a download; torchvision raises RuntimeError for a wrong checksum."""
 
+NOT_NPZ = (OSError, EOFError, KeyError, TypeError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What np.load raises for another file; zipfile raises RuntimeError for an encrypted one."""
+
 
 def read_npz(file: Path, names: tuple[str, ...]) -> list[np.ndarray]:
-    """The named arrays of an npz file; a UserError names a file that is cut short, damaged or lacks one of them."""
+    """The named arrays of an npz file; a UserError names a file that is cut short, damaged or lacks one of them.
+
+    An array of Python objects is refused: it would have to be unpickled.
+    """
     try:
-        with file.open("rb") as stream, np.load(stream) as arrays:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             return [arrays[name] for name in names]
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except NOT_NPZ as error:
         raise UserError(f"data_dir: {file} is not a whole npz file with arrays {', '.join(names)} ({error})") from error
 
 

@@ -51,7 +51,7 @@ class Index:
         return {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in entries}
 
     def verify(self) -> None:
-        """Reads every byte; a UserError names a file that is damaged."""
+        """Reads every byte; a UserError names a file that is damaged, or has tokens beyond the vocabulary."""
         files = self.files()
         with ThreadPoolExecutor(usable_cores()) as pool:
             digests = pool.map(sha256, (self.folder / name for name in files))
@@ -61,6 +61,9 @@ class Index:
                     f"{self.folder / name} is damaged: its sha256 is {found}, {INDEX} says {expected}. "
                     "Prepare the folder again"
                 )
+        for split in SPLITS:
+            for shard in self.content[split]["shards"]:
+                refuse_unknown_tokens(self.folder / shard["tokens"]["file"], self.vocabulary)
 
     def tokens(self, split: str) -> "MappedTokens":
         return MappedTokens([self.folder / shard["tokens"]["file"] for shard in self.content[split]["shards"]])
@@ -79,6 +82,8 @@ def read_index(folder: Path) -> Index:
         index = Index(folder, json.loads(path.read_bytes()))
         version = index.content["version"]
         files = index.files() if version == VERSION else {}
+        if version == VERSION and not 0 < int(index.vocabulary) <= LARGEST_VOCABULARY:
+            raise ValueError(f"a vocabulary of {index.vocabulary}")
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged, or is not the index of a prepared folder ({error!r})") from error
     if version != VERSION:
@@ -87,7 +92,7 @@ def read_index(folder: Path) -> Index:
             "delete the folder and prepare it anew"
         )
     for name, (size, _) in files.items():
-        file = folder / name
+        file = inside(folder, name)
         if not file.is_file():
             raise UserError(f"{file} is missing: delete the folder and prepare it anew")
         if file.stat().st_size != size:
@@ -95,6 +100,27 @@ def read_index(folder: Path) -> Index:
                 f"{file} has {file.stat().st_size} bytes, {INDEX} says {size}: delete the folder and prepare it anew"
             )
     return index
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of this name in the folder; a UserError names one that lies elsewhere, also by a link."""
+    if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:
+        raise UserError(f"{folder / INDEX} names a file outside of its folder: {name!r}; it is not read")
+    if (folder / name).resolve().parent != folder.resolve():
+        raise UserError(f"{folder / name} is a link to a file outside of its folder; copy the file into it")
+    return folder / name
+
+
+def refuse_unknown_tokens(file: Path, vocabulary: int) -> None:
+    """A UserError names a file with tokens that the vocabulary does not have. Costs a tenth of a checksum."""
+    if not file.stat().st_size:
+        return
+    largest = int(np.memmap(file, TOKEN, "r").max())
+    if largest >= vocabulary:
+        raise UserError(
+            f"{file} has the token {largest}, beyond the vocabulary of {vocabulary} in {INDEX}: "
+            "delete the folder and prepare it anew"
+        )
 
 
 class MappedTokens:

@@ -1,7 +1,11 @@
 """Checkpoints on disk: the newest one of a run that can be read. Loads torch only when it reads one."""
 
+import zipfile
 from pathlib import Path
 from typing import Any
+
+from mupscale.commands.sharded_checkpoints import check_sharded
+from mupscale.errors import UserError
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, dict[str, Any]]:
@@ -28,6 +32,25 @@ def readable(path: Path) -> dict[str, Any] | None:
     if not isinstance(checkpoint, dict) or "global_step" not in checkpoint:
         return None
     return checkpoint if "optimizer_states" in {*checkpoint, *sharded(path)} else None
+
+
+def checked(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint that a user names, its tensors mapped; UserError if it holds more than data."""
+    import torch
+
+    if path.is_dir():
+        check_sharded(path)
+    file = path / "meta.pt" if path.is_dir() else path
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # torch raises many kinds
+        raise UserError(
+            f"{file} is damaged, is not a checkpoint, or holds more than data ({type(error).__name__}); "
+            "nothing of it was loaded"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not a checkpoint")
+    return content
 
 
 def sharded(path: Path) -> set[str]:

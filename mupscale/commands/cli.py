@@ -35,10 +35,12 @@ from mupscale.commands._jsonargparse import (
     unknown_class,
     unknown_key,
 )
+from mupscale.commands.checkpoints import checked
 from mupscale.commands.levels import refuse_levels
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI
 from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import checkpoint_width
 
 C = TypeVar("C", bound=Callback)
 
@@ -168,9 +170,16 @@ class CLI(OpenCLI):
             raise UserError(
                 f"ckpt_path: {path} is not a checkpoint. If it is a run's folder: python -m mupscale resume {path}"
             )
+        section = self.config[self.config.subcommand]
+        if Path(path).is_file() and section.get("weights_only") is False:
+            return  # the user trusts the file
+        try:
+            saved = checked(Path(path))
+        except UserError as error:
+            raise UserError(f"ckpt_path: {error}") from error
         if Path(path).is_dir():
-            saved = torch.load(Path(path) / "meta.pt", map_location="cpu", weights_only=True)
-            self.config[f"{self.config.subcommand}.model.init_args.width"] = saved["hyper_parameters"]["width"]
+            name = section.model.class_path.rpartition(".")[2]
+            self.config[f"{self.config.subcommand}.model.init_args.width"] = checkpoint_width(saved, name)
 
     def _refuse_random_weights(self, command: str) -> NoReturn:
         base = self.config.get(f"{command}.model.init_args.init_from")

@@ -5,6 +5,7 @@ For example: upscale base.ckpt --width 2000 --noise 0.1 --out wide.ckpt
 
 import argparse
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SameNoise, SignalNoise
 from mupscale.widening.optimizer_state import continued_groups
 from mupscale.widening.parameter_groups import SOURCE_GROUP
+from mupscale.widening.rules import registered_optimizer
 from mupscale.widening.schedule import rescale_schedule_state
 from mupscale.widening.upscale import UpscaleReport, upscale
 
@@ -45,13 +47,22 @@ def main(command: str, arguments: list[str]) -> None:
     parser.add_argument(
         "--no-optimizer", action="store_true", help="leave the optimizer state out: then only `init_from` can use it"
     )
+    parser.add_argument(
+        "--model",
+        metavar="CLASS",
+        help="the model's class, if it is your own (mine.Denoiser): a checkpoint does not import code. "
+        "The module may register an optimizer of your own by mupscale.register_optimizer",
+    )
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)
     if options.out.exists() and not options.force:
         raise UserError(f"--out {options.out} exists; --force overwrites it")
     width = options.width[0] if len(options.width) == 1 else options.width
     checkpoint = load_checkpoint(options.checkpoint)
-    report = upscale_checkpoint(checkpoint, width, noise_of(options), options.seed, optimizer=not options.no_optimizer)
+    module = module_of(checkpoint, options.model)
+    report = upscale_checkpoint(
+        checkpoint, module, width, noise_of(options), options.seed, optimizer=not options.no_optimizer
+    )
     with replacing(options.out) as new:
         torch.save(checkpoint, new)
     if options.save_noise:
@@ -69,13 +80,12 @@ def noise_of(options: argparse.Namespace) -> Noise | None:
 
 
 def upscale_checkpoint(
-    checkpoint: dict[str, Any], width: Any, noise: Noise | None, seed: int, *, optimizer: bool
+    checkpoint: dict[str, Any], module: WidthScalable, width: Any, noise: Noise | None, seed: int, *, optimizer: bool
 ) -> UpscaleReport:
-    """Widens a checkpoint in place: its weights, optimizers, schedules, and width.
+    """Widens a checkpoint in place: its weights, optimizers, schedules, and width. `module` is `module_of` it.
 
     The average of an EMA gets the same noise as the weights.
     """
-    module = module_of(checkpoint)
     saved, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", []) if optimizer else []
     averaged = "current_model_state" in checkpoint  # of an EMA run: "state_dict" is the average
     key = "current_model_state" if averaged else "state_dict"
@@ -107,14 +117,80 @@ def upscale_checkpoint(
     return report
 
 
-def module_of(checkpoint: dict[str, Any]) -> WidthScalable:
-    """The module that a checkpoint was saved from, at the checkpoint's width, without weights."""
-    if CHECKPOINT_KEY not in checkpoint:
+def module_of(checkpoint: dict[str, Any], model: str | None = None) -> WidthScalable:
+    """The module that a checkpoint was saved from, at the checkpoint's width, without weights.
+
+    The checkpoint's class is looked up among the classes that are loaded. Only `model`, the user's word, is imported.
+    """
+    saved = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
+    if not isinstance(saved, dict) or not isinstance(checkpoint.get("hyper_parameters"), dict):
         raise UserError("this checkpoint was not saved by a width-scalable module")
     import_classes()
-    folder, _, name = checkpoint[CHECKPOINT_KEY]["class_path"].rpartition(".")
-    settings = {key: value for key, value in checkpoint["hyper_parameters"].items() if not key.startswith("_")}
-    return getattr(importlib.import_module(folder), name)(**settings | {"init_from": None})
+    class_path = str(saved.get("class_path"))
+    if model is None:
+        kind = _loaded_model(class_path)
+        if kind is None:
+            raise UserError(
+                f"the checkpoint is of {class_path}, which is no class of mupscale. "
+                "If it is your own and you trust it, name it: --model CLASS, by its import path"
+            )
+    else:
+        kind = _imported_model(model)
+        if kind.__name__ != class_path.rpartition(".")[2]:
+            raise UserError(f"--model {model}: the checkpoint is of another class, {class_path}")
+    settings = {key: value for key, value in checkpoint["hyper_parameters"].items() if not str(key).startswith("_")}
+    for key, value in settings.items():
+        if not _is_data(value):
+            raise UserError(f"the checkpoint has hyper_parameters.{key} of type {type(value).__name__}, wanted data")
+    try:
+        return kind(**settings | {"init_from": None})
+    except (TypeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise UserError(f"the checkpoint's hyper_parameters do not make a {kind.__name__}: {message}") from error
+
+
+def _loaded_model(class_path: str) -> type[WidthScalable] | None:
+    """The loaded class of this import path, or the class of mupscale with this short name."""
+    for kind in _subclasses(WidthScalable):
+        names = {f"{kind.__module__}.{kind.__qualname__}"}
+        if kind.__module__.startswith("mupscale."):
+            names.add(kind.__name__)
+        if class_path in names and not _is_abstract(kind):
+            return kind
+    return None
+
+
+def _is_abstract(kind: type[WidthScalable]) -> bool:
+    return any(getattr(method, "__isabstractmethod__", False) for method in (kind.build, kind.loss))
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _imported_model(model: str) -> type[WidthScalable]:
+    """The class that the command line names."""
+    kind: Any = _loaded_model(model)
+    if kind is None:
+        folder, _, name = model.rpartition(".")
+        try:
+            kind = getattr(importlib.import_module(folder), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(f"--model {model}: there is no such class ({error})") from error
+    if not isinstance(kind, type) or not issubclass(kind, WidthScalable) or _is_abstract(kind):
+        raise UserError(f"--model {model} is not a model: wanted a subclass of mupscale.models.base.WidthScalable")
+    return kind
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a constructor argument is a number, a text, a tensor, or a collection of these."""
+    if isinstance(value, dict):
+        return all(_is_data(item) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple | set):
+        return all(_is_data(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype)
 
 
 def _networks(
@@ -124,7 +200,11 @@ def _networks(
     dtype = next(value.dtype for value in own.values() if value.is_floating_point())
     dtype = torch.promote_types(dtype, at_least or dtype)
     narrow = module.network(module.width).to(dtype)  # not on meta: no checkpoint holds all buffers
-    narrow.load_state_dict(own)
+    try:
+        narrow.load_state_dict(own)
+    except RuntimeError as error:
+        message = " ".join(str(error).split())
+        raise UserError(f"the checkpoint's weights are not those of a {type(module).__name__}: {message}") from error
     return narrow, module.network(width, meta=True).to(dtype)
 
 
@@ -134,12 +214,16 @@ def _store(weights: dict[str, Tensor], net: nn.Module) -> None:
 
 def _saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str], class_path: str) -> Optimizer:
     """The optimizer of the checkpoint, over the narrow network. `names` are the parameters that its state numbers."""
-    folder, _, name = class_path.rpartition(".")
+    try:
+        kind = registered_optimizer(class_path)
+    except UserError as error:
+        remedy = "The module of --model may register it, and --no-optimizer leaves its state out"
+        raise UserError(f"the checkpoint's {error}. {remedy}") from error
     parameters = {f"net.{key}": parameter for key, parameter in narrow.named_parameters()}
     groups = []
     for group in state["param_groups"]:
         groups.append({**group, "params": [parameters[names[index]] for index in group["params"]]})
-    optimizer = getattr(importlib.import_module(folder), name)(groups)
+    optimizer = kind(groups)
     optimizer.load_state_dict(state)
     return optimizer
 

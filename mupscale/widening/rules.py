@@ -139,16 +139,32 @@ def rule_of(optimizer: torch.optim.Optimizer) -> OptimizerRule:
     kind = type(optimizer)
     if kind in _REGISTRY:
         return _REGISTRY[kind]
-    if kind.__name__ in _NOT_HOMOGENEOUS and kind.__module__.startswith("torch.optim"):
+    raise _not_registered(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def registered_optimizer(class_path: str) -> type:
+    """The registered optimizer class with this import path. Nothing is imported to find it.
+
+    `registered_optimizer("torch.optim.adamw.AdamW")` is `torch.optim.AdamW`.
+    """
+    for kind in _REGISTRY:
+        if f"{kind.__module__}.{kind.__qualname__}" == class_path:
+            return kind
+    raise _not_registered(class_path)
+
+
+def _not_registered(class_path: str) -> UserError:
+    name = class_path.rpartition(".")[2]
+    if name in _NOT_HOMOGENEOUS and class_path.startswith("torch.optim."):
         known = ", ".join(sorted(k.__name__ for k in _REGISTRY))
-        raise UserError(
-            f"{kind.__name__} is not homogeneous in the gradient ({_NOT_HOMOGENEOUS[kind.__name__]}), so no rescaling "
+        return UserError(
+            f"{name} is not homogeneous in the gradient ({_NOT_HOMOGENEOUS[name]}), so no rescaling "
             "continues it "
             f"exactly. Upscale without it (narrow_opt=None), or train with one of {known}"
         )
-    raise UserError(
-        f"optimizer {kind.__module__}.{kind.__name__} is not registered. Say how it scales: "
-        f"mupscale.register_optimizer({kind.__name__}, degree=0 or 1, state={{'<name>': <power of the gradient>}})"
+    return UserError(
+        f"optimizer {class_path} is not registered. Say how it scales: "
+        f"mupscale.register_optimizer({name}, degree=0 or 1, state={{'<name>': <power of the gradient>}})"
     )
 
 

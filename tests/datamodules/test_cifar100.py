@@ -390,6 +390,10 @@ def members(arrays: Arrays) -> dict[str, bytes]:
 @pytest.fixture
 def archive(members: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> bytes:
     """cifar-100-python.tar.gz with these members; their checksums are the published ones for the time being."""
+    return as_published(members, monkeypatch)
+
+
+def as_published(members: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> bytes:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w:gz") as tar:
         for name, content in members.items():
@@ -402,6 +406,49 @@ def archive(members: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> bytes
     monkeypatch.setattr(Published, "test_list", [["test", md5["test"]]])
     monkeypatch.setattr(Published, "meta", {**Published.meta, "md5": md5["meta"]})
     return stream.getvalue()
+
+
+class Attack:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("unpacked", [False, True])
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_pickle_runs_nothing(
+    tmp_path: Path, members: dict[str, bytes], part: str, unpacked: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Even with the published checksums."""
+    evil = members | {part: pickle.dumps({"data": Attack(tmp_path / "marker"), "fine_labels": []})}
+    archive = as_published(evil, monkeypatch)
+    if unpacked:
+        (tmp_path / "cifar-100-python").mkdir()
+        for name, content in evil.items():
+            (tmp_path / "cifar-100-python" / name).write_bytes(content)
+    else:
+        (tmp_path / "cifar-100-python.tar.gz").write_bytes(archive)
+    step = read if unpacked else unpack
+    with pytest.raises(UserError, match=rf"{part} is not a file of CIFAR-100 \(it names pathlib") as caught:
+        step(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert names(tmp_path) == ["cifar-100-python" if unpacked else "cifar-100-python.tar.gz"]
+
+
+def test_an_archive_writes_nothing_outside_of_its_folder(
+    tmp_path: Path, members: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+):
+    archive = as_published(members | {"../../../marker": b""}, monkeypatch)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "cifar-100-python.tar.gz").write_bytes(archive)
+    with pytest.raises(UserError, match=r"cifar-100-python\.tar\.gz cannot be unpacked .*outside the destination"):
+        CIFAR100(str(tmp_path / "data")).prepare_data()
+    assert names(tmp_path) == ["data"]
+    assert names(tmp_path / "data") == ["cifar-100-python.tar.gz"]
 
 
 def check_read(folder: Path, arrays: Arrays) -> None:

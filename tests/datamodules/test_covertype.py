@@ -322,6 +322,12 @@ def test_a_file_of_other_arrays_is_refused(tmp_path: Path):
         (np.zeros((9, 54)), np.ones(8), r"y \(8,\)"),
         (np.zeros((9, 54)), np.arange(9), r"labels 1\.\.7, has \[0, 1,"),
         (np.zeros((0, 54)), np.ones(0), r"labels 1\.\.7, has \[\]"),
+        (np.zeros((9, 54)), np.ones(9), r"covertype\.npz has y of float64, wanted integers 1\.\.7"),
+        (np.zeros((9, 54)), np.full(9, np.nan), r"covertype\.npz has y of float64, wanted integers 1\.\.7"),
+        (np.zeros((9, 54)), np.full(9, "1"), r"covertype\.npz has y of <U1, wanted integers 1\.\.7"),
+        (np.full((9, 54), np.nan), np.ones(9, int), r"covertype\.npz has NaN or infinite numbers in X"),
+        (np.full((9, 54), np.inf), np.ones(9, int), r"covertype\.npz has NaN or infinite numbers in X"),
+        (np.full((9, 54), "1"), np.ones(9, int), r"covertype\.npz has X of <U1, wanted numbers"),
     ],
 )
 def test_other_data_are_refused(tmp_path: Path, features: np.ndarray, labels: np.ndarray, named: str):

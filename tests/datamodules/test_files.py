@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pickle
 import socket
 from http.client import IncompleteRead
 from pathlib import Path
@@ -36,6 +37,39 @@ def test_an_npz_file_cut_anywhere_is_refused(tmp_path: Path):
 def test_pickled_objects_are_refused(tmp_path: Path):
     np.savez(tmp_path / "some.npz", a=np.array([{}], dtype=object))
     with pytest.raises(ValueError, match=r"some\.npz .* allow_pickle=False"):
+        read_npz(tmp_path / "some.npz", ("a",))
+
+
+class Attack:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> object:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("kind", ["npz", "npy", "pickle"])
+def test_a_pickle_in_an_npz_file_runs_nothing(tmp_path: Path, kind: str):
+    file, attack = tmp_path / "some.npz", Attack(tmp_path / "marker")
+    with file.open("wb") as stream:
+        if kind == "npz":
+            np.savez(stream, a=np.array([attack], dtype=object))
+        elif kind == "npy":
+            np.save(stream, np.array([attack], dtype=object))
+        else:
+            pickle.dump(attack, stream)
+    with pytest.raises(UserError, match=r"data_dir: .*some\.npz is not a whole npz file with arrays a \(") as caught:
+        read_npz(file, ("a",))
+    assert "\n" not in str(caught.value)
+    assert everything(tmp_path) == ["some.npz"]
+
+
+def test_a_single_array_is_no_npz_file(tmp_path: Path):
+    with (tmp_path / "some.npz").open("wb") as stream:
+        np.save(stream, np.arange(3))
+    with pytest.raises(UserError, match=r"some\.npz is not a whole npz file with arrays a \("):
         read_npz(tmp_path / "some.npz", ("a",))
 
 

@@ -228,3 +228,60 @@ def test_an_index_of_another_version_is_named(tmp_path: Path):
         match=r"index\.json is of version 2, this mupscale reads version 1: delete the folder and prepare it anew",
     ):
         read_index(tmp_path)
+
+
+def renamed(folder: Path, entry: str, name: str) -> None:
+    """Lets the index name another file."""
+    path = folder / INDEX
+    path.write_text(path.read_text().replace(f'"file": "{entry}"', f'"file": {json.dumps(name)}'))
+
+
+@pytest.mark.parametrize("entry", [TOKENIZER, "train-00001.tokens", "val-00000.documents"])
+@pytest.mark.parametrize("place", ["../{}", "{absolute}", "sub/../{}", "..", ""])
+def test_the_index_names_no_file_outside_of_its_folder(tmp_path: Path, entry: str, place: str):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    finished(folder)
+    outside = tmp_path / entry
+    outside.write_bytes((folder / entry).read_bytes())
+    renamed(folder, entry, place.format(entry, absolute=outside))
+    with pytest.raises(UserError, match=r"index\.json names a file outside of its folder: ") as caught:
+        read_index(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", [TOKENIZER, "train-00001.tokens", "val-00000.documents"])
+def test_a_link_that_leaves_the_folder_is_not_read(tmp_path: Path, entry: str):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    finished(folder)
+    (folder / entry).rename(tmp_path / entry)
+    (folder / entry).symlink_to(tmp_path / entry)
+    with pytest.raises(UserError, match=f"{entry} is a link to a file outside of its folder; copy the file into it"):
+        read_index(folder)
+    (folder / entry).unlink()
+    (tmp_path / entry).rename(folder / "other")
+    (folder / entry).symlink_to("other")
+    read_index(folder).verify()
+    (tmp_path / "linked").symlink_to(folder)  # the folder itself may be one
+    read_index(tmp_path / "linked").verify()
+
+
+@pytest.mark.parametrize(("vocabulary", "named"), [(65535, "train-00000.tokens has the token 65535"), (65536, None)])
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path, vocabulary: int, named: str | None):
+    content = finished(tmp_path).content
+    (tmp_path / INDEX).write_text(json.dumps({**content, "vocabulary": vocabulary}))
+    index = read_index(tmp_path)
+    if named is None:
+        index.verify()
+        return
+    with pytest.raises(UserError, match=f"{named}, beyond the vocabulary of {vocabulary} in {INDEX}"):
+        index.verify()
+
+
+@pytest.mark.parametrize("vocabulary", [None, "many", 0, -1, 65537])
+def test_a_vocabulary_that_is_none_is_named(tmp_path: Path, vocabulary: object):
+    content = finished(tmp_path).content
+    (tmp_path / INDEX).write_text(json.dumps({**content, "vocabulary": vocabulary}))
+    with pytest.raises(UserError, match=r"index\.json is damaged, or is not the index of a prepared folder"):
+        read_index(tmp_path)

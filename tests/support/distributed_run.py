@@ -21,6 +21,7 @@ from tiny_modules import ADAMW, SGD, gpt2, mlp, resnet, rows
 from training_runs import Record
 
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands.checkpoints import checked
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import optimizer_names
@@ -76,6 +77,8 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    if ckpt is not None:
+        checked(ckpt)  # as the commands do, before Lightning reads it
     trainer.fit(module, datamodule=Data(module), ckpt_path=ckpt)
     assert module.net is not None
     weights = {name: gathered(parameter.detach()).clone() for name, parameter in module.net.named_parameters()}

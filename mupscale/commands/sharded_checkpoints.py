@@ -1,0 +1,161 @@
+"""Sharded checkpoints (folders, of FSDP2): checked before torch reads them, because it unpickles parts of them.
+
+torch.distributed.checkpoint unpickles `.metadata` without restrictions, and so it does with every value in the shards
+that is not a tensor. `check_sharded` reads both without making any object that they name, and refuses what a checkpoint
+does not need.
+"""
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mupscale.errors import UserError
+
+METADATA = ".metadata"
+
+PLAIN = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
+"""Classes of torch.distributed.checkpoint.metadata whose objects are attributes by name."""
+
+MADE_BY_ARGUMENTS = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+"""What is called with numbers or texts. None of them does anything but make a value."""
+
+
+def check_sharded(folder: Path) -> None:
+    """UserError if torch would run code from this checkpoint, or read files outside of its folder.
+
+    Tensors are not read: torch itself loads them safely.
+    """
+    _inside(folder, "meta.pt")
+    files = [folder / METADATA, *folder.glob("__*.metadata")]  # torch falls back to those of single ranks
+    for file in files:
+        try:
+            _check(file)
+        except UserError:
+            raise
+        except Exception as error:  # a damaged pickle raises many kinds
+            raise UserError(f"{file} is damaged, or not the metadata of a checkpoint ({_line(error)})") from error
+
+
+def _check(file: Path) -> None:
+    with _inside(file.parent, file.name).open("rb") as stream:
+        metadata = Metadata(stream, file).load()
+    if type(metadata) is not STAND_INS["Metadata"]:
+        raise UserError(f"{file} is not the metadata of a checkpoint")
+    kinds = metadata.__dict__["state_dict_metadata"]
+    stored = metadata.__dict__["storage_data"]
+    if type(kinds) is not dict or type(stored) is not dict:
+        raise UserError(f"{file} is not the metadata of a checkpoint")
+    for index, info in stored.items():
+        if type(index) is not STAND_INS["MetadataIndex"] or type(info) is not STAND_INS["_StorageInfo"]:
+            raise UserError(f"{file} is not the metadata of a checkpoint")
+        place = info.__dict__
+        shard = _inside(file.parent, place["relative_path"])
+        if place.get("transform_descriptors"):
+            raise UserError(f"{file} asks for transformations of {shard.name}, which mupscale does not write")
+        name = index.__dict__["fqn"]
+        if type(kinds[name]) is not STAND_INS["TensorStorageMetadata"]:
+            _check_value(shard, name, place["offset"], place["length"])
+
+
+def _check_value(shard: Path, name: str, offset: int, length: int) -> None:
+    """UserError if a value that is not a tensor, such as a learning rate, is more than data."""
+    import torch
+
+    if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+        raise UserError(f"{shard.parent / METADATA} has {name} at {offset!r}, {length!r} bytes, wanted whole numbers")
+    with shard.open("rb") as stream:
+        stream.seek(offset)
+        content = io.BytesIO(stream.read(length))
+    try:
+        torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        raise UserError(f"{shard} has {name} with more than data in it; it is not loaded") from error
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of this name in the folder; UserError if it is elsewhere."""
+    if type(name) is not str or os.path.basename(name) != name or name in ("", ".", ".."):
+        raise UserError(f"{folder / METADATA} names a file outside of its folder: {name!r}")
+    if (folder / name).resolve().parent != folder.resolve():
+        raise UserError(f"{folder / name} is a link to a file outside of its folder; it is not read")
+    return folder / name
+
+
+class _Frozen(type):
+    """Classes whose attributes a pickle cannot set."""
+
+    def __setattr__(cls, name: str, value: Any) -> NoReturn:
+        raise pickle.UnpicklingError("a pickle sets attributes of a class")
+
+
+class _Plain(metaclass=_Frozen):
+    """Stands for an object of torch: holds its attributes, and does nothing with them."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict or not all(type(key) is str and not key.startswith("__") for key in state):
+            raise pickle.UnpicklingError("a pickle sets more than attributes of an object")
+        self.__dict__.update(state)
+
+
+class _Properties(_Plain):
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not tuple or len(state) != 5:
+            raise pickle.UnpicklingError("a pickle sets more than the properties of a tensor")
+
+
+class _Value(metaclass=_Frozen):
+    """Stands for a value that is made by arguments, such as torch.Size; they are not looked at."""
+
+    __slots__ = ()
+
+    def __new__(cls, *arguments: Any) -> "_Value":
+        for argument in arguments:
+            items = argument if type(argument) is tuple else (argument,)
+            if not all(type(item) in (int, str) for item in items):
+                raise pickle.UnpicklingError("a pickle makes a value from more than numbers and texts")
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise pickle.UnpicklingError("a pickle changes a value")
+
+
+STAND_INS: dict[str, type] = {name: _Frozen(name, (_Plain,), {}) for name in (*PLAIN, "_StorageInfo", "StorageMeta")}
+
+
+class Metadata(pickle.Unpickler):
+    """Reads the metadata of a checkpoint without importing or making anything that it names."""
+
+    def __init__(self, stream: Any, file: Path) -> None:
+        super().__init__(stream)
+        self.file = file
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        home = "torch.distributed.checkpoint"
+        if module == f"{home}.metadata" and name in (*PLAIN, "StorageMeta"):
+            return STAND_INS[name]
+        if (module, name) == (f"{home}.filesystem", "_StorageInfo"):
+            return STAND_INS[name]
+        if (module, name) == (f"{home}.metadata", "TensorProperties"):
+            return _Properties
+        if (module, name) in MADE_BY_ARGUMENTS:
+            return _Value
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return f"torch.{name}"
+        raise UserError(f"{self.file} names {module}.{name}, which no checkpoint needs; nothing of it was loaded")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
