@@ -107,6 +107,7 @@ def _without_figures_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the protocol
 
 
+@pytest.mark.slow
 def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])  # takes seconds
     out = Path("runs/experiments/e")
@@ -157,6 +158,7 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
     assert f"upscale      2  {mean:.5g} (" in again
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_a_report", "_without_figures_of_sweeps")
 def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -189,6 +191,7 @@ def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
     assert len(values(Path("whole"))) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_a_report", "_without_figures_of_sweeps")
 def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
     content = upscale(noise=SIGNAL, seeds=[3], sweep_1=None, sweep_2={"UpscaleCallback.noise.t": [0.2]})
@@ -216,6 +219,7 @@ def test_what_is_laid_over_the_upscaled_runs_only() -> None:
     assert inline.config({"data": {"init_args": {"batch_size": 78}}})["data"]["init_args"]["batch_size"] == 78
 
 
+@pytest.mark.slow
 def test_a_base_that_diverges_is_an_error_and_other_runs_are_results() -> None:
     message = refused("experiment", file(upscale(sweep_1=None)), "--out", "o", "--model.optimizer.lr=1e7")
     parts = ("o/small_base/seed=3 diverged", "model.optimizer.lr", "sweep_1", "--out")
@@ -270,6 +274,7 @@ def test_the_plan_shows_what_is_done(capsys: pytest.CaptureFixture[str]) -> None
 # --- transfer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_figures_of_sweeps")
 def test_transfer_from_end_to_end(capfd: pytest.CaptureFixture[str]) -> None:
     main(["experiment", file(transfer()), "--out", "o"])
@@ -411,6 +416,7 @@ def test_a_long_run_prints_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys
 # --- files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/experiments").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_experiments_are_accepted_without_data(path: Path) -> None:
     Path("configs").symlink_to(ROOT / "configs")
