@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def own_files() -> list[Path]:
     return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
+@cache
 def private_names(kind: type) -> set[str]:
     """The private attributes of a class and of its instances, as far as its source and its bases' assign them."""
     names = {name for name in dir(kind) if re.match(r"_[a-z]", name)}

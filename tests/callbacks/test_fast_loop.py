@@ -63,6 +63,7 @@ def test_nothing_is_different(name: str, own_batches: list[int], tmp_path: Path)
 # --- resuming
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", slow_except([False, True], True))
 @pytest.mark.parametrize("resumed", [False, True])
 def test_checkpoints_of_either_loop_are_resumed_by_either(interrupted: bool, resumed: bool, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
 CAPTURED = [name for name in CASES if CASES[name].capture]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(CAPTURED, "epochs", "plateau", "upscale", "a ragged batch"))
 def test_captured_steps_count_as_steps(
     name: str, captures: list[StandIn], own_batches: list[int], tmp_path: Path

@@ -85,6 +85,7 @@ def test_other_loggers_keep_the_names_of_metrics() -> None:
     assert not any(column.startswith(("x_", "widening/")) for column in columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["TensorBoardLogger", "LossFirstLogger"])
 def test_a_resumed_run_keeps_its_tags(kind: str) -> None:
     main(["fit", "--config", QUICKSTART, *BRIEF, f"--trainer.logger={{class_path: {kind}, {PLACE}}}"])

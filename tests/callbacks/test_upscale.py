@@ -53,6 +53,7 @@ class NudgeAt(Callback):
                 parameter.mul_(1 + 2.0**-8 * signs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("model", slow_except(MODELS, "mlp", "gpt2"))
@@ -98,6 +99,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_trainer_does_what_it_does(variant: str, optimizer: str, tmp_path: Path) -> None:
@@ -131,6 +133,7 @@ def test_compiled(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(compiled) == 2 * parts, "once narrow, once wide"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("noise", slow_except([None, mupscale.AdditiveNoise(0.1), mupscale.SignalNoise(0.5)], None))
 def test_the_average_is_widened_too(noise: Any, tmp_path: Path) -> None:
@@ -258,6 +261,7 @@ class Skip(Digits):
         return SkipNet(width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("kind", [Digits, Recurrent, Skip])
 def test_a_module_of_ones_own(kind: type[WidthScalable], optimizer: str, tmp_path: Path) -> None:

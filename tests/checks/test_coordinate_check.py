@@ -102,6 +102,7 @@ def test_the_resnet_passes() -> None:
     assert abs(answer.layers["readout"]["fresh"].update or math.inf) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", slow_except([True, False], True))
 def test_gpt2_passes(tied: bool) -> None:
     answer = check(language_model(tied=tied), tokens(64), noise=mupscale.AdditiveNoise(0.02))

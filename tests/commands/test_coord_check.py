@@ -52,6 +52,7 @@ def test_the_command_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
 
 
+@pytest.mark.slow
 def test_the_command_fails_where_a_layer_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configuration(tmp_path / "c.yaml", "extensions.UnscaledMLP")
     with pytest.raises(SystemExit) as exit:
@@ -61,6 +62,7 @@ def test_the_command_fails_where_a_layer_does(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "coord_check.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_warm_up_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "draw", lambda *_: None)
     warm_up = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 1e-3}}

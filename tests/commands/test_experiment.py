@@ -251,6 +251,7 @@ def test_the_verdict_in_words() -> None:
     assert spread([inf]) == "all diverged"
 
 
+@pytest.mark.slow
 def test_the_plan_shows_what_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     main(["experiment", file(upscale()), "--out", "o", "--plan"])
     assert not Path("o").exists()
@@ -467,6 +468,7 @@ def test_mistakes_are_reported_before_the_first_run(keys: dict[str, Any], parts:
     assert not Path("o").exists()
 
 
+@pytest.mark.slow
 def test_more_mistakes() -> None:
     assert "there is no file nope.yaml" in refused("experiment", "nope.yaml")
     Path("e.yaml").write_text("a: [")
@@ -484,6 +486,7 @@ def test_more_mistakes() -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_figures_of_sweeps")
 def test_damaged_files_are_named_and_written_again() -> None:
     whole = Experiment(Path("o"), read(Path(file(upscale())), []))
@@ -520,6 +523,7 @@ def test_damaged_files_are_named_and_written_again() -> None:
     assert Path("o/experiment.json").read_text() == described
 
 
+@pytest.mark.slow
 def test_another_experiment_is_left_alone() -> None:
     description = read(Path(file(upscale())), [])
     Experiment(Path("o"), description).begin(["command"])

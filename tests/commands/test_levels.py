@@ -74,6 +74,7 @@ def test_upscales_at_one_step(swaps: list[dict[str, object]], message: str) -> N
         assert message in refused(command, "--config", small(Path("c.yaml"), *swaps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_random_weights_are_not_evaluated(command: str) -> None:
     config = small(Path("c.yaml"))

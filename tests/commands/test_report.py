@@ -280,6 +280,7 @@ def test_bands_are_drawn(tmp_path: Path):
         assert sum(count for count, seen in colours if seen == tuple(bytes.fromhex(colour[1:]))) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [r"$\nothing$", "_hidden"])
 def test_a_label_is_drawn_as_it_is(tmp_path: Path, label: str):
     """It is neither mathematics nor hidden: a folder may have any name."""

@@ -95,6 +95,7 @@ def test_metadata_of_a_single_rank(folder: Path):
     assert_refused(folder, "__0.metadata names", "which no checkpoint needs; nothing of it was loaded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch.hub\nload", "builtins\neval", "os\nsystem", "torch\nload", "torch\nnn.Linear"])
 def test_only_the_classes_of_metadata_are_known(name: str, folder: Path):
     write(folder, f"c{name}\n.".encode())
@@ -117,6 +118,7 @@ def test_metadata_that_changes_the_class_of_an_object(folder: Path):
     assert_refused(folder, ".metadata is damaged", "a pickle sets more than attributes of an object")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"rubbish", pickle.dumps({}), pickle.dumps(None)])
 def test_damaged_metadata(content: bytes, folder: Path):
     write(folder, content)
@@ -146,6 +148,7 @@ def linked(folder: Path) -> str:
     return "__0_0.distcp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [absolute, linked, lambda folder: "../../config.yaml", lambda folder: ".."])
 @pytest.mark.parametrize("value", ["optimizer_0.lr", "state_dict.net.weight"])
 def test_a_shard_outside_of_the_folder(name: Callable[[Path], str], value: str, folder: Path):
@@ -155,6 +158,7 @@ def test_a_shard_outside_of_the_folder(name: Callable[[Path], str], value: str, 
     assert_refused(folder, "outside of its folder")
 
 
+@pytest.mark.slow
 def test_transformations_of_shards(folder: Path):
     content = metadata(folder)
     place_of(content, "optimizer_0.lr").transform_descriptors = ["stream.zstd"]
@@ -162,6 +166,7 @@ def test_transformations_of_shards(folder: Path):
     assert_refused(folder, "asks for transformations")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [(-1, 5), (0, -5), ("0", 5)])
 def test_a_value_at_no_place(place: tuple[Any, Any], folder: Path):
     content = metadata(folder)

@@ -50,6 +50,7 @@ def test_plain_model_with_clipping(case: str, optimizer_name: str, monkeypatch: 
     assert_exact(check(CASES[case], GRID_OPTIMIZERS[optimizer_name], mup=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [mupscale.MuSGD, mupscale.MuAdam, mupscale.MuAdamW])
 @pytest.mark.parametrize("case", slow_except(CASES, "mlp", "gpt2_tied"))
 def test_mup_model(case: str, make_optimizer):
@@ -75,6 +76,7 @@ def test_muon_as_shipped_agrees_to_its_own_precision():
     assert verdict.loss_drift <= 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [2, 3, 4])
 def test_factors(factor: int):
     case = CASES["vit"]
