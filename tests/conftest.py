@@ -17,6 +17,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """A test must not depend on those before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)

@@ -25,7 +25,7 @@ from mupscale.models.base import WidthScalable
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("model", slow_except(MODELS, "mlp", "gpt2"))
 def test_the_curve_goes_on_as_if_nothing_had_happened(model: str, optimizer: str, tmp_path: Path) -> None:
     make, target = MODELS[model]
@@ -132,7 +132,7 @@ def test_compiled(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("noise", [None, mupscale.AdditiveNoise(0.1), mupscale.SignalNoise(0.5)])
+@pytest.mark.parametrize("noise", slow_except([None, mupscale.AdditiveNoise(0.1), mupscale.SignalNoise(0.5)], None))
 def test_the_average_is_widened_too(noise: Any, tmp_path: Path) -> None:
     make = partial(resnet, optimizer=SGD)
     ema, growing = EMAWeightAveraging(decay=0.8), EMAWeightAveraging(decay=0.8)

@@ -155,6 +155,7 @@ def test_a_failure_inside_the_swap_names_the_checkpoint_to_go_on_from(
 # --- a finished base model
 
 
+@pytest.mark.slow
 def test_init_from_a_finished_base(tmp_path: Path) -> None:
     base_path = tmp_path / "base.ckpt"
     schedule = SCHEDULES["CosineAnnealingLR"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from extensions import UnscaledMLP
+from tiers import slow_except
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -101,7 +102,7 @@ def test_the_resnet_passes() -> None:
     assert abs(answer.layers["readout"]["fresh"].update or math.inf) < 0.1
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", slow_except([True, False], True))
 def test_gpt2_passes(tied: bool) -> None:
     answer = check(language_model(tied=tied), tokens(64), noise=mupscale.AdditiveNoise(0.02))
     assert answer.passed, str(answer)
@@ -137,7 +138,7 @@ class Recurrent(WidthScalable):
         return F.cross_entropy(outputs.flatten(0, 1), batch[:, 1:].T.flatten())
 
 
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("optimizer", slow_except([adamw, sgd], adamw))
 def test_updates_of_a_right_network_may_fall_towards_their_limit(optimizer: Callable[[Any], Optimizer]) -> None:
     """What its initial outputs have of chance, its updates have as well."""
     answer = check(Recurrent(32, optimizer=optimizer), tokens(40, rows=16, length=12))
@@ -206,6 +207,7 @@ def test_the_layer_to_look_at_is_where_outputs_go_wrong() -> None:
     assert "FAILED in 4 of 4 layers, look first at readout" in str(answer)
 
 
+@pytest.mark.slow
 def test_a_fused_readout_that_sums_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     original = GPT2.network
 
@@ -250,7 +252,10 @@ def test_noise_of_the_wrong_scale_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert answer.layers["layers.1"]["doubled"].output_fails
 
 
-@pytest.mark.parametrize(("key", "optimizer"), [("exp_avg", adamw), ("exp_avg_sq", adamw), ("momentum_buffer", sgd)])
+STATE = [("exp_avg", adamw), ("exp_avg_sq", adamw), ("momentum_buffer", sgd)]
+
+
+@pytest.mark.parametrize(("key", "optimizer"), slow_except(STATE, ("exp_avg_sq", adamw)))
 def test_state_in_the_wrong_units_shows_in_how_updates_depend_on_the_factor(
     key: str, optimizer: Callable[[Any], Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +285,7 @@ def test_weights_that_are_not_divided_show_in_how_outputs_depend_on_the_factor(m
     assert answer.layers["layers.1"]["grown"].output > 0.75
 
 
+@pytest.mark.slow
 def test_attention_by_the_root_is_named_by_verify_and_not_by_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
     """1 / sqrt(head_dim) is wrong by a power that hardly shows at small widths; equivalence is broken at any."""
     original = F.scaled_dot_product_attention

@@ -160,6 +160,7 @@ def test_finite_networks_approach_the_limit_as_one_over_the_root_of_the_width(na
     assert THEORY["log_log_slope"](after) == pytest.approx(-0.5, abs=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["CBA", "DCBA"])
 def test_each_weights_noise_acts_as_the_limit_says(layers: str, tmp_path: Path):
     """With a σ_Δ for every weight and k = 3; the mean over networks must be within what their spread allows."""

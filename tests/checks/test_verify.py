@@ -8,6 +8,7 @@ import pytest
 import torch
 from architectures import CASES, cross_entropy
 from grid_optimizers import GRID_OPTIMIZERS, float64_newton_schulz
+from tiers import slow_except
 from torch import Tensor, nn
 
 import mupscale
@@ -145,20 +146,23 @@ def test_one_half_of_a_factor_missing(rule: str, side: str, monkeypatch: pytest.
     assert not verdict("mlp", "sgd_dampened").passed
 
 
+STATE = [
+    ("sgd_nesterov", torch.optim.SGD, "momentum_buffer"),
+    ("adam", torch.optim.Adam, "exp_avg"),
+    ("adam", torch.optim.Adam, "exp_avg_sq"),
+    ("adam_amsgrad", torch.optim.Adam, "max_exp_avg_sq"),
+    ("adamax", torch.optim.Adamax, "exp_inf"),
+    ("rmsprop_centered", torch.optim.RMSprop, "square_avg"),
+    ("rmsprop_centered", torch.optim.RMSprop, "grad_avg"),
+    ("rmsprop_centered", torch.optim.RMSprop, "momentum_buffer"),
+    ("adagrad", torch.optim.Adagrad, "sum"),
+    ("muon", torch.optim.Muon, "momentum_buffer"),
+]
+FAST = ("sgd_nesterov", "muon")
+
+
 @pytest.mark.parametrize(
-    ("optimizer_name", "kind", "key"),
-    [
-        ("sgd_nesterov", torch.optim.SGD, "momentum_buffer"),
-        ("adam", torch.optim.Adam, "exp_avg"),
-        ("adam", torch.optim.Adam, "exp_avg_sq"),
-        ("adam_amsgrad", torch.optim.Adam, "max_exp_avg_sq"),
-        ("adamax", torch.optim.Adamax, "exp_inf"),
-        ("rmsprop_centered", torch.optim.RMSprop, "square_avg"),
-        ("rmsprop_centered", torch.optim.RMSprop, "grad_avg"),
-        ("rmsprop_centered", torch.optim.RMSprop, "momentum_buffer"),
-        ("adagrad", torch.optim.Adagrad, "sum"),
-        ("muon", torch.optim.Muon, "momentum_buffer"),
-    ],
+    ("optimizer_name", "kind", "key"), slow_except(STATE, *(row for row in STATE if row[0] in FAST))
 )
 def test_a_state_moved_by_another_power(optimizer_name: str, kind: type, key: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", float64_newton_schulz)

@@ -78,6 +78,7 @@ def test_quickstart_ends_by_telling_what_happened(capsys: pytest.CaptureFixture[
     assert "val/loss" in told
 
 
+@pytest.mark.slow
 def test_every_command_takes_narrow_and_wide_checkpoints(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(3, 16), upscale(5, 48))
     main(["fit", "--config", config])

@@ -12,6 +12,9 @@ from mupscale.__main__ import main
 from mupscale.commands import coord_check as command
 
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
 def configuration(path: Path, model: str = "MLP", **arguments: Any) -> str:
     settings = {
         "width": 8,

@@ -111,6 +111,7 @@ def _without_figures_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the protocol
 
 
+@pytest.mark.slow
 def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.report.draw.draw", lambda *_: [])  # takes seconds
     out = Path("runs/experiments/e")
@@ -161,6 +162,7 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
     assert f"upscale      2  {mean:.5g} (" in again
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_a_report", "_without_figures_of_sweeps")
 def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -193,6 +195,7 @@ def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
     assert len(values(Path("whole"))) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_a_report", "_without_figures_of_sweeps")
 def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
     main(
@@ -228,6 +231,7 @@ def test_what_is_laid_over_the_upscaled_runs_only() -> None:
     assert inline.config({"data": {"init_args": {"batch_size": 78}}})["data"]["init_args"]["batch_size"] == 78
 
 
+@pytest.mark.slow
 def test_a_base_that_diverges_is_an_error_and_other_runs_are_results() -> None:
     message = refused("experiment", file(upscale(sweep_1=None)), "--out", "o", "--model.optimizer.lr=1e7")
     assert all(
@@ -291,6 +295,7 @@ def test_the_plan_tells_what_is_done(capsys: pytest.CaptureFixture[str]) -> None
 # --- transfer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_figures_of_sweeps")
 def test_transfer_from_end_to_end(capfd: pytest.CaptureFixture[str]) -> None:
     main(["experiment", file(transfer()), "--out", "o"])
@@ -434,6 +439,7 @@ def test_a_long_run_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys:
 # --- files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/experiments").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_experiments_are_accepted_without_data(path: Path) -> None:
     Path("configs").symlink_to(ROOT / "configs")

@@ -86,6 +86,7 @@ def test_other_files_are_not_overwritten():
         report(out="file")
 
 
+@pytest.mark.slow
 def test_a_report_is_replaced_once_the_new_one_is_there(monkeypatch: pytest.MonkeyPatch):
     base(epochs(1.0), validation=accuracy(0.5))
     report()
@@ -169,6 +170,7 @@ def test_transfer():
     assert summary["experiments"] == [{"folder": "wide", "protocol": "transfer"}]
 
 
+@pytest.mark.slow
 def test_the_command_loads_no_torch():
     scratch(epochs(0.5), validation=accuracy(0.8))
     heavy = "{'torch', 'lightning', 'optuna'}"
@@ -190,6 +192,7 @@ def fit(folder: str, *options: str) -> None:
     parsed(["fit", *common, *options])
 
 
+@pytest.mark.slow
 def test_real_runs():
     """Base, from scratch and upscaled as `fit` leaves them; with FLOPs that are the paper's but for the gradient of the
     data.

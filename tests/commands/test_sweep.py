@@ -104,6 +104,7 @@ def test_values_are_set_where_they_stand() -> None:
 # --- the metric
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("metric", "last"), [("last_epoch", 6), ("last_2%", 1), ("last_20%", 4)])
 def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
@@ -121,6 +122,7 @@ def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_p
         assert losses(run) == expected
 
 
+@pytest.mark.slow
 def test_the_metric_of_accumulated_batches_and_of_seeds(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", accumulate_grad_batches=2, val_check_interval=1.0, max_steps=9)
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.02", "--seeds", "3,4", "--out", "s"])
@@ -202,6 +204,7 @@ def test_an_untrained_network_is_looked_at_and_leaves_no_trace() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_diverged_trials_end_early_and_are_blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(
@@ -226,6 +229,7 @@ def test_diverged_trials_end_early_and_are_blank(tmp_path: Path, monkeypatch: py
     assert not left.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["AdditiveNoise", "SignalNoise"])
 def test_a_network_that_is_not_finite_is_not_widened(noise: str, tmp_path: Path) -> None:
     level = "std" if noise == "AdditiveNoise" else "t"
@@ -251,6 +255,7 @@ def test_a_diverged_run_is_not_resumed(tmp_path: Path) -> None:
 # --- processes
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
     config = small(
         tmp_path / "c.yaml", upscale(40, 16), max_steps=120, val_check_interval=60, check_val_every_n_epoch=None
@@ -364,6 +369,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_lock(
     }  # of which lock, and what is in leases, are locked by the system
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_who_makes_them(tmp_path: Path) -> None:
     arguments = [
         "--config",
@@ -418,6 +424,7 @@ def test_a_damaged_study_goes_on_or_says_so() -> None:
 # --- what it ends in
 
 
+@pytest.mark.slow
 def test_best_composes_with_another_width(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.001,0.02", "--sweep", f"{NOISE}=0.05,5", "--out", "s"])
@@ -442,6 +449,7 @@ def test_arguments_for_callbacks_that_are_not_there(tmp_path: Path) -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_signal_noise_is_carried_by_its_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     swap = upscale(10, 16)
     swap["init_args"]["noise"] = {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}
@@ -484,6 +492,7 @@ def test_signal_noise_is_carried_by_its_constants(tmp_path: Path, monkeypatch: p
     assert cli.model.width == 64
 
 
+@pytest.mark.slow
 def test_best_may_be_a_class_or_another_step(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
     classes = [{"class_path": f"mupscale.{name}", "init_args": {level: value}}
@@ -632,6 +641,7 @@ def test_another_sweep_is_left_alone(tmp_path: Path) -> None:
     assert table(Path("s"))[0]["attempts"] == "1"
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_never_logged(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml")
     message = refused("sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--metric", "val/los", "--out", "s")
@@ -682,6 +692,7 @@ def test_a_database_and_another_folder(tmp_path: Path) -> None:
     assert table(Path("a/s"))[0]["attempts"] == "1"
 
 
+@pytest.mark.slow
 def test_all_trials_diverged(tmp_path: Path) -> None:
     message = refused("sweep", "--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=1e7,1e8", "--out", "s")
     assert "all 2 trials diverged" in message

@@ -67,6 +67,7 @@ def test_half_a_surrogate_pair_and_nothing_at_all_are_no_reason_to_fail(tmp_path
     assert [batch for batch, _ in TextFiles(files).batches(None)] == [["a? b", "😀", "c", "d"]]
 
 
+@pytest.mark.slow
 def test_the_stream_gives_the_documents_and_goes_on_from_any_position(hub: None):
     source = FineWebEdu("CC-MAIN-2013-20")
     batches = list(source.batches(None))

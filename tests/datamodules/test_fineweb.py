@@ -358,6 +358,7 @@ def test_mapped_tokens_stay_on_disk(tmp_path: Path):
 # ---- the embedded sample
 
 
+@pytest.mark.slow
 def test_a_model_learns_from_the_embedded_sample(tmp_path: Path):
     data = FineWeb(batch_size=8, context=32)
     model = GPT2(

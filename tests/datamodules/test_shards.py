@@ -73,6 +73,7 @@ def test_the_bytes_of_the_format(tmp_path: Path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 @pytest.mark.parametrize("shard_tokens", [1, 4, 5, 1000])
 def test_the_shards_do_not_depend_on_how_documents_come(tmp_path: Path, size: int, shard_tokens: int):
@@ -88,6 +89,7 @@ def test_the_shards_do_not_depend_on_how_documents_come(tmp_path: Path, size: in
     assert contents(bit_by_bit) == contents(once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", range(7))
 @pytest.mark.parametrize("more", range(7))
 def test_a_new_writer_goes_on_from_what_was_committed(tmp_path: Path, kept: int, more: int):

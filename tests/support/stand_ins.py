@@ -46,5 +46,7 @@ def serving(content: bytes, status: int = 200, promised: int | None = None) -> I
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/file"
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/file"
+        finally:
+            server.shutdown()  # or its thread would spin on the closed socket for ever
