@@ -47,6 +47,7 @@ def test_three_ways_to_train(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert f" {ratio:.2f} " in printed[-1]
 
 
+@pytest.mark.slow
 def test_one_side_of_one_case(tmp_path: Path) -> None:
     main(
         [

@@ -178,6 +178,7 @@ def test_mistakes_are_told_in_a_line(arguments: list[str], told: list[str]) -> N
     assert not list(Path().rglob("*.ckpt"))
 
 
+@pytest.mark.slow
 def test_more_mistakes(tmp_path: Path) -> None:
     assert "config" in refused("fit", "--config", "nope.yaml")
     assert "model" in refused("fit")
@@ -213,6 +214,7 @@ def test_a_failure_that_is_no_mistake_keeps_its_traceback(tmp_path: Path, monkey
         main(["fit", "--config", config])
 
 
+@pytest.mark.slow
 def test_a_swap_that_fails_names_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(tmp_path / "c.yaml", upscale(3, 16))
     main(["fit", "--config", config])
@@ -264,6 +266,7 @@ def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew() -> N
     assert "has a run already" in refused("fit", *named)
 
 
+@pytest.mark.slow
 def test_what_was_logged_is_kept_with_its_run_and_goes_with_a_dead_attempt() -> None:
     place = "init_args: {save_dir: runs, name: two, version: one}"
     loggers = f"[{{class_path: TensorBoardLogger, {place}}}, {{class_path: CSVLogger, {place}}}]"
@@ -287,6 +290,7 @@ def test_what_was_logged_is_kept_with_its_run_and_goes_with_a_dead_attempt() -> 
     assert len((folder / "metrics.csv").read_text().splitlines()) == len(table.splitlines())
 
 
+@pytest.mark.slow
 def test_a_run_with_a_logger_of_ones_own_has_a_folder_of_its_own() -> None:
     def arguments(version: str) -> list[str]:
         logger = f"{{class_path: extensions.Silent, init_args: {{save_dir: runs, name: mine, version: {version}}}}}"

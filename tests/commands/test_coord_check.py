@@ -11,7 +11,6 @@ from command_line import refused
 from mupscale.__main__ import main
 from mupscale.commands import coord_check as command
 
-
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
@@ -64,6 +63,7 @@ def test_the_command_fails_where_a_layer_does(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "coord_check.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_warm_up_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "draw", lambda *_: None)
     warm_up = {"class_path": "torch.optim.lr_scheduler.LinearLR", "init_args": {"start_factor": 1e-3}}
@@ -73,6 +73,7 @@ def test_a_warm_up_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sizes(tmp_path / "warm_up") == sizes(tmp_path / "constant")
 
 
+@pytest.mark.slow
 def test_the_configured_noise_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "draw", lambda *_: None)
     config = configuration(tmp_path / "c.yaml")

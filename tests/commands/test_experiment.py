@@ -272,6 +272,7 @@ def test_the_verdict_in_words() -> None:
     assert spread([inf]) == "all diverged"
 
 
+@pytest.mark.slow
 def test_the_plan_tells_what_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     main(["experiment", file(upscale()), "--out", "o", "--plan"])
     assert not Path("o").exists()
@@ -507,6 +508,7 @@ def test_more_mistakes() -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_without_figures_of_sweeps")
 def test_damaged_files_are_named_and_written_again() -> None:
     whole = Experiment(Path("o"), read(Path(file(upscale())), []))

@@ -241,6 +241,7 @@ def test_a_network_that_is_not_finite_is_not_widened(noise: str, tmp_path: Path)
     assert [len(losses(run)) for run in sorted(Path("s/trials").iterdir())] == [20, 3, 3]
 
 
+@pytest.mark.slow
 def test_a_diverged_run_is_not_resumed(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(3, 16))
     options, rest = sweep_parser().parse_known_args(["--config", config, "--sweep", f"{LR}=1e30", "--out", "s"])
@@ -326,6 +327,7 @@ def study_of(*arguments: str) -> Study:
     return Study(options.out, settings_of(options, rest), options.storage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", [[], ["--storage=sqlite:///study.db"]])
 def test_trials_are_handed_out_once_and_come_back(storage: list[str], tmp_path: Path) -> None:
     arguments = ["--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01,0.02", "--out", "s", *storage]
@@ -397,6 +399,7 @@ def test_draws_do_not_depend_on_who_makes_them(tmp_path: Path) -> None:
     assert len(set(points[0])) == 12
 
 
+@pytest.mark.slow
 def test_a_damaged_study_goes_on_or_says_so() -> None:
     arguments = ["--config", small(Path("c.yaml")), "--sweep", f"{LR}=0.01,0.02", "--out", "s"]
     study = study_of(*arguments)
@@ -614,6 +617,7 @@ def test_mistakes_are_told_before_the_first_trial(arguments: list[str], told: li
     assert not Path("s").exists()
 
 
+@pytest.mark.slow
 def test_another_sweep_is_left_alone(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml")
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.01", "--out", "s"])
@@ -673,6 +677,7 @@ def test_a_database_that_is_not_there(url: str, tmp_path: Path) -> None:
     assert message.startswith("error: --storage: ")
 
 
+@pytest.mark.slow
 def test_a_database_and_another_folder(tmp_path: Path) -> None:
     arguments = [
         "sweep",
