@@ -46,8 +46,7 @@ def test_a_width_of_an_old_pickled_model_is_found():
     assert pickle.loads(old) == width
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [("layout", "widening.layout"), ("widening.layout", "layout")])
+@pytest.mark.parametrize("names", [("figures", "commands.figures"), ("commands.figures", "figures")])
 def test_the_order_of_imports_does_not_matter(names: tuple[str, str]):
     first, second = (f"mupscale.{name}" for name in names)
     code = f"import {first}, {second}, sys; assert sys.modules['{first}'] is sys.modules['{second}']"

@@ -90,6 +90,7 @@ def test_help_and_mistakes_need_no_torch(arguments: tuple[str, ...], code: str |
     assert after["opened"] == []
 
 
+@pytest.mark.slow
 def test_the_help_of_fit_reads_no_data_and_leaves_cuda_alone():
     after = started(command("fit", "--help"))
     assert after["code"] == 0

@@ -65,7 +65,7 @@ def test_nothing_is_different(name: str, own_batches: list[int], tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupted", slow_except([False, True], True))
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed", slow_except([False, True], True))
 def test_checkpoints_of_either_loop_are_resumed_by_either(interrupted: bool, resumed: bool, tmp_path: Path) -> None:
     growth = partial(UpscaleCallback, 13, 24, noise=mupscale.AdditiveNoise(0.1))
     case = Case(
@@ -89,6 +89,7 @@ class AtValidations(ModelCheckpoint):
         super().__init__(folder, "validated-{step}", save_top_k=-1, save_on_train_epoch_end=False)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_as_lightning_resumes_it(tmp_path: Path) -> None:
     """Without ExactResume that leaves out some of what was to come."""
     case = Case(partial(mlp, lr_scheduler=SCHEDULES["ReduceLROnPlateau"]), settings={"val_check_interval": 4})

@@ -11,6 +11,8 @@ from command_line import refused
 from mupscale.__main__ import main
 from mupscale.commands import coord_check as command
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 
 def configuration(path: Path, model: str = "MLP", **arguments: Any) -> str:
     settings = {
@@ -72,6 +74,7 @@ def test_a_warm_up_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sizes(tmp_path / "warm_up") == sizes(tmp_path / "constant")
 
 
+@pytest.mark.slow
 def test_the_configured_noise_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "draw", lambda *_: None)
     config = configuration(tmp_path / "c.yaml")

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from nets import OPTIMIZERS, backward, mup
+from tiers import slow_except
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -114,7 +115,7 @@ def test_unlike_pieces_are_exact(kind: type, optimizer_name: str, is_mup: bool, 
     assert follow(kind, OPTIMIZERS[optimizer_name], is_mup=is_mup, closure=closure) <= 1e-10
 
 
-@pytest.mark.parametrize("is_mup", [False, True])
+@pytest.mark.parametrize("is_mup", slow_except([False, True], True))
 @pytest.mark.parametrize("kind", [Concat, MultiQuery])
 def test_unlike_pieces_are_exact_after_two_upscales(kind: type, is_mup: bool):
     for make_optimizer in OPTIMIZERS.values():

@@ -20,6 +20,7 @@ from nets import (
     tokens,
     train,
 )
+from tiers import slow_except
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -163,8 +164,8 @@ class Memory(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("noise", [None, mupscale.AdditiveNoise(0.1)])
-@pytest.mark.parametrize("consume", [True, False])
+@pytest.mark.parametrize("noise", slow_except([None, mupscale.AdditiveNoise(0.1)], None))
+@pytest.mark.parametrize("consume", slow_except([True, False], True))
 def test_peak_memory(consume: bool, noise):
     narrow, narrow_opt = trained_net(32)
     with torch.device("meta"):
