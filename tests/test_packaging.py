@@ -229,6 +229,7 @@ NEEDS = {
 """The extra of a command, and the packages without which it says so."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_without_its_extra_says_which_one_to_install(command: str, tmp_path: Path):
     (tmp_path / "a.txt").write_text("text")

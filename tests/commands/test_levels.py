@@ -25,6 +25,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Covertype, "setup", loaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

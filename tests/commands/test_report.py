@@ -116,6 +116,7 @@ def test_a_report_is_replaced_once_the_new_one_is_there(monkeypatch: pytest.Monk
 # --- the page
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else():
     base(epochs(1.0), validation=accuracy(0.7))
     scratch(epochs(1.0, 0.5), validation=accuracy(0.7), values={"data.init_args.data_dir": "<script>alert(1)</script>"})
