@@ -252,6 +252,7 @@ def test_help_does_not_wait_for_torch() -> None:
         main(["nope"])
 
 
+@pytest.mark.slow
 def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew() -> None:
     named = ["--config", QUICKSTART, *BRIEF, "--trainer.logger.version=one", "--trainer.callbacks=[]"]
     assert "there is no checkpoint" in refused("fit", *named, "--model.init_from=missing.ckpt")

@@ -491,6 +491,7 @@ def test_mistakes_are_told_before_the_first_run(keys: dict[str, Any], told: list
     assert not Path("o").exists()
 
 
+@pytest.mark.slow
 def test_more_mistakes() -> None:
     assert "there is no file nope.yaml" in refused("experiment", "nope.yaml")
     Path("e.yaml").write_text("a: [")

@@ -37,6 +37,7 @@ def blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- numbers
 
 
+@pytest.mark.slow
 def test_the_papers_figures():
     """Its MLP with SGD: 740 TFLOPs for the base, 11,326 from scratch, 598 until the upscaled one reaches it: 8.5 times
     cheaper.

@@ -669,6 +669,7 @@ def test_a_metric_that_is_never_logged(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["nothing", "nothing://there", "sqlite:////nothing/there.db"])
 def test_a_database_that_is_not_there(url: str, tmp_path: Path) -> None:
     message = refused(
