@@ -193,6 +193,7 @@ def test_a_readout_that_sums_is_named() -> None:
     assert "FAILED in 1 of 4 layers, look first at readout" in str(answer)
 
 
+@pytest.mark.slow
 def test_a_plain_readout_is_named_once_noise_is_on_it() -> None:
     answer = check_mlp(PlainMLP)
     assert failing(answer, "fresh") == []
@@ -201,6 +202,7 @@ def test_a_plain_readout_is_named_once_noise_is_on_it() -> None:
     assert check_mlp(PlainMLP, noise=None).passed
 
 
+@pytest.mark.slow
 def test_the_layer_to_look_at_is_where_outputs_go_wrong() -> None:
     """SGD's updates depend on the size of gradients, so that those before a wrong readout fail with it."""
     answer = check_mlp(PlainMLP, sgd)
@@ -238,6 +240,7 @@ def test_one_unscaled_rate_is_named_first() -> None:
     assert {"layers.0", "layers.1"}.isdisjoint(answer.failing)
 
 
+@pytest.mark.slow
 def test_unscaled_rates_of_sgd_let_updates_vanish() -> None:
     answer = check_mlp(UnscaledMLP, sgd)
     assert failing(answer, "fresh")[0] == "layers.0"
@@ -276,6 +279,7 @@ def test_state_in_the_wrong_units_shows_in_how_updates_depend_on_the_factor(
     assert slope < -0.4 if key == "exp_avg_sq" else slope > 0.4
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_divided_show_in_how_outputs_depend_on_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     original = upscale.widen_
     monkeypatch.setattr(

@@ -267,6 +267,7 @@ def test_an_axis_is_cut_where_the_beginning_would_hide_the_rest():
     assert not figures.worth_showing([band(loss[3:])], False)[2]
 
 
+@pytest.mark.slow
 def test_bands_are_drawn(tmp_path: Path):
     many = [
         band([3.0, 2.0 - place / 10], 0.1)._replace(colour=place, label=f"line {place}", marks=[0.5])

@@ -38,6 +38,7 @@ def blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- numbers
 
 
+@pytest.mark.slow
 def test_the_papers_figures():
     """The MLP with SGD: 740 TFLOPs for the base, 11,326 from scratch, 598 until the upscaled run reaches its minimum.
     With the base model that is 8.5 times cheaper.

@@ -610,6 +610,7 @@ def test_a_metric_that_is_never_logged(tmp_path: Path) -> None:
     assert "an epoch has 6 steps" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["nothing", "nothing://there", "sqlite:////nothing/there.db"])
 def test_a_database_that_is_not_there(url: str, tmp_path: Path) -> None:
     message = refused(

@@ -109,7 +109,7 @@ def follow(
 
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("is_mup", [False, True])
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer_name", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("kind", [Concat, MultiQuery])
 def test_unlike_pieces_are_exact(kind: type, optimizer_name: str, is_mup: bool, closure: bool):
     assert follow(kind, OPTIMIZERS[optimizer_name], is_mup=is_mup, closure=closure) <= 1e-10
