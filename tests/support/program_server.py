@@ -53,5 +53,6 @@ def environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": str(SUPPORT),
         "INTERRUPTED_LOG": str(folder / "log.txt"),
         "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch makes it in TMPDIR otherwise
         "TMPDIR": str(folder / "tmp"),
     }
