@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models._lightning import callbacks_of, finish_loaded_step, restore_callback_metrics, set_callbacks
+from mupscale.models.checkpoint import RUN_KEY
 
 
 class ExactResume(Callback):
@@ -26,6 +27,7 @@ class ExactResume(Callback):
     """
 
     def __init__(self) -> None:
+        self.run: dict[str, Any] | None = None  # its identity and configuration, where a command knows them
         self.finished = False
         self._attached_to: Trainer | None = None
         self._loaded: dict[str, Any] | None = None
@@ -51,6 +53,10 @@ class ExactResume(Callback):
             "should_stop": trainer.should_stop,
             "finished": self.finished,
         }
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.run is not None:
+            checkpoint[RUN_KEY] = self.run
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict

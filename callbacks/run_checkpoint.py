@@ -1,30 +1,88 @@
-"""The checkpoints of a run."""
+"""The checkpoints of a run: those that the user's policy keeps, and apart from them those that resuming needs."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 
-from mupscale.models._lightning import OpenCheckpoint, is_trial_run
+from mupscale.atomic import durably, partial, sync_folder
+from mupscale.models._lightning import OpenCheckpoint, callbacks_of, is_trial_run, set_callbacks
+from mupscale.models.checkpoint import run_of
+
+KEPT = 2
+"""How many of the newest checkpoints stay for resuming: one may be damaged."""
 
 
 class RunCheckpoint(OpenCheckpoint):
     """A ModelCheckpoint that also saves at the end of a run, and survives interruptions and moves.
 
+    Whatever its policy keeps (`monitor`, `save_top_k`, `filename`, `save_weights_only`), the two newest checkpoints are
+    in the folder `resume` beside its own. Where both are the same they are one file with two names.
+
     The last step is saved when the run is over, not before: a validation that is still to come must not be lost with a
     process that dies in it, and a run that has this checkpoint is finished.
     """
+
+    run: str | None = None
+    """The identity of the run, where a folder may hold the checkpoints of several."""
+
+    _points: "ResumePoints | None" = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        shared = self.dirpath is not None  # a folder that the user named may be that of other runs as well
+        super().setup(trainer, pl_module, stage)
+        self._is_shared = shared
+        if stage != "fit":
+            return
+        write_whole_files(trainer)
+        # its files say how far the run is, so all that others do after a step must be done before
+        set_callbacks(trainer, sorted(callbacks_of(trainer), key=lambda callback: callback is self))
+        assert self.dirpath is not None
+        name = f"resume-{self.run[:8]}" if shared and self.run is not None else "resume"
+        self._points = ResumePoints(Path(self.dirpath) / trainer.strategy.broadcast(name), self)
+        self._points.setup(trainer, pl_module, stage)
+        if trainer.is_global_zero:
+            delete_partial_files(Path(self.dirpath), self._points.folder)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._commit("on_train_start", trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step != trainer.max_steps:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self._commit("on_train_batch_end", trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self._commit("on_validation_end", trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self._commit("on_train_epoch_end", trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_trial_run(trainer) or trainer.global_step == 0:
             return
+        assert self._points is not None
         self.save_now(trainer)
+        self._points.save_now(trainer)
+
+    def _commit(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
+        """What the policy has saved is kept for resuming as well; where it saved nothing, its triggers decide."""
+        points, step = self._points, trainer.global_step
+        if points is None:
+            return  # no fit
+        if self.resumable_at(step) is not None and not points.has_saved(step):
+            points.save_now(trainer)
+        else:
+            getattr(points, hook)(trainer, *arguments)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The folder of the run may have been moved, or may be named in another way."""
@@ -44,3 +102,114 @@ class RunCheckpoint(OpenCheckpoint):
         behind."""
         assert self.dirpath is not None
         return previous != current and Path(self.dirpath).absolute() in previous.absolute().parents
+
+    def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
+        """Whether a file must not be overwritten, because it is not of this run."""
+        path = Path(filepath)
+        foreign = path.exists() and run_of(path) not in ((self.run,) if self._is_shared else (self.run, None))
+        return bool(trainer.strategy.broadcast(foreign))
+
+    def free_path(self, path: Path, trainer: Trainer) -> Path:
+        """The path, with a number if there is a file of another run."""
+        free, number = path, 0
+        while self.file_exists(free, trainer):
+            number += 1
+            free = path.with_stem(f"{path.stem}-v{number}")
+        return free
+
+
+class ResumePoints(OpenCheckpoint):
+    """The newest checkpoints of a run, in a folder of their own; written when the policy's triggers say so.
+
+    Only once a checkpoint is here a run will be resumed from it. So what the policy does with its files comes before:
+    a run that is killed in the middle of that does it again.
+    """
+
+    def __init__(self, folder: Path, policy: RunCheckpoint) -> None:
+        super().__init__(dirpath=folder, filename="{step}", enable_version_counter=False, **policy.triggers())
+        self.folder = folder
+        self.policy = policy
+
+    def write(self, trainer: Trainer, path: Path) -> None:
+        same = self.policy.resumable_at(trainer.global_step)
+        if trainer.is_global_zero:
+            self._leave(KEPT - 1, but=path)
+            if same is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                link(same, path)
+        if same is None:
+            trainer.save_checkpoint(path)
+        else:
+            trainer.strategy.barrier()
+
+    def removes(self, previous: Path, current: Path) -> bool:
+        return False  # `write` has done it
+
+    def _leave(self, count: int, but: Path) -> None:
+        """Deletes all but the newest."""
+        there = {path: step_of(path) for path in self.folder.glob("step=*.ckpt") if path != but}
+        older = sorted((path for path in there if there[path] < step_of(but)), key=lambda path: there[path])
+        for path in there.keys() - set(older[-count:]):
+            delete(path)
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes a checkpoint beside its place, and moves it there when it is on disk.
+
+    Lightning writes it to the folder for temporary files, which may be small, or be on another file system.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with durably(Path(path)) as stream:
+            torch.save(checkpoint, stream)
+
+
+def write_whole_files(trainer: Trainer) -> None:
+    """Makes a trainer write its checkpoints by `WholeFiles`, unless it was given a plugin that writes them."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = WholeFiles()
+
+
+def link(path: Path, other: Path) -> None:
+    """Gives a checkpoint a second name; on a file system without hard links, a copy."""
+    new = partial(other)
+    delete(new)
+    if path.is_dir():
+        shutil.copytree(path, new, copy_function=_link_file)
+        delete(other)
+    else:
+        _link_file(str(path), str(new))
+    new.replace(other)
+    sync_folder(other.parent)
+
+
+def _link_file(path: str, other: str) -> None:
+    try:
+        os.link(path, other)
+    except OSError:
+        shutil.copyfile(path, other)
+
+
+def delete(path: Path) -> None:
+    """Deletes a checkpoint, a file or a folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def delete_partial_files(*folders: Path) -> None:
+    """Deletes what a process that was killed has left of checkpoints it was writing."""
+    for folder in folders:
+        for path in folder.glob(partial(folder / "*.ckpt").name):
+            delete(path)
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint of ResumePoints."""
+    digits = path.stem.removeprefix("step=")
+    return int(digits) if digits.isdigit() else -1

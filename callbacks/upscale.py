@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.callbacks.fast_loop import LeanEpochLoop
+from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.recording import buffers_kept
 from mupscale.errors import UserError
@@ -109,6 +110,7 @@ class UpscaleCallback(Callback):
                 f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}"
             )
         refuse_schedule([c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)])
+        write_whole_files(trainer)
         self.checkpoint = None
         # what it saves before a swap must hold what the other callbacks (EMA, curves) did after the step
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))  # noqa: E731
@@ -182,8 +184,7 @@ class UpscaleCallback(Callback):
             torch.compiler.reset()
         # building must not move the run's random numbers
         with torch.random.fork_rng(devices=[]), init_contexts(trainer):
-            module.net = wide = module.network(self.width, meta=True)
-            module.prepare_network()
+            wide = module.rebuild(self.width, meta=True)
         for part in wide.modules():
             # these cannot be given memory weight by weight
             if module.device_mesh is not None or isinstance(part, nn.RNNBase):
@@ -193,7 +194,6 @@ class UpscaleCallback(Callback):
             check_transfer(growth, narrow, optimizer, wide, None)
         _copy_modes(narrow, wide)
         report = upscale(narrow, wide, noise=self.noise, seed=seed, plan=growth, consume=True)
-        module.hparams["width"] = self.width
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)
         for before, after in zip(narrow_opts, trainer.optimizers, strict=True):
@@ -254,9 +254,16 @@ class UpscaleCallback(Callback):
             new.n_averaged.copy_(old.n_averaged)
             set_average(callback, new)
 
-    def _saved(self, trainer: Trainer) -> Path:
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
+    def _saved(self, trainer: Trainer) -> Path | None:
+        """Writes the run before the swap beside its checkpoints."""
+        if is_trial_run(trainer):
+            return None
+        policy = next((c for c in callbacks_of(trainer) if isinstance(c, RunCheckpoint)), None)
+        keeper = policy or trainer.checkpoint_callback
+        folder = getattr(keeper, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
         path = Path(trainer.strategy.broadcast(str(folder))) / f"pre-upscale-{trainer.global_step}.ckpt"
+        if policy is not None:
+            path = policy.free_path(path, trainer)
         trainer.save_checkpoint(path)
         return path
 

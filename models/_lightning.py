@@ -3,6 +3,9 @@
 It stands in models/ because models/ is the lowest package that knows Lightning: callbacks and commands import it too.
 """
 
+import os
+import shutil
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, cast
@@ -12,13 +15,15 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.core.optimizer import _configure_optimizers
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+
+from mupscale.atomic import replacing
 
 # --- modules and trainers
 
@@ -79,6 +84,11 @@ def close_writer(logger: TensorBoardLogger) -> None:
     if logger._experiment is not None:
         logger._experiment.close()
         logger._experiment = None
+
+
+def forget_version(logger: TensorBoardLogger | CSVLogger) -> None:
+    """Makes a logger look for a free version again."""
+    logger._version = None
 
 
 def enter_hook(module: LightningModule, name: str | None) -> str | None:
@@ -202,25 +212,76 @@ def finish_loaded_step(trainer: Trainer) -> None:
 
 
 class OpenCheckpoint(ModelCheckpoint):
-    """A ModelCheckpoint with `save_now`, and with `removes`, which decides about older checkpoints."""
+    """A ModelCheckpoint with `save_now`, `write`, and `removes`, which decides about older checkpoints."""
+
+    _resumable: tuple[int, Path] | None = None
 
     def save_now(self, trainer: Trainer) -> None:
         """Saves as at the end of an interval; the present step is kept as the last even if it is not among the best."""
         candidates = self._monitor_candidates(trainer)
         self._save_topk_checkpoint(trainer, candidates)
+        self._last_time_checked = time.monotonic()
         if self._last_global_step_saved == trainer.global_step:
             self._save_last_checkpoint(trainer, candidates)
-            return
-        path = Path(self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST))
-        if trainer.is_global_zero and path.is_symlink():
-            path.unlink()
-        self._save_checkpoint(trainer, str(path))
+        elif self.save_last:
+            path = Path(self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST))
+            self._save_checkpoint(trainer, str(self.free_path(path, trainer)))
+
+    def free_path(self, path: Path, trainer: Trainer) -> Path:
+        """The path, or one like it where a file is that must not be overwritten."""
+        return path
+
+    def write(self, trainer: Trainer, path: Path) -> None:
+        """Writes a checkpoint that is due."""
+        if trainer.is_global_zero and path.is_dir():
+            shutil.rmtree(path)  # its files have other names, by which they must not change
+        trainer.strategy.barrier()
+        super()._save_checkpoint(trainer, str(path))
+        if not self.save_weights_only:
+            self._resumable = trainer.global_step, path
+
+    def has_saved(self, step: int) -> bool:
+        return bool(self._last_global_step_saved == step)
+
+    def resumable_at(self, step: int) -> Path | None:
+        """The checkpoint of a step, if this has written one from which a run can be resumed."""
+        return self._resumable[1] if self._resumable is not None and self._resumable[0] == step else None
+
+    def triggers(self) -> dict[str, Any]:
+        """The arguments that say when to save."""
+        return {
+            "every_n_train_steps": self._every_n_train_steps,
+            "every_n_epochs": self._every_n_epochs,
+            "train_time_interval": self._train_time_interval,
+            "save_on_train_epoch_end": self._save_on_train_epoch_end,
+        }
 
     def removes(self, previous: Path, current: Path) -> bool:
         raise NotImplementedError
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        self._resumable = None  # it may be of the middle of a step
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        self.write(trainer, Path(filepath))
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         return self.removes(Path(previous), Path(current))
+
+    @staticmethod
+    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        """In one operation: a process that is killed in it leaves the old link."""
+        path, link = Path(filepath), Path(linkpath)
+        if trainer.is_global_zero and path.absolute() != link.absolute():
+            if link.is_dir() and not link.is_symlink():
+                shutil.rmtree(link)
+            with replacing(link) as new:
+                new.unlink(missing_ok=True)
+                new.symlink_to(os.path.relpath(path, link.parent))
+        trainer.strategy.barrier()
 
 
 class ClockedBar(TQDMProgressBar):

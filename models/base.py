@@ -85,6 +85,7 @@ class WidthScalable(LightningModule):
         self.lr_scheduler_callable = lr_scheduler
         self.net: nn.Module | None = None
         self.train_loss: Tensor | None = None
+        self._on_meta = False
 
     # --- what a subclass gives
 
@@ -120,9 +121,23 @@ class WidthScalable(LightningModule):
         return self.net(*inputs)
 
     def configure_model(self) -> None:
+        """Makes the network. A subclass may do more, such as freeze layers: it is done again at every other width."""
         if self.net is None:
-            self.net = self.network(self.width)
+            self.net = self.network(self.width, meta=self._on_meta)
             self.prepare_network()
+
+    def rebuild(self, width: Width, *, meta: bool = False) -> nn.Module:
+        """Makes the network anew at another width, with all that `configure_model` does; returns it."""
+        self.hparams["width"] = width
+        self.net = None
+        self._on_meta = meta
+        try:
+            self.configure_model()
+        finally:
+            self._on_meta = False
+        net: nn.Module | None = self.net
+        assert net is not None, "configure_model made no network"
+        return net
 
     def prepare_network(self) -> None:
         """What is done to a finished network before it trains: sharding under FSDP2, compiling."""
@@ -216,10 +231,8 @@ class WidthScalable(LightningModule):
         """The last hook before weights load: the network is rebuilt to the checkpoint's width, whichever it is."""
         width = checkpoint_width(checkpoint, type(self).__name__)
         if self.net is None or width != self.width:
-            self.hparams["width"] = width
             with init_contexts(trainer_of(self)):
-                self.net = self.network(width)
-                self.prepare_network()
+                self.rebuild(width)
             self._renew_averages()
         assert self.net is not None
         refuse_other_architecture(self.net, self.hparams, checkpoint)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.checksums import damage_in
 from mupscale.errors import UserError
 from mupscale.widening.finite import first_non_finite
 from mupscale.widening.sharding import is_sharded, whole
@@ -20,6 +21,9 @@ Width = int | list[int]
 CHECKPOINT_KEY = "mupscale"
 """Our part of a checkpoint: the module's class; for each optimizer its class and the names of its parameters, in its
 order; and the widths of parameters whose pieces grew by different factors, which cannot be recomputed."""
+
+RUN_KEY = "mupscale_run"
+"""The run of a checkpoint: its identity, and its configuration. Checkpoints of a fit without the command have none."""
 
 _FREE = ("width", "init_from", "compile")
 """Arguments that may differ from those of a checkpoint, whatever the module is."""
@@ -39,10 +43,24 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """A checkpoint file on the CPU, tensors and primitives only."""
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}")
+    problem = damage_in(Path(path))
+    if problem is not None:
+        raise UserError(f"{path} is damaged: {problem}")
     try:
         return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # torch raises many kinds
         raise UserError(f"{path} is not a checkpoint, or a damaged one ({type(error).__name__})") from error
+
+
+def run_of(path: Path) -> str | None:
+    """The identity of the run that wrote a checkpoint; None if it has none, or is not a checkpoint."""
+    try:
+        saved = torch.load(
+            path / "meta.pt" if path.is_dir() else path, map_location="cpu", weights_only=True, mmap=True
+        )
+        return cast(str, saved[RUN_KEY]["id"])
+    except Exception:  # torch raises many kinds
+        return None
 
 
 def checkpoint_width(checkpoint: dict[str, Any], module: str) -> Width:

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextmanager
@@ -32,16 +33,28 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replaces the content of a file by `content`, whole even if the machine loses power; returns once it is on disk.
+    """Replaces the content of a file by `content`, as `durably` does."""
+    with durably(path) as stream:
+        stream.write(content)
 
-    Only one process at a time may write `path`. A process that is killed leaves `partial(path)` behind, and the next
-    call overwrites it.
+
+@contextmanager
+def durably(path: Path) -> Iterator[BinaryIO]:
+    """Yields a stream for the new content of a file, which is whole even if the machine loses power.
+
+    The content is on disk once the block is over. Only one process at a time may write `path`. A process that is killed
+    leaves `partial(path)` behind, and the next call overwrites it.
     """
     with replacing(path, partial(path)) as new, new.open("wb") as stream:
-        stream.write(content)
+        yield stream
         stream.flush()
         os.fsync(stream.fileno())
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Returns once the names in a folder are on disk."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
@@ -49,5 +62,5 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def partial(path: Path) -> Path:
-    """The temporary file of `write_durably`."""
+    """The temporary file of `durably`."""
     return path.with_name(f".{path.name}.partial")

@@ -1,23 +1,61 @@
-"""Checkpoints on disk: the newest one of a run that can be read. Loads torch only when it reads one."""
+"""Checkpoints on disk: the newest one of a run that is whole. Loads torch only when it reads one."""
 
+import os
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mupscale.commands.sharded_checkpoints import check_sharded
+import yaml
+
+from mupscale.checksums import damage_in
+from mupscale.commands.run_folder import identity_of
+from mupscale.commands.sharded_checkpoints import check_sharded, damage_in_shards
 from mupscale.errors import UserError
 
 
-def newest_checkpoint(folder: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint with the most steps and its content; one that a crash cut off does not count."""
-    best: tuple[tuple[int, float], Path | None, dict[str, Any]] = (-1, 0.0), None, {}
-    for path in folder.rglob("*.ckpt"):
+def newest_checkpoint(
+    folder: Path, tell: Callable[[str], None] = lambda line: None
+) -> tuple[Path | None, dict[str, Any]]:
+    """The newest checkpoint of a run and its content; `tell` gets a line about each that is newer, but damaged.
+
+    Those that the run keeps for resuming come before those of its policy, which may be of the middle of a step.
+    """
+    found: list[tuple[tuple[bool, int, float], Path, dict[str, Any]]] = []
+    for path in checkpoints_of(folder):
         checkpoint = readable(path)
-        if checkpoint is not None:
-            age = checkpoint["global_step"], path.stat().st_mtime
-            if age > best[0] and not path.is_symlink():  # last.ckpt points to another one in the folder
-                best = age, path, checkpoint
-    return best[1:]
+        if checkpoint is None:
+            if not path.is_dir():  # a folder without its last file was never finished
+                tell(f"{path} is damaged; it is passed over")
+        elif "optimizer_states" in {*checkpoint, *sharded(path)} and _is_of(folder, path, checkpoint):
+            kept = path.parent.name.startswith("resume") or path.name.startswith("pre-upscale-") or is_old(checkpoint)
+            found.append(((kept, checkpoint["global_step"], path.stat().st_mtime), path, checkpoint))
+    for _, path, checkpoint in sorted(found, key=lambda entry: entry[0], reverse=True):
+        problem = damage_in_shards(path) if path.is_dir() else damage_in(path)
+        if problem is None:
+            return path, checkpoint
+        tell(f"{path} is damaged ({problem}); the one before it is taken")
+    return None, {}
+
+
+def checkpoints_of(folder: Path) -> Iterator[Path]:
+    """Where the checkpoints of a run may be: in its folder, and in `checkpoint.dirpath`."""
+    yield from below(folder)
+    elsewhere = _dirpath(folder)
+    if elsewhere is not None and elsewhere.is_dir() and not elsewhere.resolve().is_relative_to(folder.resolve()):
+        yield from below(elsewhere)
+
+
+def below(folder: Path) -> Iterator[Path]:
+    """The checkpoints in a folder, but not those of runs inside it. Links, such as last.ckpt, are left out."""
+    for name in sorted(os.listdir(folder)):
+        path = folder / name
+        if path.is_symlink() or name.startswith("."):
+            continue
+        if path.suffix == ".ckpt":
+            yield path
+        elif path.is_dir() and not (path / "config.yaml").exists():
+            yield from below(path)
 
 
 def readable(path: Path) -> dict[str, Any] | None:
@@ -29,18 +67,20 @@ def readable(path: Path) -> dict[str, Any] | None:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # torch raises many kinds
         return None
-    if not isinstance(checkpoint, dict) or "global_step" not in checkpoint:
-        return None
-    return checkpoint if "optimizer_states" in {*checkpoint, *sharded(path)} else None
+    return checkpoint if isinstance(checkpoint, dict) and "global_step" in checkpoint else None
 
 
 def checked(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint that a user names, its tensors mapped; UserError if it holds more than data."""
+    """The content of a checkpoint that a user names, its tensors mapped; UserError if it holds more than data, or if it
+    is damaged."""
     import torch
 
     if path.is_dir():
         check_sharded(path)
     file = path / "meta.pt" if path.is_dir() else path
+    problem = damage_in_shards(path) if path.is_dir() else damage_in(path)
+    if problem is not None:
+        raise UserError(f"{path} is damaged ({problem}); nothing of it was loaded")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # torch raises many kinds
@@ -54,5 +94,29 @@ def checked(path: Path) -> dict[str, Any]:
 
 
 def sharded(path: Path) -> set[str]:
-    """The keys that a sharded checkpoint keeps outside of meta.pt; its .metadata is written last."""
+    """The keys that a sharded checkpoint keeps outside of meta.pt."""
     return {"optimizer_states"} if (path / ".metadata").is_file() else set()
+
+
+def is_old(checkpoint: dict[str, Any]) -> bool:
+    """Whether a checkpoint is of a version that kept none apart for resuming, or of a fit without the command."""
+    from mupscale.models.checkpoint import RUN_KEY
+
+    return RUN_KEY not in checkpoint
+
+
+def _is_of(folder: Path, path: Path, checkpoint: dict[str, Any]) -> bool:
+    """Whether a checkpoint is of the run in a folder. One without an identity is, if it lies there."""
+    from mupscale.models.checkpoint import RUN_KEY
+
+    theirs, ours = checkpoint.get(RUN_KEY, {}).get("id"), identity_of(folder)
+    return theirs == ours or (theirs is None and folder.resolve() in path.resolve().parents)
+
+
+def _dirpath(folder: Path) -> Path | None:
+    """The folder for checkpoints that a run's configuration names."""
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        return Path(config["checkpoint"]["dirpath"])
+    except (OSError, KeyError, TypeError, yaml.YAMLError):
+        return None

@@ -1,6 +1,7 @@
 """The LightningCLI behind every command that takes a configuration: short class names, sensible defaults."""
 
 import importlib
+import itertools
 import logging
 import os
 import pkgutil
@@ -8,13 +9,16 @@ import warnings
 from argparse import ArgumentError
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, SaveConfigCallback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
@@ -35,12 +39,15 @@ from mupscale.commands._jsonargparse import (
     unknown_class,
     unknown_key,
 )
-from mupscale.commands.checkpoints import checked
+from mupscale.commands.checkpoints import checked, checkpoints_of
+from mupscale.commands.config import Config
+from mupscale.commands.continued import refuse_changes
 from mupscale.commands.levels import refuse_levels
+from mupscale.commands.run_folder import LOCK, Claim, Taken
 from mupscale.errors import UserError
-from mupscale.models._lightning import OpenCLI
+from mupscale.models._lightning import OpenCLI, forget_version, is_trial_run
 from mupscale.models.base import WidthScalable
-from mupscale.models.checkpoint import checkpoint_width
+from mupscale.models.checkpoint import RUN_KEY, checkpoint_width
 
 C = TypeVar("C", bound=Callback)
 
@@ -64,32 +71,27 @@ EVALUATIONS = ("validate", "test", "predict")
 """Commands that need weights, and would do with random ones."""
 
 
-class SaveConfig(SaveConfigCallback):
+class SaveConfig(Callback):
     """Saves config.yaml in the run's folder, and its text in TensorBoard. A run that is resumed has both already."""
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.folder = trainer.log_dir  # all ranks must ask for it together, and only the first one saves
-        super().setup(trainer, pl_module, stage)
+    def __init__(self, text: str, resumed: bool) -> None:
+        self.text = text
+        self.resumed = resumed
 
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        folder = log_files.folder(trainer, self.folder)
-        if stage != "fit" or folder is None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        log_dir = trainer.log_dir  # all ranks must ask for it together, and only the first one saves
+        folder = log_files.folder(trainer, log_dir)
+        if stage != "fit" or folder is None or is_trial_run(trainer) or not trainer.is_global_zero:
             return
-        path = folder / self.config_filename
-        if path.exists() and not self.overwrite:
-            if any(path.parent.rglob("*.ckpt")):
-                raise UserError(
-                    f"trainer.logger: {path.parent} has a run already; "
-                    f"to continue it: python -m mupscale resume {path.parent}"
-                )
+        path = folder / "config.yaml"
+        if path.exists() and not self.resumed:
             # An attempt died before its first checkpoint. Its curves would lie under those of this run.
             log_files.delete(trainer)
-        text = self.parser.dump(self.config, skip_none=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+        write_text(path, self.text)
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and not self.overwrite:
-                logger.experiment.add_text("config", f"```yaml\n{text}\n```")
+            if isinstance(logger, TensorBoardLogger) and not self.resumed:
+                logger.experiment.add_text("config", f"```yaml\n{self.text}\n```")
 
 
 class Parser(LightningArgumentParser):
@@ -112,24 +114,22 @@ class Parser(LightningArgumentParser):
 
 
 class CLI(OpenCLI):
-    """`folder` is the folder of the run to resume; `started` notes when the first batch is handled."""
+    """`folder` is the folder of the run to resume; `claims` gets what to release when the command has ended; `started`
+    notes when the first batch is handled."""
 
-    def __init__(self, *args: Any, started: "Started", folder: Path | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, started: "Started", claims: list[Claim], folder: Path | None = None, **kwargs: Any
+    ) -> None:
         self.folder = folder
         self.started = started
+        self.claims = claims
         super().__init__(*args, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(FastLoop, "loop")
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
-        # a link, because copying a large model takes time; no version counter, because the folder belongs to the run
-        parser.set_defaults(
-            {
-                "checkpoint.save_last": "link",
-                "checkpoint.every_n_train_steps": 500,
-                "checkpoint.enable_version_counter": False,
-            }
-        )
+        # a link, because copying a large model takes time
+        parser.set_defaults({"checkpoint.save_last": "link", "checkpoint.every_n_train_steps": 500})
         parser.add_argument(
             "--callback_args",
             type=dict[str, dict[str, Any]] | None,
@@ -177,9 +177,26 @@ class CLI(OpenCLI):
             saved = checked(Path(path))
         except UserError as error:
             raise UserError(f"ckpt_path: {error}") from error
+        if command == "fit":
+            then = saved.get(RUN_KEY, {}).get("config") or self._config_of_folder()
+            if then is not None:
+                refuse_changes(then, self.plain(self.config), saved["global_step"], same_place=self.folder is not None)
         if Path(path).is_dir():
             name = section.model.class_path.rpartition(".")[2]
             self.config[f"{self.config.subcommand}.model.init_args.width"] = checkpoint_width(saved, name)
+
+    def plain(self, config: Any) -> Config:
+        """The section of the command as plain values."""
+        return cast(Config, yaml.safe_load(self.dumped(config)))
+
+    def dumped(self, config: Any) -> str:
+        """The section of the command as the text of config.yaml."""
+        command = config["subcommand"]
+        return str(self.parser_of(command).dump(config[command], skip_none=False))
+
+    def _config_of_folder(self) -> Config | None:
+        """What config.yaml says of a run that is resumed: its checkpoints were written before they held it."""
+        return None if self.folder is None else yaml.safe_load((self.folder / "config.yaml").read_text())
 
     def _refuse_random_weights(self, command: str) -> NoReturn:
         base = self.config.get(f"{command}.model.init_args.init_from")
@@ -194,9 +211,17 @@ class CLI(OpenCLI):
         )
 
     def before_instantiate_classes(self) -> None:
+        trainer = self.section("trainer")
+        if self.subcommand == "fit" and not trainer["logger"] and not trainer["fast_dev_run"]:
+            # Lightning's folder for a run without a logger is the same for all of them
+            trainer["default_root_dir"] = str(self.folder or self._free_folder(trainer["default_root_dir"]))
         if self.folder is None:
             return
-        loggers = self.section("trainer")["logger"]
+        if trainer["logger"] is True:
+            name = f"{TensorBoardLogger.__module__}.{TensorBoardLogger.__qualname__}"
+            place = Namespace(save_dir=None, name="", version=None)
+            trainer["logger"] = Namespace(class_path=name, init_args=place)
+        loggers = trainer["logger"]
         for logger in loggers if isinstance(loggers, list) else [loggers]:
             arguments = getattr(logger, "init_args", {})
             if all(name in arguments for name in ("save_dir", "name", "version")):
@@ -213,12 +238,75 @@ class CLI(OpenCLI):
         if self.subcommand is not None:
             self.given[f"{self.subcommand}.ckpt_path"] = None
             self.given[f"{self.subcommand}.seed_everything"] = self.section("seed_everything")
-            saver = SaveConfig(self.parser_of(self.subcommand), self.given[self.subcommand], **self.save_config_kwargs)
+            saver = SaveConfig(self.dumped(self.given), resumed=self.folder is not None)
             config["callbacks"] = [self.started, *given, saver]
 
     def before_fit(self) -> None:
-        if self.trainer.is_global_zero:
-            log_files.keep_tables(self.trainer)
+        trainer = self.trainer
+        if not trainer.is_global_zero or is_trial_run(trainer):
+            return
+        folder = self._claimed()
+        identity = self.claims[0].begin(None if self.folder is None else self.claims[0].identity)
+        for policy in callbacks_in(trainer, RunCheckpoint):
+            policy.run = identity
+            if policy.dirpath is not None and "://" not in str(policy.dirpath):
+                elsewhere = Path(policy.dirpath)
+                if elsewhere.resolve() != folder.resolve():
+                    self.claims.append(Claim(elsewhere))
+                    self.claims[-1].begin(identity)
+        for callback in callbacks_in(trainer, ExactResume):
+            callback.run = {"id": identity, "config": self.plain(self.given)}
+        log_files.keep_tables(trainer)
+
+    def _claimed(self) -> Path:
+        """The folder of this run, which no other process may write to from here on."""
+        if self.claims:
+            return self.claims[0].folder
+        logger = next(iter(self.trainer.loggers), None)
+        numbered = isinstance(logger, TensorBoardLogger | CSVLogger)
+        next_free = numbered and self.folder is None and self._has_no_version()
+        while True:
+            folder = log_files.folder(self.trainer, self.trainer.log_dir)
+            assert folder is not None
+            try:
+                claim = Claim(folder)
+            except Taken:
+                if not next_free:
+                    raise
+            else:
+                has_run = self.folder is None and (folder / "config.yaml").exists()
+                if not has_run or (not next_free and not any(checkpoints_of(folder))):
+                    self.claims.append(claim)
+                    return folder
+                claim.release()
+                if not next_free:
+                    raise UserError(
+                        f"trainer.logger: {folder} has a run already; to continue it: "
+                        f"python -m mupscale resume {folder}"
+                    )
+            assert isinstance(logger, TensorBoardLogger | CSVLogger)
+            forget_version(logger)  # another process was faster
+
+    def _has_no_version(self) -> bool:
+        """Whether the first logger looks for a free version itself."""
+        loggers = self.section("trainer")["logger"]
+        first = loggers[0] if isinstance(loggers, list) else loggers
+        return first is True or getattr(first, "init_args", {}).get("version") is None
+
+    def _free_folder(self, root: str | None) -> Path:
+        """A folder for a run without a logger: the root itself, or version_0 and so on in it, whichever is free."""
+        if is_other_rank():
+            return Path(root or ".")  # the first rank's is taken
+        place = Path(root or ".").absolute()
+        names = itertools.chain([place], (place / f"version_{number}" for number in itertools.count()))
+        for folder in names:
+            if not any((folder / name).exists() for name in ("config.yaml", "checkpoints", LOCK)):
+                try:
+                    self.claims.append(Claim(folder))
+                except Taken:
+                    continue
+                return folder
+        raise AssertionError
 
     def predict(self, **arguments: Any) -> None:
         predictions = self.trainer.predict(**arguments)
@@ -246,6 +334,7 @@ def parsed(
         for command, purpose in PURPOSES.items()
     }
     started = Started()
+    claims: list[Claim] = []
     try:
         return CLI(
             WidthScalable,
@@ -256,7 +345,6 @@ def parsed(
             load_from_checkpoint_support=False,  # the constructor arguments in a checkpoint are enough
             seed_everything_default=0,
             save_config_callback=None,
-            save_config_kwargs={"overwrite": folder is not None, "save_to_log_dir": False},
             trainer_defaults={"logger": LOGGER, "log_every_n_steps": 10, "enable_model_summary": False},
             parser_class=Parser,
             parser_kwargs={"prog": "python -m mupscale", **(texts if run else {}), **(parser_kwargs or {})},
@@ -264,11 +352,15 @@ def parsed(
             run=run,
             folder=folder,
             started=started,
+            claims=claims,
         )
     except (ValueError, OSError, MisconfigurationException, ArgumentError) as error:
         if isinstance(error, UserError) or started.batches or debugging():
             raise
         raise UserError(in_a_line(str(error))) from error
+    finally:
+        for claim in reversed(claims):
+            claim.release()
 
 
 class Started(Callback):
@@ -305,6 +397,12 @@ def short_names(kind: type[Any]) -> set[str]:
 def descendants(kind: type[Any]) -> set[type[Any]]:
     """The classes that inherit from a class, as far as they are imported."""
     return {kind}.union(*(descendants(child) for child in kind.__subclasses__()))
+
+
+def is_other_rank() -> bool:
+    """Whether this is a process of a distributed run, but not its first; known before there is a trainer."""
+    rank: int = getattr(rank_zero_only, "rank", 0)
+    return rank != 0
 
 
 def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:

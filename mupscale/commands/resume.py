@@ -11,14 +11,18 @@ def main(command: str, arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m mupscale resume",
         description=__doc__,
-        epilog="Further options are those of fit, and override the run's configuration.",
+        epilog="Further options are those of fit. They may change what is not decided yet: trainer.*, checkpoint.*, "
+        "loop.*, model.compile, data.data_dir, upscales that are still to come, further callbacks. Others are refused.",
+        allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, help="the folder of the run, with its config.yaml (runs/NAME/version_0)")
     options, overrides = parser.parse_known_args(arguments)
     config = options.run / "config.yaml"
     if not config.is_file():
         raise UserError(f"{options.run} is not the folder of a run: it has no config.yaml")
-    path, checkpoint = newest_checkpoint(options.run)
+    if any(override.partition("=")[0] in ("--ckpt_path", "--ckpt-path") for override in overrides):
+        raise UserError("--ckpt_path: resume takes the newest checkpoint; to go on from another: fit --ckpt_path")
+    path, checkpoint = newest_checkpoint(options.run, tell=lambda line: print(line, flush=True))
     if path is None:
         raise UserError(
             f"{options.run} has no checkpoint that can be read. Start again: python -m mupscale fit --config {config}"

@@ -8,9 +8,13 @@ does not need.
 import io
 import os
 import pickle
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mupscale.checksums import damage_in
 from mupscale.errors import UserError
 
 METADATA = ".metadata"
@@ -36,15 +40,51 @@ def check_sharded(folder: Path) -> None:
     _inside(folder, "meta.pt")
     files = [folder / METADATA, *folder.glob("__*.metadata")]  # torch falls back to those of single ranks
     for file in files:
-        try:
-            _check(file)
-        except UserError:
-            raise
-        except Exception as error:  # a damaged pickle raises many kinds
-            raise UserError(f"{file} is damaged, or not the metadata of a checkpoint ({_line(error)})") from error
+        for item in _stored(file):
+            if not item.is_tensor:
+                _check_value(item)
 
 
-def _check(file: Path) -> None:
+def damage_in_shards(folder: Path) -> str | None:
+    """What is wrong with a sharded checkpoint, or None: every part in its shards has a checksum."""
+    try:
+        for item in _stored(folder / METADATA):
+            content = item.content()
+            problem = damage_in(content) if zipfile.is_zipfile(content) else "it is cut off, or overwritten"
+            if problem is not None:
+                return f"{item.name} in {item.shard.name}: {problem}"
+    except (UserError, OSError) as error:
+        return str(error)
+    return damage_in(folder / "meta.pt")
+
+
+@dataclass
+class Item:
+    """A value in a shard."""
+
+    name: str
+    is_tensor: bool
+    shard: Path
+    offset: int
+    length: int
+
+    def content(self) -> io.BytesIO:
+        with self.shard.open("rb") as stream:
+            stream.seek(self.offset)
+            return io.BytesIO(stream.read(self.length))
+
+
+def _stored(file: Path) -> list[Item]:
+    """What a file of metadata says is in the shards beside it; UserError if it says more than that."""
+    try:
+        return list(_read(file))
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle raises many kinds
+        raise UserError(f"{file} is damaged, or not the metadata of a checkpoint ({_line(error)})") from error
+
+
+def _read(file: Path) -> Iterator[Item]:
     with _inside(file.parent, file.name).open("rb") as stream:
         metadata = Metadata(stream, file).load()
     if type(metadata) is not STAND_INS["Metadata"]:
@@ -60,24 +100,20 @@ def _check(file: Path) -> None:
         shard = _inside(file.parent, place["relative_path"])
         if place.get("transform_descriptors"):
             raise UserError(f"{file} asks for transformations of {shard.name}, which mupscale does not write")
-        name = index.__dict__["fqn"]
-        if type(kinds[name]) is not STAND_INS["TensorStorageMetadata"]:
-            _check_value(shard, name, place["offset"], place["length"])
+        name, offset, length = index.__dict__["fqn"], place["offset"], place["length"]
+        if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+            raise UserError(f"{file} has {name} at {offset!r}, {length!r} bytes, wanted whole numbers")
+        yield Item(name, type(kinds[name]) is STAND_INS["TensorStorageMetadata"], shard, offset, length)
 
 
-def _check_value(shard: Path, name: str, offset: int, length: int) -> None:
+def _check_value(item: Item) -> None:
     """UserError if a value that is not a tensor, such as a learning rate, is more than data."""
     import torch
 
-    if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise UserError(f"{shard.parent / METADATA} has {name} at {offset!r}, {length!r} bytes, wanted whole numbers")
-    with shard.open("rb") as stream:
-        stream.seek(offset)
-        content = io.BytesIO(stream.read(length))
     try:
-        torch.load(content, map_location="cpu", weights_only=True)
+        torch.load(item.content(), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
-        raise UserError(f"{shard} has {name} with more than data in it; it is not loaded") from error
+        raise UserError(f"{item.shard} has {item.name} with more than data in it; it is not loaded") from error
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -64,7 +64,7 @@ def test_shipped_configuration_runs(config: Path, tmp_path: Path) -> None:
     copy = tmp_path / "config.yaml"
     copy.write_text(yaml.safe_dump(settings))
     main(["fit", "--config", str(copy), *BRIEF])
-    path, checkpoint = newest_checkpoint(Path("runs"))
+    path, checkpoint = newest_checkpoint(next(Path("runs").rglob("config.yaml")).parent)
     assert path is not None
     assert checkpoint["global_step"] == 6
 
@@ -119,7 +119,7 @@ def test_composition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(printed))
     main(["fit", "--config", str(again)])  # what is printed runs
-    assert newest_checkpoint(Path("runs"))[1]["global_step"] == 8
+    assert newest_checkpoint(next(Path("runs").rglob("config.yaml")).parent)[1]["global_step"] == 8
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch import nn
@@ -45,3 +46,28 @@ class Even(MLP):
     def build(self, width: Any) -> nn.Module:
         assert width % 2 == 0, f"width {width} is odd"
         return super().build(width)
+
+
+class Crash(Callback):
+    """Ends a run before the step that a test names."""
+
+    at = -1
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == Crash.at:
+            raise Crashed
+
+
+class Crashed(Exception):
+    """What Crash raises."""
+
+
+class FrozenMLP(MLP):
+    """Freezes its first layer, and doubles its output, where it makes its network."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            assert self.net is not None
+            next(self.net.parameters()).requires_grad_(False)
+            self.net.register_forward_hook(lambda module, inputs, output: 2 * output)

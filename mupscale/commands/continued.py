@@ -1,0 +1,86 @@
+"""What may change when a run goes on from a checkpoint: nothing that the checkpoint has decided already."""
+
+from typing import Any
+
+from mupscale.commands.config import Config, brief, class_name, differences
+from mupscale.errors import UserError
+
+FREE = ("trainer.", "checkpoint.", "loop.", "ckpt_path", "weights_only", "callback_args", "model.init_args.compile")
+"""Keys that take effect in a run that goes on; `trainer.callbacks` by the rules below."""
+
+FREE_DATA = ("data_dir", "resident", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
+"""Arguments of data modules that say where samples are and how they are read, and not which ones."""
+
+PLACE = ("trainer.logger", "trainer.default_root_dir", "checkpoint.dirpath")
+"""Keys that say where a run is; `resume` goes on in its folder."""
+
+SUMMARY = (
+    "May change: trainer.*, checkpoint.*, loop.*, model.compile, data.data_dir, upscales that are still to come, "
+    "further callbacks"
+)
+
+
+def refuse_changes(saved: Config, config: Config, step: int, *, same_place: bool) -> None:
+    """UserError if a configuration differs from that of a checkpoint of `step` in what the checkpoint has decided."""
+    for key, there, here in differences(saved, config):
+        if key.startswith("trainer.callbacks") or _is_missing(saved, key):
+            continue
+        free = key.startswith(FREE) or (key.startswith("data.init_args.") and key.rpartition(".")[2] in FREE_DATA)
+        if (same_place and key.startswith(PLACE)) or not free:
+            where = "which says where it is" if key.startswith(PLACE) else "which is in its checkpoint"
+            raise UserError(
+                f"{shown(key)} is {brief(there)} in the run and {brief(here)} here. A run that goes on keeps it, "
+                f"{where}. {SUMMARY}. For all else start a new run from the weights, with --model.init_from CHECKPOINT"
+            )
+    _refuse_callbacks(_callbacks(saved), _callbacks(config), step)
+
+
+def shown(key: str) -> str:
+    """A key as a user writes it."""
+    return key.replace(".init_args.", ".")
+
+
+def _refuse_callbacks(there: list[Config], here: list[Config], step: int) -> None:
+    """Those of the run must be there, in their order, but for upscales to come; and no upscale that is too late."""
+    wanted = [callback for callback in there if not _is_to_come(callback, step)]
+    given = [callback for callback in here if not _is_to_come(callback, step)]
+    for callback in given:
+        if wanted and _are_same(wanted[0], callback):
+            wanted.pop(0)
+        elif class_name(callback) == "UpscaleCallback":
+            raise UserError(
+                f"trainer.callbacks: {brief(callback)} is not of the run, which is at step {step} already. "
+                "Upscales that are still to come may change"
+            )
+    if wanted:
+        raise UserError(
+            f"trainer.callbacks: the run has {brief(wanted[0])}, which is not here, or has other arguments. A run that "
+            f"goes on keeps it, its state is in the checkpoint. {SUMMARY}"
+        )
+
+
+def _callbacks(config: Config) -> list[Config]:
+    given = config["trainer"]["callbacks"] or []
+    return given if isinstance(given, list) else [given]
+
+
+def _is_to_come(callback: Config, step: int) -> bool:
+    return class_name(callback) == "UpscaleCallback" and callback["init_args"]["at_step"] >= step
+
+
+def _are_same(there: Config, here: Config) -> bool:
+    """Whether two callbacks have one class, and the same values of the arguments that there were then."""
+    then, now = there.get("init_args", {}), here.get("init_args", {})
+    return class_name(there) == class_name(here) and not differences(then, {key: now.get(key) for key in then})
+
+
+def _is_missing(config: Any, key: str) -> bool:
+    """Whether a configuration lacks a key altogether: the version that wrote it did not have it."""
+    for part in key.split("."):
+        if isinstance(config, list):
+            config = dict(enumerate(config))
+            part = int(part)  # type: ignore[assignment]
+        if not isinstance(config, dict) or part not in config:
+            return isinstance(config, dict)
+        config = config[part]
+    return False

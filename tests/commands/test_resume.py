@@ -1,0 +1,334 @@
+"""resume goes on with the run in a folder, and with no other; what it cannot do it refuses, and touches nothing."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command_line import refused, small, upscale
+from extensions import Crash, Crashed
+from logged import curves
+
+from mupscale.__main__ import main
+from mupscale.commands.checkpoints import checkpoints_of, newest_checkpoint
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "no_crash_left")
+
+CRASH = {"class_path": "extensions.Crash"}
+
+
+@pytest.fixture
+def no_crash_left() -> Iterator[None]:
+    yield
+    Crash.at = -1
+
+
+def config(path: Path, *callbacks: dict[str, Any], model: str = "MLP", **trainer: Any) -> str:
+    """A run of 12 steps with a checkpoint every second one, which a test can let crash."""
+    small(path, CRASH, *callbacks, max_steps=12, val_check_interval=3, enable_progress_bar=False, **trainer)
+    content = yaml.safe_load(path.read_text())
+    content["model"]["class_path"] = model
+    content["checkpoint"]["every_n_train_steps"] = 2
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def crash(step: int, *arguments: str) -> None:
+    """Runs a command that ends before a step."""
+    Crash.at = step
+    with pytest.raises(Crashed):
+        main(list(arguments))
+    Crash.at = -1
+
+
+def end(folder: str | Path) -> dict[str, Any]:
+    path, checkpoint = newest_checkpoint(Path(folder))
+    assert path is not None
+    assert checkpoint["global_step"] == 12
+    return checkpoint
+
+
+def assert_same_end(ours: str | Path, theirs: str | Path) -> None:
+    mine, other = end(ours)["state_dict"], end(theirs)["state_dict"]
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# --- the network
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_what_configure_model_does_is_done_again(tmp_path: Path, step: int) -> None:
+    path = config(tmp_path / "c.yaml", upscale(4, 16), model="extensions.FrozenMLP")
+    main(["fit", "--config", path])
+    crash(step, "fit", "--config", path)
+    main(["resume", "runs/default/version_1"])
+    assert_same_end("runs/default/version_1", "runs/default/version_0")
+    ours, theirs = (curves(Path("runs/default") / name)["train/loss"] for name in ("version_1", "version_0"))
+    assert ours == theirs
+    first = next(name for name in end("runs/default/version_0")["state_dict"])
+    before = torch.load("runs/default/version_0/checkpoints/pre-upscale-4.ckpt", weights_only=True)["state_dict"]
+    start = torch.load("runs/default/version_1/checkpoints/pre-upscale-4.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(before[first], start[first])
+    wide = end("runs/default/version_1")
+    crash(9, "fit", "--config", path)  # a third time: frozen weights are the same after the swap and at the end
+    swapped = newest_checkpoint(Path("runs/default/version_2"))[1]["state_dict"]
+    assert torch.equal(swapped[first], wide["state_dict"][first])
+
+
+# --- overrides
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of which nine steps are done, the configuration beside it."""
+    folder = tmp_path_factory.mktemp("crashed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        crash(9, "fit", "--config", config(folder / "c.yaml", upscale(4, 16), upscale(10, 32)))
+    return folder
+
+
+@pytest.fixture
+def half_a_run(crashed: Path, tmp_path: Path) -> Path:
+    shutil.copytree(crashed, tmp_path, dirs_exist_ok=True)
+    return Path("runs/default/version_0")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("--model.optimizer.lr=0.5", "model.optimizer.lr is 0.01 in the run and 0.5 here"),
+        ("--model.optimizer=SGD", "model.optimizer"),
+        ("--model.width=64", "model.width is 8 in the run and 64 here"),
+        ("--model.hidden_layers=2", "model.hidden_layers"),
+        ("--model.init_from=other.ckpt", "model.init_from"),
+        ("--model.lr_scheduler={class_path: ConstantLR}", "model.lr_scheduler"),
+        ("--data.batch_size=7", "data.batch_size"),
+        ("--data.seed=7", "data.seed"),
+        ("--seed_everything=5", "seed_everything"),
+        ("--trainer.logger.name=other", "trainer.logger.name"),
+        ("--trainer.logger=false", "trainer.logger"),
+        ("--trainer.default_root_dir=other", "trainer.default_root_dir"),
+        ("--checkpoint.dirpath=other", "checkpoint.dirpath"),
+        ("--trainer.callbacks=[]", "trainer.callbacks"),
+        ("--callback_args={UpscaleCallback: {lr: 0.5}}", "UpscaleCallback"),
+        ("--ckpt_path=other.ckpt", "--ckpt_path"),
+    ],
+)
+def test_overrides_without_effect_are_refused_by_name(half_a_run: Path, override: str, key: str) -> None:
+    before = content(half_a_run)
+    assert key in refused("resume", str(half_a_run), override)
+    assert content(half_a_run) == before
+    assert [path.name for path in half_a_run.parent.iterdir()] == ["version_0"]
+
+
+def test_overrides_that_take_effect(half_a_run: Path, tmp_path: Path) -> None:
+    later = [CRASH, upscale(4, 16), upscale(11, 48), {"class_path": "extensions.Marker"}]
+    more = tmp_path / "more.yaml"
+    more.write_text(yaml.safe_dump({"trainer": {"callbacks": later}}))
+    main(["resume", str(half_a_run), "--config", str(more), "--trainer.max_steps=14", "--trainer.limit_val_batches=2"])
+    _, checkpoint = newest_checkpoint(half_a_run)
+    assert (checkpoint["global_step"], checkpoint["hyper_parameters"]["width"]) == (14, 48)
+    assert yaml.safe_load((half_a_run / "config.yaml").read_text())["trainer"]["max_steps"] == 14
+
+
+def test_a_configuration_that_was_edited_is_refused(half_a_run: Path) -> None:
+    path = half_a_run / "config.yaml"
+    path.write_text(path.read_text().replace("lr: 0.01", "lr: 0.5"))
+    assert "model.optimizer.lr is 0.01 in the run and 0.5 here" in refused("resume", str(half_a_run))
+
+
+def test_fit_from_a_checkpoint_keeps_what_it_decides(half_a_run: Path, tmp_path: Path) -> None:
+    path, _ = newest_checkpoint(half_a_run)
+    command = ["fit", "--config", str(tmp_path / "c.yaml"), "--ckpt_path", str(path)]
+    assert "model.optimizer.lr" in refused(*command, "--model.optimizer.lr=0.5")
+    assert not Path("runs/default/version_1").exists()
+    main(command)
+    assert end("runs/default/version_1")["hyper_parameters"]["width"] == 32
+
+
+# --- folders
+
+
+def test_two_runs_with_one_folder_for_checkpoints(tmp_path: Path) -> None:
+    paths = [config(tmp_path / name, upscale(4, 16), upscale(8, width)) for name, width in (("a", 32), ("b", 48))]
+    for path in paths:
+        main(["fit", "--config", path])
+    shared = ["--checkpoint.dirpath=shared"]
+    for step, path in zip((7, 11), paths, strict=True):
+        crash(step, "fit", "--config", path, *shared)
+    for run, straight in ((2, 0), (3, 1)):
+        main(["resume", f"runs/default/version_{run}"])
+        assert_same_end(f"runs/default/version_{run}", f"runs/default/version_{straight}")
+    assert len(list(Path("shared").glob("resume-*"))) == 2
+    assert len(list(Path("shared").glob("pre-upscale-4*.ckpt"))) == 2
+
+
+@pytest.mark.parametrize("root", [[], ["--trainer.default_root_dir=mine"]], ids=["here", "root"])
+def test_runs_without_a_logger_are_apart(tmp_path: Path, root: list[str]) -> None:
+    path = config(tmp_path / "c.txt")
+    main(["fit", "--config", path])  # with a logger
+    place = Path("mine") if root else Path()
+    crash(5, "fit", "--config", path, "--trainer.logger=false", *root)
+    crash(7, "fit", "--config", path, "--trainer.logger=false", *root)
+    assert newest_checkpoint(place)[1]["global_step"] == 4
+    assert newest_checkpoint(place / "version_0")[1]["global_step"] == 6
+    before = content(place / "version_0")
+    main(["resume", str(place)])
+    assert content(place / "version_0") == before
+    assert_same_end(place, "runs/default/version_0")
+
+
+def test_a_configuration_of_the_users_own_is_not_overwritten(tmp_path: Path) -> None:
+    path = Path(config(Path("config.yaml")))
+    before = path.read_text()
+    main(["fit", "--config", str(path), "--trainer.logger=false"])
+    assert path.read_text() == before
+    assert end("version_0")
+
+
+def test_fast_dev_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = config(tmp_path / "c.yaml", upscale(1, 16))
+    before = {file.name for file in Path().iterdir()}
+    main(["fit", "--config", path, "--trainer.fast_dev_run=3"])
+    assert {file.name for file in Path().iterdir()} == before
+
+
+# --- one writer
+
+HOLD = """
+import sys
+from pathlib import Path
+from mupscale.commands.run_folder import Claim
+claim = Claim(Path(sys.argv[1]))
+claim.begin(claim.identity)
+print("ready", flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def held(half_a_run: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that writes to the run."""
+    command = [sys.executable, "-c", HOLD, str(half_a_run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def test_a_live_run_is_left_alone(held: subprocess.Popen[str], half_a_run: Path, tmp_path: Path) -> None:
+    before = content(Path("runs"))
+    by = f"is in use: process {held.pid}"
+    assert by in refused("resume", str(half_a_run))
+    fit = ["fit", "--config", str(tmp_path / "c.yaml")]
+    assert by in refused(*fit, "--trainer.logger.version=version_0")
+    assert content(Path("runs")) == before
+    main(fit)  # which has a folder of its own
+    assert Path("runs/default/version_1/config.yaml").exists()
+    held.kill()
+    held.wait()
+    main(["resume", str(half_a_run)])  # the lock has died with its process
+    assert end(half_a_run)
+
+
+def test_a_folder_for_checkpoints_has_one_writer(tmp_path: Path) -> None:
+    path = config(tmp_path / "c.yaml")
+    command = [sys.executable, "-c", HOLD, "shared"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert "shared is in use" in refused("fit", "--config", path, "--checkpoint.dirpath=shared")
+        process.kill()
+    assert not Path("runs").exists()
+
+
+# --- damage
+
+
+def test_the_one_before_a_damaged_checkpoint_is_taken(
+    half_a_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["fit", "--config", str(tmp_path / "c.yaml")])
+    newest, checkpoint = newest_checkpoint(half_a_run)
+    assert newest is not None
+    assert checkpoint["global_step"] == 8
+    whole = newest.read_bytes()
+    at = len(whole) // 2
+    newest.write_bytes(whole[:at] + bytes(255 - byte for byte in whole[at : at + 64]) + whole[at + 64 :])
+    assert f"{newest} is damaged" in refused("fit", "--config", str(tmp_path / "c.yaml"), f"--ckpt_path={newest}")
+    capsys.readouterr()
+    main(["resume", str(half_a_run)])
+    output = capsys.readouterr().out
+    assert f"{newest} is damaged" in output
+    assert "resuming from" in output
+    assert "step=6.ckpt" in output
+    assert_same_end(half_a_run, "runs/default/version_1")
+
+
+def test_every_damaged_byte_of_the_weights_is_found(half_a_run: Path) -> None:
+    newest, _ = newest_checkpoint(half_a_run)
+    assert newest is not None
+    whole = newest.read_bytes()
+    state = torch.load(newest, weights_only=True)["state_dict"]
+    for tensor in state.values():
+        at = whole.index(tensor.numpy().tobytes())
+        newest.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert newest_checkpoint(half_a_run)[0] != newest
+    newest.write_bytes(whole)
+    assert newest_checkpoint(half_a_run)[0] == newest
+
+
+# --- what the policy of the user keeps
+
+POLICIES = {
+    "monitor": ["--checkpoint.monitor=val/loss", "--checkpoint.mode=max"],
+    "filename": ["--checkpoint.filename=model"],
+    "nothing": ["--checkpoint.save_top_k=0", "--checkpoint.save_last=false"],
+    "weights": ["--checkpoint.save_weights_only=true"],
+    "all": ["--checkpoint.save_top_k=-1"],
+    "epochs": ["--checkpoint.every_n_train_steps=null", "--checkpoint.every_n_epochs=1"],
+    "never measured": ["--checkpoint.monitor=val/loss", "--trainer.limit_val_batches=0"],
+    "another": [
+        "--trainer.callbacks+={class_path: ModelCheckpoint, "
+        "init_args: {monitor: val/loss, mode: max, every_n_train_steps: 2}}"
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_no_policy_loses_the_newest_checkpoint(tmp_path: Path, policy: list[str]) -> None:
+    path = config(tmp_path / "c.yaml", upscale(4, 16))
+    main(["fit", "--config", path, *policy])
+    crash(9, "fit", "--config", path, *policy)
+    run = Path("runs/default/version_1")
+    newest, checkpoint = newest_checkpoint(run)
+    assert newest is not None
+    assert checkpoint["global_step"] == (9 if "--checkpoint.every_n_epochs=1" in policy else 8)
+    main(["resume", str(run)])
+    assert_same_end(run, "runs/default/version_0")
+    names = [
+        {str(p.relative_to(folder)) for p in checkpoints_of(folder)} for folder in (run, run.with_name("version_0"))
+    ]
+    assert names[0] == names[1]
+
+
+def test_checkpoints_are_not_written_to_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nonexistent")
+    main(["fit", "--config", config(tmp_path / "c.yaml", upscale(4, 16))])
+    checkpoints = Path("runs/default/version_0/checkpoints")
+    assert {path.name for path in (checkpoints / "resume").iterdir()} == {"step=10.ckpt", "step=12.ckpt"}
+    newest = next(checkpoints.glob("epoch=*.ckpt"))
+    assert newest.samefile(checkpoints / "resume" / "step=12.ckpt")  # one file, two names
