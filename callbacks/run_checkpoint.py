@@ -30,12 +30,12 @@ class RunCheckpoint(OpenCheckpoint):
     run: str | None = None
     """The identity of the run, where a folder may hold the checkpoints of several."""
 
-    _points: "ResumePoints | None" = None
+    points: "ResumePoints | None" = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         shared = self.dirpath is not None  # a folder that the user named may be that of other runs as well
         super().setup(trainer, pl_module, stage)
-        self._is_shared = shared
+        self.is_shared = shared
         if stage != "fit":
             return
         write_whole_files(trainer)
@@ -43,40 +43,40 @@ class RunCheckpoint(OpenCheckpoint):
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=lambda callback: callback is self))
         assert self.dirpath is not None
         name = f"resume-{self.run[:8]}" if shared and self.run is not None else "resume"
-        self._points = ResumePoints(Path(self.dirpath) / trainer.strategy.broadcast(name), self)
-        self._points.setup(trainer, pl_module, stage)
+        self.points = ResumePoints(Path(self.dirpath) / trainer.strategy.broadcast(name), self)
+        self.points.setup(trainer, pl_module, stage)
         if trainer.is_global_zero:
-            delete_partial_files(Path(self.dirpath), self._points.folder)
+            delete_partial_files(Path(self.dirpath), self.points.folder)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._commit("on_train_start", trainer, pl_module)
+        self.keep_newest("on_train_start", trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step != trainer.max_steps:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            self._commit("on_train_batch_end", trainer, pl_module, outputs, batch, batch_idx)
+            self.keep_newest("on_train_batch_end", trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
-        self._commit("on_validation_end", trainer, pl_module)
+        self.keep_newest("on_validation_end", trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
-        self._commit("on_train_epoch_end", trainer, pl_module)
+        self.keep_newest("on_train_epoch_end", trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_trial_run(trainer) or trainer.global_step == 0:
             return
-        assert self._points is not None
+        assert self.points is not None
         self.save_now(trainer)
-        self._points.save_now(trainer)
+        self.points.save_now(trainer)
 
-    def _commit(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
+    def keep_newest(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
         """What the policy has saved is kept for resuming as well; where it saved nothing, its triggers decide."""
-        points, step = self._points, trainer.global_step
+        points, step = self.points, trainer.global_step
         if points is None:
             return  # no fit
         if self.resumable_at(step) is not None and not points.has_saved(step):
@@ -106,7 +106,7 @@ class RunCheckpoint(OpenCheckpoint):
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
         """Whether a file must not be overwritten, because it is not of this run."""
         path = Path(filepath)
-        foreign = path.exists() and run_of(path) not in ((self.run,) if self._is_shared else (self.run, None))
+        foreign = path.exists() and run_of(path) not in ((self.run,) if self.is_shared else (self.run, None))
         return bool(trainer.strategy.broadcast(foreign))
 
     def free_path(self, path: Path, trainer: Trainer) -> Path:
@@ -133,7 +133,7 @@ class ResumePoints(OpenCheckpoint):
     def write(self, trainer: Trainer, path: Path) -> None:
         same = self.policy.resumable_at(trainer.global_step)
         if trainer.is_global_zero:
-            self._leave(KEPT - 1, but=path)
+            self.leave(KEPT - 1, but=path)
             if same is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 link(same, path)
@@ -145,7 +145,7 @@ class ResumePoints(OpenCheckpoint):
     def removes(self, previous: Path, current: Path) -> bool:
         return False  # `write` has done it
 
-    def _leave(self, count: int, but: Path) -> None:
+    def leave(self, count: int, but: Path) -> None:
         """Deletes all but the newest."""
         there = {path: step_of(path) for path in self.folder.glob("step=*.ckpt") if path != but}
         older = sorted((path for path in there if there[path] < step_of(but)), key=lambda path: there[path])

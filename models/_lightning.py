@@ -214,7 +214,7 @@ def finish_loaded_step(trainer: Trainer) -> None:
 class OpenCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint with `save_now`, `write`, and `removes`, which decides about older checkpoints."""
 
-    _resumable: tuple[int, Path] | None = None
+    resumable: tuple[int, Path] | None = None
 
     def save_now(self, trainer: Trainer) -> None:
         """Saves as at the end of an interval; the present step is kept as the last even if it is not among the best."""
@@ -238,14 +238,14 @@ class OpenCheckpoint(ModelCheckpoint):
         trainer.strategy.barrier()
         super()._save_checkpoint(trainer, str(path))
         if not self.save_weights_only:
-            self._resumable = trainer.global_step, path
+            self.resumable = trainer.global_step, path
 
     def has_saved(self, step: int) -> bool:
         return bool(self._last_global_step_saved == step)
 
     def resumable_at(self, step: int) -> Path | None:
         """The checkpoint of a step, if this has written one from which a run can be resumed."""
-        return self._resumable[1] if self._resumable is not None and self._resumable[0] == step else None
+        return self.resumable[1] if self.resumable is not None and self.resumable[0] == step else None
 
     def triggers(self) -> dict[str, Any]:
         """The arguments that say when to save."""
@@ -261,7 +261,7 @@ class OpenCheckpoint(ModelCheckpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        self._resumable = None  # it may be of the middle of a step
+        self.resumable = None  # it may be of the middle of a step
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         self.write(trainer, Path(filepath))

@@ -28,7 +28,8 @@ LIGHTNING = {
     LightningModule: {"_trainer", "_current_fx_name"},
     Trainer: {"_logger_connector", "_detect_anomaly"},
     _LoggerConnector: {"_callback_metrics"},
-    TensorBoardLogger: {"_experiment"},
+    TensorBoardLogger: {"_experiment", "_version"},
+    CSVLogger: {"_version"},
     WeightAveraging: {"_average_model", "_device", "_use_buffers", "_kwargs"},
     _FitLoop: {"_should_accumulate", "_restarting", "_data_fetcher", "_can_stop_early"},
     _TrainingEpochLoop: {
@@ -36,8 +37,9 @@ LIGHTNING = {
         "_batches_that_stepped",
     },
     ModelCheckpoint: {
-        "_monitor_candidates", "_save_topk_checkpoint", "_last_global_step_saved", "_save_last_checkpoint",
-        "_save_checkpoint", "_should_remove_checkpoint",
+        "_every_n_epochs", "_every_n_train_steps", "_last_checkpoint_saved", "_last_global_step_saved",
+        "_last_time_checked", "_link_checkpoint", "_monitor_candidates", "_save_checkpoint", "_save_last_checkpoint",
+        "_save_on_train_epoch_end", "_save_topk_checkpoint", "_should_remove_checkpoint", "_train_time_interval",
     },
     TQDMProgressBar: {"_should_update"},
     LightningCLI: {"_get", "_parser", "_parse_ckpt_path", "_instantiate_trainer"},

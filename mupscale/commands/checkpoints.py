@@ -26,7 +26,7 @@ def newest_checkpoint(
         checkpoint = readable(path)
         if checkpoint is None:
             if not path.is_dir():  # a folder without its last file was never finished
-                tell(f"{path} is damaged; it is passed over")
+                tell(f"{path} is damaged")
         elif "optimizer_states" in {*checkpoint, *sharded(path)} and _is_of(folder, path, checkpoint):
             kept = path.parent.name.startswith("resume") or path.name.startswith("pre-upscale-") or is_old(checkpoint)
             found.append(((kept, checkpoint["global_step"], path.stat().st_mtime), path, checkpoint))
@@ -34,7 +34,7 @@ def newest_checkpoint(
         problem = damage_in_shards(path) if path.is_dir() else damage_in(path)
         if problem is None:
             return path, checkpoint
-        tell(f"{path} is damaged ({problem}); the one before it is taken")
+        tell(f"{path} is damaged ({problem})")
     return None, {}
 
 

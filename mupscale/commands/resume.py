@@ -22,11 +22,16 @@ def main(command: str, arguments: list[str]) -> None:
         raise UserError(f"{options.run} is not the folder of a run: it has no config.yaml")
     if any(override.partition("=")[0] in ("--ckpt_path", "--ckpt-path") for override in overrides):
         raise UserError("--ckpt_path: resume takes the newest checkpoint; to go on from another: fit --ckpt_path")
-    path, checkpoint = newest_checkpoint(options.run, tell=lambda line: print(line, flush=True))
+    problems: list[str] = []
+    path, checkpoint = newest_checkpoint(options.run, tell=problems.append)
     if path is None:
+        reasons = f" ({'; '.join(problems)})" if problems else ""
         raise UserError(
-            f"{options.run} has no checkpoint that can be read. Start again: python -m mupscale fit --config {config}"
+            f"{options.run} has no checkpoint that can be read{reasons}. Start again: "
+            f"python -m mupscale fit --config {config}"
         )
+    for problem in problems:
+        print(f"{problem}; it is passed over")
     if checkpoint.get("callbacks", {}).get("ExactResume", {}).get("finished") and not overrides:
         print(f"{options.run} is finished: {path} is of its last step, {checkpoint['global_step']}")
         return

@@ -93,7 +93,7 @@ def test_a_resumed_run_keeps_its_tags(kind: str) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["trainer"]["logger"]["class_path"].endswith(f".{kind}")
     before = curves()
-    for path in run.glob("checkpoints/*"):
+    for path in run.rglob("*.ckpt"):
         if path.name != "pre-upscale-3.ckpt":
             path.unlink()
     main(["resume", str(run)])

@@ -57,7 +57,7 @@ def assert_refused(folder: Path, *fragments: str) -> None:
     """By `fit --ckpt_path` and by `resume`, in one line, and nothing runs."""
     for command in (["fit", "--config", "c.yaml", "--ckpt_path", str(folder)], ["resume", "run"]):
         message = refused(*command)
-        assert all(fragment in message for fragment in ("ckpt_path: ", *fragments)), message
+        assert all(fragment in message for fragment in fragments), message
         assert not Path("marker").exists()
 
 
