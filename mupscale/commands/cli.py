@@ -6,6 +6,7 @@ import os
 import pkgutil
 import warnings
 from argparse import ArgumentError
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -36,6 +37,7 @@ from mupscale.commands._jsonargparse import (
     unknown_key,
 )
 from mupscale.commands.checkpoints import checked
+from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI
@@ -114,9 +116,12 @@ class Parser(LightningArgumentParser):
 class CLI(OpenCLI):
     """`folder` is the folder of the run to resume; `started` notes when the first batch is handled."""
 
-    def __init__(self, *args: Any, started: "Started", folder: Path | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, started: "Started", ending: Ending, folder: Path | None = None, **kwargs: Any
+    ) -> None:
         self.folder = folder
         self.started = started
+        self.ending = ending
         super().__init__(*args, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -135,6 +140,12 @@ class CLI(OpenCLI):
             type=dict[str, dict[str, Any]] | None,
             default=None,
             help="arguments that override those of the callbacks in trainer.callbacks, by class (best.yaml uses it)",
+        )
+        parser.add_argument(
+            "--stop_on_nan",
+            "--stop-on-nan",
+            action="store_true",
+            help="end a fit whose training loss is NaN or infinite, with an error; by default it warns",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -214,7 +225,14 @@ class CLI(OpenCLI):
             self.given[f"{self.subcommand}.ckpt_path"] = None
             self.given[f"{self.subcommand}.seed_everything"] = self.section("seed_everything")
             saver = SaveConfig(self.parser_of(self.subcommand), self.given[self.subcommand], **self.save_config_kwargs)
-            config["callbacks"] = [self.started, *given, saver]
+            config["callbacks"] = [self.started, self.ending, *given, saver]
+
+    def instantiate_trainer(self, **arguments: Any) -> Trainer:
+        trainer = super().instantiate_trainer(**arguments)
+        self.ending.attach(trainer)
+        for curves in callbacks_in(trainer, Curves):
+            curves.stop_on_nan = curves.stop_on_nan or self.section("stop_on_nan")
+        return trainer
 
     def before_fit(self) -> None:
         if self.trainer.is_global_zero:
@@ -245,26 +263,29 @@ def parsed(
         }
         for command, purpose in PURPOSES.items()
     }
-    started = Started()
+    started, ending = Started(), Ending()
     try:
-        return CLI(
-            WidthScalable,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,  # the constructor arguments in a checkpoint are enough
-            seed_everything_default=0,
-            save_config_callback=None,
-            save_config_kwargs={"overwrite": folder is not None, "save_to_log_dir": False},
-            trainer_defaults={"logger": LOGGER, "log_every_n_steps": 10, "enable_model_summary": False},
-            parser_class=Parser,
-            parser_kwargs={"prog": "python -m mupscale", **(texts if run else {}), **(parser_kwargs or {})},
-            args=arguments,
-            run=run,
-            folder=folder,
-            started=started,
-        )
+        with ending.explained() if run else nullcontext():
+            return CLI(
+                WidthScalable,
+                LightningDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,  # the constructor arguments in a checkpoint are enough
+                seed_everything_default=0,
+                save_config_callback=None,
+                save_config_kwargs={"overwrite": folder is not None, "save_to_log_dir": False},
+                trainer_defaults={"logger": LOGGER, "log_every_n_steps": 10, "enable_model_summary": False},
+                parser_class=Parser,
+                parser_kwargs={"prog": "python -m mupscale", **(texts if run else {}), **(parser_kwargs or {})},
+                args=arguments,
+                run=run,
+                folder=folder,
+                started=started,
+                ending=ending,
+                trainer_class=RunTrainer,
+            )
     except (ValueError, OSError, MisconfigurationException, ArgumentError) as error:
         if isinstance(error, UserError) or started.batches or debugging():
             raise
