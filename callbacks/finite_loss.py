@@ -47,4 +47,3 @@ class RecentLosses:
 def described(bad: tuple[int, Width, float]) -> str:
     step, width, loss = bad
     return f"the training loss is {loss} at step {step} (the first step is 0), width {width}"
-

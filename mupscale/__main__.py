@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         sys.exit(f"error: {problem or error}")
     except KeyboardInterrupt as interrupt:
-        sys.exit(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
+        sys.exit(f"interrupted; {str(interrupt) or 'run the same command again'}")
     except Terminated as ending:
         print(f"terminated; {str(ending) or 'run the same command again'}", file=sys.stderr)
         sys.exit(EXIT_CODE)

@@ -166,7 +166,10 @@ class Ending(Callback):
             if is_finite(path, step, bad_step):
                 newer = ", ".join(str(other) for _, other in saved[:index])
                 first = f"delete {newer}, which has NaN, and " if newer else ""
-                return f"The last checkpoint with finite weights is {path} of step {step}; {first}go on: " + self._command(path)
+                return (
+                    f"The last checkpoint with finite weights is {path} of step {step}; {first}go on: "
+                    + self._command(path)
+                )
         return "There is no checkpoint with finite weights: start again, with a smaller learning rate, say"
 
     def _command(self, path: Path) -> str:
