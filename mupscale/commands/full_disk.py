@@ -32,7 +32,8 @@ def full_disk(error: BaseException, places: dict[str, Path]) -> str | None:
     """
     for each in chain(error):
         if isinstance(each, OSError) and each.errno in PROBLEMS:
-            path = each.filename if isinstance(each.filename, str | os.PathLike) else None
+            named = each.filename2 or each.filename  # the target of a copy is the second
+            path = named if isinstance(named, str | os.PathLike) else None
             return f"{PROBLEMS[each.errno]} {_on(Path(path) if path else None, places, each.errno)}"
     if any(_is_hidden(each) for each in chain(error)) and min(map(free, _all(places).values())) < ROOM:
         return f"{PROBLEMS[errno.ENOSPC]} {_on(None, places, errno.ENOSPC)}"

@@ -1,4 +1,4 @@
-"""SIGTERM: a command that is asked to end does so with exit code 143, and names the way to go on. Loads nothing heavy."""
+"""SIGTERM ends a command with exit code 143, and the command names the way to go on. Loads nothing heavy."""
 
 import os
 import signal

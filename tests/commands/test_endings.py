@@ -211,4 +211,4 @@ def test_a_trial_whose_loss_is_nan_has_diverged(tmp_path: Path, monkeypatch: pyt
     config = small(tmp_path / "c.yaml", enable_progress_bar=False)
     poison(monkeypatch, 3)
     main(["sweep", "--config", config, "--stop_on_nan", "--out", "out", "--sweep", f"{LR}=0.01,0.02"])
-    assert [row["last_epoch"] for row in trials(tmp_path / "out")][0] == "diverged"
+    assert next(row["last_epoch"] for row in trials(tmp_path / "out")) == "diverged"
