@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import LightningEnum
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
@@ -39,6 +41,7 @@ from mupscale.commands._jsonargparse import (
 from mupscale.commands.checkpoints import checked
 from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
+from mupscale.commands.trainer_options import is_refusal, refuse_options
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI
 from mupscale.models.base import WidthScalable
@@ -220,6 +223,8 @@ class CLI(OpenCLI):
         given = config["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
+        if self.subcommand in (None, "fit"):
+            refuse_options({**config, "callbacks": given})
         self.trainer_defaults["callbacks"] = default_callbacks(given, config)
         if self.subcommand is not None:
             self.given[f"{self.subcommand}.ckpt_path"] = None
@@ -256,6 +261,7 @@ def parsed(
     """
     import_classes()
     quieten()
+    dump_enums_as_text()
     texts = {
         command: {
             "description": DESCRIPTION.format(purpose=purpose),
@@ -286,8 +292,11 @@ def parsed(
                 ending=ending,
                 trainer_class=RunTrainer,
             )
-    except (ValueError, OSError, MisconfigurationException, ArgumentError) as error:
-        if isinstance(error, UserError) or started.batches or debugging():
+    except Exception as error:
+        is_mistake = isinstance(error, ValueError | OSError | MisconfigurationException | ArgumentError)
+        if isinstance(error, UserError) or debugging():
+            raise
+        if not is_refusal(error) and (started.batches or not is_mistake):
             raise
         raise UserError(in_a_line(str(error))) from error
 
@@ -355,6 +364,11 @@ def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:
     if trainer["enable_progress_bar"] is not False and not trainer["barebones"]:
         answer.append((ProgressBar, WidthBar()))
     return [default for kind, default in answer if not any(isinstance(callback, kind) for callback in given)]
+
+
+def dump_enums_as_text() -> None:
+    """Lets YAML hold enumerations of text, such as the default of Timer's `interval`."""
+    yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(str(value.value)))
 
 
 def quieten() -> None:

@@ -20,7 +20,7 @@ from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.full_disk import DiskFull, full_disk
 from mupscale.commands.termination import EXIT_CODE, Terminated, on_sigterm, on_sigterm_in_a_thread
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of
+from mupscale.models._lightning import callbacks_of, profiler_of
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import load_checkpoint, non_finite_in
 
@@ -85,7 +85,8 @@ class Ending(Callback):
         """Turns the exceptions that end a run into Terminated, KeyboardInterrupt or UserError with one line."""
         with self._contexts, on_sigterm(self._on_sigterm), _quiet_writers():
             try:
-                yield
+                with self._profiler_ended():
+                    yield
             except (SIGTERMException, Terminated) as error:
                 self._end_other_processes()
                 raise Terminated(self.standing()) from error
@@ -144,6 +145,16 @@ class Ending(Callback):
             print(f"terminated; {self.standing()}", file=sys.stderr, flush=True)
             self._end_other_processes()
         os._exit(EXIT_CODE)
+
+    @contextmanager
+    def _profiler_ended(self) -> Iterator[None]:
+        """Ends the profiler of a run that fails: torch's crashes the process if it is left to the garbage collector."""
+        try:
+            yield
+        except BaseException:
+            if self.trainer is not None:
+                profiler_of(self.trainer).teardown(None)
+            raise
 
     def _end_other_processes(self) -> None:
         """Kills the processes that Lightning has started for other devices: they would wait for this one."""
