@@ -108,7 +108,7 @@ class Ending(Callback):
         """Names the trainer of the run. SIGTERM ends a run on several processes whatever they wait for."""
         self.trainer = trainer
         if trainer.world_size > 1:
-            self._contexts.enter_context(on_sigterm_in_a_thread(self._leave))
+            self._contexts.enter_context(on_sigterm_in_a_thread(self._exit_at_once))
 
     def standing(self, way_on: str = "go on") -> str:
         """Where the run stands and how to go on, without a collective operation."""
@@ -133,7 +133,7 @@ class Ending(Callback):
         if not self.trains:
             raise Terminated
 
-    def _leave(self) -> None:
+    def _exit_at_once(self) -> None:
         """Ends this process of a distributed run, from whichever thread."""
         trainer = self.trainer
         assert trainer is not None

@@ -2,7 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from command_line import LR, small, trials, upscale
 from lightning.pytorch import Trainer
+from program_server import environment
 
 from mupscale.__main__ import main
 from mupscale.callbacks import upscale as swaps
@@ -212,3 +216,46 @@ def test_a_trial_whose_loss_is_nan_has_diverged(tmp_path: Path, monkeypatch: pyt
     poison(monkeypatch, 3)
     main(["sweep", "--config", config, "--stop_on_nan", "--out", "out", "--sweep", f"{LR}=0.01,0.02"])
     assert next(row["last_epoch"] for row in trials(tmp_path / "out")) == "diverged"
+
+
+# --- several processes
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_ends_all_processes_of_a_run(rank: int, tmp_path: Path) -> None:
+    """Whichever of them it reaches, and nobody is left behind to wait for the others."""
+    config = small(tmp_path / "c.yaml", enable_progress_bar=False, max_steps=100_000, devices=2, strategy="ddp")
+    command = [sys.executable, "-m", "mupscale", "fit", "--config", config, "--trainer.logger.save_dir", str(tmp_path)]
+    run, log = tmp_path / "default" / "version_0", tmp_path / "log.txt"
+    with log.open("w") as stream, subprocess.Popen(command, env=environment(tmp_path), stderr=stream) as process:
+        try:
+            until(lambda: process.poll() is not None or any(run.glob("checkpoints/epoch=*.ckpt")))
+            others = children(process.pid)
+            assert others, log.read_text()
+            os.kill([process.pid, *others][rank], signal.SIGTERM)
+            assert process.wait(60) == 143
+        finally:
+            process.kill()
+    until(lambda: not any(map(is_running, others)))
+    line = log.read_text().strip().splitlines()[-1]
+    assert line.startswith("terminated; the run is at step ")
+    assert line.endswith(f"go on: python -m mupscale resume {run}")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
