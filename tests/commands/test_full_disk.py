@@ -3,6 +3,7 @@
 import errno
 import os
 import subprocess
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 import torch
 from command_line import refused, small, upscale
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from program_server import Server
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mupscale.__main__ import main
@@ -91,13 +91,9 @@ def test_other_errors_are_not_a_full_disk() -> None:
 
 
 def test_the_error_behind_another_one_counts() -> None:
-    try:
-        try:
-            raise OSError(errno.ENOSPC, "full", "/proc/x")
-        except OSError as error:
-            raise RuntimeError("upscaling failed") from error
-    except RuntimeError as error:
-        assert full_disk(error, {}) == "no space is left on the file system at /proc (/proc/x)"
+    error = RuntimeError("upscaling failed")
+    error.__cause__ = OSError(errno.ENOSPC, "full", "/proc/x")
+    assert full_disk(error, {}) == "no space is left on the file system at /proc (/proc/x)"
 
 
 def test_tmpdir_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,16 +117,37 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_an_empty_folder")
 def test_a_real_one(small_disk: Path, tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    """In a process of its own, to see all that it prints until its end."""
     config = small(tmp_path / "c.yaml", upscale(50, 16), enable_progress_bar=False, max_steps=2000)
-    pid = server.start("fit", "--config", config, "--trainer.logger.save_dir", str(small_disk))
-    assert pid
-    assert server.answer() == 1
-    server.process.communicate()
-    line = server.log.read_text().strip().splitlines()[-1]
+    code, printed = forked("fit", "--config", config, "--trainer.logger.save_dir", str(small_disk))
+    assert code == 1
+    assert "Traceback" not in printed
+    line = printed.strip().splitlines()[-1]
     assert f"error: no space is left on the file system at {small_disk}" in line
     assert line.endswith(f"python -m mupscale resume {small_disk}/default/version_0")
-    step, content = newest_checkpoint(small_disk)
-    assert str(step) in line
+    path, content = newest_checkpoint(small_disk)
+    assert str(path) in line
     assert content["global_step"] > 0
+
+
+def forked(*arguments: str) -> tuple[int, str]:
+    """The exit code of a command line, and what it printed."""
+    output = Path("printed.txt")
+    pid = os.fork()
+    if pid == 0:
+        code: Any = 0
+        try:
+            with output.open("w", buffering=1) as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                main(list(arguments))
+        except SystemExit as exit:
+            os.write(2, f"{exit.code}\n".encode())
+            code = 1
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+            code = 2
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output.read_text()
