@@ -54,9 +54,9 @@ def test_it_is_found_in_captured_steps(tmp_path: Path, monkeypatch: pytest.Monke
         trainer.fit_loop.epoch_loop.cuda_graph = True
 
     monkeypatch.setattr(FastLoop, "setup", on_gpu)
+    callbacks = FastLoop(cuda_graph=True), Curves(stop_on_nan=True)
     with pytest.raises(NonFiniteLoss, match=r"nan at step 7 \(the first step is 0\), width 8"):
-        run = FastLoop(cuda_graph=True), Curves(stop_on_nan=True)
-        fit(mlp(), tmp_path, *run, steps=20, precision="32-true")
+        fit(mlp(), tmp_path, *callbacks, steps=20, precision="32-true")
     assert Replayed.replays == 5  # three steps are not captured
 
 
