@@ -1,5 +1,6 @@
 """The curves of a run: against steps, against samples or tokens seen, and training FLOPs; and its throughput."""
 
+import math
 import time
 from typing import Any
 
@@ -7,8 +8,10 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from mupscale.callbacks.finite_loss import NonFiniteLoss, RecentLosses, described
 from mupscale.callbacks.log_files import cut_back, written
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.flops import LOGGED
@@ -20,6 +23,10 @@ _AXES = {"samples": 1, "flops": LOGGED}
 
 _PEAK_BF16 = {"h200": 989.4e12}
 """Dense bfloat16 FLOP/s of devices that Lightning does not know."""
+
+
+_MOST_RECENT = 1000
+"""Batches after which a run that does not log looks at its losses."""
 
 
 class Curves(Callback):
@@ -34,16 +41,28 @@ class Curves(Callback):
     A run that is resumed cuts its event files and CSV tables back to what they held when the checkpoint was written,
     and so shows the curves of an uninterrupted one.
 
+    A loss that is NaN or infinite is reported when the loss is logged, and before a checkpoint is written, with the
+    step that had the first one.
+
     Saved: samples seen, FLOPs spent, the sum of the losses since the last time, and the lengths of those files.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stop_on_nan: bool = False) -> None:
+        """
+        Args:
+            stop_on_nan: End the run, with an error, where the training loss is NaN or infinite; by default it warns.
+        """
+        self.stop_on_nan = stop_on_nan
+        self.watches = True
         self.spent = {"samples": 0.0, "flops": 0.0}
         self._sum: Tensor | float = 0.0
         self._count = 0
         self._flops: dict[Any, float] = {}
         self._mark = (0.0, 0, 0.0, 0.0)
         self._peak: float | None = None
+        self._recent = RecentLosses()
+        self._step = 0
+        self._is_bad = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"spent": dict(self.spent), "sum": float(self._sum), "count": self._count}
@@ -53,6 +72,7 @@ class Curves(Callback):
         self._sum, self._count = state_dict["sum"], state_dict["count"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._check(trainer, pl_module)
         for logger in trainer.loggers:
             flush = getattr(
                 getattr(logger, "experiment", None), "flush", logger.save
@@ -67,6 +87,7 @@ class Curves(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._peak = peak_flops(pl_module.device)
+        self._step = trainer.global_step
         self._mark = time.perf_counter(), trainer.global_step, self.spent["samples"], self.spent["flops"]
 
     def on_train_batch_end(
@@ -78,18 +99,27 @@ class Curves(Callback):
         assert pl_module.train_loss is not None
         self._sum = self._sum + pl_module.train_loss
         self._count += 1
+        self._recent.add(self._step, pl_module.width, pl_module.train_loss)
+        self._step = trainer.global_step
         if (
             trainer.global_step != self._mark[1]
             and stepped(trainer)
+            and log_interval(trainer)
             and trainer.global_step % log_interval(trainer) == 0
         ):
-            loss = trainer.strategy.reduce(self._sum / self._count, reduce_op="mean")
+            loss = self._mean(trainer, pl_module)
+            self._report(trainer, loss)
             self._sum, self._count = 0.0, 0
-            values = {"train/loss": float(loss), "width": width_number(pl_module.width), **self._throughput(trainer)}
+            values = {"train/loss": loss, "width": width_number(pl_module.width), **self._throughput(trainer)}
             step = trainer.global_step - 1  # the step whose loss this is, counted from 0
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
             self._log_by_cost(trainer, {"train/loss": values["train/loss"], "width": values["width"]})
+        elif len(self._recent) >= _MOST_RECENT:
+            self._check(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
@@ -97,6 +127,32 @@ class Curves(Callback):
                 name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
             }
             self._log_by_cost(trainer, metrics)
+
+    def _mean(self, trainer: Trainer, module: LightningModule) -> float:
+        """The mean loss since the last time, over all ranks; waits for the device."""
+        mean = torch.as_tensor(self._sum / self._count, device=module.device)
+        return float(trainer.strategy.reduce(mean, reduce_op="mean"))
+
+    def _check(self, trainer: Trainer, module: LightningModule) -> None:
+        """Looks for losses that are not finite, between two times that log."""
+        if self.watches and self._count:
+            self._report(trainer, self._mean(trainer, module))
+
+    def _report(self, trainer: Trainer, mean: float) -> None:
+        """Reports the first loss that is not finite, once; `mean` is that of all ranks since the last time."""
+        was_bad, self._is_bad = self._is_bad, not math.isfinite(mean)
+        if self.watches and self._is_bad and not was_bad:
+            found = self._recent.first_bad()
+            if trainer.world_size > 1:
+                ranks: list[Any] = [None] * trainer.world_size
+                torch.distributed.all_gather_object(ranks, found)
+                found = min((each for each in ranks if each is not None), key=lambda each: each[0], default=None)
+            # otherwise it is in what a checkpoint held, or the sum is too large for its precision
+            if found is not None and self.stop_on_nan:
+                raise NonFiniteLoss(described(found), found[0])
+            if found is not None:
+                rank_zero_warn(f"{described(found)}. --stop_on_nan ends a run there", stacklevel=2)
+        self._recent.clear()
 
     def _throughput(self, trainer: Trainer) -> dict[str, float]:
         now, step, samples, flops = self._mark

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from mupscale.callbacks.curves import stepped
+from mupscale.callbacks.curves import Curves, stepped
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of
@@ -109,6 +109,8 @@ class TrialMetric(Callback):
         for callback in callbacks_of(trainer):
             if isinstance(callback, UpscaleCallback) and isinstance(callback.noise, SignalNoise):
                 callback.noise = Recording(callback.noise)
+            if isinstance(callback, Curves):
+                callback.watches = False  # a trial whose loss is not finite has a result: it diverged
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated |= trainer.callback_metrics.keys()  # which Lightning forgets after the check

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.callbacks.fast_loop import LeanEpochLoop
+from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.recording import buffers_kept
@@ -111,6 +112,7 @@ class UpscaleCallback(Callback):
             )
         refuse_schedule([c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)])
         write_whole_files(trainer)
+        refuse_callbacks(callbacks_of(trainer))
         self.checkpoint = None
         # what it saves before a swap must hold what the other callbacks (EMA, curves) did after the step
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))  # noqa: E731

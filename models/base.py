@@ -179,7 +179,12 @@ class WidthScalable(LightningModule):
     def training_flops(self, batch: Any) -> float:
         """Floating-point operations of a forward and backward pass at the current width, counted on the meta device."""
         net = self.net
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False),  # which looks at values: the meta device has none
+            FlopCounterMode(display=False) as counter,
+        ):
             self.net = self.network(self.width, meta=True)
             try:
                 self.loss(tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch)).backward()

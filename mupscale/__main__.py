@@ -4,6 +4,8 @@ import os
 import sys
 from importlib import import_module
 
+from mupscale.commands.full_disk import unnamed
+from mupscale.commands.termination import EXIT_CODE, Terminated, end_now, on_sigterm
 from mupscale.errors import UserError
 
 COMMANDS = {
@@ -53,11 +55,18 @@ def main(arguments: list[str] | None = None) -> None:
     # slower
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
-        status = import_module(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+        with on_sigterm(end_now):
+            status = import_module(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
+    except (UserError, OSError) as error:
+        problem = unnamed(error)
+        if problem is None and not isinstance(error, UserError):
+            raise
+        sys.exit(f"error: {problem or error}")
     except KeyboardInterrupt as interrupt:
-        sys.exit(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
+        sys.exit(f"interrupted; {str(interrupt) or 'run the same command again'}")
+    except Terminated as ending:
+        print(f"terminated; {str(ending) or 'run the same command again'}", file=sys.stderr)
+        sys.exit(EXIT_CODE)
     if status:
         sys.exit(status)
 

@@ -22,6 +22,7 @@ __all__ = [
     "foreach_norm",
     "forward_pre_hooks",
     "inner_schedulers",
+    "is_failed_write",
     "is_too_large",
     "non_persistent_buffers",
     "tree_flatten",
@@ -66,6 +67,12 @@ def is_too_large(error: Exception) -> bool:
         "Overflow when unpack",
     )
     return any(wording in str(error) for wording in wordings)
+
+
+def is_failed_write(error: BaseException) -> bool:
+    """Whether `torch.save` could not write to its file; it does not say why."""
+    wordings = ("PytorchStreamWriter failed", "unexpected pos", "iostream error")
+    return isinstance(error, RuntimeError) and any(wording in str(error) for wording in wordings)
 
 
 def inner_schedulers(scheduler: Any) -> Sequence[Any]:

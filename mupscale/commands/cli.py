@@ -7,6 +7,7 @@ import os
 import pkgutil
 import warnings
 from argparse import ArgumentError
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -18,7 +19,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import LightningEnum, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
@@ -42,8 +43,10 @@ from mupscale.commands._jsonargparse import (
 from mupscale.commands.checkpoints import checked, checkpoints_of
 from mupscale.commands.config import Config
 from mupscale.commands.continued import refuse_changes
+from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
 from mupscale.commands.run_folder import LOCK, Claim, Taken
+from mupscale.commands.trainer_options import is_refusal, refuse_options
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, forget_version, is_trial_run
 from mupscale.models.base import WidthScalable
@@ -118,10 +121,17 @@ class CLI(OpenCLI):
     notes when the first batch is handled."""
 
     def __init__(
-        self, *args: Any, started: "Started", claims: list[Claim], folder: Path | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        started: "Started",
+        ending: Ending,
+        claims: list[Claim],
+        folder: Path | None = None,
+        **kwargs: Any,
     ) -> None:
         self.folder = folder
         self.started = started
+        self.ending = ending
         self.claims = claims
         super().__init__(*args, **kwargs)
 
@@ -135,6 +145,12 @@ class CLI(OpenCLI):
             type=dict[str, dict[str, Any]] | None,
             default=None,
             help="arguments that override those of the callbacks in trainer.callbacks, by class (best.yaml uses it)",
+        )
+        parser.add_argument(
+            "--stop_on_nan",
+            "--stop-on-nan",
+            action="store_true",
+            help="end a fit whose training loss is NaN or infinite, with an error; by default it warns",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -234,12 +250,21 @@ class CLI(OpenCLI):
         given = config["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
+        if self.subcommand in (None, "fit"):
+            refuse_options({**config, "callbacks": given})
         self.trainer_defaults["callbacks"] = default_callbacks(given, config)
         if self.subcommand is not None:
             self.given[f"{self.subcommand}.ckpt_path"] = None
             self.given[f"{self.subcommand}.seed_everything"] = self.section("seed_everything")
             saver = SaveConfig(self.dumped(self.given), resumed=self.folder is not None)
-            config["callbacks"] = [self.started, *given, saver]
+            config["callbacks"] = [self.started, self.ending, *given, saver]
+
+    def instantiate_trainer(self, **arguments: Any) -> Trainer:
+        trainer = super().instantiate_trainer(**arguments)
+        self.ending.attach(trainer)
+        for curves in callbacks_in(trainer, Curves):
+            curves.stop_on_nan = curves.stop_on_nan or self.section("stop_on_nan")
+        return trainer
 
     def before_fit(self) -> None:
         trainer = self.trainer
@@ -326,6 +351,7 @@ def parsed(
     """
     import_classes()
     quieten()
+    dump_enums_as_text()
     texts = {
         command: {
             "description": DESCRIPTION.format(purpose=purpose),
@@ -333,29 +359,35 @@ def parsed(
         }
         for command, purpose in PURPOSES.items()
     }
-    started = Started()
+    started, ending = Started(), Ending()
     claims: list[Claim] = []
     try:
-        return CLI(
-            WidthScalable,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,  # the constructor arguments in a checkpoint are enough
-            seed_everything_default=0,
-            save_config_callback=None,
-            trainer_defaults={"logger": LOGGER, "log_every_n_steps": 10, "enable_model_summary": False},
-            parser_class=Parser,
-            parser_kwargs={"prog": "python -m mupscale", **(texts if run else {}), **(parser_kwargs or {})},
-            args=arguments,
-            run=run,
-            folder=folder,
-            started=started,
-            claims=claims,
-        )
-    except (ValueError, OSError, MisconfigurationException, ArgumentError) as error:
-        if isinstance(error, UserError) or started.batches or debugging():
+        with ending.explained() if run else nullcontext():
+            return CLI(
+                WidthScalable,
+                LightningDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,  # the constructor arguments in a checkpoint are enough
+                seed_everything_default=0,
+                save_config_callback=None,
+                trainer_defaults={"logger": LOGGER, "log_every_n_steps": 10, "enable_model_summary": False},
+                parser_class=Parser,
+                parser_kwargs={"prog": "python -m mupscale", **(texts if run else {}), **(parser_kwargs or {})},
+                args=arguments,
+                run=run,
+                folder=folder,
+                started=started,
+                ending=ending,
+                claims=claims,
+                trainer_class=RunTrainer,
+            )
+    except Exception as error:
+        is_mistake = isinstance(error, ValueError | OSError | MisconfigurationException | ArgumentError)
+        if isinstance(error, UserError) or debugging():
+            raise
+        if not is_refusal(error) and (started.batches or not is_mistake):
             raise
         raise UserError(in_a_line(str(error))) from error
     finally:
@@ -432,6 +464,11 @@ def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:
     if trainer["enable_progress_bar"] is not False and not trainer["barebones"]:
         answer.append((ProgressBar, WidthBar()))
     return [default for kind, default in answer if not any(isinstance(callback, kind) for callback in given)]
+
+
+def dump_enums_as_text() -> None:
+    """Lets YAML hold enumerations of text, such as the default of Timer's `interval`."""
+    yaml.SafeDumper.add_multi_representer(LightningEnum, lambda dumper, value: dumper.represent_str(str(value.value)))
 
 
 def quieten() -> None:

@@ -5,7 +5,16 @@ from typing import Any
 from mupscale.commands.config import Config, brief, class_name, differences
 from mupscale.errors import UserError
 
-FREE = ("trainer.", "checkpoint.", "loop.", "ckpt_path", "weights_only", "callback_args", "model.init_args.compile")
+FREE = (
+    "trainer.",
+    "checkpoint.",
+    "loop.",
+    "stop_on_nan",
+    "ckpt_path",
+    "weights_only",
+    "callback_args",
+    "model.init_args.compile",
+)
 """Keys that take effect in a run that goes on; `trainer.callbacks` by the rules below."""
 
 FREE_DATA = ("data_dir", "resident", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
@@ -15,8 +24,8 @@ PLACE = ("trainer.logger", "trainer.default_root_dir", "checkpoint.dirpath")
 """Keys that say where a run is; `resume` goes on in its folder."""
 
 SUMMARY = (
-    "May change: trainer.*, checkpoint.*, loop.*, model.compile, data.data_dir, upscales that are still to come, "
-    "further callbacks"
+    "May change: trainer.*, checkpoint.*, loop.*, stop_on_nan, model.compile, data.data_dir, upscales that are still "
+    "to come, further callbacks"
 )
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mupscale.commands.termination import Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def main(command: str, arguments: list[str]) -> None:
             sweep(options, rest)
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt("run the same command again to continue") from interrupt
+    except Terminated as ending:
+        raise Terminated("run the same command again to continue") from ending
 
 
 def parser() -> argparse.ArgumentParser:

@@ -29,6 +29,7 @@ from mupscale.commands.experiment.protocols import Experiment, spread, verdict
 from mupscale.commands.experiment.transfer import Panel, WidthCurve, draw, visible_range
 from mupscale.commands.leases import Lease
 from mupscale.commands.runs import progress, result_of
+from mupscale.commands.termination import Terminated
 from mupscale.commands.tuning.results import Results
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -378,8 +379,10 @@ def test_a_worker_that_is_killed_leaves_its_run_to_the_others(
         experiment_workers.supervise([], 2, ["0"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_stops_its_workers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "ending"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_an_interrupted_command_stops_its_workers(
+    number: int, ending: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # for a minute, and not for ever, should nobody stop it
     fake_worker(
         monkeypatch,
@@ -388,7 +391,7 @@ def test_an_interrupted_command_stops_its_workers(number: int, monkeypatch: pyte
     monkeypatch.setattr(experiment_workers, "PATIENCE", 0.3)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have their background jobs ignore
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(ending):
             experiment_workers.supervise([], 1, [])
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mupscale.commands.termination import EXIT_CODE, Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ def main(command: str, arguments: list[str]) -> int:
         if options.child:  # the process that started it prints the message
             return 1
         raise KeyboardInterrupt("run the same command again to continue") from interrupt
+    except Terminated as ending:
+        if options.child:
+            return EXIT_CODE
+        raise Terminated("run the same command again to continue") from ending
     return 0
 
 

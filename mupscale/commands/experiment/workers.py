@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mupscale.commands.termination import EXIT_CODE, Terminated
 from mupscale.errors import UserError
 
 PATIENCE = 5.0
@@ -42,12 +43,13 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
             killed = 0
             while running:
                 if seen:
-                    raise KeyboardInterrupt
+                    raise Terminated if signal.SIGTERM in seen else KeyboardInterrupt
                 for index, process in list(running.items()):
                     code = process.poll()
                     if code is None:
                         continue
                     del running[index]
+                    code = -signal.SIGTERM if code == EXIT_CODE else code
                     if code > 0:
                         raise UserError(
                             f"worker {index} failed with the error above, and the other workers were stopped; "

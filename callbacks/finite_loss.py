@@ -1,0 +1,49 @@
+"""Losses that are not finite: which step had the first one."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from mupscale.errors import UserError
+from mupscale.models.checkpoint import Width
+
+
+class NonFiniteLoss(UserError):
+    """The training loss of a run is NaN or infinite, and the run was to stop then."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class RecentLosses:
+    """The losses since the last time that a run looked at them, on their device. Adding one costs no kernel."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._places: list[tuple[int, Width]] = []
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def add(self, step: int, width: Width, loss: Tensor) -> None:
+        self._losses.append(loss)
+        self._places.append((step, width))
+
+    def clear(self) -> None:
+        self._losses.clear()
+        self._places.clear()
+
+    def first_bad(self) -> tuple[int, Width, float] | None:
+        """The step, the width and the loss of the first one that is not finite; waits for the device."""
+        if not self._losses:
+            return None
+        losses = torch.stack([loss.float() for loss in self._losses]).tolist()
+        rows = zip(self._places, losses, strict=True)
+        return next(((*place, loss) for place, loss in rows if not math.isfinite(loss)), None)
+
+
+def described(bad: tuple[int, Width, float]) -> str:
+    step, width, loss = bad
+    return f"the training loss is {loss} at step {step} (the first step is 0), width {width}"

@@ -1,0 +1,46 @@
+"""Lightning's callbacks that do not work in a run that upscales, each with the reason and what to use in its place."""
+
+from collections.abc import Iterable
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.callbacks.spike import SpikeDetection
+
+from mupscale.errors import UserError
+
+ABSOLUTE = (
+    "it sets absolute learning rates, which erases muP scaling, and its average is of the network before an upscale"
+)
+
+CALLBACKS: dict[type[Callback], tuple[str, str]] = {
+    StochasticWeightAveraging: (ABSOLUTE, "take EMAWeightAveraging, whose average is widened with the network"),
+    ModelPruning: ("its masks have the shapes of the network before an upscale", "prune the finished model"),
+    BaseFinetuning: (
+        "it adds parameter groups to an optimizer that an upscale replaces",
+        "set requires_grad in the module's configure_model",
+    ),
+    LearningRateFinder: (
+        "it sets the attribute `lr` of a module, but learning rates are those of model.optimizer",
+        "python -m mupscale sweep --sweep model.optimizer.lr=…",
+    ),
+    BatchSizeFinder: (
+        "it changes the batch size at the narrow width, and a resumed run would look for another one",
+        "set data.batch_size",
+    ),
+    SpikeDetection: ("Lightning cannot load its state, so the run could not be resumed", "--stop_on_nan"),
+}
+"""Classes, why they do not work, and the remedy."""
+
+
+def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
+    """UserError for a callback that does not work in a run that upscales."""
+    for callback in callbacks:
+        for kind, (reason, remedy) in CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise UserError(f"trainer.callbacks: {type(callback).__name__} does not work here: {reason}; {remedy}")

@@ -1,0 +1,228 @@
+"""How a run ends before its time: by SIGTERM, Ctrl-C, a full disk, or a loss that is not finite; in one line each."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from mupscale.callbacks import log_files
+from mupscale.callbacks.finite_loss import NonFiniteLoss
+from mupscale.callbacks.trial_metric import TrialMetric
+from mupscale.commands.full_disk import DiskFull, full_disk
+from mupscale.commands.termination import EXIT_CODE, Terminated, on_sigterm, on_sigterm_in_a_thread
+from mupscale.errors import UserError
+from mupscale.models._lightning import callbacks_of, profiler_of
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import load_checkpoint, non_finite_in
+
+PATIENCE = 5.0
+"""Seconds that a process of a distributed run waits for the first one to end them all."""
+
+
+class RunTrainer(Trainer):
+    """A Trainer that knows which checkpoints it has written."""
+
+    saved: tuple[tuple[int, Path], ...] = ()
+    """Each with its step, the oldest first; older ones may have been deleted since."""
+
+    def save_checkpoint(
+        self, filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None
+    ) -> None:
+        super().save_checkpoint(filepath, weights_only, storage_options)
+        if not weights_only:
+            self.saved = (*self.saved[-99:], (self.global_step, Path(filepath)))
+
+
+class Ending(Callback):
+    """Says in one line where a run stands that ends before its time, and how to go on.
+
+        ending = Ending()
+        with ending.explained():
+            trainer = RunTrainer(callbacks=[ending])
+            ending.attach(trainer)
+            trainer.fit(module)
+
+    SIGTERM ends a fit after its step, and anything else at once. A fit on several processes ends at once, because each
+    of them may be at another step: what it wrote is whole at any time.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.folder: Path | None = None
+        self.trains = False
+        self.received_sigterm = False
+        self._first_step = 0
+        self._contexts = ExitStack()
+
+    # --- hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.folder = log_files.folder(trainer, trainer.log_dir)  # all ranks must ask for it together
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trains = True
+        self._first_step = trainer.global_step
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.trains = False
+        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and not self._is_trial():
+            # here, because Lightning ends the process itself
+            print(f"interrupted; {self.standing()}", file=sys.stderr, flush=True)
+
+    # --- around the run
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turns the exceptions that end a run into Terminated, KeyboardInterrupt or UserError with one line."""
+        with self._contexts, on_sigterm(self._on_sigterm), _quiet_writers():
+            try:
+                with self._profiler_ended():
+                    yield
+            except (SIGTERMException, Terminated) as error:
+                self._end_other_processes()
+                raise Terminated(self.standing()) from error
+            except KeyboardInterrupt as interrupt:
+                raise KeyboardInterrupt(self.standing()) from interrupt
+            except NonFiniteLoss as error:
+                self._end_other_processes()
+                raise UserError(f"{error}, and the run stopped there. {self._finite_checkpoint(error.step)}") from error
+            except Exception as error:
+                problem = full_disk(error, self._places())
+                if problem is None:
+                    raise
+                self._end_other_processes()
+                raise DiskFull(f"{problem}; {self.standing('make space there, then go on')}") from error
+            if self.received_sigterm:
+                raise Terminated(self.standing())
+
+    def attach(self, trainer: Trainer) -> None:
+        """Names the trainer of the run. SIGTERM ends a run on several processes whatever they wait for."""
+        self.trainer = trainer
+        if trainer.world_size > 1:
+            self._contexts.enter_context(on_sigterm_in_a_thread(self._exit_at_once))
+
+    def standing(self, way_on: str = "go on") -> str:
+        """Where the run stands and how to go on, without a collective operation."""
+        trainer = self.trainer
+        if trainer is None or trainer.state.fn not in (None, "fit"):
+            return "run the same command again"
+        module = trainer.lightning_module
+        width = f", width {module.width}" if isinstance(module, WidthScalable) else ""
+        where = f"the run is at step {trainer.global_step}{width}"
+        if self._is_trial():
+            return f"{where}; {way_on}: run the same command again"
+        saved = self._checkpoints()
+        if not saved:
+            return f"{where}, with no checkpoint yet; start again with the same command"
+        step, path = saved[0]
+        return f"{where}; the newest checkpoint is {path} of step {step}; {way_on}: {self._command(path)}"
+
+    # --- parts
+
+    def _on_sigterm(self) -> None:
+        self.received_sigterm = True
+        if not self.trains:
+            raise Terminated
+
+    def _exit_at_once(self) -> None:
+        """Ends this process of a distributed run, from whichever thread."""
+        trainer = self.trainer
+        assert trainer is not None
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        if isinstance(environment, LightningEnvironment) and trainer.local_rank > 0:
+            os.kill(os.getppid(), signal.SIGTERM)  # it ends all of them, and prints the line
+            time.sleep(PATIENCE)
+        elif trainer.is_global_zero:
+            print(f"terminated; {self.standing()}", file=sys.stderr, flush=True)
+            self._end_other_processes()
+        os._exit(EXIT_CODE)
+
+    @contextmanager
+    def _profiler_ended(self) -> Iterator[None]:
+        """Ends the profiler of a run that fails: torch's crashes the process if it is left to the garbage collector."""
+        try:
+            yield
+        except BaseException:
+            if self.trainer is not None:
+                profiler_of(self.trainer).teardown(None)
+            raise
+
+    def _end_other_processes(self) -> None:
+        """Kills the processes that Lightning has started for other devices: they would wait for this one."""
+        launcher = None if self.trainer is None else self.trainer.strategy.launcher
+        for process in getattr(launcher, "procs", ()):
+            process.kill()
+
+    def _checkpoints(self) -> list[tuple[int, Path]]:
+        """The checkpoints on disk that this run has written, or was resumed from; the newest first."""
+        assert self.trainer is not None
+        saved = list(reversed(getattr(self.trainer, "saved", ())))
+        if self.trainer.ckpt_path:
+            saved.append((self._first_step, Path(str(self.trainer.ckpt_path))))
+        return [(step, path) for step, path in saved if path.exists()]
+
+    def _finite_checkpoint(self, bad_step: int) -> str:
+        """Names the last checkpoint with finite weights, and how to go on from it."""
+        saved = self._checkpoints()
+        for index, (step, path) in enumerate(saved):
+            if is_finite(path, step, bad_step):
+                newer = ", ".join(str(other) for _, other in saved[:index])
+                first = f"delete {newer}, which has NaN, and " if newer else ""
+                return (
+                    f"The last checkpoint with finite weights is {path} of step {step}; {first}go on: "
+                    + self._command(path)
+                )
+        return "There is no checkpoint with finite weights: start again, with a smaller learning rate, say"
+
+    def _command(self, path: Path) -> str:
+        if self.folder is not None and (self.folder / "config.yaml").is_file():
+            return f"python -m mupscale resume {self.folder}"
+        return f"the same command with --ckpt_path {path}"
+
+    def _is_trial(self) -> bool:
+        return self.trainer is not None and any(isinstance(c, TrialMetric) for c in callbacks_of(self.trainer))
+
+    def _places(self) -> dict[str, Path]:
+        """The folders that a run writes to, by name."""
+        places = {"the run's folder": self.folder or Path()}
+        callbacks = [] if self.trainer is None else self.trainer.checkpoint_callbacks
+        for callback in callbacks:
+            folder = getattr(callback, "dirpath", None)
+            if folder is not None:
+                places["the checkpoints' folder"] = Path(folder)
+        return places
+
+
+def is_finite(path: Path, step: int, bad_step: int) -> bool:
+    """Whether a checkpoint has finite weights; of a sharded one that is known if its own step had a finite loss."""
+    if path.is_dir():
+        return step < bad_step
+    try:
+        return non_finite_in(load_checkpoint(path)) is None
+    except UserError:
+        return False
+
+
+@contextmanager
+def _quiet_writers() -> Iterator[None]:
+    """Drops the traceback of a thread that a full disk ends: the run meets the same error when it next logs."""
+    before = threading.excepthook
+
+    def hook(arguments: Any) -> None:
+        if arguments.exc_value is None or full_disk(arguments.exc_value, {}) is None:
+            before(arguments)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before

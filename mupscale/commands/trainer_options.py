@@ -1,0 +1,60 @@
+"""Options of Lightning's Trainer that do not work in the runs of this project, each with the reason and the remedy."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from mupscale.callbacks.incompatible import refuse_callbacks
+from mupscale.errors import UserError
+
+OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "barebones": (
+        bool,
+        "it forbids the checkpoints and logs by which a run is resumed and compared",
+        "for speed: --loop.cuda_graph true, a larger --trainer.log_every_n_steps, --trainer.enable_progress_bar false",
+    ),
+    "enable_checkpointing": (
+        lambda value: value is False,
+        "without checkpoints a run cannot be resumed, nor saved before an upscale",
+        "to save at the end alone: --checkpoint.every_n_train_steps 1000000000",
+    ),
+    "plugins": (
+        lambda value: any(isinstance(plugin, AsyncCheckpointIO) for plugin in _listed(value)),
+        "AsyncCheckpointIO reports a checkpoint as written before it is, so that older ones are deleted too early",
+        "leave it out",
+    ),
+    "log_every_n_steps": (
+        lambda value: value is not None and value < 0,
+        "it counts the steps between two logs",
+        "0 switches the curves of the training loss off",
+    ),
+}
+"""Options, which of their values are refused, why, and the remedy."""
+
+
+def refuse_options(trainer: Any) -> None:
+    """UserError for options and callbacks of the trainer's configuration that do not work in a run."""
+    for key, (is_bad, reason, remedy) in OPTIONS.items():
+        value = trainer.get(key)
+        if is_bad(value):
+            shown = str(value).lower() if isinstance(value, bool | int) else "AsyncCheckpointIO"
+            raise UserError(f"trainer.{key}: {shown} does not work here: {reason}; {remedy}")
+    refuse_callbacks(_listed(trainer.get("callbacks")))
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether Lightning itself has raised an error, as it does for options that do not fit together."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    kinds = (ValueError, TypeError, AttributeError, ModuleNotFoundError, MisconfigurationException)
+    return isinstance(error, kinds) and name.startswith("lightning.")
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

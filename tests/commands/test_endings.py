@@ -1,0 +1,260 @@
+"""How runs end before their time: exit codes, one line that says where the run stands, and how to go on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import LR, small, trials, upscale
+from lightning.pytorch import Trainer
+from program_server import environment
+
+from mupscale.__main__ import main
+from mupscale.callbacks import upscale as swaps
+from mupscale.callbacks.curves import Curves
+from mupscale.callbacks.summary import Summary
+from mupscale.commands import cli
+from mupscale.commands.checkpoints import newest_checkpoint
+from mupscale.commands.termination import end_now, on_sigterm
+from mupscale.datamodules.covertype import Covertype
+from mupscale.models.checkpoint import non_finite_in
+from mupscale.models.mlp import MLP
+
+pytestmark = [
+    pytest.mark.usefixtures("in_an_empty_folder"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+def ended(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]:
+    """The exit code of a command line, and the last line of its standard error."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        main(list(arguments))
+    code = exit.value.code
+    lines = capfd.readouterr().err.strip().splitlines()
+    if isinstance(code, str):  # which python prints, and exits with 1
+        return 1, code
+    return code, lines[-1] if lines else ""
+
+
+@contextmanager
+def signalled_before(owner: Any, name: str, number: int, step: int = 0) -> Iterator[None]:
+    """Sends a signal to this process before a function is called for the first time from a step on."""
+    function, sent = getattr(owner, name), []
+
+    def signalled(*arguments: Any, **named: Any) -> Any:
+        trainer = next((argument for argument in arguments if isinstance(argument, Trainer)), None)
+        if not sent and (trainer is None or trainer.global_step >= step):
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return function(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, signalled)
+        yield
+
+
+MOMENTS: dict[str, tuple[Any, str, int, int, int]] = {
+    "parsing": (cli, "import_classes", 0, 0, 0),
+    "set-up": (Covertype, "setup", 0, 0, 0),
+    "sanity check": (MLP, "validation_step", 0, 0, 0),
+    "the first batch": (Summary, "on_train_start", 0, 1, 0),
+    "a batch": (Curves, "on_train_batch_end", 8, 8, 5),
+    "the swap": (swaps, "upscale", 10, 11, 10),
+    "validation": (Curves, "on_validation_end", 6, 6, 5),
+    "checkpointing": (Curves, "on_save_checkpoint", 10, 10, 10),
+    "the last step": (Curves, "on_train_batch_end", 20, 20, 15),
+    "the end": (Curves, "on_train_end", 20, 20, 20),
+}
+"""A function that the signal comes before, the step from which on it does, the step at which the run then ends, and the
+step of its newest checkpoint."""
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_sigterm_ends_with_143_and_says_how_to_go_on(
+    moment: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    owner, name, step, at, saved = MOMENTS[moment]
+    config = small(tmp_path / "c.yaml", upscale(10, 16), enable_progress_bar=False)
+    with signalled_before(owner, name, signal.SIGTERM, step):
+        code, line = ended(capfd, "fit", "--config", config)
+    assert code == 143
+    assert line.startswith("terminated; ")
+    run = Path("runs/default/version_0")
+    if moment == "parsing":
+        assert line == "terminated; run the same command again"
+    elif not saved:
+        assert line.endswith(
+            f"the run is at step {at}, width 8, with no checkpoint yet; start again with the same command"
+        )
+    else:
+        width = 16 if at > 10 else 8
+        assert f"the run is at step {at}, width {width}; the newest checkpoint is {run}/checkpoints/" in line
+        assert line.endswith(f" of step {saved}; go on: python -m mupscale resume {run}")
+        main(["resume", str(run)])
+        assert newest_checkpoint(run)[1]["global_step"] == 20
+
+
+@pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
+@pytest.mark.parametrize(("moment", "saved"), [("parsing", None), ("set-up", 0), ("a batch", 5)])
+def test_ctrl_c_says_how_to_go_on(
+    moment: str, saved: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    owner, name, step, *_ = MOMENTS[moment]
+    config = small(tmp_path / "c.yaml", enable_progress_bar=False)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with signalled_before(owner, name, signal.SIGINT, step):
+            code, line = ended(capfd, "fit", "--config", config)
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores further ones
+    assert code == 1
+    assert line.startswith("interrupted; ")
+    assert ("start again with the same command" in line) == (saved == 0)
+    assert ("go on: python -m mupscale resume runs/default/version_0" in line) == (saved == 5)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_sweep_with_143_and_gives_its_trial_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path / "c.yaml", enable_progress_bar=False)
+    command = ["sweep", "--config", config, "--out", "out", "--sweep", f"{LR}=0.01,0.02"]
+    with signalled_before(Curves, "on_train_batch_end", signal.SIGTERM, 8):
+        code, line = ended(capfd, *command)
+    assert (code, line) == (143, "terminated; run the same command again to continue")
+    main(command)
+    assert len(trials(tmp_path / "out")) == 2
+
+
+def test_a_forked_process_dies_of_the_signal() -> None:
+    with on_sigterm(end_now):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+# --- losses that are not finite
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Makes the loss of one step NaN, and with it the weights after it."""
+    loss, calls = MLP.training_step, []
+
+    def poisoned(self: MLP, batch: Any, batch_idx: int) -> Any:
+        calls.append(None)
+        if len(calls) - 1 == step:
+            batch = [batch[0] * float("nan"), *batch[1:]]
+        return loss(self, batch, batch_idx)
+
+    monkeypatch.setattr(MLP, "training_step", poisoned)
+
+
+@pytest.mark.parametrize("interval", [1, 10, 0])
+def test_a_nan_loss_warns_once_with_its_step(interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(tmp_path / "c.yaml", enable_progress_bar=False, log_every_n_steps=interval)
+    poison(monkeypatch, 13)
+    with pytest.warns(UserWarning, match="is not finite|training loss") as caught:
+        main(["fit", "--config", config])
+    said = [str(each.message) for each in caught if "training loss" in str(each.message)]
+    assert said == [
+        "the training loss is nan at step 13 (the first step is 0), width 8. --stop_on_nan ends a run there"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "interval", "every", "saved"), [(13, 10, 5, 10), (13, 1, 5, 10), (3, 10, 5, None), (18, 100, 100, None)]
+)
+def test_stop_on_nan_ends_the_run_and_names_the_last_finite_checkpoint(
+    bad: int,
+    interval: int,
+    every: int,
+    saved: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = small(tmp_path / "c.yaml", upscale(10, 16), enable_progress_bar=False, log_every_n_steps=interval)
+    poison(monkeypatch, bad)
+    flag = "--stop-on-nan" if interval == 10 else "--stop_on_nan"
+    code, line = ended(capfd, "fit", "--config", config, flag, "--checkpoint.every_n_train_steps", str(every))
+    assert code == 1
+    width = 8 if bad < 10 else 16
+    assert f"the training loss is nan at step {bad} (the first step is 0), width {width}, and the run stopped" in line
+    run = Path("runs/default/version_0")
+    if saved is None and bad < 10:
+        assert "There is no checkpoint with finite weights" in line
+    else:
+        assert f" of step {saved or 10}; go on: python -m mupscale resume {run}" in line
+    step, content = newest_checkpoint(run)[0], newest_checkpoint(run)[1]
+    assert step is None or non_finite_in(content) is None
+
+
+def test_resume_accepts_stop_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(tmp_path / "c.yaml", enable_progress_bar=False)
+    with signalled_before(Curves, "on_train_batch_end", signal.SIGTERM, 8), pytest.raises(SystemExit):
+        main(["fit", "--config", config])
+    poison(monkeypatch, 4)
+    with pytest.raises(SystemExit, match="the training loss is nan at step 9"):
+        main(["resume", "runs/default/version_0", "--stop_on_nan"])
+
+
+@pytest.mark.slow
+def test_a_trial_whose_loss_is_nan_has_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(tmp_path / "c.yaml", enable_progress_bar=False)
+    poison(monkeypatch, 3)
+    main(["sweep", "--config", config, "--stop_on_nan", "--out", "out", "--sweep", f"{LR}=0.01,0.02"])
+    assert next(row["last_epoch"] for row in trials(tmp_path / "out")) == "diverged"
+
+
+# --- several processes
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_sigterm_ends_all_processes_of_a_run(tmp_path: Path) -> None:
+    """It reaches the second one, which passes it on to the first one, which ends all of them."""
+    config = small(tmp_path / "c.yaml", enable_progress_bar=False, max_steps=100_000, devices=2, strategy="ddp")
+    command = [sys.executable, "-m", "mupscale", "fit", "--config", config, "--trainer.logger.save_dir", str(tmp_path)]
+    run, log = tmp_path / "default" / "version_0", tmp_path / "log.txt"
+    with log.open("w") as stream, subprocess.Popen(command, env=environment(tmp_path), stderr=stream) as process:
+        try:
+            until(lambda: process.poll() is not None or any(run.glob("checkpoints/epoch=*.ckpt")))
+            others = children(process.pid)
+            assert others, log.read_text()
+            os.kill(others[0], signal.SIGTERM)
+            assert process.wait(60) == 143
+        finally:
+            process.kill()
+    until(lambda: not any(map(is_running, others)))
+    line = log.read_text().strip().splitlines()[-1]
+    assert line.startswith("terminated; the run is at step ")
+    assert line.endswith(f"go on: python -m mupscale resume {run}")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
