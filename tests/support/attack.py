@@ -1,0 +1,435 @@
+"""Kills runs at their file operations, resumes them, and compares their ends with that of an undisturbed run.
+
+    python attack.py FOLDER (small | large) [VARIANT …]
+
+Writes a line of JSON for each case. A process of its own, because it forks for each command line, and threads do not
+survive that. It has imported everything before, so that a command line takes one second.
+"""
+
+import gc
+import io
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
+import attack_classes  # noqa: F401
+import torch
+import yaml
+from attack_variants import VARIANTS, configuration
+from kill_points import Operation, Point, Watch
+from logged import curves, table
+from torch import Tensor
+
+from mupscale import __main__ as command_line
+from mupscale.callbacks import upscale
+from mupscale.commands import cli, resume  # noqa: F401
+
+SMALL = ("monitor, best", "checkpoints by epochs", "two loggers", "TMPDIR on another file system")
+"""Variants of the small attack."""
+
+KILLS = 8
+"""Cases of a variant in the large attack, besides those around its swaps."""
+
+SHARES = 12
+"""Parts of the attack on `everything`, which several processes share."""
+
+PATIENCE = 120.0
+"""Seconds after which a command line hangs."""
+
+OTHER_FILE_SYSTEM = Path("/dev/shm")
+
+
+@dataclass
+class Case:
+    """A run that is killed once or several times, and what differs at its end."""
+
+    variant: str
+    kills: list[Point]
+    where: list[str] = field(default_factory=list)
+    """What it was about to do when it was killed; empty if it ended first."""
+
+    differences: list[str] = field(default_factory=list)
+
+
+class Arena:
+    """The folders in which one process attacks a variant; every case of it has the same paths."""
+
+    def __init__(self, folder: Path, variant: str) -> None:
+        self.variant = variant
+        self.home = folder
+        self.work, self.config = folder / "work", folder / "config.yaml"
+        self.log, self.end, self.operations = folder / "log.txt", folder / "end.ckpt", folder / "operations.json"
+        self.temporary = folder / "tmp"
+        if "TMPDIR" in variant:
+            self.temporary = OTHER_FILE_SYSTEM / f"attack-{os.getpid()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(yaml.safe_dump(configuration(variant, str(self.work))))
+        self.clear()
+        self.fit = ["fit", "--config", str(self.config)]
+        status = self.command(self.fit)
+        if status != 0:
+            raise RuntimeError(f"{variant}: the undisturbed run fails: {self.last_words()}")
+        self.expected = self.observed()
+        recorded = json.loads(self.operations.read_text())
+        self.recorded = {thread: [Operation(*entry) for entry in entries] for thread, entries in recorded.items()}
+
+    def clear(self) -> None:
+        for path in (self.work, self.temporary):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+        for path in (self.end, self.operations, self.log):
+            path.unlink(missing_ok=True)
+
+    def case(self, kills: list[Point]) -> Case:
+        """Kills a run at the first point, the run that goes on at the second one, and so on."""
+        answer = Case(self.variant, kills)
+        self.clear()
+        arguments = self.fit
+        for killed_at in [*kills, None]:
+            status = self.attempt(answer, arguments, killed_at)
+            if status > 0 and arguments[0] == "resume":
+                arguments = self.again()
+                status = self.attempt(answer, arguments, killed_at)
+            if status > 0:
+                answer.differences.append(f"{arguments[0]} fails: {self.last_words()}")
+                return answer
+            if status == 0:
+                break
+            run = self.run()
+            arguments = self.fit if run is None else ["resume", str(run)]
+        if not answer.where:
+            answer.differences.append(f"the run did not come to {kills[0]}")
+        answer.differences += list(differences(self.observed(), self.expected))
+        return answer
+
+    def attempt(self, case: Case, arguments: list[str], killed_at: Point | None) -> int:
+        self.end.unlink(missing_ok=True)
+        status = self.command(arguments, killed_at)
+        if status < 0:
+            assert status == -signal.SIGKILL, f"{arguments} died of signal {-status}"
+            case.where.append(self.last_operation())
+        return status
+
+    def again(self) -> list[str]:
+        """The command line that starts a run anew after `resume` has found nothing to go on from."""
+        run = self.run()
+        if "numbered" in self.variant and run is not None:
+            shutil.rmtree(run)  # or the next one would have another number
+        return self.fit
+
+    def finished(self) -> Case:
+        """A finished run that is resumed stays as it is."""
+        answer = Case(self.variant, [])
+        self.clear()
+        self.command(self.fit)
+        status = self.command(["resume", str(self.run())])
+        if status != 0:
+            answer.differences.append(f"finished, but resume fails: {self.last_words()}")
+        answer.differences += list(differences(self.observed(), self.expected))
+        return answer
+
+    def run(self) -> Path | None:
+        """The folder of the run, once it is known as one."""
+        return next((path.parent for path in sorted(self.work.rglob("config.yaml"))), None)
+
+    def last_words(self) -> str:
+        lines = self.log.read_text().strip().splitlines()
+        return lines[-1][-300:] if lines else "without a word"
+
+    def last_operation(self) -> str:
+        return Path(f"{self.operations}.last").read_text().replace(str(self.home), "")
+
+    def command(self, arguments: list[str], killed_at: Point | None = None) -> int:
+        """Runs a command line in a fork; its exit status, negative for a signal."""
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                self.inside(arguments, killed_at)
+                status = 0
+            except BaseException as error:
+                if isinstance(error, SystemExit) and isinstance(error.code, str):
+                    print(error.code)
+                else:
+                    traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGTERM)
+                raise RuntimeError(f"{self.variant}: {arguments} killed at {killed_at} hangs")
+            time.sleep(0.002)
+
+    def inside(self, arguments: list[str], killed_at: Point | None) -> None:
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout, sys.stderr = (OpenAgain(fd) for fd in (1, 2))
+        os.environ["TMPDIR"] = str(self.temporary)
+        tempfile.tempdir = None
+        os.chdir(self.work)
+        watch = Noting([self.work, self.temporary], killed_at, Path(f"{self.operations}.last"))
+        note_swaps(watch)
+        save_the_end(watch, self.end)
+        watch.start()
+        try:
+            command_line.main(arguments)
+        finally:
+            watch.stop()
+        self.operations.write_text(json.dumps(watch.operations))
+
+    def observed(self) -> dict[str, Any]:
+        """All that a run has left behind, by path."""
+        answer: dict[str, Any] = {}
+        for path in sorted(self.work.rglob("*")):
+            name = str(path.relative_to(self.work))
+            if path.name.startswith("events.out.tfevents."):
+                answer[str(path.parent.relative_to(self.work) / "events")] = None
+            elif path.is_symlink():
+                answer[name] = f"a link to {os.readlink(path)}"
+            elif path.is_dir():
+                answer[name] = None
+            elif path.suffix == ".ckpt":
+                answer[name] = loaded(path)
+            elif path.suffix == ".yaml":
+                answer[name] = path.read_text()
+            elif path.name == "metrics.csv":
+                answer[name] = table(path.parent)
+            else:
+                answer[name] = None
+        for name in [name for name in answer if name.endswith("events")]:
+            answer[name] = curves(self.work / Path(name).parent)
+        for path in self.temporary_files():
+            answer[f"TMPDIR/{path.name}"] = None
+        if self.end.exists():
+            answer[END] = loaded(self.end)
+        return answer
+
+    def temporary_files(self) -> list[Path]:
+        """What is in TMPDIR, once the workers of data loaders have noticed that their run is dead."""
+        deadline = time.monotonic() + 10
+        while any(path.name.startswith("pymp-") for path in self.temporary.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return sorted(self.temporary.iterdir())
+
+
+END = "the state in memory"
+"""What `observed` calls the state at the end of a fit; a run that was finished when it was killed has none."""
+
+
+class Noting(Watch):
+    """Writes down the operation at which it kills."""
+
+    def __init__(self, folders: list[Path], killed_at: Point | None, notes: Path) -> None:
+        super().__init__(folders, killed_at)
+        self.notes = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def killing(self, operation: Operation) -> None:
+        assert self.killed_at is not None
+        os.pwrite(self.notes, f"{operation.what} {operation.path}{' (half)' if self.killed_at.half else ''}".encode(), 0)
+
+
+class OpenAgain(io.TextIOWrapper):
+    """The standard output of a fork, which shares no buffer with its parent's."""
+
+    def __init__(self, file: int) -> None:
+        super().__init__(os.fdopen(file, "wb", 0, closefd=False), write_through=True)
+
+
+def note_swaps(watch: Watch) -> None:
+    """Makes a point of the moment in which a swap has just been made, and nothing of it is on disk."""
+    widened = upscale.upscale
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        report = widened(*arguments, **options)
+        watch.reach("swap", "")
+        return report
+
+    upscale.upscale = counted
+
+
+def save_the_end(watch: Watch, path: Path) -> None:
+    """Saves a checkpoint after each fit, whatever the run itself saves."""
+    after = getattr(cli.CLI, "after_fit", lambda self: None)  # Lightning calls it where there is one
+
+    def after_fit(self: cli.CLI) -> None:
+        after(self)
+        watch.stop()
+        self.trainer.save_checkpoint(path)
+
+    cli.CLI.after_fit = after_fit  # type: ignore[attr-defined]
+
+
+# --- comparisons
+
+
+def loaded(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        return f"unreadable: {type(error).__name__}"
+
+
+CLOCKS = re.compile(r"/UpscaleCallback\[.*\]/seconds$|/Curves/events$")
+"""What a clock decides, and the names of event files, which hold the time and the process."""
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+    """What differs in two values, bit by bit; a checkpoint of the end need not be there."""
+    if CLOCKS.search(path):
+        return
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in [*theirs, *(key for key in ours if key not in theirs)]:
+            if key in ours and key in theirs:
+                yield from differences(ours[key], theirs[key], f"{path}/{key}")
+            elif key != END:
+                yield f"{path}/{key} is {'missing' if key in theirs else 'left behind'}"
+    elif isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        if len(ours) != len(theirs):
+            yield f"{path} has {len(ours)} entries instead of {len(theirs)}"
+            return
+        for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            yield from differences(our, their, f"{path}/{index}")
+    elif not same(ours, theirs):
+        yield f"{path} is {shown(ours)} instead of {shown(theirs)}"
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return one.numpy().tobytes() == other.numpy().tobytes()
+    if isinstance(one, float) and isinstance(other, float):
+        return struct.pack("d", one) == struct.pack("d", other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def shown(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)[:80]
+
+
+# --- which points
+
+
+def all_points(recorded: dict[str, list[Operation]]) -> list[Point]:
+    """Every point of a run; writes also in their middle."""
+    answer = []
+    for thread, operations in recorded.items():
+        for index, operation in enumerate(operations):
+            answer.append(Point(thread, index))
+            if operation.writes:
+                answer.append(Point(thread, index, half=True))
+    return answer
+
+
+def around_swaps(recorded: dict[str, list[Operation]]) -> list[Point]:
+    """The operation before each swap, the swap, and the operation after it."""
+    swaps = [index for index, operation in enumerate(recorded["main"]) if operation.what == "swap"]
+    near = {index + offset for index in swaps for offset in (-1, 0, 1)}
+    return [Point("main", index) for index in sorted(near) if index in range(len(recorded["main"]))]
+
+
+def drawn(recorded: dict[str, list[Operation]], chance: random.Random) -> list[Point]:
+    """Points for a variant: half of them while files other than logs are written, moved or deleted."""
+    everywhere = all_points(recorded)
+    on_checkpoints = [point for point in everywhere if ".ckpt" in recorded[point.thread][point.index].path]
+    some = chance.sample(everywhere, KILLS // 2)
+    return some + chance.sample(on_checkpoints, min(len(on_checkpoints), KILLS // 2))
+
+
+MOMENTS = [
+    ("config.yaml", False, ("rename", "replace")),
+    ("ckpt", False, ("rename", "replace")),
+    ("ckpt", False, ("unlink", "remove")),
+    ("ckpt", False, ("symlink",)),
+    ("", False, ("swap",)),
+    ("events", True, ("write",)),
+]
+"""Points of the small attack: the last but one operation of these kinds on a path with this in it, or its half."""
+
+
+def moments(recorded: dict[str, list[Operation]]) -> list[Point]:
+    answer = []
+    for text, half, kinds in MOMENTS:
+        found = [
+            Point(thread, index, half)
+            for thread, operations in recorded.items()
+            for index, operation in enumerate(operations)
+            if operation.what in kinds and text in operation.path
+        ]
+        assert found, f"no operation {kinds} on {text}"
+        answer.append(found[-2:][0])
+    return answer
+
+
+# --- the attack
+
+
+@cache
+def arena(folder: Path, variant: str) -> Arena:
+    return Arena(folder / f"{os.getpid()}-{variant}", variant)
+
+
+def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, Any]]:
+    """The cases of a variant, or a share of those of `everything`."""
+    place = arena(folder, variant)
+    chance = random.Random(f"{variant} {share}")
+    cases = []
+    if variant == "everything":
+        points = moments(place.recorded) if size == "small" else all_points(place.recorded)[share::SHARES]
+    elif size == "small":
+        points = around_swaps(place.recorded)[-1:]
+    else:
+        points = around_swaps(place.recorded) + drawn(place.recorded, chance)
+    if share == 0 and size == "large":
+        cases.append(place.finished())
+    everywhere = all_points(place.recorded)
+    for number, point in enumerate(points):
+        again = size == "large" and number % 4 == 3
+        cases.append(place.case([point, *([chance.choice(everywhere)] if again else [])]))
+    shutil.rmtree(place.temporary, ignore_errors=True)
+    return [asdict(case) for case in cases]
+
+
+def main(folder: Path, size: str, *variants: str) -> None:
+    torch.set_num_threads(1)
+    cli.import_classes()
+    gc.collect()
+    gc.freeze()  # what is collected in a fork is copied
+    chosen = variants or ("everything", *(VARIANTS if size == "large" else SMALL))
+    tasks = []
+    for variant in chosen:
+        shares = SHARES if variant == "everything" and size == "large" else 1
+        tasks += [(folder, variant, size, share) for share in range(shares)]
+    processes = 2 if size == "large" else 1
+    # forks, which find everything imported
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        for future in [pool.submit(attack, *task) for task in tasks]:
+            for case in future.result():
+                print(json.dumps(case), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve(), *sys.argv[2:])
