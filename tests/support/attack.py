@@ -12,16 +12,13 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
-import struct
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,8 +30,7 @@ import torch
 import yaml
 from attack_variants import VARIANTS, configuration
 from kill_points import Operation, Point, Watch
-from logged import curves, table
-from torch import Tensor
+from run_ends import END, contents, differences, observed
 
 from mupscale import __main__ as command_line
 from mupscale.callbacks import upscale
@@ -51,6 +47,9 @@ SHARES = 12
 
 PATIENCE = 120.0
 """Seconds after which a command line hangs."""
+
+HANGS = 124
+"""The status of a command line that does."""
 
 OTHER_FILE_SYSTEM = Path("/dev/shm")
 
@@ -84,8 +83,8 @@ class Arena:
         self.fit = ["fit", "--config", str(self.config)]
         status = self.command(self.fit)
         if status != 0:
-            raise RuntimeError(f"{variant}: the undisturbed run fails: {self.last_words()}")
-        self.expected = self.observed()
+            raise RuntimeError(f"the undisturbed run fails: {self.last_words()}")
+        self.expected = self.left()
         recorded = json.loads(self.operations.read_text())
         self.recorded = {thread: [Operation(*entry) for entry in entries] for thread, entries in recorded.items()}
 
@@ -115,7 +114,7 @@ class Arena:
             arguments = self.fit if run is None else ["resume", str(run)]
         if not answer.where:
             answer.differences.append(f"the run did not come to {kills[0]}")
-        answer.differences += list(differences(self.observed(), self.expected))
+        answer.differences += list(differences(self.left(), self.expected))
         return answer
 
     def attempt(self, case: Case, arguments: list[str], killed_at: Point | None) -> int:
@@ -141,7 +140,7 @@ class Arena:
         status = self.command(["resume", str(self.run())])
         if status != 0:
             answer.differences.append(f"finished, but resume fails: {self.last_words()}")
-        answer.differences += list(differences(self.observed(), self.expected))
+        answer.differences += list(differences(self.left(), self.expected))
         return answer
 
     def run(self) -> Path | None:
@@ -178,8 +177,10 @@ class Arena:
             if done:
                 return os.waitstatus_to_exitcode(status)
             if time.monotonic() > deadline:
-                os.kill(child, signal.SIGTERM)
-                raise RuntimeError(f"{self.variant}: {arguments} killed at {killed_at} hangs")
+                self.log.write_text(f"hangs for {PATIENCE:.0f} seconds")
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return HANGS
             time.sleep(0.002)
 
     def inside(self, arguments: list[str], killed_at: Point | None) -> None:
@@ -200,31 +201,12 @@ class Arena:
             watch.stop()
         self.operations.write_text(json.dumps(watch.operations))
 
-    def observed(self) -> dict[str, Any]:
-        """All that a run has left behind, by path."""
-        answer: dict[str, Any] = {}
-        for path in sorted(self.work.rglob("*")):
-            name = str(path.relative_to(self.work))
-            if path.name.startswith("events.out.tfevents."):
-                answer[str(path.parent.relative_to(self.work) / "events")] = None
-            elif path.is_symlink():
-                answer[name] = f"a link to {os.readlink(path)}"
-            elif path.is_dir():
-                answer[name] = None
-            elif path.suffix == ".ckpt":
-                answer[name] = loaded(path)
-            elif path.suffix == ".yaml":
-                answer[name] = path.read_text()
-            elif path.name == "metrics.csv":
-                answer[name] = table(path.parent)
-            else:
-                answer[name] = None
-        for name in [name for name in answer if name.endswith("events")]:
-            answer[name] = curves(self.work / Path(name).parent)
-        for path in self.temporary_files():
-            answer[f"TMPDIR/{path.name}"] = None
+    def left(self) -> dict[str, Any]:
+        """All that a run has left behind, by name."""
+        answer = observed(self.work)
+        answer |= {f"TMPDIR/{path.name}": None for path in self.temporary_files()}
         if self.end.exists():
-            answer[END] = loaded(self.end)
+            answer[END] = contents(self.end)
         return answer
 
     def temporary_files(self) -> list[Path]:
@@ -233,10 +215,6 @@ class Arena:
         while any(path.name.startswith("pymp-") for path in self.temporary.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return sorted(self.temporary.iterdir())
-
-
-END = "the state in memory"
-"""What `observed` calls the state at the end of a fit; a run that was finished when it was killed has none."""
 
 
 class Noting(Watch):
@@ -248,7 +226,9 @@ class Noting(Watch):
 
     def killing(self, operation: Operation) -> None:
         assert self.killed_at is not None
-        os.pwrite(self.notes, f"{operation.what} {operation.path}{' (half)' if self.killed_at.half else ''}".encode(), 0)
+        os.pwrite(
+            self.notes, f"{operation.what} {operation.path}{' (half)' if self.killed_at.half else ''}".encode(), 0
+        )
 
 
 class OpenAgain(io.TextIOWrapper):
@@ -280,54 +260,6 @@ def save_the_end(watch: Watch, path: Path) -> None:
         self.trainer.save_checkpoint(path)
 
     cli.CLI.after_fit = after_fit  # type: ignore[attr-defined]
-
-
-# --- comparisons
-
-
-def loaded(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
-        return f"unreadable: {type(error).__name__}"
-
-
-CLOCKS = re.compile(r"/UpscaleCallback\[.*\]/seconds$|/Curves/events$")
-"""What a clock decides, and the names of event files, which hold the time and the process."""
-
-
-def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
-    """What differs in two values, bit by bit; a checkpoint of the end need not be there."""
-    if CLOCKS.search(path):
-        return
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in [*theirs, *(key for key in ours if key not in theirs)]:
-            if key in ours and key in theirs:
-                yield from differences(ours[key], theirs[key], f"{path}/{key}")
-            elif key != END:
-                yield f"{path}/{key} is {'missing' if key in theirs else 'left behind'}"
-    elif isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
-        if len(ours) != len(theirs):
-            yield f"{path} has {len(ours)} entries instead of {len(theirs)}"
-            return
-        for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            yield from differences(our, their, f"{path}/{index}")
-    elif not same(ours, theirs):
-        yield f"{path} is {shown(ours)} instead of {shown(theirs)}"
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        return one.numpy().tobytes() == other.numpy().tobytes()
-    if isinstance(one, float) and isinstance(other, float):
-        return struct.pack("d", one) == struct.pack("d", other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def shown(value: Any) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)[:80]
 
 
 # --- which points
@@ -394,7 +326,10 @@ def arena(folder: Path, variant: str) -> Arena:
 
 def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, Any]]:
     """The cases of a variant, or a share of those of `everything`."""
-    place = arena(folder, variant)
+    try:
+        place = arena(folder, variant)
+    except RuntimeError as error:
+        return [asdict(Case(variant, [], differences=[str(error)]))]
     chance = random.Random(f"{variant} {share}")
     cases = []
     if variant == "everything":
@@ -423,10 +358,10 @@ def main(folder: Path, size: str, *variants: str) -> None:
     for variant in chosen:
         shares = SHARES if variant == "everything" and size == "large" else 1
         tasks += [(folder, variant, size, share) for share in range(shares)]
-    processes = 2 if size == "large" else 1
+    processes = len(os.sched_getaffinity(0)) if size == "large" else 1
     # forks, which find everything imported
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        for future in [pool.submit(attack, *task) for task in tasks]:
+        for future in as_completed([pool.submit(attack, *task) for task in tasks]):
             for case in future.result():
                 print(json.dumps(case), flush=True)
 

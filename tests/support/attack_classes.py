@@ -4,33 +4,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from interrupted import DropoutMLP
 from lightning.pytorch import LightningDataModule
 from tiny_modules import gpt2, mlp, resnet, rows
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.models.mlp import MLP, MLPNet
+from mupscale.models.mlp import MLPNet
 
 BATCH, BATCHES = 8, 4
 """Rows of a batch, and batches of an epoch."""
-
-
-class DropoutNet(MLPNet):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = nn.functional.dropout(self.activation(layer(x)), 0.1, self.training)
-        return self.readout(x)
-
-
-class DropoutMLP(MLP):
-    """Draws random numbers as it trains."""
-
-    def build(self, width: Any) -> nn.Module:
-        hidden = width if isinstance(width, list) else [width] * self.hparams["hidden_layers"]
-        return DropoutNet(self.hparams["inputs"], hidden, self.hparams["outputs"])
 
 
 class FrozenMLP(DropoutMLP):

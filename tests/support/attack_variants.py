@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {
     "trainer.default_root_dir": "WORK/root",
     "trainer.logger": TENSORBOARD,
     "trainer.callbacks": [swap()],
-    "model.class_path": "attack_classes.DropoutMLP",
+    "model.class_path": "interrupted.DropoutMLP",
     "model.init_args": {"width": 4, "base_width": 4, "inputs": 6, "outputs": 3},
     "model.init_args.optimizer": made("torch.optim.AdamW", lr=0.01),
     "data": made("attack_classes.Rows"),
@@ -66,7 +66,11 @@ GPT2 = {"width": 8, "base_width": 4, "layers": 1, "heads": 2, "vocabulary": 11, 
 PLATEAU = made("lightning.pytorch.cli.ReduceLROnPlateau", monitor="val/loss", factor=0.5, patience=0, threshold=10.0)
 STOPPING = made(f"{CALLBACKS}.EarlyStopping", monitor="val/loss", patience=1, min_delta=10.0)
 OTHER_CHECKPOINTS = made(
-    f"{CALLBACKS}.ModelCheckpoint", monitor="val/loss", filename="best-{step}", save_top_k=2, auto_insert_metric_name=False
+    f"{CALLBACKS}.ModelCheckpoint",
+    monitor="val/loss",
+    filename="best-{step}",
+    save_top_k=2,
+    auto_insert_metric_name=False,
 )
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -8,12 +8,11 @@ import builtins
 import io
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 WRITING = os.O_WRONLY | os.O_RDWR
 
@@ -86,7 +85,8 @@ class Watch:
         os.open = self._opening(os.open)
         os.write = self._writing(os.write)
         os.sendfile = self._sending(os.sendfile)
-        torch.save = self._saving(torch.save)
+        if "torch" in sys.modules:
+            sys.modules["torch"].save = self._saving(sys.modules["torch"].save)  # type: ignore[attr-defined]
         builtins.open = io.open = _io.open = self._opened  # type: ignore[assignment]
 
     def _note(self, what: str, path: str | None, write_half: Callable[[], object] | None = None) -> None:
