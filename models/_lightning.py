@@ -3,6 +3,7 @@
 It stands in models/ because models/ is the lowest package that knows Lightning: callbacks and commands import it too.
 """
 
+import math
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, cast
@@ -181,6 +182,9 @@ def finish_loaded_step(trainer: Trainer) -> None:
         loop.on_advance_end(fit._data_fetcher)
         if not loop.batch_progress.is_last_batch and not (trainer.should_stop and fit._can_stop_early):
             loop._batches_that_stepped -= 1  # the loop will count it when it restarts
+            batches = max(loop.val_loop.max_batches, default=0)
+            if loop._should_check_val_fx(fit._data_fetcher) and math.isfinite(batches):
+                loop.val_loop.batch_progress.total.increment_by(-int(batches))  # and the batches of this validation
             return
         fit.on_advance_end()
         fit.reset_restart_stage()

@@ -33,7 +33,7 @@ LIGHTNING = {
     _FitLoop: {"_should_accumulate", "_restarting", "_data_fetcher", "_can_stop_early"},
     _TrainingEpochLoop: {
         "_results", "_num_ready_batches_reached", "_warning_cache", "_build_kwargs", "_skip_next_val",
-        "_batches_that_stepped",
+        "_batches_that_stepped", "_should_check_val_fx",
     },
     ModelCheckpoint: {
         "_monitor_candidates", "_save_topk_checkpoint", "_last_global_step_saved", "_save_last_checkpoint",
