@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -35,8 +36,9 @@ from run_ends import END, contents, differences, observed
 from mupscale import __main__ as command_line
 from mupscale.callbacks import upscale
 from mupscale.commands import cli, resume  # noqa: F401
+from mupscale.models.base import WidthScalable
 
-SMALL = ("monitor, best", "checkpoints by epochs", "two loggers", "TMPDIR on another file system")
+SMALL = ("monitor, best", "checkpoints by epochs", "dirpath elsewhere", "TMPDIR on another file system")
 """Variants of the small attack."""
 
 KILLS = 8
@@ -48,10 +50,14 @@ SHARES = 12
 PATIENCE = 120.0
 """Seconds after which a command line hangs."""
 
+LOST = 4
+"""Steps that a kill may cost: every configuration saves something after three steps at most."""
+
 HANGS = 124
 """The status of a command line that does."""
 
-OTHER_FILE_SYSTEM = Path("/dev/shm")
+FILE_SYSTEMS = (Path("/dev/shm"), Path("/tmp"), Path("/var/tmp"))
+"""Where to look for one that is not that of the run."""
 
 
 @dataclass
@@ -73,11 +79,12 @@ class Arena:
         self.variant = variant
         self.home = folder
         self.work, self.config = folder / "work", folder / "config.yaml"
-        self.log, self.end, self.operations = folder / "log.txt", folder / "end.ckpt", folder / "operations.json"
+        self.log, self.end = folder / "log.txt", folder / "end.ckpt"
+        self.operations, self.kill = folder / "operations.json", folder / "kill.json"
         self.temporary = folder / "tmp"
-        if "TMPDIR" in variant:
-            self.temporary = OTHER_FILE_SYSTEM / f"attack-{os.getpid()}"
         folder.mkdir(parents=True, exist_ok=True)
+        if "TMPDIR" in variant:
+            self.temporary = on_another_file_system(folder) or self.temporary
         self.config.write_text(yaml.safe_dump(configuration(variant, str(self.work))))
         self.clear()
         self.fit = ["fit", "--config", str(self.config)]
@@ -92,8 +99,9 @@ class Arena:
         for path in (self.work, self.temporary):
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
-        for path in (self.end, self.operations, self.log):
+        for path in (self.end, self.operations, self.log, self.kill):
             path.unlink(missing_ok=True)
+        self.step = 0  # of the run, when it was killed
 
     def case(self, kills: list[Point]) -> Case:
         """Kills a run at the first point, the run that goes on at the second one, and so on."""
@@ -118,11 +126,18 @@ class Arena:
         return answer
 
     def attempt(self, case: Case, arguments: list[str], killed_at: Point | None) -> int:
+        """Runs a command line, which must not begin long before the step at which the run was killed."""
         self.end.unlink(missing_ok=True)
+        before = len(self.log.read_text()) if self.log.exists() else 0
         status = self.command(arguments, killed_at)
+        assert status in (0, -signal.SIGKILL) or status > 0, f"{arguments} died of signal {-status}"
+        start = re.search(r"^step (\d+): \w+, width", self.log.read_text()[before:], re.MULTILINE)
+        if start is not None and self.step - int(start[1]) > LOST:
+            case.differences.append(f"{arguments[0]} begins at step {start[1]}, but {self.step} were done")
         if status < 0:
-            assert status == -signal.SIGKILL, f"{arguments} died of signal {-status}"
-            case.where.append(self.last_operation())
+            noted = json.loads(self.kill.read_text())
+            case.where.append(noted["where"].replace(str(self.home), ""))
+            self.step = max(self.step, noted["step"])
         return status
 
     def again(self) -> list[str]:
@@ -150,9 +165,6 @@ class Arena:
     def last_words(self) -> str:
         lines = self.log.read_text().strip().splitlines()
         return lines[-1][-300:] if lines else "without a word"
-
-    def last_operation(self) -> str:
-        return Path(f"{self.operations}.last").read_text().replace(str(self.home), "")
 
     def command(self, arguments: list[str], killed_at: Point | None = None) -> int:
         """Runs a command line in a fork; its exit status, negative for a signal."""
@@ -191,8 +203,8 @@ class Arena:
         os.environ["TMPDIR"] = str(self.temporary)
         tempfile.tempdir = None
         os.chdir(self.work)
-        watch = Noting([self.work, self.temporary], killed_at, Path(f"{self.operations}.last"))
-        note_swaps(watch)
+        watch = Noting([self.work, self.temporary], killed_at, self.kill)
+        note_steps(watch)
         save_the_end(watch, self.end)
         watch.start()
         try:
@@ -217,18 +229,25 @@ class Arena:
         return sorted(self.temporary.iterdir())
 
 
+def on_another_file_system(folder: Path) -> Path | None:
+    for place in FILE_SYSTEMS:
+        if os.access(place, os.W_OK) and place.stat().st_dev != folder.stat().st_dev:
+            return place / f"attack-{os.getpid()}"
+    return None
+
+
 class Noting(Watch):
-    """Writes down the operation at which it kills."""
+    """Writes down the operation at which it kills, and the step of the run."""
 
     def __init__(self, folders: list[Path], killed_at: Point | None, notes: Path) -> None:
         super().__init__(folders, killed_at)
         self.notes = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self.step = 0
 
     def killing(self, operation: Operation) -> None:
         assert self.killed_at is not None
-        os.pwrite(
-            self.notes, f"{operation.what} {operation.path}{' (half)' if self.killed_at.half else ''}".encode(), 0
-        )
+        where = f"{operation.what} {operation.path}{' (half)' if self.killed_at.half else ''}"
+        os.pwrite(self.notes, json.dumps({"where": where, "step": self.step}).encode(), 0)
 
 
 class OpenAgain(io.TextIOWrapper):
@@ -238,16 +257,21 @@ class OpenAgain(io.TextIOWrapper):
         super().__init__(os.fdopen(file, "wb", 0, closefd=False), write_through=True)
 
 
-def note_swaps(watch: Watch) -> None:
+def note_steps(watch: Noting) -> None:
     """Makes a point of the moment in which a swap has just been made, and nothing of it is on disk."""
-    widened = upscale.upscale
+    widened, training_step = upscale.upscale, WidthScalable.training_step
 
     def counted(*arguments: Any, **options: Any) -> Any:
         report = widened(*arguments, **options)
         watch.reach("swap", "")
         return report
 
+    def stepping(self: WidthScalable, *arguments: Any) -> Any:
+        watch.step = self.trainer.global_step
+        return training_step(self, *arguments)
+
     upscale.upscale = counted
+    WidthScalable.training_step = stepping  # type: ignore[method-assign]
 
 
 def save_the_end(watch: Watch, path: Path) -> None:
@@ -289,6 +313,17 @@ def drawn(recorded: dict[str, list[Operation]], chance: random.Random) -> list[P
     on_checkpoints = [point for point in everywhere if ".ckpt" in recorded[point.thread][point.index].path]
     some = chance.sample(everywhere, KILLS // 2)
     return some + chance.sample(on_checkpoints, min(len(on_checkpoints), KILLS // 2))
+
+
+def last_save(recorded: dict[str, list[Operation]]) -> list[Point]:
+    """The middle of the last checkpoint, or, if it is written under another name, just before it gets its own."""
+    halves, moves = [], []
+    for index, operation in enumerate(recorded["main"]):
+        if ".ckpt" in operation.path and operation.writes:
+            halves.append(Point("main", index, half=True))
+        elif ".ckpt" in operation.path and operation.what in ("rename", "replace"):
+            moves.append(Point("main", index))
+    return (halves or moves)[-1:]
 
 
 MOMENTS = [
@@ -335,7 +370,7 @@ def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, 
     if variant == "everything":
         points = moments(place.recorded) if size == "small" else all_points(place.recorded)[share::SHARES]
     elif size == "small":
-        points = around_swaps(place.recorded)[-1:]
+        points = last_save(place.recorded)
     else:
         points = around_swaps(place.recorded) + drawn(place.recorded, chance)
     if share == 0 and size == "large":
