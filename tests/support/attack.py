@@ -94,6 +94,8 @@ class Arena:
         self.expected = self.left()
         recorded = json.loads(self.operations.read_text())
         self.recorded = {thread: [Operation(*entry) for entry in entries] for thread, entries in recorded.items()}
+        if not around_swaps(self.recorded):
+            raise RuntimeError("the undisturbed run ends before its swap")
 
     def clear(self) -> None:
         for path in (self.work, self.temporary):

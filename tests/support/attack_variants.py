@@ -64,7 +64,7 @@ SGD = made("torch.optim.SGD", lr=0.1, momentum=0.9)
 LISTS = {"width": [4, 8], "base_width": [4, 4], "inputs": 6, "outputs": 3}
 GPT2 = {"width": 8, "base_width": 4, "layers": 1, "heads": 2, "vocabulary": 11, "context": 8}
 PLATEAU = made("lightning.pytorch.cli.ReduceLROnPlateau", monitor="val/loss", factor=0.5, patience=0, threshold=10.0)
-STOPPING = made(f"{CALLBACKS}.EarlyStopping", monitor="val/loss", patience=1, min_delta=10.0)
+STOPPING = made(f"{CALLBACKS}.EarlyStopping", monitor="val/loss", patience=3, min_delta=10.0)
 OTHER_CHECKPOINTS = made(
     f"{CALLBACKS}.ModelCheckpoint",
     monitor="val/loss",
