@@ -53,6 +53,12 @@ PATIENCE = 120.0
 LOST = 4
 """Steps that a kill may cost: every configuration saves something after three steps at most."""
 
+BEGINS = re.compile(r"^step (\d+): \w+, width", re.MULTILINE)
+"""What a run prints when it begins, with its step."""
+
+NOTHING_TO_RESUME = re.compile(r"no checkpoint|no config\.yaml")
+"""What `resume` says of a run that was killed before it could save anything."""
+
 HANGS = 124
 """The status of a command line that does."""
 
@@ -89,7 +95,7 @@ class Arena:
         self.clear()
         self.fit = ["fit", "--config", str(self.config)]
         status = self.command(self.fit)
-        if status != 0:
+        if status != 0 or not BEGINS.search(self.log.read_text()):
             raise RuntimeError(f"the undisturbed run fails: {self.last_words()}")
         self.expected = self.left()
         recorded = json.loads(self.operations.read_text())
@@ -113,6 +119,8 @@ class Arena:
         for killed_at in [*kills, None]:
             status = self.attempt(answer, arguments, killed_at)
             if status > 0 and arguments[0] == "resume":
+                if not NOTHING_TO_RESUME.search(self.last_words()):
+                    answer.differences.append(f"resume fails: {self.last_words()}")
                 arguments = self.again()
                 status = self.attempt(answer, arguments, killed_at)
             if status > 0:
@@ -133,7 +141,7 @@ class Arena:
         before = len(self.log.read_text()) if self.log.exists() else 0
         status = self.command(arguments, killed_at)
         assert status in (0, -signal.SIGKILL) or status > 0, f"{arguments} died of signal {-status}"
-        start = re.search(r"^step (\d+): \w+, width", self.log.read_text()[before:], re.MULTILINE)
+        start = BEGINS.search(self.log.read_text()[before:])
         if start is not None and self.step - int(start[1]) > LOST:
             case.differences.append(f"{arguments[0]} begins at step {start[1]}, but {self.step} were done")
         if status < 0:
