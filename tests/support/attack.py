@@ -44,6 +44,9 @@ SMALL = ("monitor, best", "checkpoints by epochs", "dirpath elsewhere", "TMPDIR 
 KILLS = 8
 """Cases of a variant in the large attack, besides those around its swaps."""
 
+IN_A_ROW = {"small": 5, "large": 24}
+"""Kills of the one run that is killed again and again."""
+
 SHARES = 12
 """Parts of the attack on `everything`, which several processes share."""
 
@@ -211,7 +214,7 @@ class Arena:
         os.dup2(log, 2)
         sys.stdout, sys.stderr = (OpenAgain(fd) for fd in (1, 2))
         os.environ["TMPDIR"] = str(self.temporary)
-        tempfile.tempdir = None
+        tempfile.tempdir = str(self.temporary)  # or Python tries whether it can write there, and may die at it
         os.chdir(self.work)
         watch = Noting([self.work, self.temporary], killed_at, self.kill)
         note_steps(watch)
@@ -336,6 +339,12 @@ def last_save(recorded: dict[str, list[Operation]]) -> list[Point]:
     return (halves or moves)[-1:]
 
 
+def in_a_row(recorded: dict[str, list[Operation]], kills: int) -> list[Point]:
+    """Points for a run that is killed again and again, soon after it has gone on."""
+    chance = random.Random(0)
+    return [Point("main", chance.randrange(len(recorded["main"]) // 3)) for _ in range(kills)]
+
+
 MOMENTS = [
     ("config.yaml", False, ("rename", "replace")),
     ("ckpt", False, ("rename", "replace")),
@@ -385,6 +394,8 @@ def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, 
         points = around_swaps(place.recorded) + drawn(place.recorded, chance)
     if share == 0 and size == "large":
         cases.append(place.finished())
+    if share == 0 and variant == "everything":
+        cases.append(place.case(in_a_row(place.recorded, IN_A_ROW[size])))
     everywhere = all_points(place.recorded)
     for number, point in enumerate(points):
         again = size == "large" and number % 4 == 3
