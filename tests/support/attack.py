@@ -349,7 +349,7 @@ MOMENTS = [
     ("config.yaml", False, ("rename", "replace")),
     ("ckpt", False, ("rename", "replace")),
     ("ckpt", False, ("unlink", "remove")),
-    ("ckpt", False, ("symlink",)),
+    ("hparams.yaml", True, ("write",)),
     ("", False, ("swap",)),
     ("events", True, ("write",)),
 ]
