@@ -53,8 +53,8 @@ SHARES = 12
 PATIENCE = 120.0
 """Seconds after which a command line hangs."""
 
-LOST = 4
-"""Steps that a kill may cost: every configuration saves something after three steps at most."""
+LOST = 3
+"""Steps that a kill may cost: every configuration asks for a checkpoint after three steps at most."""
 
 BEGINS = re.compile(r"^step (\d+): \w+, width", re.MULTILINE)
 """What a run prints when it begins, with its step."""
