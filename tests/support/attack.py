@@ -383,6 +383,9 @@ def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, 
     try:
         place = arena(folder, variant)
     except RuntimeError as error:
+        elsewhere = on_another_file_system(folder)
+        if elsewhere is not None:
+            shutil.rmtree(elsewhere, ignore_errors=True)
         return [asdict(Case(variant, [], differences=[str(error)]))]
     chance = random.Random(f"{variant} {share}")
     cases = []
