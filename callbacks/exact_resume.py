@@ -29,12 +29,13 @@ class ExactResume(Callback):
     def __init__(self) -> None:
         self.run: dict[str, Any] | None = None  # its identity and configuration, where a command knows them
         self.finished = False
+        self.failed = False
         self._attached_to: Trainer | None = None
         self._loaded: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._attached_to = trainer
-        self.finished = False
+        self.finished = self.failed = False
         # it must come after everybody's on_train_start, because it validates, but before those who save
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback), c is self)  # noqa: E731
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
@@ -52,6 +53,7 @@ class ExactResume(Callback):
             "metrics": metrics,
             "should_stop": trainer.should_stop,
             "finished": self.finished,
+            "failed": self.failed,
         }
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -70,6 +72,9 @@ class ExactResume(Callback):
             trainer.should_stop = self._loaded["should_stop"] and not self._loaded["finished"]
             self._loaded = None
             finish_loaded_step(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.failed = True  # what is saved from here on may be of the middle of a step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.finished = True

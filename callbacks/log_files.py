@@ -64,8 +64,11 @@ def keep_tables(trainer: Trainer) -> None:
 def delete(trainer: Trainer) -> None:
     """Deletes all that was logged in the folders of this run."""
     for events in tensorboards(trainer):
+        close_writer(events)  # or it would append to a file that is gone, and leave out its first record
         for path in event_files(events).values():
             path.unlink()
+        # it may be torn, and the logger keeps one that is there
+        (Path(events.log_dir) / events.NAME_HPARAMS_FILE).unlink(missing_ok=True)
     for table in tables(trainer):
         table_of(table).unlink(missing_ok=True)
         table.experiment.metrics_keys = []

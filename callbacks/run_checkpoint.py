@@ -50,7 +50,22 @@ class RunCheckpoint(OpenCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        if trainer.ckpt_path is not None:
+            self.catch_up(trainer, Path(trainer.ckpt_path))
         self.keep_newest("on_train_start", trainer, pl_module)
+
+    def catch_up(self, trainer: Trainer, resumed: Path) -> None:
+        """Does what was left to do with its files by a process that was killed after it had written one."""
+        kept = self.kept()
+        if trainer.is_global_zero:
+            for path in self.written.keys() - kept:
+                if self.removes(Path(path), resumed):
+                    delete(Path(path))
+        self.written = {path: None for path in self.written if path in kept}
+        if self.written:
+            self.relink(trainer, Path(next(reversed(self.written))))
+        if str(resumed.absolute()) in self.written:
+            self.resumable = trainer.global_step, resumed
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -84,6 +99,9 @@ class RunCheckpoint(OpenCheckpoint):
         else:
             getattr(points, hook)(trainer, *arguments)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "written": list(self.written)}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The folder of the run may have been moved, or may be named in another way."""
         old, new = state_dict["dirpath"], self.dirpath
@@ -96,6 +114,8 @@ class RunCheckpoint(OpenCheckpoint):
         paths = {key: moved(state_dict[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
         best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
         super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": new})
+        self.current_score = state_dict["current_score"]
+        self.written = {moved(path): None for path in state_dict.get("written", [])}
 
     def removes(self, previous: Path, current: Path) -> bool:
         """Also the one the run was resumed from, once there is a newer one: or every interruption would leave one
@@ -121,8 +141,7 @@ class RunCheckpoint(OpenCheckpoint):
 class ResumePoints(OpenCheckpoint):
     """The newest checkpoints of a run, in a folder of their own; written when the policy's triggers say so.
 
-    Only once a checkpoint is here a run will be resumed from it. So what the policy does with its files comes before:
-    a run that is killed in the middle of that does it again.
+    What the policy does with its files comes before: the last checkpoint of a run counts only once it is here.
     """
 
     def __init__(self, folder: Path, policy: RunCheckpoint) -> None:

@@ -3,6 +3,7 @@
 It stands in models/ because models/ is the lowest package that knows Lightning: callbacks and commands import it too.
 """
 
+import math
 import os
 import shutil
 import time
@@ -191,6 +192,9 @@ def finish_loaded_step(trainer: Trainer) -> None:
         loop.on_advance_end(fit._data_fetcher)
         if not loop.batch_progress.is_last_batch and not (trainer.should_stop and fit._can_stop_early):
             loop._batches_that_stepped -= 1  # the loop will count it when it restarts
+            batches = max(loop.val_loop.max_batches, default=0)
+            if loop._should_check_val_fx(fit._data_fetcher) and math.isfinite(batches):
+                loop.val_loop.batch_progress.total.increment_by(-int(batches))  # and the batches of this validation
             return
         fit.on_advance_end()
         fit.reset_restart_stage()
@@ -216,6 +220,10 @@ class OpenCheckpoint(ModelCheckpoint):
 
     resumable: tuple[int, Path] | None = None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self.written: dict[str, None] = {}  # and not deleted, in their order
+
     def save_now(self, trainer: Trainer) -> None:
         """Saves as at the end of an interval; the present step is kept as the last even if it is not among the best."""
         candidates = self._monitor_candidates(trainer)
@@ -236,9 +244,25 @@ class OpenCheckpoint(ModelCheckpoint):
         if trainer.is_global_zero and path.is_dir():
             shutil.rmtree(path)  # its files have other names, by which they must not change
         trainer.strategy.barrier()
+        self.written[str(path)] = None
         super()._save_checkpoint(trainer, str(path))
         if not self.save_weights_only:
             self.resumable = trainer.global_step, path
+
+    def kept(self) -> set[str]:
+        """The checkpoints that the policy keeps, of those that it has written."""
+        if self.save_top_k == -1:
+            return set(self.written)
+        return {self.best_model_path, self.last_model_path, *self.best_k_models}
+
+    def relink(self, trainer: Trainer, path: Path) -> None:
+        """Makes the link to the last checkpoint point to this one, as it does once that is saved."""
+        if self.save_last and not self.last_model_path:
+            self.last_model_path = self.format_checkpoint_name(
+                self._monitor_candidates(trainer), self.CHECKPOINT_NAME_LAST
+            )
+        if self.save_last == "link" and path.exists():
+            self._link_checkpoint(trainer, str(path), self.last_model_path)
 
     def has_saved(self, step: int) -> bool:
         return bool(self._last_global_step_saved == step)
@@ -270,6 +294,10 @@ class OpenCheckpoint(ModelCheckpoint):
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         return self.removes(Path(previous), Path(current))
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        super()._remove_checkpoint(trainer, filepath)
+        self.written.pop(filepath, None)
 
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:

@@ -12,6 +12,12 @@ import mupscale  # noqa: F401  first, so that torchvision can be imported beside
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--attack", action="store_true", help="test_attack.py kills runs at all their file operations: 20 minutes"
+    )
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

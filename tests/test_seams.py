@@ -34,7 +34,7 @@ LIGHTNING = {
     _FitLoop: {"_should_accumulate", "_restarting", "_data_fetcher", "_can_stop_early"},
     _TrainingEpochLoop: {
         "_results", "_num_ready_batches_reached", "_warning_cache", "_build_kwargs", "_skip_next_val",
-        "_batches_that_stepped",
+        "_batches_that_stepped", "_should_check_val_fx",
     },
     ModelCheckpoint: {
         "_every_n_epochs", "_every_n_train_steps", "_last_checkpoint_saved", "_last_global_step_saved",

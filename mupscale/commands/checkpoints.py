@@ -19,7 +19,8 @@ def newest_checkpoint(
 ) -> tuple[Path | None, dict[str, Any]]:
     """The newest checkpoint of a run and its content; `tell` gets a line about each that is newer, but damaged.
 
-    Those that the run keeps for resuming come before those of its policy, which may be of the middle of a step.
+    The last one of a finished run counts once it is kept for resuming: then nothing is left to do. One that was written
+    because the run failed counts if there is no other, for it may be of the middle of a step.
     """
     found: list[tuple[tuple[bool, int, float], Path, dict[str, Any]]] = []
     for path in checkpoints_of(folder):
@@ -28,8 +29,9 @@ def newest_checkpoint(
             if not path.is_dir():  # a folder without its last file was never finished
                 tell(f"{path} is damaged")
         elif "optimizer_states" in {*checkpoint, *sharded(path)} and _is_of(folder, path, checkpoint):
-            kept = path.parent.name.startswith("resume") or path.name.startswith("pre-upscale-") or is_old(checkpoint)
-            found.append(((kept, checkpoint["global_step"], path.stat().st_mtime), path, checkpoint))
+            found.append(
+                ((_counts(path, checkpoint), checkpoint["global_step"], path.stat().st_mtime), path, checkpoint)
+            )
     for _, path, checkpoint in sorted(found, key=lambda entry: entry[0], reverse=True):
         problem = damage_in_shards(path) if path.is_dir() else damage_in(path)
         if problem is None:
@@ -98,11 +100,14 @@ def sharded(path: Path) -> set[str]:
     return {"optimizer_states"} if (path / ".metadata").is_file() else set()
 
 
-def is_old(checkpoint: dict[str, Any]) -> bool:
-    """Whether a checkpoint is of a version that kept none apart for resuming, or of a fit without the command."""
+def _counts(path: Path, checkpoint: dict[str, Any]) -> bool:
+    """Whether a run goes on from a checkpoint exactly, and with nothing left to do before."""
     from mupscale.models.checkpoint import RUN_KEY
 
-    return RUN_KEY not in checkpoint
+    if RUN_KEY not in checkpoint:
+        return True  # of a version that kept none apart for resuming, or of a fit without the command
+    state = checkpoint.get("callbacks", {}).get("ExactResume", {})
+    return path.parent.name.startswith("resume") or not (state.get("finished") or state.get("failed"))
 
 
 def _is_of(folder: Path, path: Path, checkpoint: dict[str, Any]) -> bool:

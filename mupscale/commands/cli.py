@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import LightningEnum, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
-from mupscale.atomic import write_text
+from mupscale.atomic import write_durably
 from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
@@ -91,7 +91,7 @@ class SaveConfig(Callback):
             # An attempt died before its first checkpoint. Its curves would lie under those of this run.
             log_files.delete(trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, self.text)
+        write_durably(path, self.text.encode())
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and not self.resumed:
                 logger.experiment.add_text("config", f"```yaml\n{self.text}\n```")

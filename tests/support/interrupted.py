@@ -32,8 +32,9 @@ class DropoutNet(MLPNet):
 class DropoutMLP(MLP):
     """One that draws random numbers as it trains."""
 
-    def build(self, width: int) -> nn.Module:
-        return DropoutNet(self.hparams["inputs"], [width] * self.hparams["hidden_layers"], self.hparams["outputs"])
+    def build(self, width: int | list[int]) -> nn.Module:
+        hidden = width if isinstance(width, list) else [width] * self.hparams["hidden_layers"]
+        return DropoutNet(self.hparams["inputs"], hidden, self.hparams["outputs"])
 
 
 class SaveAtEveryHook(Checkpoint):
