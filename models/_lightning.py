@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from mupscale.atomic import replacing
+from mupscale.atomic import partial, replacing
 
 # --- modules and trainers
 
@@ -306,7 +306,7 @@ class OpenCheckpoint(ModelCheckpoint):
         if trainer.is_global_zero and path.absolute() != link.absolute():
             if link.is_dir() and not link.is_symlink():
                 shutil.rmtree(link)
-            with replacing(link) as new:
+            with replacing(link, partial(link)) as new:
                 new.unlink(missing_ok=True)
                 new.symlink_to(os.path.relpath(path, link.parent))
         trainer.strategy.barrier()

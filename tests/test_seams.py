@@ -38,8 +38,9 @@ LIGHTNING = {
     },
     ModelCheckpoint: {
         "_every_n_epochs", "_every_n_train_steps", "_last_checkpoint_saved", "_last_global_step_saved",
-        "_last_time_checked", "_link_checkpoint", "_monitor_candidates", "_save_checkpoint", "_save_last_checkpoint",
-        "_save_on_train_epoch_end", "_save_topk_checkpoint", "_should_remove_checkpoint", "_train_time_interval",
+        "_last_time_checked", "_link_checkpoint", "_monitor_candidates", "_remove_checkpoint", "_save_checkpoint",
+        "_save_last_checkpoint", "_save_on_train_epoch_end", "_save_topk_checkpoint", "_should_remove_checkpoint",
+        "_train_time_interval",
     },
     TQDMProgressBar: {"_should_update"},
     LightningCLI: {"_get", "_parser", "_parse_ckpt_path", "_instantiate_trainer"},

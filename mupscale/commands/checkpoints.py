@@ -22,16 +22,15 @@ def newest_checkpoint(
     The last one of a finished run counts once it is kept for resuming: then nothing is left to do. One that was written
     because the run failed counts if there is no other, for it may be of the middle of a step.
     """
-    found: list[tuple[tuple[bool, int, float], Path, dict[str, Any]]] = []
+    found: list[tuple[tuple[bool, int, bool, float], Path, dict[str, Any]]] = []
     for path in checkpoints_of(folder):
         checkpoint = readable(path)
         if checkpoint is None:
             if not path.is_dir():  # a folder without its last file was never finished
                 tell(f"{path} is damaged")
         elif "optimizer_states" in {*checkpoint, *sharded(path)} and _is_of(folder, path, checkpoint):
-            found.append(
-                ((_counts(path, checkpoint), checkpoint["global_step"], path.stat().st_mtime), path, checkpoint)
-            )
+            rank = _counts(path, checkpoint), checkpoint["global_step"], _is_for_resuming(path), path.stat().st_mtime
+            found.append((rank, path, checkpoint))
     for _, path, checkpoint in sorted(found, key=lambda entry: entry[0], reverse=True):
         problem = damage_in_shards(path) if path.is_dir() else damage_in(path)
         if problem is None:
@@ -107,7 +106,12 @@ def _counts(path: Path, checkpoint: dict[str, Any]) -> bool:
     if RUN_KEY not in checkpoint:
         return True  # of a version that kept none apart for resuming, or of a fit without the command
     state = checkpoint.get("callbacks", {}).get("ExactResume", {})
-    return path.parent.name.startswith("resume") or not (state.get("finished") or state.get("failed"))
+    return _is_for_resuming(path) or not (state.get("finished") or state.get("failed"))
+
+
+def _is_for_resuming(path: Path) -> bool:
+    """Whether it is one of those that a run keeps apart from what its policy keeps."""
+    return path.parent.name.startswith("resume")
 
 
 def _is_of(folder: Path, path: Path, checkpoint: dict[str, Any]) -> bool:

@@ -100,7 +100,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def half_a_run(crashed: Path, tmp_path: Path) -> Path:
-    shutil.copytree(crashed, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(crashed, tmp_path, symlinks=True, dirs_exist_ok=True)
     return Path("runs/default/version_0")
 
 
@@ -266,7 +266,9 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(
     assert checkpoint["global_step"] == 8
     whole = newest.read_bytes()
     at = len(whole) // 2
-    newest.write_bytes(whole[:at] + bytes(255 - byte for byte in whole[at : at + 64]) + whole[at + 64 :])
+    inverted = bytes(255 - byte for byte in whole[at : at + 64])
+    for path in half_a_run.rglob("*step=8.ckpt"):  # two names of one file, until a folder is copied
+        path.write_bytes(whole[:at] + inverted + whole[at + 64 :])
     assert f"{newest} is damaged" in refused("fit", "--config", str(tmp_path / "c.yaml"), f"--ckpt_path={newest}")
     capsys.readouterr()
     main(["resume", str(half_a_run)])
@@ -280,6 +282,7 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(
 def test_every_damaged_byte_of_the_weights_is_found(half_a_run: Path) -> None:
     newest, _ = newest_checkpoint(half_a_run)
     assert newest is not None
+    assert newest.parent.name == "resume"
     whole = newest.read_bytes()
     state = torch.load(newest, weights_only=True)["state_dict"]
     for tensor in state.values():

@@ -14,8 +14,8 @@ from torch import Tensor
 END = "the state in memory"
 """The name of a checkpoint that is written after a fit; a run that was finished when it was killed has none."""
 
-CLOCKS = re.compile(r"/UpscaleCallback\[.*\]/seconds$|/Curves/events$")
-"""What a clock decides, and the names of event files, which hold the time and the process."""
+CLOCKS = re.compile(r"/UpscaleCallback\[.*\]/seconds$|/Curves/events$|/mupscale_run/id$")
+"""What a clock decides, the names of event files, which hold the time and the process, and the identity of a run."""
 
 
 def observed(folder: Path) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def observed(folder: Path) -> dict[str, Any]:
         if path.name.startswith("events.out.tfevents."):
             answer[str((path.parent / "events").relative_to(folder))] = path.parent
         else:
-            answer[str(path.relative_to(folder))] = contents(path)
+            answer[re.sub(r"\bresume-\w{8}\b", "resume-ID", str(path.relative_to(folder)))] = contents(path)
     return {name: curves(value) if isinstance(value, Path) else value for name, value in answer.items()}
 
 
