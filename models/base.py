@@ -7,6 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -270,8 +271,9 @@ def doubled(width: Width) -> Width:
 
 def refuse_bad_width(key: str, width: Any) -> None:
     """UserError for a width, or one in a list of them, that is no whole number of at least 1."""
-    for each in width if isinstance(width, list | tuple) else [width]:
-        if isinstance(each, bool | float | str | None) or (isinstance(each, int) and each < 1):
+    widths = width if isinstance(width, list | tuple) else [width]
+    for each in widths or [None]:
+        if isinstance(each, bool) or not isinstance(each, Integral) or each < 1:
             raise UserError(f"{key} must be a whole number of at least 1, or a list of them; got {width!r}")
 
 

@@ -4,6 +4,7 @@ import os
 import sys
 from importlib import import_module
 
+from mupscale.commands._jsonargparse import did_you_mean
 from mupscale.errors import UserError
 
 COMMANDS = {
@@ -48,14 +49,15 @@ def main(arguments: list[str] | None = None) -> None:
         return
     name, *rest = arguments
     if name not in COMMANDS:
-        sys.exit(f"there is no command {name!r}\n\n{usage}")
+        near = did_you_mean(name, COMMANDS) or f". The commands are {', '.join(COMMANDS)}"
+        sys.exit(f"error: there is no command {name!r}{near}")
     # read when torch is loaded: on a busy machine OpenMP threads that spin for long make small operations fifty times
     # slower
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         status = import_module(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt as interrupt:
         sys.exit(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
     if status:

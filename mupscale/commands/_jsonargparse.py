@@ -85,9 +85,9 @@ def arguments_of(class_path: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if name not in ("self", "args", "kwargs")]
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The nearest of the names, as the end of a message; nothing where none is near."""
-    near = difflib.get_close_matches(name, list(names), n=3)
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)
     return f". Did you mean {' or '.join(near)}?" if near else ""
 
 

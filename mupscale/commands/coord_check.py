@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from mupscale._torch import tree_map
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
+from mupscale.commands.arguments import ArgumentParser
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 ROWS = 16
@@ -27,7 +28,7 @@ RED = "#d62728"
 
 
 def main(command: str, arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m mupscale coord-check",
         description=__doc__,
         epilog="--config FILE and further options are those of fit. "
@@ -49,7 +50,7 @@ def main(command: str, arguments: list[str]) -> int:
         metavar="DIR",
         help="the folder of the figure and the table (default %(default)s)",
     )
-    options, configuration = parser.parse_known_args(arguments)
+    options, configuration = parser.own_and_other(arguments)
     with needs_extra("plot"):
         import matplotlib  # noqa: F401
     if options.out.exists() and not options.out.is_dir():

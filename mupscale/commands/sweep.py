@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mupscale.commands.arguments import ArgumentParser
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ epoch or the last 2 %% of the steps; any other name is a metric that is logged, 
 
 
 def main(command: str, arguments: list[str]) -> None:
-    options, rest = parser().parse_known_args(arguments)
+    options, rest = parser().own_and_other(arguments)
     with needs_extra("sweep"):
         import matplotlib  # noqa: F401
         import optuna  # noqa: F401
@@ -45,8 +46,8 @@ def main(command: str, arguments: list[str]) -> None:
         raise KeyboardInterrupt("run the same command again to continue") from interrupt
 
 
-def parser() -> argparse.ArgumentParser:
-    answer = argparse.ArgumentParser(
+def parser() -> ArgumentParser:
+    answer = ArgumentParser(
         prog="python -m mupscale sweep",
         usage="%(prog)s --config FILE [--config FILE …] --sweep KEY=VALUES [--sweep …] --out FOLDER [options]",
         description=__doc__,

@@ -177,6 +177,11 @@ def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Gro
         raise UserError(f"parameter {name!r}: {reason}")
     for key, value in state.items():
         if key in rule.state:
+            if not isinstance(value, Tensor | None):
+                raise UserError(
+                    f"optimizer state {key!r} of {name!r} is {value!r}, wanted a tensor of shape "
+                    f"{tuple(parameter.shape)}. Load the state that was saved with the model"
+                )
             if isinstance(value, Tensor) and value.shape != parameter.shape:
                 raise UserError(
                     f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
