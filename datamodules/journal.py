@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mupscale.atomic import partial, write_durably
+from mupscale.data_files import json_of
 from mupscale.datamodules.shards import INDEX, SPLITS, TOKENIZER
 from mupscale.errors import UserError
 
@@ -35,7 +36,7 @@ class Journal:
         path = folder / JOURNAL
         if path.exists():
             try:
-                return cls(**json.loads(path.read_bytes()))
+                return cls(**json_of(path.read_bytes()))
             except (ValueError, TypeError) as error:
                 raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it anew") from error
         own = (LOCK, partial(path).name)  # a process that ended before it wrote its first journal leaves them

@@ -1,7 +1,8 @@
 """Batches of tensors that already lie on the training device: one index operation each, no workers, no host copies."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import Any, Self
 
 import torch
@@ -145,6 +146,29 @@ class ResidentLoader:
             plan = order, *self._chances(rows, generator)
             self._plan = self._epoch, tuple(entries.to(self.tensors[0].device) for entries in plan)
         return self._plan[1]
+
+
+def refuse_bad_number(key: str, value: Any, least: int = 1) -> None:
+    """UserError if an argument of a data module is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise UserError(f"data.{key} must be a whole number of at least {least}, got {value!r}")
+
+
+def refuse_unfit_model(data: str, arguments: Mapping[str, Any], inputs: int | None, classes: int) -> None:
+    """UserError if a model's arguments `inputs` and `outputs`, where it has them, do not fit the data."""
+    if inputs is not None and arguments.get("inputs", inputs) != inputs:
+        raise UserError(
+            f"model.inputs = {arguments['inputs']}: {data} has {inputs} features; set model.inputs: {inputs}"
+        )
+    if arguments.get("outputs", classes) < classes:
+        raise UserError(
+            f"model.outputs = {arguments['outputs']}: {data} has {classes} classes; set model.outputs: {classes}"
+        )
+
+
+def model_arguments(trainer: Trainer | None) -> Mapping[str, Any]:
+    """The arguments of the model that a trainer trains; none without a trainer."""
+    return trainer.lightning_module.hparams if trainer is not None else {}
 
 
 def training_device(trainer: Trainer | None) -> torch.device:

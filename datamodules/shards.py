@@ -9,7 +9,6 @@ A prepared folder holds, for each split S (train, val) and shard number N, littl
 """
 
 import hashlib
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
 VERSION = 1
@@ -79,7 +79,7 @@ def read_index(folder: Path) -> Index:
             )
         raise UserError(f"there is no {path}: prepare the folder by `python -m mupscale prepare`")
     try:
-        index = Index(folder, json.loads(path.read_bytes()))
+        index = Index(folder, json_of(path.read_bytes()))
         version = index.content["version"]
         files = index.files() if version == VERSION else {}
         if version == VERSION and not 0 < int(index.vocabulary) <= LARGEST_VOCABULARY:

@@ -277,6 +277,13 @@ def refuse_bad_width(key: str, width: Any) -> None:
             raise UserError(f"{key} must be a whole number of at least 1, or a list of them; got {width!r}")
 
 
+def refuse_bad_counts(**counts: Any) -> None:
+    """UserError for an argument of a model, such as its number of layers, that is no whole number of at least 1."""
+    for key, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+            raise UserError(f"model.{key} must be a whole number of at least 1, got {count!r}")
+
+
 def refuse_bad_levels(optimizer: Optimizer, trainer: Trainer | None) -> None:
     """UserError for hyperparameters that are NaN or infinite, and for a clip that is, or that would ascend."""
     for group in optimizer.param_groups:

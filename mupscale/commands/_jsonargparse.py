@@ -21,6 +21,9 @@ GENERIC = (
 )
 """What jsonargparse says of every class that it cannot make."""
 
+INTERNALS = r"-? ?Does not validate against any of the Union subtypes|\. Got value: Namespace\(.*"
+"""What is left out of a line: a type that nobody wrote, and the whole of a value."""
+
 
 def debugging() -> bool:
     """Whether jsonargparse itself was asked to show tracebacks."""
@@ -29,8 +32,9 @@ def debugging() -> bool:
 
 def in_a_line(message: str) -> str:
     """A message without what jsonargparse says of every class that it cannot make."""
-    lines = [line.strip() for line in message.splitlines()]
-    return " ".join(line.removeprefix("- ") for line in lines if line and not line.startswith(GENERIC))
+    lines = [re.sub(INTERNALS, "", line).strip() for line in message.splitlines()]
+    text = " ".join(line.removeprefix("- ") for line in lines if line and not line.startswith(GENERIC))
+    return text.replace(": - ", ": ")
 
 
 def key_and_problem(message: str) -> tuple[str, str]:
@@ -57,7 +61,7 @@ def unknown_key(message: str) -> tuple[str, str | None] | None:
     group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
     if group:
         return f"{group[1]}.{group[2]}", None
-    unrecognised = re.search(r"unrecognized arguments: --([\w.]+)", message)
+    unrecognised = re.search(r"unrecognized arguments: (?:--)?([\w.-]+)", message)
     if unrecognised:
         return unrecognised[1], None
     option = re.search(r"Option '([\w.]+)' is not accepted", message)
@@ -66,6 +70,11 @@ def unknown_key(message: str) -> tuple[str, str | None] | None:
     before = re.findall(r"class_path '([\w.]+)'", message[: option.start()])
     after = re.match(r"\. Got value: Namespace\(class_path='([\w.]+)'", message[option.end() :])
     return option[1], after[1] if after else before[-1] if before else None
+
+
+def is_incomplete(message: str) -> bool:
+    """Whether a whole section, such as the model, is missing."""
+    return message.startswith("the following arguments are required")
 
 
 def unknown_class(message: str) -> str | None:

@@ -7,6 +7,7 @@ import pkgutil
 import warnings
 from argparse import ArgumentError
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -31,12 +32,16 @@ from mupscale.commands._jsonargparse import (
     debugging,
     did_you_mean,
     in_a_line,
+    is_incomplete,
     key_and_problem,
     unknown_class,
     unknown_key,
 )
 from mupscale.commands.checkpoints import checked
+from mupscale.commands.leftovers import Leftovers
 from mupscale.commands.levels import refuse_levels
+from mupscale.commands.outputs import refuse_output_folder
+from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI
 from mupscale.models.base import WidthScalable
@@ -107,7 +112,10 @@ class Parser(LightningArgumentParser):
             text += did_you_mean(class_name, {child.__name__ for child in descendants(Callback)})
         elif unknown is not None:
             name, owner = unknown
-            text += did_you_mean(name, arguments_of(owner) if owner else self.get_defaults(skip_validation=True).keys())
+            names = arguments_of(owner) if owner else self.get_defaults(skip_validation=True).keys()
+            text += did_you_mean(name, names) or ". --help lists the options"
+        elif is_incomplete(message):
+            text = "the configuration has no model, or no data: give --config FILE, or --model and --data"
         raise UserError(text) from ex
 
 
@@ -216,9 +224,23 @@ class CLI(OpenCLI):
             saver = SaveConfig(self.parser_of(self.subcommand), self.given[self.subcommand], **self.save_config_kwargs)
             config["callbacks"] = [self.started, *given, saver]
 
+    def before_validate(self) -> None:
+        self.started.watch(self.trainer)
+
+    before_test = before_predict = before_validate
+
     def before_fit(self) -> None:
+        self.started.watch(self.trainer)
+        self._refuse_folders()
         if self.trainer.is_global_zero:
             log_files.keep_tables(self.trainer)
+
+    def _refuse_folders(self) -> None:
+        """UserError if the run, or its checkpoints, cannot be written."""
+        dirpath = self.section("checkpoint")["dirpath"]
+        for key, folder in (("checkpoint.dirpath", dirpath), ("trainer.logger.save_dir", self.trainer.log_dir)):
+            if folder is not None and "://" not in str(folder):
+                refuse_output_folder(key, Path(folder))
 
     def predict(self, **arguments: Any) -> None:
         predictions = self.trainer.predict(**arguments)
@@ -236,6 +258,7 @@ def parsed(
 
     A mistake in the configuration is a UserError. An error that comes once batches are handled is raised as it is.
     """
+    refuse_unreadable(arguments)
     import_classes()
     quieten()
     texts = {
@@ -266,19 +289,49 @@ def parsed(
             started=started,
         )
     except (ValueError, OSError, MisconfigurationException, ArgumentError) as error:
-        if isinstance(error, UserError) or started.batches or debugging():
+        if not started.steps:
+            started.leftovers.remove()
+        is_mistake = not started.batches or isinstance(error, MisconfigurationException)
+        if isinstance(error, UserError) or not is_mistake or debugging():
             raise
         raise UserError(in_a_line(str(error))) from error
 
 
+def refuse_unreadable(arguments: list[str]) -> None:
+    """UserError for a file of --config that is not YAML, or stands for more values than fit into memory."""
+    for before, argument in pairwise(["", *arguments]):
+        name, equals, value = argument.partition("=")
+        file = argument if before == "--config" else value if name == "--config" and equals else ""
+        if file and Path(file).is_file():
+            try:
+                read_yaml(Path(file))
+            except UserError as error:
+                raise UserError(f"config: {error}") from error
+
+
 class Started(Callback):
-    """Notes when a run begins to handle batches."""
+    """Notes when a run begins to handle batches, and what it has written before."""
 
     def __init__(self) -> None:
-        self.batches = False
+        self.batches = self.steps = False
+        self.leftovers = Leftovers()
+
+    def watch(self, trainer: Trainer) -> None:
+        """To be called before a trainer makes its loggers."""
+        folder = trainer.log_dir  # all ranks must ask for it together
+        if folder is not None and trainer.is_global_zero and trainer.loggers:
+            self.leftovers.watch(Path(folder))
 
     def _note(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.batches = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps = True
+
+    on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.steps = self.steps or not trainer.sanity_checking
 
     on_sanity_check_start = on_train_epoch_start = _note
     on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _note

@@ -16,6 +16,13 @@ def refuse_output(option: str, path: Path, inputs: dict[str, Path]) -> None:
     refuse_folder(option, path.parent)
 
 
+def refuse_output_folder(option: str, folder: Path) -> None:
+    """UserError if `folder`, given by `option`, is none, or cannot be made and written to. Writes nothing."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{option} {folder} is not a folder; name a folder")
+    refuse_folder(option, next(path for path in (folder, *folder.parents) if path.exists() or not path.name))
+
+
 def refuse_folder(option: str, folder: Path) -> None:
     """UserError if `folder` does not exist, or no file can be written there; one is made there and deleted."""
     if not folder.is_dir():

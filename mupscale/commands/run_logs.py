@@ -1,6 +1,5 @@
 """A run read from its folder: its configuration and what it logged. Needs neither torch nor Lightning."""
 
-import json
 import math
 import re
 import struct
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import yaml
 
 from mupscale.commands.config import Config, callbacks_of
+from mupscale.data_files import json_of, yaml_of
 from mupscale.errors import UserError
 from mupscale.flops import LOGGED
 
@@ -25,9 +25,6 @@ WIDTHS = ("widening/width", "upscale/width")
 EPOCHS = ("x_epoch", "epoch")
 SAMPLES = ("x_axis_samples/", "by_samples/")
 """TensorBoard tags, and beginnings of tags. Where there are two, runs of version 0.1 have logged the second."""
-
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The C loader is ten times faster, but not every build of yaml has it."""
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -66,12 +63,12 @@ class LoggedRun:
         self.folder = folder
         self.text = (folder / "config.yaml").read_text()
         try:
-            self.config: Config = yaml.load(self.text, LOADER)
+            self.config: Config = yaml_of(self.text)
             self.seed = self.config["seed_everything"]
             if isinstance(callback := self.config["trainer"]["callbacks"], dict):
                 self.config["trainer"]["callbacks"] = [callback]
             self.start_width, self.end_width = widths(self.config)
-        except (yaml.YAMLError, KeyError, TypeError) as error:
+        except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{folder / 'config.yaml'} is not the configuration of a run: {error!r}") from error
         self.log = read_log(folder)
         self.steps: FloatArray = np.array(sorted(self.log.loss), dtype=float)
@@ -115,7 +112,7 @@ class LoggedRun:
     def result(self) -> float | None:
         """The metric of a run that `sweep` or `experiment` finished: over every step, not only the logged ones."""
         try:
-            return float(json.loads((self.folder / "result.json").read_text())["value"])
+            return float(json_of((self.folder / "result.json").read_text())["value"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

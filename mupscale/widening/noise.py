@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mupscale.data_files import json_of
 from mupscale.errors import UserError
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.roles import matches
@@ -116,7 +117,7 @@ class RecordedNoise(Noise):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            record = json.loads(self.path.read_text())
+            record = json_of(self.path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"RecordedNoise: {self.path} cannot be read as recorded noise ({error})") from error
         if not isinstance(record, dict) or record.get("format") != _FORMAT:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in
@@ -17,6 +16,7 @@ from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
 from mupscale.commands.tuning.space import Axis, axis_of
 from mupscale.commands.tuning.trial import for_trials, refuse_invalid
+from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
 from mupscale.widening.plan import plan
@@ -138,10 +138,7 @@ def content_of(path: Path) -> dict[str, Any]:
         raise UserError(
             f"there is no file {path}; name the YAML file of an experiment, such as configs/experiments/quickstart.yaml"
         )
-    try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(path)
     protocol = content.get("protocol") if isinstance(content, dict) else content
     if not isinstance(content, dict) or protocol not in REQUIRED:
         raise UserError(f"{path}: protocol must be {' or '.join(REQUIRED)}, got {protocol!r}")

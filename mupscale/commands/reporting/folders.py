@@ -1,12 +1,12 @@
 """Which runs, sweeps and experiments there are in folders."""
 
 import csv
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mupscale.commands.run_logs import LoggedRun
+from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
 
@@ -45,7 +45,7 @@ class SweepFolder:
     def axes(self) -> dict[str, list[Any]]:
         """The values, or bounds, of each key."""
         try:
-            described = json.loads((self.folder / "sweep.json").read_text())["sweep"]
+            described = json_of((self.folder / "sweep.json").read_text())["sweep"]
             return {axis["key"]: axis.get("values") or axis["bounds"] for axis in described}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
@@ -138,7 +138,7 @@ def search(folder: Path, found: Found, seen: set[Path]) -> None:
 def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
     path = folder / "experiment.json"
     try:
-        experiment = ExperimentFolder(folder, json.loads(path.read_text()))
+        experiment = ExperimentFolder(folder, json_of(path.read_text()))
         runs, sweeps = experiment.runs, experiment.sweeps
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not the description of an experiment: {error!r}") from error
