@@ -22,6 +22,8 @@ CHECKPOINT_KEY = "mupscale"
 """Our part of a checkpoint: the module's class; for each optimizer its class and the names of its parameters, in its
 order; and the widths of parameters whose pieces grew by different factors, which cannot be recomputed."""
 
+_FOREIGN = "this checkpoint was not saved by a width-scalable module; take one of a run of mupscale"
+
 _FREE = ("width", "init_from", "compile")
 """Arguments that may differ from those of a checkpoint, whatever the module is."""
 
@@ -52,8 +54,8 @@ def refuse_malformed(checkpoint: Any) -> None:
     """UserError if something is not a checkpoint of a width-scalable module, or has parts of other types than one."""
     ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
     arguments = checkpoint.get("hyper_parameters") if isinstance(checkpoint, dict) else None
-    if not isinstance(ours, dict) or not isinstance(arguments, dict) or "width" not in arguments:
-        raise UserError("this checkpoint was not saved by a width-scalable module; take one of a run of mupscale")
+    if not isinstance(ours, dict) or not isinstance(arguments, dict):
+        raise UserError(_FOREIGN)
     for key in ("state_dict", "current_model_state"):
         weights = checkpoint.get(key, {})
         if not isinstance(weights, dict):
@@ -124,6 +126,8 @@ def _brief(value: Any) -> str:
 def checkpoint_width(checkpoint: dict[str, Any], module: str) -> Width:
     """The width a checkpoint was saved at; UserError if it is of another architecture."""
     refuse_malformed(checkpoint)
+    if "width" not in checkpoint["hyper_parameters"]:
+        raise UserError(_FOREIGN)
     name = str(checkpoint[CHECKPOINT_KEY].get("class_path")).rpartition(".")[
         2
     ]  # the module that defines it may go by another name: __main__

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         status = import_module(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
     except UserError as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        sys.exit(f"error: {' '.join(line.strip() for line in str(error).splitlines())}")
     except KeyboardInterrupt as interrupt:
         sys.exit(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
     if status:

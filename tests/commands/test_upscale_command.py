@@ -107,7 +107,7 @@ def test_an_average_gets_the_noise_of_its_model(tmp_path):
         (["missing.ckpt", "--width", "16", "--out", "x.ckpt"], "there is no checkpoint missing.ckpt"),
         (["half.ckpt", "--width", "16", "--out", "x.ckpt"], "half.ckpt is not a checkpoint, or a damaged one"),
         (["narrow.ckpt", "--width", "12", "--out", "x.ckpt"], "does not grow by a whole factor"),
-        (["narrow.ckpt", "--width", "16", "--out", "narrow.ckpt"], "exists; --force overwrites it"),
+        (["narrow.ckpt", "--width", "16", "--out", "narrow.ckpt"], "is the checkpoint to widen itself"),
         (["narrow.ckpt", "--width", "16", "--out", "x.ckpt", "--noise", "-1"], "std must be a finite number"),
     ],
 )
