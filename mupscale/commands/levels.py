@@ -35,6 +35,9 @@ def refuse_levels(config: Any) -> None:
             raise UserError(f"trainer.{key} must be at least {least:g}, got {value}")
     if isinstance(trainer.get("val_check_interval"), int | float) and trainer["val_check_interval"] <= 0:
         raise UserError(f"trainer.val_check_interval must be above 0, got {trainer['val_check_interval']}")
+    optimizer = arguments.get("optimizer")
+    if isinstance(optimizer, dict) and (optimizer.get("init_args") or {}).get("lr", 0.0) is None:
+        raise UserError("model.optimizer.lr must be a finite number of at least 0, got null")
     clip = trainer.get("gradient_clip_val")
     if clip is not None and not (math.isfinite(clip) and clip >= 0):
         raise UserError(f"trainer.gradient_clip_val must be a finite number of at least 0, got {clip}")

@@ -143,12 +143,13 @@ def refuse_options(options: argparse.Namespace, axes: list["Axis"]) -> None:
 
 
 def seeds_of(text: str) -> list[int]:
+    from mupscale.commands.tuning.space import refuse_seeds
+
     try:
         seeds = [int(seed) for seed in text.split(",")]
     except ValueError as error:
         raise UserError(f"--seeds {text}: give whole numbers, separated by commas") from error
-    if len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds {text}: a seed is there twice")
+    refuse_seeds(f"--seeds {text}", seeds)
     return seeds
 
 

@@ -14,7 +14,7 @@ from mupscale.commands.config import Config, callbacks_of, temporary_file
 from mupscale.commands.configured import described
 from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
-from mupscale.commands.tuning.space import Axis, axis_of
+from mupscale.commands.tuning.space import Axis, axis_of, refuse_seeds
 from mupscale.commands.tuning.trial import for_trials, refuse_invalid
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
@@ -124,6 +124,7 @@ def read(path: Path, options: list[str]) -> Description:
     whole_numbers = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not whole_numbers or not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"seeds: give a list of different whole numbers, got {seeds!r}")
+    refuse_seeds("seeds", seeds)
     metric = checked_metric(content.get("metric", "last_epoch"))
     upscaled = content.get("upscaled") or {}
     if not isinstance(upscaled, dict):

@@ -91,6 +91,9 @@ class Study:
         self.out, self.settings = out, settings
         refuse_other_folder(out, storage)
         refuse_other_settings(out / "sweep.json", settings)
+        if storage is not None:
+            with quiet():
+                opened(out.resolve().name, storage)  # a database that cannot be reached must leave no folder behind
         out.mkdir(parents=True, exist_ok=True)
         (out / "leases").mkdir(exist_ok=True)
         with self.locked():
