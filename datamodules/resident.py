@@ -2,13 +2,13 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from numbers import Integral
 from typing import Any, Self
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from mupscale.arguments import refuse_unless_whole
 from mupscale.errors import UserError
 
 
@@ -150,8 +150,7 @@ class ResidentLoader:
 
 def refuse_bad_number(key: str, value: Any, least: int = 1) -> None:
     """UserError if an argument of a data module is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise UserError(f"data.{key} must be a whole number of at least {least}, got {value!r}")
+    refuse_unless_whole(f"data.{key}", value, least)
 
 
 def refuse_unfit_model(data: str, arguments: Mapping[str, Any], inputs: int | None, classes: int) -> None:

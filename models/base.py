@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import inner_schedulers, is_too_large, tree_map
+from mupscale.arguments import refuse_unless_whole
 from mupscale.base_shapes import Init, set_base_shapes
 from mupscale.cuda_graph import use_fused
 from mupscale.errors import UserError
@@ -280,8 +281,7 @@ def refuse_bad_width(key: str, width: Any) -> None:
 def refuse_bad_counts(**counts: Any) -> None:
     """UserError for an argument of a model, such as its number of layers, that is no whole number of at least 1."""
     for key, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-            raise UserError(f"model.{key} must be a whole number of at least 1, got {count!r}")
+        refuse_unless_whole(f"model.{key}", count)
 
 
 def refuse_bad_levels(optimizer: Optimizer, trainer: Trainer | None) -> None:

@@ -19,7 +19,8 @@ FOLDERS = {
 """Packages, and where the checkout has them."""
 
 LEAVES = {
-    f"mupscale.{name}" for name in ("_moved", "_torch", "_torchvision", "atomic", "data_files", "errors", "flops")
+    f"mupscale.{name}"
+    for name in ("_moved", "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops")
 }
 """Anybody may import these."""
 
