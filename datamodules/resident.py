@@ -167,7 +167,7 @@ def refuse_unfit_model(data: str, arguments: Mapping[str, Any], inputs: int | No
 
 def model_arguments(trainer: Trainer | None) -> Mapping[str, Any]:
     """The arguments of the model that a trainer trains; none without a trainer."""
-    return trainer.lightning_module.hparams if trainer is not None else {}
+    return getattr(getattr(trainer, "lightning_module", None), "hparams", {})
 
 
 def training_device(trainer: Trainer | None) -> torch.device:

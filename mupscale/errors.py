@@ -27,13 +27,13 @@ def needs_extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "a package").partition(".")[0]
-        raise UserError(f"{package} is not installed. Install it with: pip install {requirement(name)}") from error
+        raise UserError(f"{package} is not installed. Install it with: pip install {pip_requirement(name)}") from error
 
 
-def requirement(extra: str, package: Path = Path(__file__).parent) -> str:
+def pip_requirement(extra: str, package: Path = Path(__file__).parent) -> str:
     """What pip installs for an extra: of the checkout, where the package lies in one, because it is on no index then.
 
-    >>> requirement("data", Path("/usr/lib/python3/site-packages/mupscale"))
+    >>> pip_requirement("data", Path("/usr/lib/python3/site-packages/mupscale"))
     "'mupscale[data]'"
     """
     root = package.resolve().parent

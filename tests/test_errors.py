@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from mupscale.errors import UserError, as_user_errors, needs_extra, requirement
+from mupscale.errors import UserError, as_user_errors, needs_extra, pip_requirement
 
 
 def test_a_user_error_is_a_value_error():
@@ -44,7 +44,7 @@ def test_a_package_that_is_missing_names_its_extra():
 
 
 def test_an_installed_package_names_its_extra_on_the_index(tmp_path: Path):
-    assert requirement("data", tmp_path / "mupscale") == "'mupscale[data]'"
+    assert pip_requirement("data", tmp_path / "mupscale") == "'mupscale[data]'"
 
 
 def test_nothing_happens_where_nothing_fails():

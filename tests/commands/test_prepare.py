@@ -31,6 +31,7 @@ from mupscale.datamodules.documents import TextFiles
 from mupscale.datamodules.fineweb import JARGON
 from mupscale.datamodules.preparation import is_held_out, prepare
 from mupscale.datamodules.shards import read_index
+from mupscale.errors import pip_requirement
 
 
 @pytest.fixture(autouse=True)
@@ -219,7 +220,9 @@ def test_without_pyarrow_nothing_that_was_prepared_is_lost(tmp_path: Path, monke
     before = contents(out)
     assert before
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert refused(*command) == f"error: pyarrow is not installed. Install it with: pip install {requirement('data')}"
+    assert (
+        refused(*command) == f"error: pyarrow is not installed. Install it with: pip install {pip_requirement('data')}"
+    )
     assert contents(out) == before
 
 
