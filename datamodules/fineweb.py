@@ -61,7 +61,7 @@ class FineWeb(LightningDataModule):
     ) -> None:
         super().__init__()
         refuse_bad_number("batch_size", batch_size)
-        refuse_bad_number("context", context)
+        refuse_bad_number("context", context, least=None)
         refuse_bad_number("seed", seed, least=0)
         self.data_dir = data_dir
         self.batch_size = batch_size

@@ -148,8 +148,8 @@ class ResidentLoader:
         return self._plan[1]
 
 
-def refuse_bad_number(key: str, value: Any, least: int = 1) -> None:
-    """UserError if an argument of a data module is not a whole number of at least `least`."""
+def refuse_bad_number(key: str, value: Any, least: int | None = 1) -> None:
+    """UserError if an argument of a data module is not a whole number, of at least `least` unless that is None."""
     refuse_unless_whole(f"data.{key}", value, least)
 
 

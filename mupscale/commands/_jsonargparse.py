@@ -110,4 +110,8 @@ def _value(message: str) -> str:
     """The innermost value that does not fit, where it is a plain one."""
     given = re.search(r"Given value type: <class '(\w+)'>\s+Given value: (.*)", message)
     plain = given is not None and given[1] in ("str", "int", "float", "bool")
-    return f"; got {given[2].strip()}" if given is not None and plain and "Parser key" in message[1:] else ""
+    return (
+        f"; got {re.sub(INTERNALS, '', given[2]).strip()}"
+        if given is not None and plain and "Parser key" in message[1:]
+        else ""
+    )

@@ -27,4 +27,8 @@ class ArgumentParser(argparse.ArgumentParser):
         return options, others
 
     def _options(self) -> list[str]:
-        return [option for action in self._actions for option in action.option_strings]
+        found = [option for action in self._actions for option in action.option_strings]
+        for action in self._actions:
+            for kind in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
+                found += kind._options() if isinstance(kind, ArgumentParser) else []  # of `prepare text`, say
+        return list(dict.fromkeys(found))
