@@ -159,7 +159,7 @@ COMMANDS = {
     "report: a typo": ("report folder --otu x", "Did you mean --out?"),
     "report: a configuration that is a list": ("report listed", "is not the configuration of a run"),
     "report: an experiment that is a list": ("report experiments", "is not the description of an experiment"),
-    "prepare: a typo": ("prepare text text.txt --vocab 300 --out p --tokesn 5", "Did you mean --tokens?"),
+    "prepare: a typo": ("prepare text text.txt --vocab 300 --out p --tokesn 5", "Did you mean --tokens"),
     "prepare: bytes": ("prepare text bytes.yaml --vocab 300 --out p", "is not UTF-8"),
     "prepare: half a parquet file": ("prepare text half.parquet --vocab 300 --out p", "half.parquet cannot be read"),
     "prepare: deep JSON": ("prepare text deep.jsonl --vocab 300 --out p", "is not a JSON object with a string `text`"),
