@@ -36,6 +36,21 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path} is not YAML that can be read: {' '.join(str(error).split())}") from error
 
 
+def inside(folder: Path, name: Any) -> Path:
+    """A path below a folder, as a file in it names it; UserError if it lies elsewhere, also by a link."""
+    path = folder / name if isinstance(name, str) else folder
+    if path == folder or not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder} names something outside of it, {name!r}; it is not read")
+    return path
+
+
+def refuse_links(folder: Path, *names: str) -> None:
+    """UserError if one of the files that a command writes in a folder is a link: it would write somewhere else."""
+    for name in names:
+        if (folder / name).is_symlink():
+            raise UserError(f"{folder / name} is a link; delete it, or name another folder")
+
+
 def refuse_endless(text: str) -> None:
     """ValueError if a YAML text is nested too deep, refers to itself, or stands for too many values."""
     sizes: dict[str, int] = {}

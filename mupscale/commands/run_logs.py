@@ -68,11 +68,22 @@ class LoggedRun:
             if isinstance(callback := self.config["trainer"]["callbacks"], dict):
                 self.config["trainer"]["callbacks"] = [callback]
             self.start_width, self.end_width = widths(self.config)
+            self._refuse_other_content()
         except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{folder / 'config.yaml'} is not the configuration of a run: {error!r}") from error
         self.log = read_log(folder)
         self.steps: FloatArray = np.array(sorted(self.log.loss), dtype=float)
         self.losses: FloatArray = np.array([self.log.loss[int(step)] for step in self.steps], dtype=float)
+
+    def _refuse_other_content(self) -> None:
+        """TypeError, KeyError or ValueError for a configuration that no run has."""
+        trainer = self.config["trainer"]
+        for key in ("max_steps", "max_epochs", "log_every_n_steps"):
+            if not isinstance(trainer[key], int | None):
+                raise TypeError(f"trainer.{key} is {trainer[key]!r}")
+        for described in (self.config["model"], self.config["data"], *(trainer["callbacks"] or [])):
+            if not isinstance(described["class_path"], str):
+                raise TypeError(f"class_path is {described['class_path']!r}")
 
     @property
     def model(self) -> Config:
@@ -200,6 +211,8 @@ def read_log(folder: Path) -> Log:
     """The scalars in the event files of a folder; a damaged file is read up to the damage."""
     log = Log()
     for path in sorted(folder.glob("events.out.tfevents.*"), key=numbers_in_name):
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{path} is a link to a file outside of its folder; copy the file into it")
         part = read_file(path)
         if part.loss:  # a resumed run has logged some steps twice: the later file counts
             log.cut(min(part.loss))
