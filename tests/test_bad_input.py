@@ -56,6 +56,10 @@ FAST = {
     "--save-noise without noise": ("upscale mlp.ckpt --width 16 --out o --save-noise n.json", "give --noise STD"),
     "noise nan": ("upscale mlp.ckpt --width 16 --out o --noise nan", "std must be a finite number of at least 0"),
     "no noise file": ("upscale mlp.ckpt --width 16 --out o --recorded-noise text.txt", "cannot be read as recorded"),
+    "noise below 0": ("upscale mlp.ckpt --width 16 --out o --noise -1", "std must be a finite number of at least 0"),
+    "no whole factor": ("upscale mlp.ckpt --width 12 --out o", "Choose a multiple of 8"),
+    "no checkpoint": ("upscale no.ckpt --width 16 --out o", "name a file that exists"),
+    "half a checkpoint": ("upscale half.ckpt --width 16 --out o", "half.ckpt is not a checkpoint, or a damaged one"),
     "a checkpoint that is a folder": ("upscale folder --width 16 --out o", "name a checkpoint file"),
     "a checkpoint that is a text": ("upscale text.txt --width 16 --out o", "is not a checkpoint, or a damaged one"),
     "a run that is a file": ("resume text.txt", "is not the folder of a run"),
@@ -365,6 +369,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (change, _) in CHECKPOINTS.items():
         save_changed(folder / "mlp.ckpt", folder / f"{name}.ckpt", change)
     (folder / "link.ckpt").symlink_to("mlp.ckpt")
+    whole = (folder / "mlp.ckpt").read_bytes()
+    (folder / "half.ckpt").write_bytes(whole[: len(whole) // 2])
     small(folder / "c.yaml")
     small(folder / "grown.yaml", upscale(5, 16))
     noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}

@@ -328,7 +328,11 @@ class Started(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self.steps = True
 
-    on_test_batch_end = on_predict_batch_end = on_train_batch_end
+    def on_test_batch_end(self, *_: Any) -> None:
+        self.steps = True
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self.steps = True
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.steps = self.steps or not trainer.sanity_checking
