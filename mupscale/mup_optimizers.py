@@ -66,7 +66,7 @@ def MuAdamW(params: nn.Module | Iterable[Any], **settings: Any) -> Optimizer:
 def _mu_optimizer(kind: type[Optimizer], params: nn.Module | Iterable[Any], settings: dict[str, Any]) -> Optimizer:
     model = params if isinstance(params, nn.Module) else None
     try:
-        made = kind(params if model is None else model.parameters(), **settings)
+        made = kind(params.parameters() if isinstance(params, nn.Module) else params, **settings)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"Mu{kind.__name__}: {error}. Give a model, or its parameters, and settings of torch.optim.{kind.__name__}"

@@ -29,10 +29,10 @@ def refuse_levels(config: Any) -> None:
         raise UserError(f"seed_everything must be a whole number from 0 to {2**32 - 1}, got {seed}")
     trainer = _plain(config.get("trainer"))
     for key, least in LEAST.items():
-        value = trainer.get(key)
-        number = int(value) if isinstance(value, str) and value.removeprefix("-").isdecimal() else value
+        given = trainer.get(key)
+        number = int(given) if isinstance(given, str) and given.removeprefix("-").isdecimal() else given
         if isinstance(number, int | float) and number < least:
-            raise UserError(f"trainer.{key} must be at least {least:g}, got {value}")
+            raise UserError(f"trainer.{key} must be at least {least:g}, got {given}")
     if isinstance(trainer.get("val_check_interval"), int | float) and trainer["val_check_interval"] <= 0:
         raise UserError(f"trainer.val_check_interval must be above 0, got {trainer['val_check_interval']}")
     optimizer = arguments.get("optimizer")
