@@ -178,8 +178,9 @@ class WidthScalable(LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.net is not None
-        optimizer = apply_mup(self.optimizer_callable(self.net.parameters()), self.net)
+        optimizer = self.optimizer_callable(self.net.parameters())
         refuse_bad_levels(optimizer, trainer_of(self))
+        apply_mup(optimizer, self.net)
         use_fused(optimizer)
         keep_reference_units(self.net, optimizer)
         for group in optimizer.param_groups:

@@ -62,9 +62,9 @@ def growths(module: WidthScalable, trainer: Trainer) -> list[tuple[Width, Width,
     if not scheduled:
         widths.append(doubled(module.width))
     with torch.random.fork_rng(devices=[]):
-        refuse_bad_levels(
-            apply_mup(module.optimizer_callable(module.network(module.width, meta=True).parameters())), trainer
-        )
+        optimizer = module.optimizer_callable(module.network(module.width, meta=True).parameters())
+        refuse_bad_levels(optimizer, trainer)
+        apply_mup(optimizer)
     answer = []
     for index, (before, after) in enumerate(pairwise(widths)):
         if scheduled:
