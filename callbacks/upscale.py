@@ -106,10 +106,7 @@ class UpscaleCallback(Callback):
             return
         if not isinstance(pl_module, WidthScalable):
             raise UserError(f"UpscaleCallback needs a WidthScalable module, model is a {type(pl_module).__name__}")
-        if 0 < trainer.max_steps <= self.at_step and not is_trial_run(trainer):
-            raise UserError(
-                f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}"
-            )
+        self.refuse_step(trainer)
         refuse_schedule([c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)])
         write_whole_files(trainer)
         refuse_callbacks(callbacks_of(trainer))
@@ -118,30 +115,19 @@ class UpscaleCallback(Callback):
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))  # noqa: E731
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
         before = self._width_before(trainer, pl_module)
-        if not _narrower(before, self.width):
+        if not is_narrower(before, self.width):
             return  # right for a run that is resumed after the swap; whether it is one is not known yet
-        with torch.random.fork_rng(devices=[]):  # building a network must not move the run's random numbers
-            try:
-                growth = plan(pl_module.network(before, meta=True), pl_module.network(self.width, meta=True))
-            except ValueError as error:
-                raise UserError(
-                    f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
-                ) from error
+        growth = self.planned(pl_module, before)
         if pl_module.device_mesh is None:  # sharded, it may fit
             self._refuse_too_wide(growth, trainer.strategy.root_device)
-        if self.noise is not None:
-            try:
-                self.noise.check(growth)
-            except ValueError as error:
-                raise UserError(f"UpscaleCallback.noise: {error}") from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         steps = trainer.estimated_stepping_batches
         if 0 < steps <= self.at_step and not is_trial_run(trainer):
             raise UserError(f"UpscaleCallback.at_step = {self.at_step} is never reached: the run has {steps} steps")
         before = self._width_before(trainer, pl_module)
-        if trainer.ckpt_path is None and not _narrower(before, self.width) and before != self.width:
-            raise UserError(f"UpscaleCallback.width = {self.width} is not wider than the width before it, {before}")
+        if trainer.ckpt_path is None:
+            self.refuse_narrower(before)
         if self.is_due(trainer, pl_module):
             self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
 
@@ -167,7 +153,37 @@ class UpscaleCallback(Callback):
 
     def is_due(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         assert isinstance(pl_module, WidthScalable)
-        return trainer.global_step >= self.at_step and _narrower(pl_module.width, self.width)
+        return trainer.global_step >= self.at_step and is_narrower(pl_module.width, self.width)
+
+    # --- what can be refused without a run
+
+    def refuse_step(self, trainer: Trainer) -> None:
+        """UserError if the run ends before the swap."""
+        if 0 < trainer.max_steps <= self.at_step and not is_trial_run(trainer):
+            raise UserError(
+                f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}"
+            )
+
+    def refuse_narrower(self, before: Width) -> None:
+        """UserError if the target is narrower than the width before it."""
+        if not is_narrower(before, self.width) and before != self.width:
+            raise UserError(f"UpscaleCallback.width = {self.width} is not wider than the width before it, {before}")
+
+    def planned(self, module: WidthScalable, before: Width) -> Plan:
+        """The plan of the swap. UserError if the width before it, or the noise, does not fit."""
+        with torch.random.fork_rng(devices=[]):  # building a network must not move the run's random numbers
+            try:
+                growth = plan(module.network(before, meta=True), module.network(self.width, meta=True))
+            except ValueError as error:
+                raise UserError(
+                    f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
+                ) from error
+        if self.noise is not None:
+            try:
+                self.noise.check(growth)
+            except ValueError as error:
+                raise UserError(f"UpscaleCallback.noise: {error}") from error
+        return growth
 
     # --- the swap
 
@@ -387,7 +403,8 @@ def _loss(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
     return loss
 
 
-def _narrower(width: Width, target: Width) -> bool:
+def is_narrower(width: Width, target: Width) -> bool:
+    """Whether a width is smaller than the target, in at least one layer."""
     layers = max(len(w) if isinstance(w, list) else 1 for w in (width, target))
     widths, targets = (w if isinstance(w, list) else [w] * layers for w in (width, target))
     return any(a < b for a, b in zip(widths, targets, strict=False))  # of lists of unequal length `plan` tells

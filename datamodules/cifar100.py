@@ -8,6 +8,7 @@ import os
 import pickle
 import tarfile
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,15 @@ from torchvision.datasets import CIFAR100 as Published
 from torchvision.datasets.utils import check_integrity, download_url
 
 from mupscale.datamodules.files import check_digest, reaching, read_npz, temporary_folder
-from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, training_device
+from mupscale.datamodules.resident import (
+    ResidentLoader,
+    model_arguments,
+    ranks,
+    refuse_bad_number,
+    refuse_unfit_model,
+    shuffles,
+    training_device,
+)
 from mupscale.errors import UserError
 
 CLASSES, SIZE = 100, 32
@@ -50,6 +59,8 @@ class CIFAR100(LightningDataModule):
 
     def __init__(self, data_dir: str = "data", batch_size: int = 128, seed: int = 0) -> None:
         super().__init__()
+        refuse_bad_number("batch_size", batch_size)
+        refuse_bad_number("seed", seed, least=0)
         self.data_dir = data_dir
         self.batch_size = batch_size
         self.seed = seed
@@ -61,6 +72,7 @@ class CIFAR100(LightningDataModule):
         self._folder()
 
     def setup(self, stage: str | None = None) -> None:
+        self.refuse_model(model_arguments(self.trainer))
         device = training_device(self.trainer)
         if self._train is not None and self._train[0].device == device:
             return
@@ -68,6 +80,13 @@ class CIFAR100(LightningDataModule):
         self._table = normalisation_table(*channel_statistics(images)).to(device)
         self._train = padded(images.to(device)), labels.to(device)
         self._test = test_images.to(device), test_labels.to(device)
+
+        if stage == "fit":
+            self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
+
+    def refuse_model(self, arguments: Mapping[str, Any]) -> None:
+        """UserError if a model with these arguments does not fit the data."""
+        refuse_unfit_model("CIFAR100", arguments, None, CLASSES)
 
     def train_dataloader(self) -> ResidentLoader:
         assert self._train is not None

@@ -5,7 +5,9 @@ See README.md beside this file for source and licence.
 
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,15 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from mupscale.datamodules.files import bytes_shown, check_digest, reaching, read_npz, temporary_folder
-from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, training_device
+from mupscale.datamodules.resident import (
+    ResidentLoader,
+    model_arguments,
+    ranks,
+    refuse_bad_number,
+    refuse_unfit_model,
+    shuffles,
+    training_device,
+)
 from mupscale.errors import UserError, needs_extra
 
 CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
@@ -44,6 +54,8 @@ class Covertype(LightningDataModule):
 
     def __init__(self, data_dir: str | None = None, batch_size: int = 2000, seed: int = 0) -> None:
         super().__init__()
+        refuse_bad_number("batch_size", batch_size)
+        refuse_bad_number("seed", seed, least=0)
         self.data_dir = data_dir
         self.batch_size = batch_size
         self.seed = seed
@@ -54,6 +66,7 @@ class Covertype(LightningDataModule):
         self._file()
 
     def setup(self, stage: str | None = None) -> None:
+        self.refuse_model(model_arguments(self.trainer))
         device = training_device(self.trainer)
         if self._train is not None and self._train[0].device == device:
             return
@@ -69,6 +82,13 @@ class Covertype(LightningDataModule):
         self._train, self._held_out = (
             (x[rows].to(device), labels[rows].to(device)) for rows in (is_train.nonzero().squeeze(1), held_out)
         )
+
+        if stage == "fit":
+            self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
+
+    def refuse_model(self, arguments: Mapping[str, Any]) -> None:
+        """UserError if a model with these arguments does not fit the data."""
+        refuse_unfit_model("Covertype", arguments, FEATURES, CLASSES)
 
     def train_dataloader(self) -> ResidentLoader:
         assert self._train is not None

@@ -1,12 +1,12 @@
 """Where documents come from: local files, or FineWeb-Edu as a stream. Both can continue from any position."""
 
 import gzip
-import json
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from mupscale.data_files import json_of
 from mupscale.datamodules.shards import sha256
 from mupscale.errors import UserError, needs_extra
 
@@ -238,7 +238,7 @@ def _json_lines(stream: Iterable[bytes], offset: int) -> Iterator[tuple[str, int
         if not line.strip():
             continue
         try:
-            text = json.loads(line)["text"]
+            text = json_of(line)["text"]
             # JSON can spell one half of a surrogate pair, which UTF-8 cannot
             text = text.encode(errors="replace").decode()
         except (ValueError, KeyError, TypeError, AttributeError) as error:

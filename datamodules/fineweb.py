@@ -3,7 +3,7 @@
 See shards.py for the format, README.md for the embedded sample.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,14 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from mupscale.datamodules.resident import ResidentLoader, ranks, shuffles, training_device
+from mupscale.datamodules.resident import (
+    ResidentLoader,
+    model_arguments,
+    ranks,
+    refuse_bad_number,
+    shuffles,
+    training_device,
+)
 from mupscale.datamodules.shards import SPLITS, TOKEN, Index, MappedTokens, read_index
 from mupscale.errors import UserError
 
@@ -53,6 +60,9 @@ class FineWeb(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        refuse_bad_number("batch_size", batch_size)
+        refuse_bad_number("context", context, least=None)
+        refuse_bad_number("seed", seed, least=0)
         self.data_dir = data_dir
         self.batch_size = batch_size
         self.context = context
@@ -68,7 +78,8 @@ class FineWeb(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         index, device = self._index(), training_device(self.trainer)
-        self._refuse_unfit(index)
+        self._refuse_context(index)
+        self.refuse_model(model_arguments(self.trainer))
         if any(windows.device == device for windows in self._windows.values()):
             return
         splits = {split: index.tokens(split) for split in SPLITS}
@@ -78,6 +89,8 @@ class FineWeb(LightningDataModule):
             resident = device.type == "cuda" and size <= RESIDENT_SHARE * _memory(device)
         kind = ResidentWindows if resident else MappedWindows
         self._windows = {split: kind(tokens, self.context + 1, device) for split, tokens in splits.items()}
+        if stage == "fit":
+            self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
 
     def train_dataloader(self) -> "WindowLoader":
         order: Order = self.order if shuffles(self.trainer) else "sequential"
@@ -107,8 +120,8 @@ class FineWeb(LightningDataModule):
         with about_data_dir():
             return read_index(Path(self.data_dir).expanduser() if self.data_dir is not None else JARGON)
 
-    def _refuse_unfit(self, index: Index) -> None:
-        """Raises a UserError if data, context and model do not fit together."""
+    def _refuse_context(self, index: Index) -> None:
+        """Raises a UserError if a split has no window of so many tokens."""
         for split in SPLITS:
             tokens = index.content[split]["tokens"]
             if not 0 < self.context < tokens:
@@ -116,7 +129,10 @@ class FineWeb(LightningDataModule):
                     f"data.context = {self.context}: {index.folder} has {tokens} tokens for {split}, "
                     f"wanted 1 to {tokens - 1}"
                 )
-        model = self.trainer.lightning_module.hparams if self.trainer is not None else {}
+
+    def refuse_model(self, arguments: Mapping[str, Any]) -> None:
+        """UserError if a model with these arguments does not fit the data."""
+        index, model = self._index(), arguments
         if model.get("vocabulary", index.vocabulary) < index.vocabulary:
             raise UserError(
                 f"model.vocabulary = {model['vocabulary']}: the tokens of {index.folder} are of a vocabulary of "

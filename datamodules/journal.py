@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mupscale.atomic import partial, write_durably
+from mupscale.data_files import json_of, refuse_links
 from mupscale.datamodules.shards import INDEX, SPLITS, TOKENIZER
 from mupscale.errors import UserError
 
@@ -35,7 +36,9 @@ class Journal:
         path = folder / JOURNAL
         if path.exists():
             try:
-                return cls(**json.loads(path.read_bytes()))
+                journal = cls(**json_of(path.read_bytes()))
+                journal.refuse_other_types()
+                return journal
             except (ValueError, TypeError) as error:
                 raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it anew") from error
         own = (LOCK, partial(path).name)  # a process that ended before it wrote its first journal leaves them
@@ -45,6 +48,16 @@ class Journal:
                 f"--out {folder} has other files ({', '.join(other[:5])}): name a new folder, or an empty one"
             )
         return None
+
+    def refuse_other_types(self) -> None:
+        """ValueError if a part is of another type than `write` writes."""
+        known = isinstance(self.preparation, dict) and isinstance(self.tokenizer, dict | None)
+        if not known or not isinstance(self.shards, dict) or set(self.shards) != set(SPLITS):
+            raise ValueError("its preparation, tokenizer or shards are not those of a preparation")
+        for counts in self.shards.values():
+            for pair in counts if isinstance(counts, list) else [counts]:
+                if not isinstance(pair, list) or len(pair) != 2 or not all(type(n) is int and n >= 0 for n in pair):
+                    raise ValueError(f"a shard has {pair!r}, wanted the numbers of its tokens and documents")
 
     def write(self, folder: Path) -> None:
         write_durably(folder / JOURNAL, json.dumps(asdict(self)).encode())
@@ -69,6 +82,7 @@ def held(folder: Path) -> Iterator[None]:
     import fcntl  # only Unix has it, and training does not need it
 
     lock = folder / LOCK
+    refuse_links(folder, LOCK, TOKENIZER, *(path.name for path in folder.glob("*-*.*")))
     made = [path for path in (folder, *folder.parents) if not path.exists() or (path / JOURNAL).exists()]
     while True:
         try:

@@ -1,13 +1,14 @@
 """Batches of tensors that already lie on the training device: one index operation each, no workers, no host copies."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from mupscale.arguments import refuse_unless_whole
 from mupscale.errors import UserError
 
 
@@ -145,6 +146,28 @@ class ResidentLoader:
             plan = order, *self._chances(rows, generator)
             self._plan = self._epoch, tuple(entries.to(self.tensors[0].device) for entries in plan)
         return self._plan[1]
+
+
+def refuse_bad_number(key: str, value: Any, least: int | None = 1) -> None:
+    """UserError if an argument of a data module is not a whole number, of at least `least` unless that is None."""
+    refuse_unless_whole(f"data.{key}", value, least)
+
+
+def refuse_unfit_model(data: str, arguments: Mapping[str, Any], inputs: int | None, classes: int) -> None:
+    """UserError if a model's arguments `inputs` and `outputs`, where it has them, do not fit the data."""
+    if inputs is not None and arguments.get("inputs", inputs) != inputs:
+        raise UserError(
+            f"model.inputs = {arguments['inputs']}: {data} has {inputs} features; set model.inputs: {inputs}"
+        )
+    if arguments.get("outputs", classes) < classes:
+        raise UserError(
+            f"model.outputs = {arguments['outputs']}: {data} has {classes} classes; set model.outputs: {classes}"
+        )
+
+
+def model_arguments(trainer: Trainer | None) -> Mapping[str, Any]:
+    """The arguments of the model that a trainer trains; none without a trainer."""
+    return getattr(getattr(trainer, "lightning_module", None), "hparams", {})
 
 
 def training_device(trainer: Trainer | None) -> torch.device:

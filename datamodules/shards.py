@@ -9,7 +9,6 @@ A prepared folder holds, for each split S (train, val) and shard number N, littl
 """
 
 import hashlib
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
 VERSION = 1
@@ -79,9 +79,11 @@ def read_index(folder: Path) -> Index:
             )
         raise UserError(f"there is no {path}: prepare the folder by `python -m mupscale prepare`")
     try:
-        index = Index(folder, json.loads(path.read_bytes()))
+        index = Index(folder, json_of(path.read_bytes()))
         version = index.content["version"]
         files = index.files() if version == VERSION else {}
+        if version == VERSION:
+            _refuse_other_counts(index)
         if version == VERSION and not 0 < int(index.vocabulary) <= LARGEST_VOCABULARY:
             raise ValueError(f"a vocabulary of {index.vocabulary}")
     except (ValueError, KeyError, TypeError) as error:
@@ -100,6 +102,20 @@ def read_index(folder: Path) -> Index:
                 f"{file} has {file.stat().st_size} bytes, {INDEX} says {size}: delete the folder and prepare it anew"
             )
     return index
+
+
+def _refuse_other_counts(index: Index) -> None:
+    """ValueError if the counts in an index are no numbers, or not those of its files."""
+    for split in SPLITS:
+        shards = index.content[split]["shards"]
+        if not isinstance(shards, list) or not shards:
+            raise ValueError(f"{split} has no shards")
+        counts = [shard["tokens"]["count"] for shard in shards]
+        sizes = [shard["tokens"]["bytes"] for shard in shards]
+        if not all(type(number) is int and number >= 0 for number in (*counts, *sizes)):
+            raise ValueError(f"{split} has shards of {counts} tokens")
+        if sizes != [count * TOKEN.itemsize for count in counts] or index.content[split]["tokens"] != sum(counts):
+            raise ValueError(f"{split} has {index.content[split]['tokens']!r} tokens in shards of {counts}")
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mupscale.datamodules.documents import reason
-from mupscale.errors import needs_extra
+from mupscale.errors import UserError, needs_extra
 
 if TYPE_CHECKING:
     import tiktoken
@@ -86,9 +86,14 @@ def loaded(content: bytes) -> "tiktoken.Encoding":
         import tiktoken
 
     ranks = {}
-    for line in content.splitlines():
-        token, number = line.split()
-        ranks[base64.b64decode(token)] = int(number)
+    try:
+        for line in content.splitlines():
+            token, number = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(number)
+        if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < BYTES:
+            raise UserError(f"it has {len(ranks)} tokens, not numbered in order")
+    except ValueError as error:
+        raise UserError(f"the vocabulary is damaged ({error}); delete the folder and prepare it anew") from error
     return tiktoken.Encoding(
         "mupscale",
         pat_str=PATTERN,

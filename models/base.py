@@ -7,6 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import inner_schedulers, is_too_large, tree_map
+from mupscale.arguments import refuse_unless_whole
 from mupscale.base_shapes import Init, set_base_shapes
 from mupscale.cuda_graph import use_fused
 from mupscale.errors import UserError
@@ -196,8 +198,9 @@ class WidthScalable(LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.net is not None
-        optimizer = apply_mup(self.optimizer_callable(self.net.parameters()), self.net)
+        optimizer = self.optimizer_callable(self.net.parameters())
         refuse_bad_levels(optimizer, trainer_of(self))
+        apply_mup(optimizer, self.net)
         use_fused(optimizer)
         keep_reference_units(self.net, optimizer)
         for group in optimizer.param_groups:
@@ -288,9 +291,16 @@ def doubled(width: Width) -> Width:
 
 def refuse_bad_width(key: str, width: Any) -> None:
     """UserError for a width, or one in a list of them, that is no whole number of at least 1."""
-    for each in width if isinstance(width, list | tuple) else [width]:
-        if isinstance(each, bool | float | str | None) or (isinstance(each, int) and each < 1):
+    widths = width if isinstance(width, list | tuple) else [width]
+    for each in widths or [None]:
+        if isinstance(each, bool) or not isinstance(each, Integral) or each < 1:
             raise UserError(f"{key} must be a whole number of at least 1, or a list of them; got {width!r}")
+
+
+def refuse_bad_counts(**counts: Any) -> None:
+    """UserError for an argument of a model, such as its number of layers, that is no whole number of at least 1."""
+    for key, count in counts.items():
+        refuse_unless_whole(f"model.{key}", count)
 
 
 def refuse_bad_levels(optimizer: Optimizer, trainer: Trainer | None) -> None:

@@ -1,5 +1,6 @@
 """The checkpoints of width-scalable modules: what they hold beside Lightning's part, and how it is loaded."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple
 from pathlib import Path
@@ -25,6 +26,8 @@ order; and the widths of parameters whose pieces grew by different factors, whic
 RUN_KEY = "mupscale_run"
 """The run of a checkpoint: its identity, and its configuration. Checkpoints of a fit without the command have none."""
 
+_FOREIGN = "this checkpoint was not saved by a width-scalable module; take one of a run of mupscale"
+
 _FREE = ("width", "init_from", "compile")
 """Arguments that may differ from those of a checkpoint, whatever the module is."""
 
@@ -41,8 +44,10 @@ def our_part(module: nn.Module, net: nn.Module | None, optimizers: list[Optimize
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """A checkpoint file on the CPU, tensors and primitives only."""
+    if Path(path).is_dir():
+        raise UserError(f"{path} is a folder; name a checkpoint file, such as {Path(path) / 'last.ckpt'}")
     if not Path(path).is_file():
-        raise UserError(f"there is no checkpoint {path}")
+        raise UserError(f"there is no checkpoint {path}; name a file that exists")
     problem = damage_in(Path(path))
     if problem is not None:
         raise UserError(f"{path} is damaged: {problem}")
@@ -63,12 +68,87 @@ def run_of(path: Path) -> str | None:
         return None
 
 
+def refuse_malformed(checkpoint: Any) -> None:
+    """UserError if something is not a checkpoint of a width-scalable module, or has parts of other types than one."""
+    ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
+    arguments = checkpoint.get("hyper_parameters") if isinstance(checkpoint, dict) else None
+    if not isinstance(ours, dict) or not isinstance(arguments, dict):
+        raise UserError(_FOREIGN)
+    for key in ("state_dict", "current_model_state"):
+        weights = checkpoint.get(key, {})
+        if not isinstance(weights, dict):
+            raise _damaged(key, weights, "tensors by name")
+        for name, value in weights.items():
+            if not isinstance(name, str) or (name.startswith("net.") and not isinstance(value, Tensor)):
+                raise _damaged(f"{key}[{name!r}]", value, "a tensor")
+    if not isinstance(ours.get("mixed_widths", {}), dict):
+        raise _damaged("mixed_widths", ours["mixed_widths"], "widths by name")
+
+
+def refuse_malformed_optimizers(checkpoint: dict[str, Any]) -> None:
+    """UserError if the optimizer and schedule states of a checkpoint are not what torch's state_dict returns."""
+    ours = checkpoint[CHECKPOINT_KEY]
+    states = checkpoint.get("optimizer_states", [])
+    names, classes = ours.get("optimizer_names"), ours.get("optimizer_classes")
+    schedules = checkpoint.get("lr_schedulers", [])
+    lists = {
+        "optimizer_states": (states, dict),
+        "optimizer_names": (names, list),
+        "optimizer_classes": (classes, str),
+        "lr_schedulers": (schedules, dict),
+    }
+    for key, (value, kind) in lists.items():
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise _damaged(key, value, f"a list of {kind.__name__}")
+    if states and not len(states) == len(names) == len(classes):
+        raise _damaged("optimizer_classes", classes, f"the classes and the parameter names of {len(states)} optimizers")
+    for state, parameters in zip(states, names, strict=False):
+        _refuse_malformed_groups(state, len(parameters))
+
+
+def _refuse_malformed_groups(state: dict[str, Any], parameters: int) -> None:
+    groups, tensors = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise _damaged("param_groups", groups, "a list of dict")
+    indices: list[Any] = []
+    for group in groups:
+        listed = group.get("params")
+        if not isinstance(listed, list):
+            raise _damaged("params of param_groups", listed, "a list")
+        indices += listed
+        for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
+            numbers = group.get(key, 0.0 if key != "lr" else None)
+            if not all(_is_level(number) for number in (numbers if isinstance(numbers, tuple | list) else [numbers])):
+                raise _damaged(f"{key} of param_groups", numbers, "a finite number of at least 0")
+    if sorted(map(repr, indices)) != sorted(map(repr, range(parameters))):
+        raise _damaged("params of param_groups", indices, f"each of 0 to {parameters - 1} once")
+    if not isinstance(tensors, dict) or not all(isinstance(value, dict) for value in tensors.values()):
+        raise _damaged("the optimizer state", tensors, "a dict by number")
+
+
+def _is_level(value: Any) -> bool:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return isinstance(value, float | int) and math.isfinite(value) and value >= 0
+
+
+def _damaged(key: str, value: Any, wanted: str) -> UserError:
+    return UserError(f"this checkpoint is damaged: {key} is {_brief(value)}, wanted {wanted}; take another checkpoint")
+
+
+def _brief(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+
+
 def checkpoint_width(checkpoint: dict[str, Any], module: str) -> Width:
     """The width a checkpoint was saved at; UserError if it is of another architecture."""
-    ours = checkpoint.get(CHECKPOINT_KEY)
-    if ours is None or "width" not in checkpoint.get("hyper_parameters", {}):
-        raise UserError("this checkpoint was not saved by a width-scalable module")
-    name = ours["class_path"].rpartition(".")[2]  # the module that defines it may go by another name: __main__
+    refuse_malformed(checkpoint)
+    if "width" not in checkpoint["hyper_parameters"]:
+        raise UserError(_FOREIGN)
+    name = str(checkpoint[CHECKPOINT_KEY].get("class_path")).rpartition(".")[
+        2
+    ]  # the module that defines it may go by another name: __main__
     if name != module:
         raise UserError(f"this checkpoint is of a {name}, the configured model is a {module}")
     return checkpoint["hyper_parameters"]["width"]

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics.text import Perplexity
 
 from mupscale.errors import UserError
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import WidthScalable, refuse_bad_counts, refuse_bad_width
 from mupscale.widening.readout import Readout
 
 ATTENTION_SCALE = 8.0
@@ -168,10 +168,12 @@ class GPT2(WidthScalable):
             context: Positions.
             tied: Share the embedding with the readout.
         """
-        if heads < 1:
-            raise UserError(f"model.heads must be at least 1, got {heads}")
+        refuse_bad_counts(layers=layers, heads=heads, vocabulary=vocabulary, context=context)
         base_width = 2 * heads if base_width is None else base_width
         for name, value in (("width", width), ("base_width", base_width)):
+            refuse_bad_width(f"model.{name}", value)
+            if isinstance(value, list):
+                raise UserError(f"model.{name} of a GPT2 is one number, got {value}")
             if value % heads:
                 raise UserError(f"model.{name} = {value} is not divisible by model.heads = {heads}")
         super().__init__(width, base_width, **kwargs)

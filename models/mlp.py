@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mupscale.models.base import refuse_bad_counts
 from mupscale.models.classifier import Classifier
 from mupscale.widening.readout import Readout
 
@@ -46,6 +47,7 @@ class MLP(Classifier):
             outputs: Classes.
             hidden_layers: Hidden layers, where `width` is one number.
         """
+        refuse_bad_counts(inputs=inputs, outputs=outputs, hidden_layers=hidden_layers)
         super().__init__(width, base_width, **kwargs)
 
     @property

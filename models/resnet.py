@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mupscale.models.base import refuse_bad_counts
 from mupscale.models.classifier import Classifier
 from mupscale.widening.readout import Readout
 
@@ -58,6 +59,7 @@ class ResNet18(Classifier):
             base_width: The width at which the optimizer's hyperparameters mean what they say.
             outputs: Classes.
         """
+        refuse_bad_counts(outputs=outputs)
         super().__init__(width, base_width, **kwargs)
 
     @property

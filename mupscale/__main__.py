@@ -4,6 +4,7 @@ import os
 import sys
 from importlib import import_module
 
+from mupscale.commands._jsonargparse import did_you_mean
 from mupscale.commands.full_disk import unnamed
 from mupscale.commands.termination import EXIT_CODE, Terminated, end_now, on_sigterm
 from mupscale.errors import UserError
@@ -50,7 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     name, *rest = arguments
     if name not in COMMANDS:
-        sys.exit(f"there is no command {name!r}\n\n{usage}")
+        near = did_you_mean(name, COMMANDS) or f". The commands are {', '.join(COMMANDS)}"
+        sys.exit(f"error: there is no command {name!r}{near}")
     # read when torch is loaded: on a busy machine OpenMP threads that spin for long make small operations fifty times
     # slower
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -61,7 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
         problem = unnamed(error)
         if problem is None and not isinstance(error, UserError):
             raise
-        sys.exit(f"error: {problem or error}")
+        line = " ".join(part.strip() for part in str(problem or error).splitlines())
+        sys.exit(f"error: {line}")
     except KeyboardInterrupt as interrupt:
         sys.exit(f"interrupted; {str(interrupt) or 'run the same command again'}")
     except Terminated as ending:

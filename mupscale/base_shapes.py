@@ -11,7 +11,7 @@ from mupscale.errors import UserError
 from mupscale.widening import modules
 from mupscale.widening.readout import Readout
 from mupscale.widening.roles import Role, Roles, all_sides, growth, match_roles
-from mupscale.widening.survey import Survey, Use
+from mupscale.widening.survey import Survey, Use, refuse_unless_model
 from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
 
 Init = Literal["fan_in", "constant"]
@@ -37,6 +37,8 @@ def set_base_shapes(
     (GPT-2's 0.02), whose matrices must shrink as fan_in^-1/2; None leaves the values alone (a checkpoint follows).
     `roles` are those of `plan`.
     """
+    for name, given in (("model", model), ("base", base), ("delta", base if delta is None else delta)):
+        refuse_unless_model(f"set_base_shapes: {name}", given)
     if init not in ("fan_in", "constant", None):
         raise UserError(f'set_base_shapes: init must be "fan_in", "constant" or None, got {init!r}')
     if merged_table(model, mup_only=True) and init is not None:

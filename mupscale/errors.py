@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -26,4 +27,14 @@ def needs_extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "a package").partition(".")[0]
-        raise UserError(f"{package} is not installed. Install it with: pip install 'mupscale[{name}]'") from error
+        raise UserError(f"{package} is not installed. Install it with: pip install {pip_requirement(name)}") from error
+
+
+def pip_requirement(extra: str, package: Path = Path(__file__).parent) -> str:
+    """What pip installs for an extra: of the checkout, where the package lies in one, because it is on no index then.
+
+    >>> pip_requirement("data", Path("/usr/lib/python3/site-packages/mupscale"))
+    "'mupscale[data]'"
+    """
+    root = package.resolve().parent
+    return f"-e '{root}[{extra}]'" if (root / "pyproject.toml").is_file() else f"'mupscale[{extra}]'"

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.arguments import shown
 from mupscale.errors import UserError
+from mupscale.widening.optimizer_state import refuse_bad_levels
 from mupscale.widening.parameter_groups import SOURCE_GROUP, names_by_id, split_groups
 from mupscale.widening.rules import Factors, rule_of
+from mupscale.widening.survey import refuse_unless_model
 from mupscale.widening.width_table import WidthFactors, merged_table
 
 
@@ -20,8 +23,12 @@ def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer
     where their parameters scale differently; each part remembers its origin under the key "source_group". Without the
     model, widths are read off the parameters themselves, which copies of a model do not carry.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(f"apply_mup: optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
+    refuse_bad_levels(optimizer)
     if model is None:
         return _scaled_from_base(optimizer, _own_width)
+    refuse_unless_model("apply_mup: model", model)
     table = merged_table(model, mup_only=True)
     if not table:
         raise UserError(
@@ -57,9 +64,14 @@ def MuAdamW(params: nn.Module | Iterable[Any], **settings: Any) -> Optimizer:
 
 
 def _mu_optimizer(kind: type[Optimizer], params: nn.Module | Iterable[Any], settings: dict[str, Any]) -> Optimizer:
-    if isinstance(params, nn.Module):
-        return apply_mup(kind(params.parameters(), **settings), params)
-    return apply_mup(kind(params, **settings))
+    model = params if isinstance(params, nn.Module) else None
+    try:
+        made = kind(params.parameters() if isinstance(params, nn.Module) else params, **settings)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"Mu{kind.__name__}: {error}. Give a model, or its parameters, and settings of torch.optim.{kind.__name__}"
+        ) from error
+    return apply_mup(made, model)
 
 
 def _own_width(parameter: Tensor) -> WidthFactors:

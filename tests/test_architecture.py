@@ -18,7 +18,10 @@ FOLDERS = {
 }
 """Packages, and where the checkout has them."""
 
-LEAVES = {f"mupscale.{name}" for name in ("_moved", "_torch", "_torchvision", "atomic", "errors", "flops")}
+LEAVES = {
+    f"mupscale.{name}"
+    for name in ("_moved", "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops")
+}
 """Anybody may import these."""
 
 LAYERS = ("leaves", "widening", "root", "checks", "models", "callbacks", "commands")

@@ -1,8 +1,11 @@
 """The error for a user's mistake, and what turns other errors into it."""
 
-import pytest
+from pathlib import Path
 
-from mupscale.errors import UserError, as_user_errors, needs_extra
+import pytest
+from paths import ROOT
+
+from mupscale.errors import UserError, as_user_errors, needs_extra, pip_requirement
 
 
 def test_a_user_error_is_a_value_error():
@@ -37,7 +40,11 @@ def test_a_package_that_is_missing_names_its_extra():
 
     with pytest.raises(UserError) as caught:
         load()
-    assert str(caught.value) == "not_installed is not installed. Install it with: pip install 'mupscale[data]'"
+    assert str(caught.value) == f"not_installed is not installed. Install it with: pip install -e '{ROOT}[data]'"
+
+
+def test_an_installed_package_names_its_extra_on_the_index(tmp_path: Path):
+    assert pip_requirement("data", tmp_path / "mupscale") == "'mupscale[data]'"
 
 
 def test_nothing_happens_where_nothing_fails():

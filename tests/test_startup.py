@@ -80,7 +80,7 @@ def test_the_whole_library_loads_torch_and_little_else():
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [((), None), (("--help",), None), (("nonsense",), "there is no command 'nonsense'"), (("resume", "--help"), 0),
+    [((), None), (("--help",), None), (("nonsense",), "error: there is no command"), (("resume", "--help"), 0),
      (("resume", "nowhere"), "error: nowhere is not the folder of a run")],
 )  # fmt: skip
 def test_help_and_mistakes_need_no_torch(arguments: tuple[str, ...], code: str | int | None):

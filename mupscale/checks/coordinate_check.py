@@ -19,12 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.arguments import (
+    refuse_unless_callable,
+    refuse_unless_iterable,
+    refuse_unless_level,
+    refuse_unless_whole,
+    shown,
+)
 from mupscale.checks.recording import Recorder, buffers_kept
 from mupscale.errors import UserError
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.noise import AdditiveNoise, Noise
 from mupscale.widening.readout import Readout
-from mupscale.widening.upscale import upscale
+from mupscale.widening.survey import refuse_unless_model
+from mupscale.widening.upscale import as_list, upscale
 
 FACTORS = (2, 4, 8)
 """By which the narrowest network is upscaled; the others by the first."""
@@ -171,17 +179,26 @@ def coord_check(
     `network(width)` makes a fresh muP network, `optimizer(network)` its optimizers, muP-scaled. Each of `seeds`
     networks of every width trains on `batches`, over and over; sizes are measured on the first one.
     """
+    refuse_unless_callable("network", network, "lambda width: the network at this width")
+    refuse_unless_callable("optimizer", optimizer, "lambda network: apply_mup(torch.optim.AdamW(...), network)")
+    refuse_unless_callable("loss", loss, "lambda network, batch: loss of the batch")
+    refuse_unless_iterable("widths", widths, "widths")
+    refuse_unless_iterable("batches", batches, "batches, as loss takes them")
+    if clip is not None:
+        refuse_unless_level("clip", clip)
+    for width in widths:
+        refuse_unless_whole("widths: each", width, least=0)
     widths = sorted(widths)
     if len(set(widths)) < 3 or len(set(widths)) < len(widths) or widths[0] < 1:
         raise UserError(
             f"widths: a slope needs at least three different ones, got {', '.join(map(str, widths)) or 'none'}"
         )
     for name, value in (("steps", steps), ("seeds", seeds)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
+        refuse_unless_whole(name, value)
     if not batches:
         raise UserError("batches is empty")
 
+    _refuse_one_width(network, widths[:2])
     fresh: dict[int, list[_Sizes]] = {width: [] for width in widths}
     doubled: dict[int, list[_Sizes]] = {FACTORS[0] * width: [] for width in widths}
     grown: dict[int, list[_Sizes]] = {factor * widths[0]: [] for factor in FACTORS}
@@ -190,8 +207,10 @@ def coord_check(
             for seed in range(seeds):
                 torch.manual_seed(seed)
                 narrow = network(width)
-                made = optimizer(narrow)
-                narrow_opts = [made] if isinstance(made, Optimizer) else list(made)
+                refuse_unless_model(f"network({width})", narrow)
+                narrow_opts = as_list(optimizer(narrow))
+                if not narrow_opts:
+                    raise UserError("optimizer must return the optimizer of the network, or a list of them; got none")
                 train = _Training(batches, loss, steps, clip, f"width {width}")
                 fresh[width].append(train(narrow, narrow_opts, first=0))
                 for factor in FACTORS if width == widths[0] else FACTORS[:1]:
@@ -217,6 +236,18 @@ def coord_check(
         scans,
         {layer: {scan.name: _judged(scan, layer, layer in outputs) for scan in scans} for layer in scans[0].sizes},
     )
+
+
+def _refuse_one_width(network: Callable[[int], nn.Module], widths: Sequence[int]) -> None:
+    """UserError if the network is the same at two widths: then nothing would be measured."""
+    shapes = []
+    for width in widths:
+        with torch.random.fork_rng():
+            made = network(width)
+        refuse_unless_model(f"network({width})", made)
+        shapes.append([parameter.shape for parameter in made.parameters()])
+    if shapes[0] == shapes[1]:
+        raise UserError(f"network: it has the same shapes at widths {widths[0]} and {widths[1]}; make it of the width")
 
 
 def log_log_slope(widths: Iterable[int], sizes: Tensor) -> float | None:
@@ -305,7 +336,10 @@ class _Training:
 
     def _step(self, net: nn.Module, optimizers: Sequence[Optimizer], batch: Any) -> None:
         net.zero_grad()
-        self.loss(net, batch).backward()
+        value = self.loss(net, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise UserError(f"loss must return a tensor with one element, the loss of the batch, got {shown(value)}")
+        value.backward()
         if self.clip is not None:
             clip_grad_norm_(net, self.clip)
         for optimizer in optimizers:

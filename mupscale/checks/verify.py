@@ -13,13 +13,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import TorchDispatchMode, tree_leaves, tree_map
+from mupscale.arguments import (
+    refuse_unless_callable,
+    refuse_unless_iterable,
+    refuse_unless_level,
+    refuse_unless_whole,
+    shown,
+)
 from mupscale.checks.recording import Call, Recorder, buffers_kept
 from mupscale.errors import UserError
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.layout import Layout, Piece, duplicate, duplicate_, narrow_length, wide_length
 from mupscale.widening.plan import Blocks, Plan, TensorPlan
 from mupscale.widening.roles import Roles
-from mupscale.widening.upscale import upscale
+from mupscale.widening.survey import refuse_unless_model
+from mupscale.widening.upscale import as_list, upscale
 from mupscale.widening.width_table import restore_infshapes
 
 WARM_UP = 10
@@ -97,8 +105,17 @@ def verify(
     A run without a gradient in any parameter that grows, or in which none of them moves, tests nothing: its verdict is
     not passed.
     """
-    if steps < 1:
-        raise UserError(f"verify: steps must be at least 1, got {steps}")
+    for name, model in (("narrow", narrow), ("wide", wide)):
+        refuse_unless_model(f"verify: {name}", model)
+    if any(tensor.is_meta for tensor in (*narrow.parameters(), *narrow.buffers())):
+        raise UserError("verify: narrow is on the meta device and has no values; build it on the CPU")
+    refuse_unless_whole("verify: steps", steps)
+    refuse_unless_callable("verify: optimizer", optimizer, "lambda params: torch.optim.AdamW(params, lr=1e-3)")
+    refuse_unless_callable("verify: loss", loss, "lambda model, batch: loss of the batch")
+    refuse_unless_iterable("verify: batches", batches, "batches, as loss takes them")
+    for name, value in (("clip", clip), ("tolerance", tolerance)):
+        if value is not None:
+            refuse_unless_level(f"verify: {name}", value)
     with torch.random.fork_rng():
         return _verify(narrow, wide, optimizer, _Batches(batches), loss, steps, clip, roles, blocks, tolerance)
 
@@ -119,7 +136,7 @@ def _verify(
     for module, twin in zip(narrow.modules(), wide.modules(), strict=False):
         twin.training = module.training
     made = make_optimizer(list(narrow.parameters()))
-    narrow_opts: list[Optimizer] = [made] if isinstance(made, Optimizer) else list(made)
+    narrow_opts = as_list(made)
     if tolerance is None:
         rounds = _computes_in_float32(narrow, batches[0], loss) or any(
             _steps_in_float32(optimizer) for optimizer in narrow_opts
@@ -395,6 +412,8 @@ def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Ten
     torch.manual_seed(seed)
     model.zero_grad()
     value = loss(model, batch)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise UserError(f"loss must return a tensor with one element, the loss of the batch, got {shown(value)}")
     if value.requires_grad:  # a constant has no gradients, which the verdict says
         value.backward()
     return value.detach()

@@ -21,6 +21,9 @@ GENERIC = (
 )
 """What jsonargparse says of every class that it cannot make."""
 
+INTERNALS = r"-? ?Does not validate against any of the Union subtypes|\. Got value: Namespace\(.*"
+"""What is left out of a line: a type that nobody wrote, and the whole of a value."""
+
 
 def debugging() -> bool:
     """Whether jsonargparse itself was asked to show tracebacks."""
@@ -29,8 +32,9 @@ def debugging() -> bool:
 
 def in_a_line(message: str) -> str:
     """A message without what jsonargparse says of every class that it cannot make."""
-    lines = [line.strip() for line in message.splitlines()]
-    return " ".join(line.removeprefix("- ") for line in lines if line and not line.startswith(GENERIC))
+    lines = [re.sub(INTERNALS, "", line).strip() for line in message.splitlines()]
+    text = " ".join(line.removeprefix("- ") for line in lines if line and not line.startswith(GENERIC))
+    return text.replace(": - ", ": ")
 
 
 def key_and_problem(message: str) -> tuple[str, str]:
@@ -57,7 +61,7 @@ def unknown_key(message: str) -> tuple[str, str | None] | None:
     group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
     if group:
         return f"{group[1]}.{group[2]}", None
-    unrecognised = re.search(r"unrecognized arguments: --([\w.]+)", message)
+    unrecognised = re.search(r"unrecognized arguments: (?:--)?([\w.-]+)", message)
     if unrecognised:
         return unrecognised[1], None
     option = re.search(r"Option '([\w.]+)' is not accepted", message)
@@ -66,6 +70,11 @@ def unknown_key(message: str) -> tuple[str, str | None] | None:
     before = re.findall(r"class_path '([\w.]+)'", message[: option.start()])
     after = re.match(r"\. Got value: Namespace\(class_path='([\w.]+)'", message[option.end() :])
     return option[1], after[1] if after else before[-1] if before else None
+
+
+def is_incomplete(message: str) -> bool:
+    """Whether a whole section, such as the model, is missing."""
+    return message.startswith("the following arguments are required")
 
 
 def unknown_class(message: str) -> str | None:
@@ -85,9 +94,9 @@ def arguments_of(class_path: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if name not in ("self", "args", "kwargs")]
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The nearest of the names, as the end of a message; nothing where none is near."""
-    near = difflib.get_close_matches(name, list(names), n=3)
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)
     return f". Did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -101,4 +110,8 @@ def _value(message: str) -> str:
     """The innermost value that does not fit, where it is a plain one."""
     given = re.search(r"Given value type: <class '(\w+)'>\s+Given value: (.*)", message)
     plain = given is not None and given[1] in ("str", "int", "float", "bool")
-    return f"; got {given[2].strip()}" if given is not None and plain and "Parser key" in message[1:] else ""
+    return (
+        f"; got {re.sub(INTERNALS, '', given[2]).strip()}"
+        if given is not None and plain and "Parser key" in message[1:]
+        else ""
+    )

@@ -1,7 +1,6 @@
 """The LightningCLI behind every command that takes a configuration: short class names, sensible defaults."""
 
 import importlib
-import itertools
 import logging
 import os
 import pkgutil
@@ -9,6 +8,7 @@ import warnings
 from argparse import ArgumentError
 from contextlib import nullcontext
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -19,11 +19,10 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities import LightningEnum, rank_zero_only
+from lightning.pytorch.utilities import LightningEnum
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale import callbacks, datamodules, models
-from mupscale.atomic import write_durably
 from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
@@ -36,19 +35,21 @@ from mupscale.commands._jsonargparse import (
     debugging,
     did_you_mean,
     in_a_line,
+    is_incomplete,
     key_and_problem,
     unknown_class,
     unknown_key,
 )
-from mupscale.commands.checkpoints import checked, checkpoints_of
+from mupscale.commands.checkpoints import checked
 from mupscale.commands.config import Config
 from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
-from mupscale.commands.run_folder import LOCK, Claim, Taken
+from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_refusal, refuse_options
+from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
-from mupscale.models._lightning import OpenCLI, forget_version, is_trial_run
+from mupscale.models._lightning import OpenCLI, is_trial_run
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import RUN_KEY, checkpoint_width
 
@@ -74,29 +75,6 @@ EVALUATIONS = ("validate", "test", "predict")
 """Commands that need weights, and would do with random ones."""
 
 
-class SaveConfig(Callback):
-    """Saves config.yaml in the run's folder, and its text in TensorBoard. A run that is resumed has both already."""
-
-    def __init__(self, text: str, resumed: bool) -> None:
-        self.text = text
-        self.resumed = resumed
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        log_dir = trainer.log_dir  # all ranks must ask for it together, and only the first one saves
-        folder = log_files.folder(trainer, log_dir)
-        if stage != "fit" or folder is None or is_trial_run(trainer) or not trainer.is_global_zero:
-            return
-        path = folder / "config.yaml"
-        if path.exists() and not self.resumed:
-            # An attempt died before its first checkpoint. Its curves would lie under those of this run.
-            log_files.delete(trainer)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, self.text.encode())
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and not self.resumed:
-                logger.experiment.add_text("config", f"```yaml\n{self.text}\n```")
-
-
 class Parser(LightningArgumentParser):
     """Raises a UserError of one line where jsonargparse would print two hundred lines of usage."""
 
@@ -112,27 +90,30 @@ class Parser(LightningArgumentParser):
             text += did_you_mean(class_name, {child.__name__ for child in descendants(Callback)})
         elif unknown is not None:
             name, owner = unknown
-            text += did_you_mean(name, arguments_of(owner) if owner else self.get_defaults(skip_validation=True).keys())
+            names = arguments_of(owner) if owner else self.get_defaults(skip_validation=True).keys()
+            text += did_you_mean(name, names) or ". --help lists the options"
+        elif is_incomplete(message):
+            text = "the configuration has no model, or no data: give --config FILE, or --model and --data"
         raise UserError(text) from ex
 
 
 class CLI(OpenCLI):
-    """`folder` is the folder of the run to resume; `claims` gets what to release when the command has ended; `started`
-    notes when the first batch is handled."""
+    """`folder` is the folder of the run to resume; `start` claims its folders; `started` notes when the first batch is
+    handled."""
 
     def __init__(
         self,
         *args: Any,
         started: "Started",
         ending: Ending,
-        claims: list[Claim],
+        start: RunStart,
         folder: Path | None = None,
         **kwargs: Any,
     ) -> None:
         self.folder = folder
         self.started = started
         self.ending = ending
-        self.claims = claims
+        self.start = start
         super().__init__(*args, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -230,7 +211,7 @@ class CLI(OpenCLI):
         trainer = self.section("trainer")
         if self.subcommand == "fit" and not trainer["logger"] and not trainer["fast_dev_run"]:
             # Lightning's folder for a run without a logger is the same for all of them
-            trainer["default_root_dir"] = str(self.folder or self._free_folder(trainer["default_root_dir"]))
+            trainer["default_root_dir"] = str(self.start.folder_without_logger(trainer["default_root_dir"]))
         if self.folder is None:
             return
         if trainer["logger"] is True:
@@ -266,72 +247,27 @@ class CLI(OpenCLI):
             curves.stop_on_nan = curves.stop_on_nan or self.section("stop_on_nan")
         return trainer
 
+    def before_validate(self) -> None:
+        if self.trainer.is_global_zero and self.trainer.loggers and self.trainer.log_dir is not None:
+            self.start.leftovers.watch(Path(self.trainer.log_dir))
+
+    before_test = before_predict = before_validate
+
     def before_fit(self) -> None:
         trainer = self.trainer
         if not trainer.is_global_zero or is_trial_run(trainer):
             return
-        folder = self._claimed()
-        identity = self.claims[0].begin(None if self.folder is None else self.claims[0].identity)
-        for policy in callbacks_in(trainer, RunCheckpoint):
-            policy.run = identity
-            if policy.dirpath is not None and "://" not in str(policy.dirpath):
-                elsewhere = Path(policy.dirpath)
-                if elsewhere.resolve() != folder.resolve():
-                    self.claims.append(Claim(elsewhere))
-                    self.claims[-1].begin(identity)
+        identity = self.start.claim(trainer, takes_next=self._takes_next_version())
         for callback in callbacks_in(trainer, ExactResume):
             callback.run = {"id": identity, "config": self.plain(self.given)}
         log_files.keep_tables(trainer)
 
-    def _claimed(self) -> Path:
-        """The folder of this run, which no other process may write to from here on."""
-        if self.claims:
-            return self.claims[0].folder
-        logger = next(iter(self.trainer.loggers), None)
-        numbered = isinstance(logger, TensorBoardLogger | CSVLogger)
-        next_free = numbered and self.folder is None and self._has_no_version()
-        while True:
-            folder = log_files.folder(self.trainer, self.trainer.log_dir)
-            assert folder is not None
-            try:
-                claim = Claim(folder)
-            except Taken:
-                if not next_free:
-                    raise
-            else:
-                has_run = self.folder is None and (folder / "config.yaml").exists()
-                if not has_run or (not next_free and not any(checkpoints_of(folder))):
-                    self.claims.append(claim)
-                    return folder
-                claim.release()
-                if not next_free:
-                    raise UserError(
-                        f"trainer.logger: {folder} has a run already; to continue it: "
-                        f"python -m mupscale resume {folder}"
-                    )
-            assert isinstance(logger, TensorBoardLogger | CSVLogger)
-            forget_version(logger)  # another process was faster
-
-    def _has_no_version(self) -> bool:
-        """Whether the first logger looks for a free version itself."""
+    def _takes_next_version(self) -> bool:
+        """Whether the first logger finds its version itself."""
         loggers = self.section("trainer")["logger"]
         first = loggers[0] if isinstance(loggers, list) else loggers
-        return first is True or getattr(first, "init_args", {}).get("version") is None
-
-    def _free_folder(self, root: str | None) -> Path:
-        """A folder for a run without a logger: the root itself, or version_0 and so on in it, whichever is free."""
-        if is_other_rank():
-            return Path(root or ".")  # the first rank's is taken
-        place = Path(root or ".").absolute()
-        names = itertools.chain([place], (place / f"version_{number}" for number in itertools.count()))
-        for folder in names:
-            if not any((folder / name).exists() for name in ("config.yaml", "checkpoints", LOCK)):
-                try:
-                    self.claims.append(Claim(folder))
-                except Taken:
-                    continue
-                return folder
-        raise AssertionError
+        own = isinstance(next(iter(self.trainer.loggers), None), TensorBoardLogger | CSVLogger)
+        return own and self.folder is None and getattr(first, "init_args", {}).get("version") is None
 
     def predict(self, **arguments: Any) -> None:
         predictions = self.trainer.predict(**arguments)
@@ -349,6 +285,7 @@ def parsed(
 
     A mistake in the configuration is a UserError. An error that comes once batches are handled is raised as it is.
     """
+    refuse_unreadable(arguments)
     import_classes()
     quieten()
     dump_enums_as_text()
@@ -360,7 +297,7 @@ def parsed(
         for command, purpose in PURPOSES.items()
     }
     started, ending = Started(), Ending()
-    claims: list[Claim] = []
+    start = RunStart(folder)
     try:
         with ending.explained() if run else nullcontext():
             return CLI(
@@ -380,29 +317,55 @@ def parsed(
                 folder=folder,
                 started=started,
                 ending=ending,
-                claims=claims,
+                start=start,
                 trainer_class=RunTrainer,
             )
     except Exception as error:
         is_mistake = isinstance(error, ValueError | OSError | MisconfigurationException | ArgumentError)
+        if is_mistake and not started.steps:
+            start.leftovers.remove()
         if isinstance(error, UserError) or debugging():
             raise
-        if not is_refusal(error) and (started.batches or not is_mistake):
+        is_late = started.batches and not isinstance(error, MisconfigurationException)
+        if not is_refusal(error) and (is_late or not is_mistake):
             raise
         raise UserError(in_a_line(str(error))) from error
     finally:
-        for claim in reversed(claims):
-            claim.release()
+        start.release()
+
+
+def refuse_unreadable(arguments: list[str]) -> None:
+    """UserError for a file of --config that is not YAML, or stands for more values than fit into memory."""
+    for before, argument in pairwise(["", *arguments]):
+        name, equals, value = argument.partition("=")
+        file = argument if before == "--config" else value if name == "--config" and equals else ""
+        if file and Path(file).is_file():
+            try:
+                read_yaml(Path(file))
+            except UserError as error:
+                raise UserError(f"config: {error}") from error
 
 
 class Started(Callback):
-    """Notes when a run begins to handle batches."""
+    """Notes when a run begins to handle batches, and when the first one is done."""
 
     def __init__(self) -> None:
-        self.batches = False
+        self.batches = self.steps = False
 
     def _note(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.batches = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps = True
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        self.steps = True
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self.steps = True
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.steps = self.steps or not trainer.sanity_checking
 
     on_sanity_check_start = on_train_epoch_start = _note
     on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _note
@@ -429,12 +392,6 @@ def short_names(kind: type[Any]) -> set[str]:
 def descendants(kind: type[Any]) -> set[type[Any]]:
     """The classes that inherit from a class, as far as they are imported."""
     return {kind}.union(*(descendants(child) for child in kind.__subclasses__()))
-
-
-def is_other_rank() -> bool:
-    """Whether this is a process of a distributed run, but not its first; known before there is a trainer."""
-    rank: int = getattr(rank_zero_only, "rank", 0)
-    return rank != 0
 
 
 def callbacks_in(trainer: Trainer, kind: type[C]) -> list[C]:

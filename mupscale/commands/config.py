@@ -1,6 +1,5 @@
 """A whole configuration as plain values: where its keys are, classes by short name, and how two of them differ."""
 
-import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
 Config = dict[str, Any]
@@ -110,7 +110,7 @@ def temporary_file(config: Config) -> Iterator[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file that a command wrote. UserError if it is damaged."""
     try:
-        content = json.loads(path.read_text())
+        content = json_of(path.read_text())
         if not isinstance(content, dict) or not content:
             raise UserError(f"it holds {content!r}")
         return content

@@ -1,15 +1,19 @@
 """A configuration without a run: its plain values, its model, data and trainer, and the upscales that it schedules."""
 
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import Any
 
+import torch
 import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
-from mupscale.models.base import WidthScalable, doubled
+from mupscale.models.base import WidthScalable, doubled, refuse_bad_levels
 from mupscale.models.checkpoint import Width
+from mupscale.mup_optimizers import apply_mup
+from mupscale.widening.plan import Plan, plan
 
 
 def configured(
@@ -30,14 +34,42 @@ def described(arguments: list[str], command: str) -> tuple[Config, CLI]:
     return yaml.safe_load(cli.parser.dump(cli.config, skip_none=False)), cli
 
 
+def first_batches(module: WidthScalable, data: LightningDataModule, count: int) -> list[Any]:
+    """The first training batches. UserError if the data module refuses the model."""
+    data.prepare_data()
+    data.setup("fit")
+    refuse_model = getattr(data, "refuse_model", None)
+    if refuse_model is not None:
+        refuse_model(module.hparams)
+    return list(islice(iter(data.train_dataloader()), count))
+
+
 def upscales(trainer: Trainer) -> list[UpscaleCallback]:
     """The upscales that a configuration schedules, in order."""
     return sorted(callbacks_in(trainer, UpscaleCallback), key=lambda callback: callback.at_step)
 
 
-def growths(module: WidthScalable, trainer: Trainer) -> list[tuple[Width, Width]]:
-    """The widths before and after each scheduled upscale, in order; without any, a doubling."""
-    widths = [module.width, *(callback.width for callback in upscales(trainer))]
-    if len(widths) == 1:
+def growths(module: WidthScalable, trainer: Trainer) -> list[tuple[Width, Width, Plan]]:
+    """The widths before and after each scheduled upscale, in order, with its plan; without any, a doubling.
+
+    UserError for what `fit` refuses of the schedule, the noise and the optimizer.
+    """
+    scheduled = upscales(trainer)
+    widths = [module.width, *(callback.width for callback in scheduled)]
+    for callback, before in zip(scheduled, widths, strict=False):
+        callback.refuse_step(trainer)
+        callback.refuse_narrower(before)
+    if not scheduled:
         widths.append(doubled(module.width))
-    return list(pairwise(widths))
+    with torch.random.fork_rng(devices=[]):
+        optimizer = module.optimizer_callable(module.network(module.width, meta=True).parameters())
+        refuse_bad_levels(optimizer, trainer)
+        apply_mup(optimizer)
+    answer = []
+    for index, (before, after) in enumerate(pairwise(widths)):
+        if scheduled:
+            growth = scheduled[index].planned(module, before)
+        else:
+            growth = plan(module.network(before, meta=True), module.network(after, meta=True))
+        answer.append((before, after, growth))
+    return answer

@@ -6,7 +6,6 @@ The check covers training from initialisation, and training across an upscale.
 import argparse
 import csv
 import math
-from itertools import islice
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -17,6 +16,8 @@ from torch.optim import Optimizer
 
 from mupscale._torch import tree_map
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
+from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.outputs import refuse_output_folder
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 ROWS = 16
@@ -27,7 +28,7 @@ RED = "#d62728"
 
 
 def main(command: str, arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m mupscale coord-check",
         description=__doc__,
         epilog="--config FILE and further options are those of fit. "
@@ -49,15 +50,13 @@ def main(command: str, arguments: list[str]) -> int:
         metavar="DIR",
         help="the folder of the figure and the table (default %(default)s)",
     )
-    options, configuration = parser.parse_known_args(arguments)
+    options, configuration = parser.own_and_other(arguments)
     with needs_extra("plot"):
         import matplotlib  # noqa: F401
-    if options.out.exists() and not options.out.is_dir():
-        raise UserError(f"--out {options.out} is not a folder")
-
+    refuse_output_folder("--out", options.out)
     with as_user_errors(OSError):
-        options.out.mkdir(parents=True, exist_ok=True)
         check = checked(command, configuration, options)
+        options.out.mkdir(parents=True, exist_ok=True)
     print(check, flush=True)
     write_sizes(check, options.out / "coord_check.csv")
     draw(check, options.out / "coord_check.png")
@@ -74,7 +73,7 @@ def numbers(text: str) -> list[int]:
 
 def checked(command: str, configuration: list[str], options: argparse.Namespace) -> CoordCheck:
     """The check of the configured model, with its optimizer, its data, and the noise of its first upscale."""
-    from mupscale.commands.configured import configured, upscales
+    from mupscale.commands.configured import configured, first_batches, upscales
     from mupscale.models._lightning import optimizers_of
 
     module, data, trainer = configured(command, configuration, __doc__)
@@ -84,9 +83,7 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
         except (ValueError, AssertionError) as error:  # a model of the user's may assert that heads divide its width
             raise UserError(f"--widths: {str(error) or f'the model refuses width {width}'}") from error
     scheduled = upscales(trainer)
-    data.prepare_data()
-    data.setup("fit")
-    batches = list(islice(iter(data.train_dataloader()), 2 * options.steps))
+    batches = first_batches(module, data, 2 * options.steps)
 
     def optimizers(net: nn.Module) -> list[Optimizer]:
         module.net = net

@@ -9,9 +9,12 @@ from mupscale.errors import UserError
 NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "betas")
 """Arguments of optimizers that must be at least 0."""
 
+LEAST = {"accumulate_grad_batches": 1, "log_every_n_steps": 0, "devices": -1}
+"""Options of the trainer that Lightning does not check, and the least value that it can run with."""
+
 
 def refuse_levels(config: Any) -> None:
-    """UserError for what `model.optimizer`, `model.lr_scheduler` or `trainer.gradient_clip_val` cannot be."""
+    """UserError for what `model.optimizer`, `model.lr_scheduler`, `trainer.gradient_clip_val` or the seed cannot be."""
     arguments = _plain(config.get("model")).get("init_args") or {}
     for section in ("optimizer", "lr_scheduler"):
         made = arguments.get(section)
@@ -21,7 +24,21 @@ def refuse_levels(config: Any) -> None:
             at_least_0 = section == "optimizer" and name in NEVER_NEGATIVE
             if not math.isfinite(value) or (at_least_0 and value < 0):
                 raise UserError(f"{key} must be a finite number{' of at least 0' * at_least_0}, got {value}")
-    clip = _plain(config.get("trainer")).get("gradient_clip_val")
+    seed = config.get("seed_everything")
+    if seed is not None and not isinstance(seed, bool) and not 0 <= seed < 2**32:
+        raise UserError(f"seed_everything must be a whole number from 0 to {2**32 - 1}, got {seed}")
+    trainer = _plain(config.get("trainer"))
+    for key, least in LEAST.items():
+        given = trainer.get(key)
+        number = int(given) if isinstance(given, str) and given.removeprefix("-").isdecimal() else given
+        if isinstance(number, int | float) and number < least:
+            raise UserError(f"trainer.{key} must be at least {least:g}, got {given}")
+    if isinstance(trainer.get("val_check_interval"), int | float) and trainer["val_check_interval"] <= 0:
+        raise UserError(f"trainer.val_check_interval must be above 0, got {trainer['val_check_interval']}")
+    optimizer = arguments.get("optimizer")
+    if isinstance(optimizer, dict) and (optimizer.get("init_args") or {}).get("lr", 0.0) is None:
+        raise UserError("model.optimizer.lr must be a finite number of at least 0, got null")
+    clip = trainer.get("gradient_clip_val")
     if clip is not None and not (math.isfinite(clip) and clip >= 0):
         raise UserError(f"trainer.gradient_clip_val must be a finite number of at least 0, got {clip}")
 

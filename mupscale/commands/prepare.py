@@ -6,6 +6,7 @@ If it is interrupted, the same command continues where it stopped, and the resul
 import argparse
 from pathlib import Path
 
+from mupscale.commands.arguments import ArgumentParser
 from mupscale.datamodules.documents import SEPARATOR, FineWebEdu, TextFiles
 from mupscale.datamodules.preparation import TRAINING_BYTES, prepare
 from mupscale.datamodules.shards import Index
@@ -38,8 +39,8 @@ def main(command: str, arguments: list[str]) -> None:
     print(summary(index))
 
 
-def parser() -> argparse.ArgumentParser:
-    answer = argparse.ArgumentParser(prog="python -m mupscale prepare", description=__doc__)
+def parser() -> ArgumentParser:
+    answer = ArgumentParser(prog="python -m mupscale prepare", description=__doc__)
     kinds = answer.add_subparsers(dest="kind", required=True, metavar="fineweb|text")
     fineweb = kinds.add_parser(
         "fineweb", help="stream FineWeb-Edu", description="Streams FineWeb-Edu from the Hugging Face Hub."

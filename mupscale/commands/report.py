@@ -8,11 +8,12 @@ import argparse
 import json
 from pathlib import Path
 
+from mupscale.commands.arguments import ArgumentParser
 from mupscale.errors import as_user_errors, needs_extra
 
 
 def main(command: str, arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m mupscale report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

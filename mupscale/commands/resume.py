@@ -1,14 +1,14 @@
 """resume: continue an interrupted run from its newest checkpoint, in its own folder; never from scratch."""
 
-import argparse
 from pathlib import Path
 
+from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.errors import UserError
 
 
 def main(command: str, arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m mupscale resume",
         description=__doc__,
         epilog="Further options are those of fit. They may change what is not decided yet: trainer.*, checkpoint.*, "

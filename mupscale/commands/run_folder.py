@@ -52,13 +52,14 @@ class Claim:
         """Gives it back; folders that it made, and in which nothing else was written, are deleted."""
         if _held.pop(self.folder, None) is None:
             return
-        empty = not os.path.getsize(self.folder / LOCK)
-        if os.listdir(self.folder) == [LOCK] if self._made else empty:
-            (self.folder / LOCK).unlink()
+        lock = self.folder / LOCK
+        if lock.exists() and (not lock.stat().st_size or (self._made and os.listdir(self.folder) == [LOCK])):
+            lock.unlink()
         for folder in self._made:
-            if any(folder.iterdir()):
-                break
-            folder.rmdir()
+            if folder.exists():
+                if any(folder.iterdir()):
+                    break
+                folder.rmdir()
         self._file.close()
 
 

@@ -1,6 +1,5 @@
 """A run read from its folder: its configuration and what it logged. Needs neither torch nor Lightning."""
 
-import json
 import math
 import re
 import struct
@@ -15,6 +14,7 @@ import numpy.typing as npt
 import yaml
 
 from mupscale.commands.config import Config, callbacks_of
+from mupscale.data_files import json_of, yaml_of
 from mupscale.errors import UserError
 from mupscale.flops import LOGGED
 
@@ -25,9 +25,6 @@ WIDTHS = ("widening/width", "upscale/width")
 EPOCHS = ("x_epoch", "epoch")
 SAMPLES = ("x_axis_samples/", "by_samples/")
 """TensorBoard tags, and beginnings of tags. Where there are two, runs of version 0.1 have logged the second."""
-
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The C loader is ten times faster, but not every build of yaml has it."""
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -66,16 +63,27 @@ class LoggedRun:
         self.folder = folder
         self.text = (folder / "config.yaml").read_text()
         try:
-            self.config: Config = yaml.load(self.text, LOADER)
+            self.config: Config = yaml_of(self.text)
             self.seed = self.config["seed_everything"]
             if isinstance(callback := self.config["trainer"]["callbacks"], dict):
                 self.config["trainer"]["callbacks"] = [callback]
             self.start_width, self.end_width = widths(self.config)
-        except (yaml.YAMLError, KeyError, TypeError) as error:
+            self._refuse_other_content()
+        except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{folder / 'config.yaml'} is not the configuration of a run: {error!r}") from error
         self.log = read_log(folder)
         self.steps: FloatArray = np.array(sorted(self.log.loss), dtype=float)
         self.losses: FloatArray = np.array([self.log.loss[int(step)] for step in self.steps], dtype=float)
+
+    def _refuse_other_content(self) -> None:
+        """TypeError, KeyError or ValueError for a configuration that no run has."""
+        trainer = self.config["trainer"]
+        for key in ("max_steps", "max_epochs", "log_every_n_steps"):
+            if not isinstance(trainer[key], int | None):
+                raise TypeError(f"trainer.{key} is {trainer[key]!r}")
+        for described in (self.config["model"], self.config["data"], *(trainer["callbacks"] or [])):
+            if not isinstance(described["class_path"], str):
+                raise TypeError(f"class_path is {described['class_path']!r}")
 
     @property
     def model(self) -> Config:
@@ -115,7 +123,7 @@ class LoggedRun:
     def result(self) -> float | None:
         """The metric of a run that `sweep` or `experiment` finished: over every step, not only the logged ones."""
         try:
-            return float(json.loads((self.folder / "result.json").read_text())["value"])
+            return float(json_of((self.folder / "result.json").read_text())["value"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -203,6 +211,8 @@ def read_log(folder: Path) -> Log:
     """The scalars in the event files of a folder; a damaged file is read up to the damage."""
     log = Log()
     for path in sorted(folder.glob("events.out.tfevents.*"), key=numbers_in_name):
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{path} is a link to a file outside of its folder; copy the file into it")
         part = read_file(path)
         if part.loss:  # a resumed run has logged some steps twice: the later file counts
             log.cut(min(part.loss))

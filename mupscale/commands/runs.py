@@ -90,7 +90,10 @@ def record(folder: Path, value: float, seconds: float) -> tuple[float, float]:
 def result_of(folder: Path) -> tuple[float, float]:
     """The metric of a finished run, and the seconds it took."""
     result = read_json(folder / RESULT)
-    return float(result["value"]), result["seconds"]
+    try:
+        return float(result["value"]), float(result["seconds"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / RESULT} is damaged ({error!r}); delete it, and the run is made again") from error
 
 
 # --- what is printed

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.termination import Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
@@ -35,7 +36,7 @@ epoch or the last 2 %% of the steps; any other name is a metric that is logged, 
 
 
 def main(command: str, arguments: list[str]) -> None:
-    options, rest = parser().parse_known_args(arguments)
+    options, rest = parser().own_and_other(arguments)
     with needs_extra("sweep"):
         import matplotlib  # noqa: F401
         import optuna  # noqa: F401
@@ -48,8 +49,8 @@ def main(command: str, arguments: list[str]) -> None:
         raise Terminated("run the same command again to continue") from ending
 
 
-def parser() -> argparse.ArgumentParser:
-    answer = argparse.ArgumentParser(
+def parser() -> ArgumentParser:
+    answer = ArgumentParser(
         prog="python -m mupscale sweep",
         usage="%(prog)s --config FILE [--config FILE …] --sweep KEY=VALUES [--sweep …] --out FOLDER [options]",
         description=__doc__,
@@ -145,12 +146,13 @@ def refuse_options(options: argparse.Namespace, axes: list["Axis"]) -> None:
 
 
 def seeds_of(text: str) -> list[int]:
+    from mupscale.commands.tuning.space import refuse_seeds
+
     try:
         seeds = [int(seed) for seed in text.split(",")]
     except ValueError as error:
         raise UserError(f"--seeds {text}: give whole numbers, separated by commas") from error
-    if len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds {text}: a seed is there twice")
+    refuse_seeds(f"--seeds {text}", seeds)
     return seeds
 
 

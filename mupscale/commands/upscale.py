@@ -14,10 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.atomic import replacing
+from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.cli import import_classes
+from mupscale.commands.outputs import refuse_output
 from mupscale.errors import UserError
-from mupscale.models.base import WidthScalable
-from mupscale.models.checkpoint import CHECKPOINT_KEY, load_checkpoint, mixed_widths, optimizer_names
+from mupscale.models.base import WidthScalable, refuse_bad_width
+from mupscale.models.checkpoint import (
+    CHECKPOINT_KEY,
+    load_checkpoint,
+    mixed_widths,
+    optimizer_names,
+    refuse_malformed,
+    refuse_malformed_optimizers,
+)
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SameNoise, SignalNoise
 from mupscale.widening.optimizer_state import continued_groups
@@ -26,9 +35,12 @@ from mupscale.widening.rules import registered_optimizer
 from mupscale.widening.schedule import rescale_schedule_state
 from mupscale.widening.upscale import UpscaleReport, upscale
 
+MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)
+"""What a model or an optimizer raises for arguments that it does not expect."""
+
 
 def main(command: str, arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mupscale upscale", description=__doc__)
+    parser = ArgumentParser(prog="python -m mupscale upscale", description=__doc__)
     parser.add_argument("checkpoint", help="the checkpoint to widen")
     parser.add_argument(
         "--width", type=int, nargs="+", required=True, help="the target width (several for unequal layers)"
@@ -55,14 +67,22 @@ def main(command: str, arguments: list[str]) -> None:
     )
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)
+    inputs = {"the checkpoint to widen": Path(options.checkpoint)}
+    refuse_output("--out", options.out, inputs)
     if options.out.exists() and not options.force:
         raise UserError(f"--out {options.out} exists; --force overwrites it")
+    noise = noise_of(options)
+    if options.save_noise is not None:
+        if noise is None:
+            raise UserError("--save-noise: there is no noise to save; give --noise STD or --signal-noise T")
+        refuse_output("--save-noise", options.save_noise, inputs | {"--out": options.out})
     width = options.width[0] if len(options.width) == 1 else options.width
+    refuse_bad_width("--width", width)
     checkpoint = load_checkpoint(options.checkpoint)
     module = module_of(checkpoint, options.model)
-    report = upscale_checkpoint(
-        checkpoint, module, width, noise_of(options), options.seed, optimizer=not options.no_optimizer
-    )
+    if module.width == width:
+        raise UserError(f"--width {width} is the width of the checkpoint already; give a multiple of it")
+    report = upscale_checkpoint(checkpoint, module, width, noise, options.seed, optimizer=not options.no_optimizer)
     with replacing(options.out) as new:
         torch.save(checkpoint, new)
     if options.save_noise:
@@ -86,10 +106,12 @@ def upscale_checkpoint(
 
     The average of an EMA gets the same noise as the weights.
     """
+    if optimizer:
+        refuse_malformed_optimizers(checkpoint)
     saved, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", []) if optimizer else []
     averaged = "current_model_state" in checkpoint  # of an EMA run: "state_dict" is the average
     key = "current_model_state" if averaged else "state_dict"
-    narrow, wide = _networks(module, width, checkpoint[key])
+    narrow, wide = _networks(module, width, checkpoint.get(key, {}))
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
     narrow_opts = [_saved_optimizer(narrow, *row) for row in rows]
     wide_opts = [_fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
@@ -104,7 +126,7 @@ def upscale_checkpoint(
     if averaged:
         # the draw depends on the precision, and the average may have a lower one than the weights
         precision = next(narrow.parameters()).dtype
-        average, wide_average = _networks(module, width, checkpoint["state_dict"], at_least=precision)
+        average, wide_average = _networks(module, width, checkpoint.get("state_dict", {}), at_least=precision)
         upscale(average, wide_average, noise=SameNoise(report.noise), seed=seed)
         _store(checkpoint["state_dict"], wide_average)
     checkpoint["hyper_parameters"]["width"] = width
@@ -122,11 +144,9 @@ def module_of(checkpoint: dict[str, Any], model: str | None = None) -> WidthScal
 
     The checkpoint's class is looked up among the classes that are loaded. Only `model`, the user's word, is imported.
     """
-    saved = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
-    if not isinstance(saved, dict) or not isinstance(checkpoint.get("hyper_parameters"), dict):
-        raise UserError("this checkpoint was not saved by a width-scalable module")
+    refuse_malformed(checkpoint)
     import_classes()
-    class_path = str(saved.get("class_path"))
+    class_path = str(checkpoint[CHECKPOINT_KEY].get("class_path"))
     if model is None:
         kind = _loaded_model(class_path)
         if kind is None:
@@ -143,10 +163,12 @@ def module_of(checkpoint: dict[str, Any], model: str | None = None) -> WidthScal
         if not _is_data(value):
             raise UserError(f"the checkpoint has hyper_parameters.{key} of type {type(value).__name__}, wanted data")
     try:
-        return kind(**settings | {"init_from": None})
-    except (TypeError, ValueError) as error:
-        message = " ".join(str(error).split())
+        module = kind(**settings | {"init_from": None})
+        module.network(module.width, meta=True)
+    except MAKING_ERRORS as error:
+        message = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the checkpoint's hyper_parameters do not make a {kind.__name__}: {message}") from error
+    return module
 
 
 def _loaded_model(class_path: str) -> type[WidthScalable] | None:
@@ -197,7 +219,13 @@ def _networks(
     module: WidthScalable, width: Any, weights: dict[str, Tensor], at_least: torch.dtype | None = None
 ) -> tuple[nn.Module, nn.Module]:
     own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
-    dtype = next(value.dtype for value in own.values() if value.is_floating_point())
+    dtypes = [value.dtype for value in own.values() if value.is_floating_point() and value.dtype.itemsize > 1]
+    if not dtypes:
+        raise UserError(
+            "the checkpoint has no weights in floating point of at least 16 bits: it is empty, or quantised. "
+            "Widen the checkpoint before it was quantised"
+        )
+    dtype = dtypes[0]
     dtype = torch.promote_types(dtype, at_least or dtype)
     narrow = module.network(module.width).to(dtype)  # not on meta: no checkpoint holds all buffers
     try:
@@ -223,8 +251,17 @@ def _saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str],
     groups = []
     for group in state["param_groups"]:
         groups.append({**group, "params": [parameters[names[index]] for index in group["params"]]})
-    optimizer = kind(groups)
-    optimizer.load_state_dict(state)
+    if not all(isinstance(group.get(SOURCE_GROUP), int) for group in groups):
+        raise UserError("the checkpoint's optimizer is not muP-scaled; --no-optimizer leaves its state out")
+    try:
+        optimizer = kind(groups)
+        optimizer.load_state_dict(state)
+    except MAKING_ERRORS as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"the checkpoint's optimizer state does not make a {kind.__name__}: {message}. "
+            "--no-optimizer leaves its state out"
+        ) from error
     return optimizer
 
 

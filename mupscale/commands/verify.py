@@ -3,13 +3,12 @@
 Trains float64 copies of both widths side by side on the model's data, and compares them.
 """
 
-from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from mupscale.checks.verify import verify
-from mupscale.commands.configured import configured, growths
+from mupscale.commands.configured import configured, first_batches, growths
 from mupscale.mup_optimizers import apply_mup
 
 STEPS = 50
@@ -18,16 +17,15 @@ BATCHES = 8
 
 def main(command: str, arguments: list[str]) -> int:
     module, data, trainer = configured(command, arguments, __doc__)
-    data.prepare_data()
-    data.setup("fit")
-    batches = list(islice(iter(data.train_dataloader()), BATCHES))
+    scheduled = growths(module, trainer)
+    batches = first_batches(module, data, BATCHES)
 
     def loss(net: nn.Module, batch: Any) -> Tensor:
         module.net = net
         return module.loss(batch)
 
     passed = True
-    for before, after in growths(module, trainer):
+    for before, after, _ in scheduled:
         verdict = verify(
             module.network(before),
             module.network(after, meta=True),

@@ -1,13 +1,12 @@
 """Gradient clipping that a wider copy of the same function feels in the same way."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from mupscale._torch import foreach_mul, foreach_norm
-from mupscale.errors import UserError
+from mupscale.arguments import refuse_unless_level
 from mupscale.widening.sharding import gathered
+from mupscale.widening.survey import refuse_unless_model
 from mupscale.widening.width_table import WidthFactors, merged_table
 
 
@@ -21,8 +20,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     `max_norm` must be finite and at least 0: NaN would spoil the weights, and a negative one would ascend.
     """
-    if not (math.isfinite(max_norm) and max_norm >= 0):
-        raise UserError(f"clip_grad_norm_: max_norm must be a finite number of at least 0, got {max_norm}")
+    refuse_unless_model("clip_grad_norm_: model", model)
+    refuse_unless_level("clip_grad_norm_: max_norm", max_norm)
     table = merged_table(model)
     clipped, values, factors = [], [], []
     for name, parameter in model.named_parameters():

@@ -156,10 +156,24 @@ def why_reparametrised(name: str, module: nn.Module) -> str | None:
     return None
 
 
+QUANTISERS = ("torchao", "bitsandbytes", "hqq", "quanto", "optimum", "auto_gptq", "gptqmodel", "awq")
+"""Packages whose layers and tensors hold packed weights."""
+
+
+def _is_quantised(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class for packed weights, or holds floats of eight bits, which need scales."""
+    kind = type(tensor)
+    packed = kind.__module__.partition(".")[0] in QUANTISERS or "quantized" in kind.__name__.lower()
+    return packed or tensor.is_quantized or (tensor.is_floating_point() and tensor.dtype.itemsize == 1)
+
+
 def why_quantised(name: str, module: nn.Module) -> str | None:
     """Why the packed weights of a module that torch has quantised cannot be widened; None for any other module."""
     package = type(module).__module__.split(".")
-    if package[0] != "torch" or "quantized" not in package:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    by_torch = package[0] == "torch" and "quantized" in package
+    by_others = package[0] in QUANTISERS or any(_is_quantised(tensor) for tensor in tensors)
+    if not by_torch and not by_others and "qweight" not in dict(module.named_buffers(recurse=False)):
         return None
     return (
         f"module {name!r} ({type(module).__name__}) is quantised: its weights are packed whole numbers, which cannot "

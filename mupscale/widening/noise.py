@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mupscale.arguments import refuse_unless_level, shown
+from mupscale.data_files import json_of
 from mupscale.errors import UserError
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.roles import matches
@@ -114,9 +116,11 @@ class RecordedNoise(Noise):
     """The per-weight constants σ̄_W that an earlier upscale, at a small width, saved to `path`."""
 
     def __init__(self, path: str | Path) -> None:
+        if not isinstance(path, str | Path):
+            raise UserError(f"RecordedNoise: path must name a file that report.save_noise wrote, got {shown(path)}")
         self.path = Path(path)
         try:
-            record = json.loads(self.path.read_text())
+            record = json_of(self.path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"RecordedNoise: {self.path} cannot be read as recorded noise ({error})") from error
         if not isinstance(record, dict) or record.get("format") != _FORMAT:
@@ -179,7 +183,12 @@ def _is_numbers(value: object) -> bool:
 
 
 def save_constants(constants: Constants, path: str | Path) -> None:
-    Path(path).write_text(json.dumps({"format": _FORMAT, "constants": constants}, indent=1) + "\n")
+    if not isinstance(path, str | Path):
+        raise UserError(f"save_noise: path must name a file to write, got {shown(path)}")
+    try:
+        Path(path).write_text(json.dumps({"format": _FORMAT, "constants": constants}, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"save_noise: {path} cannot be written ({error.strerror}); name another file") from error
 
 
 def is_noisy(entry: TensorPlan, where: Mapping[str, bool] | None = None) -> bool:
@@ -264,13 +273,15 @@ def _seed(seed: int, name: str) -> int:
 
 
 def _check_level(what: str, value: float) -> None:
-    if not (isinstance(value, float | int) and math.isfinite(value) and value >= 0):
-        raise UserError(f"{what} must be a finite number of at least 0, got {value!r}")
+    if isinstance(value, Tensor):
+        raise UserError(f"{what} must be a finite number of at least 0, got a tensor; take its .item()")
+    refuse_unless_level(what, value)
 
 
 def _check_patterns(plan: Plan, where: Mapping[str, bool] | None) -> None:
     if where is not None and not (
-        isinstance(where, Mapping) and all(isinstance(wanted, bool) for wanted in where.values())
+        isinstance(where, Mapping)
+        and all(isinstance(pattern, str) and isinstance(wanted, bool) for pattern, wanted in where.items())
     ):
         raise UserError(f"noise: give `where` as name patterns mapped to True or False, got {where!r}")
     for pattern in where or {}:

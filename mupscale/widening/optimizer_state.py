@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.arguments import refuse_unless_level
 from mupscale.errors import UserError
 from mupscale.widening.finite import refuse_non_finite_state
 from mupscale.widening.layout import duplicate_
@@ -22,6 +23,7 @@ def check_transfer(
 ) -> None:
     """Raises UserError, before anything is written, where `narrow_opt` cannot be continued on the wide model."""
     rule = rule_of(narrow_opt)
+    refuse_bad_levels(narrow_opt)
     names = names_by_id(narrow)
     for group in narrow_opt.param_groups:
         for parameter in group["params"]:
@@ -74,6 +76,17 @@ def check_transfer(
                     f"parameter {name!r} has optimizer state, but wide_opt does not hold it: build it over all "
                     "parameters"
                 )
+
+
+def refuse_bad_levels(optimizer: Optimizer) -> None:
+    """UserError for a learning rate, eps, decay or momentum that is NaN, infinite or negative."""
+    for group in optimizer.param_groups:
+        for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
+            value = group.get(key, 0.0)
+            for number in value if isinstance(value, tuple | list) else [value]:
+                on_device = isinstance(number, Tensor) and number.device.type != "cpu"  # reading it would wait
+                if number is not None and not on_device:
+                    refuse_unless_level(f"{key} of {type(optimizer).__name__}", number)
 
 
 def continued_groups(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module) -> list[Group]:
@@ -177,6 +190,11 @@ def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Gro
         raise UserError(f"parameter {name!r}: {reason}")
     for key, value in state.items():
         if key in rule.state:
+            if not isinstance(value, Tensor | None):
+                raise UserError(
+                    f"optimizer state {key!r} of {name!r} is {value!r}, wanted a tensor of shape "
+                    f"{tuple(parameter.shape)}. Load the state that was saved with the model"
+                )
             if isinstance(value, Tensor) and value.shape != parameter.shape:
                 raise UserError(
                     f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "

@@ -123,6 +123,11 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
     buffers: dict[str, TensorPlan] = {}
     for name, source, target in survey.buffers:
         shapes = tuple(source.shape), tuple(target.shape)
+        if shapes[0] != shapes[1] and source.dtype in (torch.int8, torch.uint8):
+            raise UserError(
+                f"buffer {name!r} {shapes[0]} → {shapes[1]} is quantised ({source.dtype}): its scales lie elsewhere, "
+                "and cannot be widened with it. Take the model as it was before, in floating point"
+            )
         owner = name.rpartition(".")[0]
         weight = f"{owner}.weight" if owner else "weight"
         spec = {} if weight not in layouts else _like(layouts[weight], sides[weight][1], shapes[0])

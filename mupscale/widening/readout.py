@@ -3,6 +3,8 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mupscale.arguments import refuse_unless_whole
+
 
 class Readout(nn.Linear):
     """A linear layer from width to outputs that averages over the width: y = W · (multiplier · x) + b.
@@ -21,6 +23,8 @@ class Readout(nn.Linear):
         output_mult: float = 1.0,
         readout_zero_init: bool = False,
     ) -> None:
+        refuse_unless_whole("Readout: in_features", in_features, least=0)
+        refuse_unless_whole("Readout: out_features", out_features, least=0)
         self.readout_zero_init = readout_zero_init
         self.output_mult = output_mult
         self.multiplier = output_mult

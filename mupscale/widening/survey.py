@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mupscale._torch import non_persistent_buffers
+from mupscale.arguments import shown
 from mupscale.errors import UserError
 from mupscale.widening import modules
 from mupscale.widening.width_table import merged_table
@@ -48,6 +49,8 @@ class Survey:
     def __init__(
         self, narrow: nn.Module, wide: nn.Module, width_axes: Mapping[str, Sequence[bool]] | None = None
     ) -> None:
+        refuse_unless_model("narrow", narrow)
+        refuse_unless_model("wide", wide)
         self.modules = _pair_modules(narrow, wide)
         self.uses = _pair_parameters(self.modules, narrow, wide)
         self._first_names = {alias: use.name for use in self.uses for alias in use.names}
@@ -96,6 +99,12 @@ class Survey:
                         "saved; the wide "
                         "model gets the narrow value, and loses it when it is rebuilt from a checkpoint"
                     )
+
+
+def refuse_unless_model(name: str, model: object) -> None:
+    """UserError if something is no model: a class, a state_dict, None."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{name} must be a torch.nn.Module, got {shown(model)}. Pass the network itself")
 
 
 def some_names(names: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mupscale.arguments import refuse_unless_whole, shown
 from mupscale.errors import UserError
 from mupscale.widening.finite import refuse_non_finite_model
 from mupscale.widening.mixed_axes import keep_reference_units
@@ -19,6 +20,7 @@ from mupscale.widening.plan import Blocks, Plan
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.roles import Roles
 from mupscale.widening.sharding import gathered, whole
+from mupscale.widening.survey import refuse_unless_model
 from mupscale.widening.weights import (
     materialise_,
     materialise_recurrent_,
@@ -88,8 +90,11 @@ def upscale(
     Everything is checked before anything is written: after a UserError both models are as they were.
     """
     start = time.perf_counter()
+    refuse_unless_whole("upscale: seed", seed, least=None)
     if plan is None:
         plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
+    else:
+        _refuse_other_plan(plan, narrow, wide)
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         check_transfer(plan, narrow, before, wide, after)
@@ -136,10 +141,10 @@ def upscale(
 
 
 def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimizer], list[Optimizer | None]]:
-    narrow_opts = _as_list(narrow_opt)
+    narrow_opts = as_list(narrow_opt)
     if wide_opt is None:
         return narrow_opts, [None] * len(narrow_opts)
-    wide_opts = _as_list(wide_opt)
+    wide_opts = as_list(wide_opt)
     if len(wide_opts) != len(narrow_opts):
         raise UserError(
             f"there are {len(narrow_opts)} narrow optimizers and {len(wide_opts)} wide ones; give one for each, in the "
@@ -148,10 +153,25 @@ def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimize
     return narrow_opts, list(wide_opts)
 
 
-def _as_list(optimizers: Optimizers) -> list[Optimizer]:
+def as_list(optimizers: Optimizers) -> list[Optimizer]:
+    """One optimizer, several or none, as a list. UserError for anything else."""
     if optimizers is None:
         return []
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    if not isinstance(listed, list | tuple) or not all(isinstance(each, Optimizer) for each in listed):
+        raise UserError(f"optimizers must be a torch.optim.Optimizer, or a list of them; got {shown(optimizers)}")
+    return list(listed)
+
+
+def _refuse_other_plan(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
+    """UserError if a plan is not one of these two models."""
+    if not isinstance(plan, Plan):
+        raise UserError(f"plan must be what mupscale.plan(narrow, wide) returns, got {shown(plan)}")
+    for name, model in (("narrow", narrow), ("wide", wide)):
+        refuse_unless_model(name, model)
+        planned = {key: getattr(entry, f"{name}_shape") for key, entry in plan.parameters.items()}
+        if {key: tuple(parameter.shape) for key, parameter in model.named_parameters()} != planned:
+            raise UserError(f"plan is one of other models: its parameters are not those of `{name}`. Make it anew")
 
 
 def _refuse_overflow(plan: Plan, narrow: nn.Module, wide: nn.Module, noise: Noise, seed: int) -> None:

@@ -374,7 +374,7 @@ def test_too_few_widths_are_refused(widths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("setting", ["steps", "seeds"])
 def test_nothing_to_measure_is_refused(setting: str) -> None:
-    with pytest.raises(ValueError, match=f"{setting} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{setting} must be a whole number of at least 1, got 0"):
         check_mlp(**{setting: 0})
 
 

@@ -112,7 +112,7 @@ def test_models_that_call_different_modules_differ():
 
 
 def test_nothing_to_compare_is_refused():
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got 0"):
         verify_layers(layers(4), layers(12), steps=0)
     with pytest.raises(ValueError, match="batches is empty"):
         verify_layers(layers(4), layers(12), batches=[])

@@ -243,12 +243,17 @@ def test_help_does_not_wait_for_torch() -> None:
 
 
 @pytest.mark.slow
-def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew() -> None:
+def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     named = ["--config", QUICKSTART, *BRIEF, "--trainer.logger.version=one", "--trainer.callbacks=[]"]
     assert "there is no checkpoint" in refused("fit", *named, "--model.init_from=missing.ckpt")
     Path("half.ckpt").write_bytes(b"PK")
     assert "half.ckpt is not a checkpoint, or a damaged one" in refused("fit", *named, "--model.init_from=half.ckpt")
     folder = Path("runs/quickstart/one")
+    assert not folder.exists()  # a mistake that is found before the first step leaves nothing behind
+    with monkeypatch.context() as broken:
+        broken.setattr(MLP, "training_step", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            main(["fit", *named])
     (folder / "events.out.tfevents.1.dead").write_text("what it logged")
     assert (folder / "config.yaml").is_file()
     main(["fit", *named])

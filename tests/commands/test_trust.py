@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from command_line import refused
-from lightning.pytorch import Trainer
+from saved import save_mlp
 from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.__main__ import main
 from mupscale.commands.tuning.study import store
-from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
-from mupscale.models.mlp import MLP
 
 pytestmark = [
     pytest.mark.filterwarnings(*LIGHTNING_WARNINGS),
@@ -62,22 +60,7 @@ def model(**arguments):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of an MLP after one step."""
-    folder = tmp_path_factory.mktemp("saved")
-    torch.manual_seed(0)
-    rows = torch.randn(32, 54), torch.randint(7, (32,))
-    module = MLP(8, base_width=4, optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9))
-    trainer = Trainer(
-        max_steps=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    trainer.fit(module, ResidentLoader(rows, 16, shuffle=True))
-    trainer.save_checkpoint(folder / "mlp.ckpt")
-    return folder / "mlp.ckpt"
+    return save_mlp(tmp_path_factory.mktemp("saved") / "mlp.ckpt")
 
 
 @pytest.fixture

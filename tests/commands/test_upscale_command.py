@@ -99,26 +99,3 @@ def test_an_average_gets_the_noise_of_its_model(tmp_path):
         torch.testing.assert_close(average, model.float(), rtol=0, atol=1e-6)
         moved = max(moved, float(model.abs().max()))
     assert moved > 0.01
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing.ckpt", "--width", "16", "--out", "x.ckpt"], "there is no checkpoint missing.ckpt"),
-        (["half.ckpt", "--width", "16", "--out", "x.ckpt"], "half.ckpt is not a checkpoint, or a damaged one"),
-        (["narrow.ckpt", "--width", "12", "--out", "x.ckpt"], "does not grow by a whole factor"),
-        (["narrow.ckpt", "--width", "16", "--out", "narrow.ckpt"], "exists; --force overwrites it"),
-        (["narrow.ckpt", "--width", "16", "--out", "x.ckpt", "--noise", "-1"], "std must be a finite number"),
-    ],
-)
-def test_bad_input(arguments: list[str], message: str, tmp_path, monkeypatch):
-    fit(tmp_path, 1).save_checkpoint(tmp_path / "narrow.ckpt")
-    before = (tmp_path / "narrow.ckpt").read_bytes()
-    (tmp_path / "half.ckpt").write_bytes(before[: len(before) // 2])
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        main(["upscale", *arguments])
-    assert isinstance(caught.value.code, str)  # which python prints, and exits with 1
-    assert message in caught.value.code
-    assert (tmp_path / "narrow.ckpt").read_bytes() == before
-    assert not (tmp_path / "x.ckpt").exists()

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import math
+import re
 import sys
 import warnings
 from multiprocessing import get_context
@@ -19,7 +20,7 @@ from torch import Tensor
 from mupscale.datamodules import covertype
 from mupscale.datamodules.covertype import CLASSES, FEATURES, SAMPLE, Covertype, stratified
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.errors import UserError
+from mupscale.errors import UserError, pip_requirement
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -407,7 +408,8 @@ def test_a_download_that_breaks_off_is_refused(tmp_path: Path, archive: bytes, m
 
 def test_without_scikit_learn_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    wanted = r"fetching .* failed \(sklearn is not installed\. Install it with: pip install 'mupscale\[data\]'\)\. "
+    command = re.escape(f"pip install {pip_requirement('data')}")
+    wanted = rf"fetching .* failed \(sklearn is not installed\. Install it with: {command}\)\. "
     with pytest.raises(UserError, match=wanted + "Download it by hand and put it there as covtype"):
         Covertype(str(tmp_path / "new")).prepare_data()
     assert not (tmp_path / "new").exists()

@@ -34,7 +34,7 @@ def test_a_width_that_no_tensor_can_have() -> None:
 
 @pytest.mark.parametrize("heads", [0, -2])
 def test_gpt2_without_heads(heads: int) -> None:
-    with pytest.raises(UserError, match=f"model.heads must be at least 1, got {heads}"):
+    with pytest.raises(UserError, match=f"model.heads must be a whole number of at least 1, got {heads}"):
         GPT2(8, heads=heads)
 
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.termination import EXIT_CODE, Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
@@ -30,7 +31,7 @@ for each are faster)"""
 
 
 def main(command: str, arguments: list[str]) -> int:
-    options, rest = parser().parse_known_args(arguments)
+    options, rest = parser().own_and_other(arguments)
     with needs_extra("experiment"):
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
@@ -49,8 +50,8 @@ def main(command: str, arguments: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    answer = argparse.ArgumentParser(
+def parser() -> ArgumentParser:
+    answer = ArgumentParser(
         prog="python -m mupscale experiment",
         usage="%(prog)s FILE [--out FOLDER] [--workers N] [--plan] [options of fit]",
         description=__doc__,

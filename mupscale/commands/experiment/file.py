@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in
@@ -15,8 +14,9 @@ from mupscale.commands.config import Config, callbacks_of, temporary_file
 from mupscale.commands.configured import described
 from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
-from mupscale.commands.tuning.space import Axis, axis_of
+from mupscale.commands.tuning.space import Axis, axis_of, refuse_seeds
 from mupscale.commands.tuning.trial import for_trials, refuse_invalid
+from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
 from mupscale.widening.plan import plan
@@ -124,6 +124,7 @@ def read(path: Path, options: list[str]) -> Description:
     whole_numbers = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not whole_numbers or not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"seeds: give a list of different whole numbers, got {seeds!r}")
+    refuse_seeds("seeds", seeds)
     metric = checked_metric(content.get("metric", "last_epoch"))
     upscaled = content.get("upscaled") or {}
     if not isinstance(upscaled, dict):
@@ -138,10 +139,7 @@ def content_of(path: Path) -> dict[str, Any]:
         raise UserError(
             f"there is no file {path}; name the YAML file of an experiment, such as configs/experiments/quickstart.yaml"
         )
-    try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(path)
     protocol = content.get("protocol") if isinstance(content, dict) else content
     if not isinstance(content, dict) or protocol not in REQUIRED:
         raise UserError(f"{path}: protocol must be {' or '.join(REQUIRED)}, got {protocol!r}")

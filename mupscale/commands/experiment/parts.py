@@ -20,6 +20,7 @@ from mupscale.commands.tuning.execution import complete, conclude, results_of
 from mupscale.commands.tuning.results import Results
 from mupscale.commands.tuning.space import point_text
 from mupscale.commands.tuning.study import Settings, Study, Taken
+from mupscale.data_files import yaml_of
 from mupscale.errors import UserError
 
 
@@ -140,7 +141,7 @@ class SweepPart(Part):
         best = self.results.best
         assert best is not None
         try:
-            whole = yaml.safe_load(self._best.read_text()) == self.results.tuned(best)
+            whole = yaml_of(self._best.read_text()) == self.results.tuned(best)
         except (ValueError, yaml.YAMLError):
             whole = False
         if not whole:

@@ -12,6 +12,7 @@ from mupscale.commands.reporting.groups import group_runs, refuse_other_tasks
 from mupscale.commands.reporting.numbers import compute_numbers
 from mupscale.commands.reporting.page import GENERATOR, render_page
 from mupscale.commands.reporting.summary import as_csv, as_json
+from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
 __all__ = ["write_report"]
@@ -72,7 +73,7 @@ def replace_report(out: Path, draft: Path, names: list[str]) -> None:
 def files_of_report(out: Path) -> list[str]:
     """The names of the files of the report in `out`, from its summary; none if there is no report."""
     try:
-        names = json.loads((out / "summary.json").read_text())["files"]
+        names = json_of((out / "summary.json").read_text())["files"]
         return [name for name in names if isinstance(name, str) and name == Path(name).name]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -1,12 +1,12 @@
 """Which runs, sweeps and experiments there are in folders."""
 
 import csv
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mupscale.commands.run_logs import LoggedRun
+from mupscale.data_files import inside, json_of
 from mupscale.errors import UserError
 
 
@@ -32,7 +32,8 @@ class SweepFolder:
         """How many finished trials have no folder any more."""
         path = self.folder / "trials.csv"
         rows = csv.DictReader(path.read_text().splitlines()) if path.is_file() else []
-        return sum(not (self.folder / row["run"] / "config.yaml").is_file() for row in rows)
+        runs = [inside(self.folder, row.get("run")) for row in rows]
+        return sum(not (run / "config.yaml").is_file() for run in runs)
 
     @property
     def best(self) -> str:
@@ -45,7 +46,7 @@ class SweepFolder:
     def axes(self) -> dict[str, list[Any]]:
         """The values, or bounds, of each key."""
         try:
-            described = json.loads((self.folder / "sweep.json").read_text())["sweep"]
+            described = json_of((self.folder / "sweep.json").read_text())["sweep"]
             return {axis["key"]: axis.get("values") or axis["bounds"] for axis in described}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
@@ -68,11 +69,12 @@ class ExperimentFolder:
 
     @property
     def runs(self) -> list[Path]:
-        return [self.folder / run["folder"] for run in self.description.get("runs", [])]
+        return [inside(self.folder, run["folder"]) for run in self.description.get("runs", [])]
 
     @property
     def sweeps(self) -> list[SweepFolder]:
-        return [SweepFolder(name, self.folder / where) for name, where in self.description.get("sweeps", {}).items()]
+        named = self.description.get("sweeps", {}).items()
+        return [SweepFolder(name, inside(self.folder, where)) for name, where in named]
 
 
 @dataclass
@@ -138,9 +140,9 @@ def search(folder: Path, found: Found, seen: set[Path]) -> None:
 def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
     path = folder / "experiment.json"
     try:
-        experiment = ExperimentFolder(folder, json.loads(path.read_text()))
+        experiment = ExperimentFolder(folder, json_of(path.read_text()))
         runs, sweeps = experiment.runs, experiment.sweeps
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{path} is not the description of an experiment: {error!r}") from error
     found.experiments.append(experiment)
     if experiment.is_transfer:

@@ -162,7 +162,7 @@ def value_text(value: float) -> str:
 
 def checked_metric(metric: Any) -> str:
     """A metric as it is. UserError if it is not a name, or if larger values of it are better."""
-    if not isinstance(metric, str):
+    if not isinstance(metric, str) or not metric.strip():
         raise UserError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
     if window_of(metric) is None and higher_is_better(metric):
         raise UserError(

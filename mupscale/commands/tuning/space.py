@@ -11,6 +11,9 @@ import yaml
 from mupscale.commands.config import Point, brief
 from mupscale.errors import UserError
 
+MOST_LEVELS = 1000
+"""How many values of one key a grid may have: each is a run."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -69,14 +72,17 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
 
 
 def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Axis:
-    ends = _number(yaml.safe_load(low)), _number(yaml.safe_load(high))
+    try:
+        ends = _number(yaml.safe_load(low)), _number(yaml.safe_load(high))
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: the range cannot be read; give LOW:HIGH:N, or values in a list") from error
     if not all(isinstance(end, int | float) and end > 0 for end in ends) or not ends[0] < ends[1]:
         raise UserError(f"{where}: a range LOW:HIGH needs 0 < LOW < HIGH, because it is even by ratio")
     _refuse_non_finite(where, ends)
     if count is None:
         return Axis(key, bounds=ends)
-    if int(count) < 2:
-        raise UserError(f"{where}: LOW:HIGH:N needs at least 2 values, got {count}")
+    if not 2 <= int(count) <= MOST_LEVELS:
+        raise UserError(f"{where}: LOW:HIGH:N needs at least 2 values, and at most {MOST_LEVELS}, got {count}")
     ratio = (ends[1] / ends[0]) ** (1 / (int(count) - 1))
     values = [float(f"{ends[0] * ratio**index:.6g}") for index in range(int(count))]
     whole = all(isinstance(end, int) for end in ends)  # 2:16:4 may be layers
@@ -87,6 +93,14 @@ def _refuse_non_finite(where: str, values: tuple[Any, ...]) -> None:
     for value in values:
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{where}: values must be finite, got {value}; remove it")
+
+
+def refuse_seeds(where: str, seeds: list[int]) -> None:
+    """UserError for seeds that are there twice, or that no generator takes."""
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"{where}: a seed is there twice")
+    if not all(0 <= seed < 2**32 for seed in seeds):
+        raise UserError(f"{where}: seeds are whole numbers from 0 to {2**32 - 1}")
 
 
 def _number(value: Any) -> Any:

@@ -29,6 +29,7 @@ from mupscale.atomic import write_text
 from mupscale.commands.config import Config, Point, read_json, refuse_difference
 from mupscale.commands.leases import Lease, lapsed, locked
 from mupscale.commands.tuning.space import Axis, grid
+from mupscale.data_files import refuse_links
 from mupscale.errors import UserError
 
 Sampler = Literal["grid", "random", "tpe"]
@@ -91,6 +92,9 @@ class Study:
         self.out, self.settings = out, settings
         refuse_other_folder(out, storage)
         refuse_other_settings(out / "sweep.json", settings)
+        if storage is not None:
+            with quiet():
+                opened(out.resolve().name, storage)  # a database that cannot be reached must leave no folder behind
         out.mkdir(parents=True, exist_ok=True)
         (out / "leases").mkdir(exist_ok=True)
         with self.locked():
@@ -98,6 +102,12 @@ class Study:
                 drop_unfinished_line(out / "study.journal")
                 name = "sweep" if storage is None else out.resolve().name  # a database has many
                 self.study = opened(name, store(out, storage))
+            if not all(
+                isinstance(trial.user_attrs.get("cell"), int) for trial in self.study.get_trials(deepcopy=False)
+            ):
+                raise UserError(
+                    f"{out / 'study.journal'} is not of a sweep of mupscale; delete it, or name a new folder"
+                )
             there, here = self.study.user_attrs.get("settings"), settings.description()
             if there is None:
                 self.study.set_user_attr("settings", here)
@@ -239,7 +249,7 @@ def store(out: Path, url: str | None) -> BaseStorage | str:
     path = out / "study.journal"
     try:
         return JournalStorage(JournalFileBackend(str(path), Unlocked(str(path))))
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged ({error}); delete it and {out / 'sweep.json'} and run the same command again: "
             "finished runs are not repeated"
@@ -288,6 +298,7 @@ def refuse_other_folder(out: Path, storage: str | None) -> None:
     """UserError if the folder is not that of a sweep, or its study is stored elsewhere."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a folder for the sweep")
+    refuse_links(out, "lock", "leases", "study.journal")
     if out.is_dir() and any(out.iterdir()) and not (out / "sweep.json").exists() and not (out / "lock").exists():
         raise UserError(f"--out {out} is not empty and has no sweep; name a new folder")
     if (out / "sweep.json").exists() and storage is None and not (out / "study.journal").exists():

@@ -7,6 +7,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mupscale.commands.cli import parsed
 from mupscale.commands.config import Config, Point, at, brief, temporary_file
 from mupscale.commands.runs import run, with_run
@@ -67,7 +69,9 @@ def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
                 raise UserError(f"{where} {error}") from error
             try:
                 with temporary_file(changed) as file:
-                    parsed(["--config", file], run=False)
+                    model = parsed(["--config", file], run=False).model
+                with torch.random.fork_rng(devices=[]):
+                    model.network(model.width, meta=True)
             except UserError as error:
                 raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
 

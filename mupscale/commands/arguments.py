@@ -1,0 +1,34 @@
+"""The options of a command: a mistake in them is one line, with the nearest options for a typo."""
+
+import argparse
+import re
+from typing import NoReturn
+
+from mupscale.commands._jsonargparse import did_you_mean
+from mupscale.errors import UserError
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Raises a UserError of one line where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        near = did_you_mean(unknown[1], self._options()) if unknown else ""
+        raise UserError(f"{message}{near or f'. {self.prog} --help lists the options'}")
+
+    def own_and_other(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The options of this command, and those that it passes on to `fit`. UserError for a typo in one of its own."""
+        options, others = self.parse_known_args(arguments)
+        for other in others:
+            unknown = re.match(r"--[\w-]+", other)
+            near = did_you_mean(unknown[0], self._options(), cutoff=0.75) if unknown else ""
+            if near:
+                raise UserError(f"unrecognized option {other}{near}")
+        return options, others
+
+    def _options(self) -> list[str]:
+        found = [option for action in self._actions for option in action.option_strings]
+        for action in self._actions:
+            for kind in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
+                found += kind._options() if isinstance(kind, ArgumentParser) else []  # of `prepare text`, say
+        return list(dict.fromkeys(found))

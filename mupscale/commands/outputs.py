@@ -1,0 +1,35 @@
+"""Files that a command will write: what keeps it from writing them, found before it does anything."""
+
+import tempfile
+from pathlib import Path
+
+from mupscale.errors import UserError
+
+
+def refuse_output(option: str, path: Path, inputs: dict[str, Path]) -> None:
+    """UserError if `path`, given by `option`, cannot be written, or is one of the `inputs`. Writes nothing."""
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder; name a file in it")
+    for what, used in inputs.items():
+        if path.resolve() == used.resolve() or (path.exists() and used.exists() and path.samefile(used)):
+            raise UserError(f"{option} {path} is {what} itself; name another file")
+    refuse_folder(option, path.parent)
+
+
+def refuse_output_folder(option: str, folder: Path) -> None:
+    """UserError if `folder`, given by `option`, is none, or cannot be made and written to. Writes nothing."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{option} {folder} is not a folder; name a folder")
+    refuse_folder(option, next(path for path in (folder, *folder.parents) if path.exists() or not path.name))
+
+
+def refuse_folder(option: str, folder: Path) -> None:
+    """UserError if `folder` does not exist, or no file can be written there; one is made there and deleted."""
+    if not folder.is_dir():
+        problem = f"{folder} is not a folder; name one" if folder.exists() else f"there is no folder {folder}; make it"
+        raise UserError(f"{option}: {problem}, or name another file")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{option}: {folder} cannot be written to ({error.strerror}); name another folder") from error

@@ -1,0 +1,85 @@
+"""YAML and JSON from files, as data: what is nested too deep, or grows without bounds, is refused before it is made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mupscale.errors import UserError
+
+DEEPEST = 100
+"""Levels of a YAML file. yaml's C library overflows the stack, and so ends the process, at some ten thousand."""
+
+MOST_VALUES = 100_000
+"""Values of a YAML file with its aliases written out: ten lines of aliases can stand for a billion values."""
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The C loader is ten times faster, but not every build of yaml has it."""
+
+
+def yaml_of(text: str) -> Any:
+    """The content of a YAML text. ValueError, or YAMLError, if it is none, or if it would not fit into memory.
+
+    >>> yaml_of("model: {width: 8}")
+    {'model': {'width': 8}}
+    """
+    refuse_endless(text)
+    return yaml.load(text, LOADER)
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file. UserError if it cannot be read."""
+    try:
+        return yaml_of(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} is not YAML that can be read: {' '.join(str(error).split())}") from error
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """A path below a folder, as a file in it names it; UserError if it lies elsewhere, also by a link."""
+    path = folder / name if isinstance(name, str) else folder
+    if path == folder or not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder} names something outside of it, {name!r}; it is not read")
+    return path
+
+
+def refuse_links(folder: Path, *names: str) -> None:
+    """UserError if one of the files that a command writes in a folder is a link: it would write somewhere else."""
+    for name in names:
+        if (folder / name).is_symlink():
+            raise UserError(f"{folder / name} is a link; delete it, or name another folder")
+
+
+def refuse_endless(text: str) -> None:
+    """ValueError if a YAML text is nested too deep, refers to itself, or stands for too many values."""
+    sizes: dict[str, int] = {}
+    open_anchors: list[str | None] = []
+    counts = [0]
+    for event in yaml.parse(text, LOADER):
+        if isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
+            open_anchors.append(event.anchor)
+            counts.append(1)
+            if len(counts) > DEEPEST:
+                raise UserError(f"it is nested more than {DEEPEST} levels deep")
+        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
+            size, anchor = counts.pop(), open_anchors.pop()
+            counts[-1] += size
+            if anchor is not None:
+                sizes[anchor] = size
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in open_anchors:
+                raise UserError(f"its alias *{event.anchor} refers to itself")
+            counts[-1] += sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            counts[-1] += 1
+        if counts[-1] > MOST_VALUES:
+            raise UserError(f"its aliases stand for more than {MOST_VALUES:,} values")
+
+
+def json_of(text: str | bytes) -> Any:
+    """The content of a JSON text. ValueError if it is none, or nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise UserError("it is nested too deep") from error

@@ -1,0 +1,40 @@
+"""A checkpoint of a small MLP, as a run saves it, and changed copies of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.mlp import MLP
+
+Change = Callable[[dict[str, Any]], Any]
+"""Changes a checkpoint in place."""
+
+
+def save_mlp(path: Path) -> Path:
+    """Writes a checkpoint of an MLP of width 8 after one step, and returns its path."""
+    torch.manual_seed(0)
+    rows = torch.randn(32, 54), torch.randint(7, (32,))
+    module = MLP(8, base_width=4, optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9))
+    trainer = Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=path.parent,
+    )
+    trainer.fit(module, ResidentLoader(rows, 16, shuffle=True))
+    trainer.save_checkpoint(path)
+    return path
+
+
+def save_changed(source: Path, target: Path, change: Change) -> None:
+    """Writes a copy of a checkpoint that was changed."""
+    checkpoint = torch.load(source, weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, target)

@@ -1,0 +1,459 @@
+"""Bad input of every command and of the library: one line with the remedy, and no file is touched."""
+
+import json
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from command_line import small, upscale
+from saved import Change, save_changed, save_mlp
+from torch import nn
+from training_runs import LIGHTNING_WARNINGS
+
+import mupscale
+from mupscale import flops
+from mupscale.__main__ import main
+from mupscale.checks.coordinate_check import coord_check
+from mupscale.errors import UserError
+
+pytestmark = [
+    pytest.mark.filterwarnings(*LIGHTNING_WARNINGS),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
+    pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
+]
+
+FAST = {
+    "nothing": ("fti", "Did you mean fit?"),
+    "no arguments": ("upscale", "required: checkpoint, --width, --out"),
+    "a typo": ("upscale mlp.ckpt --width 16 --out o --noies 1", "Did you mean --noise"),
+    "a width that is no number": ("upscale mlp.ckpt --width wide --out o", "invalid int value: 'wide'"),
+    "width 0": ("upscale mlp.ckpt --width 0 --out o", "--width must be a whole number of at least 1"),
+    "the same width": ("upscale mlp.ckpt --width 8 --out o", "give a multiple of it"),
+    "a narrower width": ("upscale mlp.ckpt --width 4 --out o", "is narrower in the wide model"),
+    "a huge width": ("upscale mlp.ckpt --width 99999999999 --out o", "does not fit into memory; take less"),
+    "two widths for three layers": ("upscale mlp.ckpt --width 16 16 --out o", "Build both with the same depth"),
+    "--out in no folder": ("upscale mlp.ckpt --width 16 --out no/o", "there is no folder no; make it"),
+    "--out in a file": ("upscale mlp.ckpt --width 16 --out text.txt/o", "text.txt is not a folder"),
+    "--out is a folder": ("upscale mlp.ckpt --width 16 --out folder --force", "folder is a folder; name a file in it"),
+    "--out is empty": ("upscale mlp.ckpt --width 16 --out ''", "is a folder; name a file in it"),
+    "--out is read-only": ("upscale mlp.ckpt --width 16 --out /proc/o", "/proc cannot be written to"),
+    "--out is the input": ("upscale mlp.ckpt --width 16 --out mlp.ckpt --force", "name another file"),
+    "--out is a link to the input": ("upscale mlp.ckpt --width 16 --out link.ckpt --force", "name another file"),
+    "--out exists": ("upscale mlp.ckpt --width 16 --out text.txt", "--force overwrites it"),
+    "--save-noise in no folder": (
+        "upscale mlp.ckpt --width 16 --out o --noise 1 --save-noise no/n.json",
+        "there is no folder no; make it",
+    ),
+    "--save-noise is a folder": ("upscale mlp.ckpt --width 16 --out o --noise 1 --save-noise folder", "name a file"),
+    "--save-noise is --out": ("upscale mlp.ckpt --width 16 --out o --noise 1 --save-noise o", "is --out itself"),
+    "--save-noise without noise": ("upscale mlp.ckpt --width 16 --out o --save-noise n.json", "give --noise STD"),
+    "noise nan": ("upscale mlp.ckpt --width 16 --out o --noise nan", "std must be a finite number of at least 0"),
+    "no noise file": ("upscale mlp.ckpt --width 16 --out o --recorded-noise text.txt", "cannot be read as recorded"),
+    "noise below 0": ("upscale mlp.ckpt --width 16 --out o --noise -1", "std must be a finite number of at least 0"),
+    "no whole factor": ("upscale mlp.ckpt --width 12 --out o", "Choose a multiple of 8"),
+    "no checkpoint": ("upscale no.ckpt --width 16 --out o", "name a file that exists"),
+    "half a checkpoint": ("upscale half.ckpt --width 16 --out o", "half.ckpt is not a checkpoint, or a damaged one"),
+    "a checkpoint that is a folder": ("upscale folder --width 16 --out o", "name a checkpoint file"),
+    "a checkpoint that is a text": ("upscale text.txt --width 16 --out o", "is not a checkpoint, or a damaged one"),
+    "a run that is a file": ("resume text.txt", "is not the folder of a run"),
+    "prepare without a kind": ("prepare", "--help lists the options"),
+    "report on nothing": ("report folder", "holds no runs"),
+    "an experiment that is a folder": ("experiment folder", "name the YAML file of an experiment"),
+}
+"""Command lines, and what the message must contain."""
+
+COMMANDS = {
+    # fit, validate, test, predict
+    "fit without anything": ("fit", "give --config FILE, or --model and --data"),
+    "predict without anything": ("predict", "give --config FILE, or --model and --data"),
+    "fit: no configuration": ("fit --config no.yaml", "File does not exist"),
+    "fit: a configuration of bytes": ("fit --config bytes.yaml", "config: bytes.yaml is not YAML that can be read"),
+    "fit: half a configuration": ("fit --config half.yaml", "config: half.yaml is not YAML that can be read"),
+    "fit: an option that is none": ("fit --config c.yaml extra", "--help lists the options"),
+    "fit: batch size 0": ("fit --config c.yaml --data.batch_size=0", "data.batch_size must be a whole number"),
+    "fit: batch size -3": ("fit --config c.yaml --data.batch_size=-3", "data.batch_size must be a whole number"),
+    "fit: batch size 1.5": ("fit --config c.yaml --data.batch_size=1.5", "Expected a <class 'int'>"),
+    "fit: batch size null": ("fit --config c.yaml --data.batch_size=null", "data.batch_size must be a whole number"),
+    "fit: a huge batch": ("fit --config c.yaml --data.batch_size=99999999", "choose a smaller one"),
+    "fit: no layers": ("fit --config c.yaml --model.hidden_layers=null", "model.hidden_layers must be a whole number"),
+    "fit: too few inputs": ("fit --config c.yaml --model.inputs=53", "set model.inputs: 54"),
+    "fit: too few outputs": ("fit --config c.yaml --model.outputs=3", "set model.outputs: 7"),
+    "fit: no widths": ("fit --config c.yaml --model.width=[]", "model.width must be a whole number of at least 1"),
+    "fit: a seed below 0": ("fit --config c.yaml --seed_everything=-5", "from 0 to 4294967295, got -5"),
+    "fit: no accumulation": ("fit --config c.yaml --trainer.accumulate_grad_batches=0", "must be at least 1, got 0"),
+    "fit: no interval": ("fit --config c.yaml --trainer.val_check_interval=0", "must be above 0, got 0"),
+    "fit: devices below 0": ("fit --config c.yaml --trainer.devices=-7", "trainer.devices must be at least -1"),
+    "fit: checkpoints nowhere": (
+        "fit --config c.yaml --checkpoint.dirpath=/proc/x",
+        "checkpoint.dirpath: /proc cannot",
+    ),
+    "fit: a run nowhere": ("fit --config c.yaml --trainer.logger.save_dir=/proc/x", "trainer.logger.save_dir: /proc"),
+    "fit: a run in a file": ("fit --config c.yaml --trainer.logger.save_dir=text.txt", "text.txt is not a folder"),
+    "fit: no base": ("fit --config c.yaml --model.init_from=no.ckpt", "name a file that exists"),
+    "fit: a base that is a folder": ("fit --config c.yaml --model.init_from=folder", "name a checkpoint file"),
+    "fit: lr null": ("fit --config c.yaml --model.optimizer.lr=null", "Expected a <class 'float'>"),
+    "fit: lr nan": ("fit --config c.yaml --model.optimizer.lr=.nan", "model.optimizer.lr must be a finite number"),
+    "fit: a callback that is a number": ("fit --config c.yaml --trainer.callbacks=[3]", "as class_path: NAME; got [3]"),
+    "validate without a checkpoint": ("validate --config c.yaml", "--ckpt_path runs/NAME"),
+    "validate: another architecture": (
+        "validate --config c.yaml --ckpt_path mlp.ckpt --model.hidden_layers=5",
+        "model.hidden_layers is 3 there and 5 here",
+    ),
+    "validate: a malformed checkpoint": ("validate --config c.yaml --ckpt_path weights.ckpt", "wanted a tensor"),
+    "validate: not ours": ("validate --config c.yaml --ckpt_path foreign.ckpt", "take one of a run of mupscale"),
+    "test: a text": ("test --config c.yaml --ckpt_path text.txt", "nothing of it was loaded"),
+    "predict: no checkpoint": ("predict --config c.yaml --ckpt_path no.ckpt", "Name one, or continue a run"),
+    # plan, verify
+    "plan without anything": ("plan", "give --config FILE, or --model and --data"),
+    "plan: a typo": ("plan --config c.yaml --model.wdith=3", "Did you mean width?"),
+    "plan: batch size 0": ("plan --config c.yaml --data.batch_size=0", "data.batch_size must be a whole number"),
+    "plan: no growth": ("plan --config grown.yaml --model.width=48", "is not wider than the width before it, 48"),
+    "plan: no factor": ("plan --config grown.yaml --model.width=7", "Choose a multiple of 7"),
+    "plan: never reached": ("plan --config grown.yaml --trainer.max_steps=3", "UpscaleCallback.at_step = 5 is never"),
+    "plan: Adadelta": ("plan --config c.yaml --model.optimizer=Adadelta", "train with one of Adagrad, Adam"),
+    "plan: a checkpoint": ("plan --config c.yaml --ckpt_path mlp.ckpt", "--help lists the options"),
+    "verify: a list": ("verify --config list.yaml", "give a YAML file with keys (model:, data:, trainer:)"),
+    "verify: no growth": ("verify --config grown.yaml --model.width=48", "is not wider than the width before it, 48"),
+    "verify: Adadelta": ("verify --config c.yaml --model.optimizer=Adadelta", "train with one of Adagrad, Adam"),
+    "verify: too few inputs": ("verify --config c.yaml --model.inputs=53", "set model.inputs: 54"),
+    "verify: no data": ("verify --config c.yaml --data.data_dir=/proc/x", "data_dir: /proc/x"),
+    # coord-check
+    "coord-check: no widths": ("coord-check --config c.yaml", "required: --widths"),
+    "coord-check: equal widths": ("coord-check --config c.yaml --widths 8,8,16", "at least three different ones"),
+    "coord-check: no steps": ("coord-check --config c.yaml --widths 8,16,32 --steps 0", "steps must be a whole number"),
+    "coord-check: a typo": ("coord-check --config c.yaml --widths 8,16,32 --step 3", "Did you mean --steps?"),
+    "coord-check: --out is a file": ("coord-check --config c.yaml --widths 8,16,32 --out text.txt", "name a folder"),
+    "coord-check: read-only": ("coord-check --config c.yaml --widths 8,16,32 --out /proc/x", "/proc cannot be written"),
+    "coord-check: batch size -1": (
+        "coord-check --config c.yaml --widths 8,16,32 --data.batch_size=-1",
+        "data.batch_size must be a whole number",
+    ),
+    # sweep
+    "sweep without anything": ("sweep", "required: --out"),
+    "sweep: nan": ("sweep --config c.yaml --out s --sweep model.optimizer.lr=.nan,0.1", "must be finite, got nan"),
+    "sweep: to infinity": ("sweep --config c.yaml --out s --sweep model.optimizer.lr=1:inf:3", "must be finite"),
+    "sweep: null": ("sweep --config c.yaml --out s --sweep model.optimizer.lr=null", "must be a finite number"),
+    "sweep: a mapping": ("sweep --config c.yaml --out s --sweep 'model.width={a: 1}'", "give LOW:HIGH:N, or values"),
+    "sweep: endless": ("sweep --config c.yaml --out s --sweep model.optimizer.lr=1:2:999999999", "at most 1000"),
+    "sweep: no such width": ("sweep --config c.yaml --out s --sweep model.width=[8]", "Build both with the same depth"),
+    "sweep: a typo": ("sweep --config c.yaml --out s --sweep modle.width=8", "a key starts with one of"),
+    "sweep: an option": ("sweep --config c.yaml --out s --sampelr tpe", "Did you mean --sampler?"),
+    "sweep: seeds": ("sweep --config c.yaml --out s --sweep model.width=8 --seeds -1", "from 0 to 4294967295"),
+    "sweep: no metric": ("sweep --config c.yaml --out s --sweep model.width=8 --metric ''", "give last_epoch"),
+    "sweep: no database": ("sweep --config c.yaml --out s --sweep model.width=8 --storage foo://x", "--storage: "),
+    "sweep: --out is full": ("sweep --config c.yaml --out folder --sweep model.width=8", "name a new folder"),
+    # experiment
+    "experiment without anything": ("experiment", "required: FILE"),
+    "experiment: a text": ("experiment text.txt", "protocol must be upscale or transfer"),
+    "experiment: seeds": ("experiment seeds.yaml --plan", "seeds are whole numbers from 0"),
+    "experiment: a growth": ("experiment growth.yaml --plan", "must be a multiple of the one before"),
+    "experiment: nan": ("experiment nan.yaml --plan", "must be finite, got nan"),
+    "experiment: noise": ("experiment noise.yaml --plan", "noise: {class_path: mupscale.AdditiveNoise"),
+    "experiment: a typo": ("experiment right.yaml --plna", "Did you mean --plan?"),
+    "experiment: workers": ("experiment right.yaml --workers 0", "--workers must be at least 1"),
+    # report, prepare, resume
+    "report without anything": ("report", "required: RUNS"),
+    "report: a typo": ("report folder --otu x", "Did you mean --out?"),
+    "report: a configuration that is a list": ("report listed", "is not the configuration of a run"),
+    "report: an experiment that is a list": ("report experiments", "is not the description of an experiment"),
+    "prepare: a typo": ("prepare text text.txt --vocab 300 --out p --tokesn 5", "Did you mean --tokens"),
+    "prepare: bytes": ("prepare text bytes.yaml --vocab 300 --out p", "is not UTF-8"),
+    "prepare: half a parquet file": ("prepare text half.parquet --vocab 300 --out p", "half.parquet cannot be read"),
+    "prepare: deep JSON": ("prepare text deep.jsonl --vocab 300 --out p", "is not a JSON object with a string `text`"),
+    "prepare: a vocabulary of 5": ("prepare text text.txt --vocab 5 --out p", "wanted 257"),
+    "prepare: no tokens": ("prepare text text.txt --vocab 300 --out p --tokens nan", "wanted a number like 500k"),
+    "prepare: nothing held out": ("prepare text text.txt --vocab 300 --out p --val-fraction nan", "between 0 and 1"),
+    "prepare: --out is a file": ("prepare text text.txt --vocab 300 --out text.txt", "is a file: name a folder"),
+    "resume: no checkpoint": ("resume listed", "has no checkpoint that can be read"),
+    "resume: a typo": ("resume run --trainer.max_stps=4", "Did you mean trainer.max_steps"),
+    "resume: batch size 0": ("resume run --data.batch_size=0", "data.batch_size must be a whole number"),
+}
+"""More of them, which take longer."""
+
+SWEEP = {"UpscaleCallback.noise.std": [0.1, 0.2]}
+EXPERIMENTS: dict[str, dict[str, Any]] = {
+    "right": {},
+    "seeds": {"seeds": [-1]},
+    "growth": {"small": [8, 12]},
+    "nan": {"sweep_2": {"UpscaleCallback.noise.std": [math.nan]}},
+    "noise": {"noise": 0.1},
+}
+"""What is wrong with each file of an experiment."""
+
+
+def in_optimizer(**values: Any) -> Change:
+    return lambda checkpoint: checkpoint["optimizer_states"][0].update(values)
+
+
+def in_group(**values: Any) -> Change:
+    return lambda checkpoint: checkpoint["optimizer_states"][0]["param_groups"][0].update(values)
+
+
+def in_arguments(**values: Any) -> Change:
+    return lambda checkpoint: checkpoint["hyper_parameters"].update(values)
+
+
+CHECKPOINTS: dict[str, tuple[Change, str]] = {
+    "foreign": (lambda checkpoint: checkpoint.pop("mupscale"), "take one of a run of mupscale"),
+    "weights": (lambda checkpoint: checkpoint["state_dict"].update({"net.x": 3}), "wanted a tensor"),
+    "no weights": (lambda checkpoint: checkpoint.pop("state_dict"), "it is empty, or quantised"),
+    "no groups": (in_optimizer(param_groups=None), "param_groups is NoneType None, wanted a list"),
+    "an empty group": (in_optimizer(param_groups=[{}]), "wanted a list"),
+    "no state": (in_optimizer(state=[1]), "wanted a dict by number"),
+    "numbers beyond": (in_group(params=[999]), "wanted each of 0 to 7 once"),
+    "params of text": (in_group(params="ab"), "wanted a list"),
+    "lr of text": (in_group(lr="fast"), "lr of param_groups is str 'fast', wanted a finite number"),
+    "lr nan": (in_group(lr=math.nan), "wanted a finite number"),
+    "not muP": (in_group(source_group=[1]), "--no-optimizer leaves its state out"),
+    "two optimizers": (lambda checkpoint: checkpoint["optimizer_states"].append({}), "of 2 optimizers"),
+    "width of text": (in_arguments(width="8"), "model.width must be a whole number of at least 1"),
+    "width of a mapping": (in_arguments(width={"a": 8}), "model.width must be a whole number of at least 1"),
+    "width of a tensor": (in_arguments(width=torch.tensor(8)), "model.width must be a whole number of at least 1"),
+    "a huge width": (in_arguments(width=10**12), "does not fit into memory"),
+    "layers of text": (in_arguments(hidden_layers="many"), "model.hidden_layers must be a whole number"),
+    "schedules": (lambda checkpoint: checkpoint.update(lr_schedulers=3), "wanted a list of dict"),
+}
+"""How a checkpoint for `upscale` is malformed, and what the message must contain."""
+
+
+def net(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def with_rate(rate: float) -> mupscale.UpscaleReport:
+    narrow = net()
+    optimizer = adam(narrow)
+    optimizer.param_groups[0]["lr"] = rate
+    return mupscale.upscale(narrow, net(16), optimizer)
+
+
+def verified(**arguments: Any) -> mupscale.Verdict:
+    right: dict[str, Any] = {
+        "narrow": net(),
+        "wide": net(16),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "batches": [torch.ones(2, 4)],
+        "loss": lambda model, batch: model(batch).square().mean(),
+        "steps": 1,
+    }
+    return mupscale.verify(**right | arguments)
+
+
+def coordinates(**arguments: Any) -> Any:
+    right: dict[str, Any] = {
+        "network": net,
+        "widths": [4, 8, 16],
+        "optimizer": adam,
+        "batches": [torch.ones(2, 4)],
+        "loss": lambda model, batch: model(batch).square().mean(),
+    }
+    return coord_check(**right | arguments)
+
+
+class Packed(nn.Module):
+    """As GPTQ packs weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, width)
+        self.register_buffer("qweight", torch.zeros(width, 4, dtype=torch.int32))
+
+
+class EightBits(nn.Module):
+    """As bitsandbytes keeps weights."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, 4, dtype=dtype), requires_grad=False)
+
+
+class AffineQuantizedTensor(torch.Tensor):
+    """As torchao names its tensors."""
+
+
+def affine(width: int) -> nn.Module:
+    module = nn.Linear(4, width)
+    module.weight = nn.Parameter(torch.zeros(width, 4).as_subclass(AffineQuantizedTensor))
+    return module
+
+
+class Own(torch.optim.SGD):
+    """An optimizer that is not registered."""
+
+
+LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
+    "plan of None": (lambda: mupscale.plan(None, net()), "Pass the network itself"),
+    "plan of a class": (lambda: mupscale.plan(nn.Linear, net()), "Pass the network itself"),
+    "plan of weights": (lambda: mupscale.plan(net(), net(16).state_dict()), "wide must be a torch.nn.Module"),
+    "plan of nothing": (lambda: mupscale.plan(nn.Sequential(), nn.Sequential()), "there is nothing to widen"),
+    "plan of int8": (
+        lambda: mupscale.plan(EightBits(8, torch.int8), EightBits(16, torch.int8)),
+        "Take the model as it was before",
+    ),
+    "plan of float8": (
+        lambda: mupscale.plan(EightBits(8, torch.float8_e4m3fn), EightBits(16, torch.float8_e4m3fn)),
+        "Take the model as it was before",
+    ),
+    "plan of packed weights": (lambda: mupscale.plan(Packed(8), Packed(16)), "Take the model as it was before"),
+    "plan of quantised tensors": (lambda: mupscale.plan(affine(8), affine(16)), "Take the model as it was before"),
+    "roles that are a number": (lambda: mupscale.plan(net(), net(16), roles=3), "must map name patterns"),
+    "upscale of None": (lambda: mupscale.upscale(net(), None), "wide must be a torch.nn.Module"),
+    "upscale with a class": (lambda: mupscale.upscale(net(), net(16), torch.optim.SGD), "or a list of them"),
+    "upscale with numbers": (lambda: mupscale.upscale(net(), net(16), [3]), "or a list of them"),
+    "upscale with lr nan": (lambda: with_rate(math.nan), "lr of AdamW must be a finite number"),
+    "upscale with a seed of text": (lambda: mupscale.upscale(net(), net(16), seed="x"), "must be a whole number"),
+    "upscale with noise that is a number": (lambda: mupscale.upscale(net(), net(16), noise=0.1), "AdditiveNoise(std)"),
+    "upscale with no plan": (lambda: mupscale.upscale(net(), net(16), plan=3), "what mupscale.plan(narrow, wide)"),
+    "upscale with another plan": (
+        lambda: mupscale.upscale(net(), net(32), plan=mupscale.plan(net(), net(16))),
+        "Make it anew",
+    ),
+    "noise of text": (lambda: mupscale.AdditiveNoise("x").check_level(), "std must be a finite number"),
+    "noise True": (lambda: mupscale.SignalNoise(True).check_level(), "t must be a finite number"),
+    "noise beyond floats": (lambda: mupscale.AdditiveNoise(10**400).check_level(), "std must be a finite number"),
+    "noise in patterns of numbers": (
+        lambda: mupscale.upscale(net(), net(16), noise=mupscale.AdditiveNoise(0.1, where={3: True})),
+        "name patterns mapped to True or False",
+    ),
+    "recorded noise of None": (lambda: mupscale.RecordedNoise(None), "a file that report.save_noise wrote"),
+    "noise saved nowhere": (lambda: mupscale.upscale(net(), net(16)).save_noise("/proc/n"), "name another file"),
+    "verify None": (lambda: verified(narrow=None), "verify: narrow must be a torch.nn.Module"),
+    "verify on meta": (lambda: verified(narrow=net().to("meta")), "build it on the CPU"),
+    "verify 1.5 steps": (lambda: verified(steps=1.5), "steps must be a whole number of at least 1"),
+    "verify without batches": (lambda: verified(batches=None), "batches must be a list"),
+    "verify without a loss": (lambda: verified(loss=None), "give lambda model, batch"),
+    "verify with a loss of many": (lambda: verified(loss=lambda model, batch: model(batch)), "one element"),
+    "verify without an optimizer": (lambda: verified(optimizer=3), "give lambda params"),
+    "verify with a clip of text": (lambda: verified(clip="x"), "clip must be a finite number"),
+    "verify with tolerance nan": (lambda: verified(tolerance=math.nan), "tolerance must be a finite number"),
+    "clip None": (lambda: mupscale.clip_grad_norm_(None, 1.0), "model must be a torch.nn.Module"),
+    "clip to None": (lambda: mupscale.clip_grad_norm_(net(), None), "max_norm must be a finite number"),
+    "base shapes of None": (lambda: mupscale.set_base_shapes(None, net()), "model must be a torch.nn.Module"),
+    "base shapes by a number": (lambda: mupscale.set_base_shapes(net(16), net(), 3), "delta must be a torch.nn.Module"),
+    "muP of a class": (lambda: mupscale.apply_mup(torch.optim.SGD, net()), "must be a torch.optim.Optimizer"),
+    "muP of no model": (lambda: mupscale.apply_mup(adam(net()), 3), "model must be a torch.nn.Module"),
+    "MuAdamW of None": (lambda: mupscale.MuAdamW(None), "Give a model, or its parameters"),
+    "MuSGD with a typo": (lambda: mupscale.MuSGD(net(), rl=1), "settings of torch.optim.SGD"),
+    "MuAdam with lr nan": (lambda: mupscale.MuAdam(net(), lr=math.nan), "settings of torch.optim.Adam"),
+    "a readout of text": (lambda: mupscale.Readout("x", 3), "in_features must be a whole number"),
+    "register an object": (lambda: mupscale.register_optimizer(3, degree=1, state={}), "such as torch.optim.SGD"),
+    "register without state": (lambda: mupscale.register_optimizer(Own, degree=1, state=None), "'exp_avg': 1"),
+    "coordinates without widths": (lambda: coordinates(widths=3), "widths must be a list"),
+    "coordinates of one network": (lambda: coordinates(network=lambda width: net()), "make it of the width"),
+    "coordinates without an optimizer": (
+        lambda: coordinates(optimizer=lambda model: None),
+        "must return the optimizer",
+    ),
+    "flops of a width below 0": (lambda: flops.mlp_flops(-1), "width must be a whole number of at least 1"),
+    "a speedup over nothing": (lambda: flops.speedup(1.0), "give the costs to compare"),
+}
+"""Library calls, and what the message must contain."""
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every file that the tables name."""
+    folder = tmp_path_factory.mktemp("workshop")
+    save_mlp(folder / "mlp.ckpt")
+    for name, (change, _) in CHECKPOINTS.items():
+        save_changed(folder / "mlp.ckpt", folder / f"{name}.ckpt", change)
+    (folder / "link.ckpt").symlink_to("mlp.ckpt")
+    whole = (folder / "mlp.ckpt").read_bytes()
+    (folder / "half.ckpt").write_bytes(whole[: len(whole) // 2])
+    small(folder / "c.yaml")
+    small(folder / "grown.yaml", upscale(5, 16))
+    noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
+    right = {"protocol": "upscale", "config": "c.yaml", "small": [8, 16], "target": [16, 32], "seeds": [0]}
+    for name, change in EXPERIMENTS.items():
+        content = right | {"noise": noise, "sweep_2": SWEEP} | change
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    for name in ("folder", "listed", "experiments", "run"):
+        (folder / name).mkdir()
+    (folder / "text.txt").write_text("plain")
+    (folder / "folder" / "text.txt").write_text("plain")
+    (folder / "bytes.yaml").write_bytes(bytes(range(256)))
+    (folder / "half.yaml").write_text("model: [1\n")
+    (folder / "list.yaml").write_text("- 1\n")
+    (folder / "half.parquet").write_bytes(b"PAR1")
+    (folder / "deep.jsonl").write_text("[" * 100_000 + "\n")
+    (folder / "listed" / "config.yaml").write_text("- 1\n")
+    (folder / "experiments" / "experiment.json").write_text(json.dumps([1]))
+    shutil.copy(folder / "c.yaml", folder / "run" / "config.yaml")
+    shutil.copy(folder / "mlp.ckpt", folder / "run" / "step=1.ckpt")
+    return folder
+
+
+@pytest.fixture
+def inside(workshop: Path, in_an_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(workshop)
+    before = contents(workshop)
+    yield workshop
+    assert contents(workshop) == before
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every path in a folder, and the bytes of the files."""
+    found: dict[str, bytes | None] = {}
+    for root, folders, files in os.walk(folder):
+        for name in folders:
+            found[str(Path(root, name))] = None
+        for name in files:
+            found[str(Path(root, name))] = Path(root, name).read_bytes()
+    return found
+
+
+def assert_refused(command: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(shlex.split(command))
+    message = exit.value.code
+    assert isinstance(message, str)  # which python prints, and exits with 1
+    assert message.startswith("error: ")
+    assert len(message.splitlines()) == 1
+    assert remedy in message
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_mistake_is_refused(name: str, inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(*FAST[name], capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_more_mistakes_are_refused(name: str, inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(*COMMANDS[name], capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_malformed_checkpoint_is_refused(name: str, inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(f"upscale '{name}.ckpt' --width 16 --noise 0.1 --out o.ckpt", CHECKPOINTS[name][1], capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIBRARY)
+def test_a_library_call_is_refused(name: str, inside: Path) -> None:
+    call, remedy = LIBRARY[name]
+    with pytest.raises(UserError) as caught:
+        call()
+    assert len(str(caught.value).splitlines()) == 1
+    assert remedy in str(caught.value)
+
+
+def test_the_tables_cover_every_command() -> None:
+    lines = [line for line, _ in (*FAST.values(), *COMMANDS.values())]
+    named = {shlex.split(line)[0] for line in lines}
+    assert named >= {"fit", "resume", "validate", "test", "predict", "plan", "verify", "coord-check", "upscale"}
+    assert named >= {"sweep", "experiment", "report", "prepare"}
+    assert len(lines) + len(CHECKPOINTS) + len(LIBRARY) >= 100

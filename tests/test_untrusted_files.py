@@ -1,0 +1,353 @@
+"""Files of strangers, of every kind that a command reads: none runs code, or leads out of its folder.
+
+Safetensors are not here: nothing reads them. Sharded checkpoints and CIFAR-100's pickles have more tests beside their
+modules.
+"""
+
+import io
+import json
+import os
+import pickle
+import shlex
+import struct
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from command_line import refused, small
+from saved import save_mlp
+from synthetic_runs import CONFIG
+from training_runs import LIGHTNING_WARNINGS
+
+from mupscale.commands.runs import result_of
+from mupscale.data_files import refuse_endless, yaml_of
+from mupscale.datamodules.fineweb import JARGON
+from mupscale.errors import UserError
+
+pytestmark = [
+    pytest.mark.filterwarnings(*LIGHTNING_WARNINGS),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
+    pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
+]
+
+BOMB = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]" for i in range(12)) + "\n"
+"""Twelve lines that stand for 9¹¹ values."""
+
+DEEP = "[" * 100_000
+"""Ends the process, where yaml's C library reads it."""
+
+TAG = 'model: !!python/object/apply:os.system ["touch marker"]\n'
+
+GPT2 = (
+    "verify --model=GPT2 --model.width=8 --model.heads=2 --model.layers=1 --model.context=8 "
+    "--data=FineWeb --data.context=8 --data.data_dir=theirs"
+)
+RESNET = "verify --model=ResNet18 --model.width=4 --model.base_width=4 --data=CIFAR100 --data.data_dir=theirs"
+SWEEP = "sweep --config c.yaml --sweep model.width=8 --out theirs"
+PREPARE = "prepare text text.txt --vocab 300 --out theirs"
+
+OPENED: list[str] = []
+"""Files outside of the working folder that were opened."""
+
+
+def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in ("open", "os.truncate", "os.remove") and isinstance(arguments[0], str | bytes | os.PathLike):
+        path = os.fspath(arguments[0])
+        path = os.fsdecode(path)
+        if os.path.basename(os.path.realpath(path)) == "secret" or os.path.basename(path) == "secret":
+            OPENED.append(path)
+
+
+sys.addaudithook(_note_opened)
+
+
+class Attack:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("marker"),)
+
+
+def checkpoint(_: Path) -> None:
+    torch.save({"state_dict": {}, "global_step": 3, "optimizer_states": [Attack()]}, "evil.ckpt")
+
+
+def old_checkpoint(_: Path) -> None:
+    Path("evil.ckpt").write_bytes(pickle.dumps(Attack()))
+
+
+def run(_: Path) -> None:
+    Path("theirs").mkdir()
+    small(Path("theirs/config.yaml"))
+    torch.save({"global_step": 3, "optimizer_states": [Attack()]}, "theirs/step=3.ckpt")
+
+
+def sharded(_: Path) -> None:
+    Path("evil.ckpt").mkdir()
+    torch.save({"global_step": 3, "optimizer_states": []}, "evil.ckpt/meta.pt")
+    Path("evil.ckpt/.metadata").write_bytes(pickle.dumps(Attack()))
+
+
+def sharded_elsewhere(secret: Path) -> None:
+    Path("evil.ckpt").mkdir()
+    Path("evil.ckpt/meta.pt").symlink_to(secret)
+
+
+def configuration(text: str) -> Callable[[Path], None]:
+    return lambda _: Path("evil.yaml").write_text(text)  # type: ignore[return-value]
+
+
+def logged(text: str) -> Callable[[Path], None]:
+    def make(_: Path) -> None:
+        Path("theirs").mkdir()
+        Path("theirs/config.yaml").write_text(text)
+
+    return make
+
+
+def event_link(secret: Path) -> None:
+    logged(yaml.safe_dump(CONFIG))(secret)
+    Path("theirs/events.out.tfevents.1.x").symlink_to(secret)
+
+
+def events(_: Path) -> None:
+    logged(yaml.safe_dump(CONFIG))(_)
+    record = b"train/loss" + pickle.dumps(Attack())
+    Path("theirs/events.out.tfevents.1.x").write_bytes(struct.pack("<QI", 2**62, 0) + record)
+
+
+def experiment(**content: Any) -> Callable[[Path], None]:
+    def make(secret: Path) -> None:
+        Path("theirs").mkdir()
+        text = json.dumps(content).replace("OUTSIDE", str(secret.parent))
+        Path("theirs/experiment.json").write_text(text)
+
+    return make
+
+
+def table(_: Path) -> None:
+    logged(yaml.safe_dump(CONFIG))(_)
+    Path("theirs/experiment.json").write_text(json.dumps({"sweeps": {"one": "one"}, "runs": [{"folder": "run"}]}))
+    Path("theirs/run").mkdir()
+    Path("theirs/config.yaml").rename("theirs/run/config.yaml")
+    Path("theirs/one").mkdir()
+    Path("theirs/one/sweep.json").write_text("{}")
+    Path("theirs/one/trials.csv").write_text("trial,run\n0,../../../secret\n")
+
+
+def journal(content: bytes) -> Callable[[Path], None]:
+    def make(_: Path) -> None:
+        Path("theirs").mkdir()
+        Path("theirs/lock").touch()
+        Path("theirs/study.journal").write_bytes(content + b"\n")
+
+    return make
+
+
+def link(name: str) -> Callable[[Path], None]:
+    def make(secret: Path) -> None:
+        Path("theirs").mkdir()
+        Path("theirs/lock").touch()
+        Path("theirs", name).unlink(missing_ok=True)
+        Path("theirs", name).symlink_to(secret)
+
+    return make
+
+
+def progress(content: bytes) -> Callable[[Path], None]:
+    def make(_: Path) -> None:
+        Path("theirs").mkdir()
+        Path("theirs/progress.json").write_bytes(content)
+
+    return make
+
+
+def covertype(_: Path) -> None:
+    Path("theirs").mkdir()
+    np.savez("theirs/covertype.npz", X=np.array([[Attack()] * 54], dtype=object), y=np.array([1]))
+
+
+def cifar_npz(_: Path) -> None:
+    Path("theirs").mkdir()
+    arrays = {name: np.array([Attack()], dtype=object) for name in ("x_train", "y_train", "x_test", "y_test")}
+    np.savez("theirs/cifar100.npz", **arrays)
+
+
+def cifar(_: Path) -> None:
+    Path("theirs/cifar-100-python").mkdir(parents=True)
+    for name in ("train", "test", "meta"):
+        Path("theirs/cifar-100-python", name).write_bytes(pickle.dumps(Attack()))
+
+
+def archive(secret: Path) -> None:
+    Path("theirs").mkdir()
+    with tarfile.open("theirs/cifar-100-python.tar.gz", "w:gz") as tar:
+        for name in ("../marker", "/marker", f"../../{secret.name}"):
+            entry = tarfile.TarInfo(name)
+            entry.size = 1
+            tar.addfile(entry, io.BytesIO(b"x"))
+        pointer = tarfile.TarInfo("cifar-100-python")
+        pointer.type, pointer.linkname = tarfile.SYMTYPE, str(secret.parent)
+        tar.addfile(pointer)
+
+
+def parquet(_: Path) -> None:
+    """With a type of pyarrow that is a pickle (CVE-2023-47248), and no column of texts."""
+    extension = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(Attack())}
+    schema = pa.schema([pa.field("text", pa.int64(), metadata=extension)], metadata={"pandas": b"{}"})
+    pq.write_table(pa.table({"text": [1, 2]}, schema=schema), "evil.parquet")
+
+
+def tokens(**changes: Any) -> Callable[[Path], None]:
+    """A copy of the embedded sample, its index changed in the first shard of the training text."""
+
+    def make(secret: Path) -> None:
+        Path("theirs").mkdir()
+        for path in JARGON.iterdir():
+            Path("theirs", path.name).write_bytes(path.read_bytes())
+        index = json.loads((JARGON / "index.json").read_bytes())
+        for key, value in changes.items():
+            if key == "split":
+                index["train"]["tokens"] = value
+            elif key == "shards":
+                index["train"]["shards"] = value
+            else:
+                index["train"]["shards"][0]["tokens"][key] = str(secret) if value == "SECRET" else value
+        Path("theirs/index.json").write_text(json.dumps(index))
+
+    return make
+
+
+def token_link(secret: Path) -> None:
+    tokens()(secret)
+    Path("theirs/train-00000.tokens").unlink()
+    Path("theirs/train-00000.tokens").symlink_to(secret)
+
+
+def noise(content: str) -> Callable[[Path], None]:
+    return lambda _: Path("evil.json").write_text(content)  # type: ignore[return-value]
+
+
+UNKNOWN = b'{"op_code": 99, "worker_id": "x"}'
+STUDY = b'{"op_code": 0, "worker_id": "x", "study_name": "sweep", "directions": [1]}'
+TRIAL = b'{"op_code": 4, "worker_id": "x", "study_id": 0, "datetime_start": "2026-01-01T00:00:00"}'
+PREPARED = b'{"preparation": {}, "shards": {"train": %s, "val": []}}'
+
+ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "checkpoint: upscale": (
+        checkpoint,
+        "upscale evil.ckpt --width 16 --out o",
+        "is not a checkpoint, or a damaged one",
+    ),
+    "checkpoint: an old one": (old_checkpoint, "upscale evil.ckpt --width 16 --out o", "is not a checkpoint"),
+    "checkpoint: validate": (checkpoint, "validate --config c.yaml --ckpt_path evil.ckpt", "nothing of it was loaded"),
+    "checkpoint: fit": (checkpoint, "fit --config c.yaml --model.init_from=evil.ckpt", "is not a checkpoint"),
+    "checkpoint: resume": (run, "resume theirs", "has no checkpoint that can be read"),
+    "sharded: metadata": (sharded, "test --config c.yaml --ckpt_path evil.ckpt", "which no checkpoint needs"),
+    "sharded: a link": (sharded_elsewhere, "fit --config c.yaml --ckpt_path evil.ckpt", "outside of its folder"),
+    "YAML: a tag": (configuration(TAG), "plan --config evil.yaml", "python/object/apply:os.system"),
+    "YAML: best.yaml": (configuration(TAG), "fit --config c.yaml --config=evil.yaml", "python/object/apply:os.system"),
+    "YAML: aliases": (configuration(BOMB), "fit --config evil.yaml", "more than 100,000 values"),
+    "YAML: depth": (configuration(DEEP), "verify --config evil.yaml", "nested more than 100 levels"),
+    "YAML: itself": (configuration("a: &a [*a]\n"), "sweep --config evil.yaml --sweep a=1 --out s", "refers to itself"),
+    "YAML: experiment": (configuration(BOMB), "experiment evil.yaml", "more than 100,000 values"),
+    "YAML: a deep experiment": (configuration(DEEP), "experiment evil.yaml", "nested more than 100 levels"),
+    "YAML: report": (logged(BOMB), "report theirs", "more than 100,000 values"),
+    "YAML: a deep report": (logged(DEEP), "report theirs", "nested more than 100 levels"),
+    "YAML: a tag in a report": (logged(TAG), "report theirs", "is not the configuration of a run"),
+    "YAML: types in a report": (
+        logged(yaml.safe_dump(CONFIG | {"trainer": CONFIG["trainer"] | {"max_steps": "many"}})),
+        "report theirs",
+        "is not the configuration of a run",
+    ),
+    "events: a link": (event_link, "report theirs", "is a link to a file outside of its folder"),
+    "events: another length": (events, "report theirs", "there is nothing to report"),
+    "JSON: runs elsewhere": (experiment(runs=[{"folder": "OUTSIDE"}]), "report theirs", "something outside of it"),
+    "JSON: runs above": (experiment(runs=[{"folder": "../.."}]), "report theirs", "something outside of it"),
+    "JSON: sweeps elsewhere": (experiment(sweeps={"a": "OUTSIDE"}), "report theirs", "something outside of it"),
+    "JSON: runs of another type": (experiment(runs=[{"folder": 3}]), "report theirs", "something outside of it"),
+    "JSON: a table": (table, "report theirs", "there is nothing to report"),
+    "JSON: noise": (noise(DEEP), "upscale mlp.ckpt --width 16 --out o --recorded-noise evil.json", "nested too deep"),
+    "journal: a pickle": (journal(pickle.dumps(Attack())), SWEEP, "study.journal is damaged"),
+    "journal: unknown": (journal(UNKNOWN), SWEEP, "study.journal is damaged"),
+    "journal: a list": (journal(b"[1]"), SWEEP, "study.journal is damaged"),
+    "journal: depth": (journal(DEEP.encode()), SWEEP, "study.journal is damaged"),
+    "journal: another study": (journal(STUDY + b"\n" + TRIAL), SWEEP, "study.journal is not of a sweep of mupscale"),
+    "journal: a link": (link("study.journal"), SWEEP, "study.journal is a link"),
+    "journal: a linked lock": (link("lock"), SWEEP, "lock is a link"),
+    "preparation: a pickle": (progress(pickle.dumps(Attack())), PREPARE, "progress.json is damaged"),
+    "preparation: depth": (progress(DEEP.encode()), PREPARE, "progress.json is damaged"),
+    "preparation: below 0": (progress(PREPARED % b"[[-1, 0]]"), PREPARE, "progress.json is damaged"),
+    "preparation: types": (progress(PREPARED % b"3"), PREPARE, "progress.json is damaged"),
+    "preparation: a linked shard": (link("train-00000.tokens"), PREPARE, "train-00000.tokens is a link"),
+    "preparation: a linked lock": (link(".lock"), PREPARE, ".lock is a link"),
+    "npz: Covertype": (covertype, "fit --config c.yaml --data.data_dir=theirs", "is not a whole npz file"),
+    "npz: CIFAR-100": (cifar_npz, RESNET, "is not a whole npz file"),
+    "CIFAR-100: pickles": (cifar, RESNET, "its checksums are not the published ones"),
+    "CIFAR-100: an archive": (archive, RESNET, "is cut short, damaged or another file"),
+    "parquet: a pickle": (parquet, "prepare text evil.parquet --vocab 300 --out p", "needs a column `text` of strings"),
+    "tokens: elsewhere": (tokens(file="SECRET"), GPT2, "names a file outside of its folder"),
+    "tokens: above": (tokens(file="../../secret"), GPT2, "names a file outside of its folder"),
+    "tokens: a link": (token_link, GPT2, "is a link to a file outside of its folder"),
+    "tokens: below 0": (tokens(bytes=-2, count=-1), GPT2, "index.json is damaged"),
+    "tokens: a text": (tokens(split="many"), GPT2, "index.json is damaged"),
+    "tokens: no shards": (tokens(shards=[]), GPT2, "index.json is damaged"),
+}
+"""What makes the file, the command that reads it, and what the message must contain."""
+
+FAST = ("checkpoint: upscale", "checkpoint: an old one", "YAML: depth", "JSON: runs elsewhere", "JSON: noise")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mlp(tmp_path_factory.mktemp("saved") / "mlp.ckpt")
+
+
+@pytest.fixture
+def secret(tmp_path: Path, saved: Path, in_an_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file beside the working folder, which nothing may open."""
+    home, hidden = tmp_path / "work" / "home", tmp_path / "secret"
+    home.mkdir(parents=True)
+    hidden.write_text("hidden")
+    monkeypatch.chdir(home)
+    small(Path("c.yaml"))
+    Path("text.txt").write_text("plain")
+    Path("mlp.ckpt").write_bytes(saved.read_bytes())
+    OPENED.clear()
+    yield hidden
+    opened = list(OPENED)
+    assert not opened
+    assert hidden.read_text() == "hidden"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "work"]
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["home"]
+    assert not list(tmp_path.rglob("marker"))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ATTACKS]
+)
+def test_an_untrusted_file(name: str, secret: Path) -> None:
+    make, command, fragment = ATTACKS[name]
+    make(secret)
+    assert fragment in refused(*shlex.split(command))
+
+
+def test_results_of_other_types(tmp_path: Path) -> None:
+    for content in ('{"value": "x"}', '{"value": []}', '{"seconds": 1}', "[" * 100_000, "3"):
+        (tmp_path / "result.json").write_text(content)
+        with pytest.raises(UserError, match=r"result\.json is damaged"):
+            result_of(tmp_path)
+
+
+def test_aliases_within_bounds_are_read() -> None:
+    text = "a: &a {lr: 0.1}\nb: [*a, *a]\n"
+    refuse_endless(text)
+    assert yaml_of(text) == {"a": {"lr": 0.1}, "b": [{"lr": 0.1}, {"lr": 0.1}]}
