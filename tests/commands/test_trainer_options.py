@@ -110,7 +110,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"enable_checkpointing": False},
         "trainer.enable_checkpointing: false does not work here: without checkpoints a run cannot be resumed",
     ),
-    "log_every_n_steps": ({"log_every_n_steps": -1}, "trainer.log_every_n_steps: -1 does not work here"),
     "AsyncCheckpointIO": (
         {"plugins": {"class_path": "lightning.pytorch.plugins.io.AsyncCheckpointIO"}},
         "trainer.plugins: AsyncCheckpointIO does not work here",
