@@ -21,7 +21,7 @@ FOLDERS = {
 LEAVES = {f"mupscale.{name}" for name in ("_moved", "_torch", "_torchvision", "atomic", "errors", "flops")}
 """Anybody may import these."""
 
-LAYERS = ("leaves", "widening", "root", "checks", "models", "callbacks", "commands")
+LAYERS = ("leaves", "widening", "stacking", "root", "checks", "models", "callbacks", "commands")
 """From the bottom to the top: a module imports from its own layer and from those below it."""
 
 ABOVE_DATA = ("datamodules", "callbacks", "commands")

@@ -43,7 +43,7 @@ def made(model: str, optimizer: str, index: int, width: Any = None) -> tuple[Wid
 
 
 def loss_of(model: Any, batch: Any) -> Tensor:
-    return model.loss(batch)
+    return model.mappable_loss(batch)
 
 
 def batches(module: LightningModule, count: int) -> list[Any]:
@@ -91,31 +91,34 @@ def set_rates(optimizer: Optimizer, step: int) -> None:
         group["lr"] = group["initial_lr"] * rate(step)
 
 
-def together(model: str, optimizer: str, count: int, steps: int, grow_at: int, clip: float | None) -> Tensor:
+def together(
+    model: str, optimizer: str, count: int, steps: int, grow_at: int, clip: float | None, kernel: bool = True
+) -> Tensor:
     pairs = [made(model, optimizer, index) for index in range(count)]
-    stack = stacked(pairs)
+    stack = stacked(pairs, kernel)
     curve = []
     for step, batch in enumerate(batches(pairs[0][0], steps)):
         if step == grow_at:
             pairs = [grown(model, optimizer, index, pair) for index, pair in enumerate(pairs)]
-            stack = stacked(pairs)
+            stack = stacked(pairs, kernel)
         for _, own in pairs:
             set_rates(own, step)
         curve.append(stack.step(batch, max_norm=clip))
     return torch.stack(curve).T
 
 
-def stacked(pairs: list[tuple[WidthScalable, Optimizer]]) -> Stack:
+def stacked(pairs: list[tuple[WidthScalable, Optimizer]], kernel: bool = True) -> Stack:
     modules, optimizers = zip(*pairs, strict=True)
-    return Stack(modules, optimizers, loss_of)
+    return Stack(modules, optimizers, loss_of, modules[0].stacked_losses() if kernel else None)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_mlp_trains_as_alone(optimizer: str, clip: float | None) -> None:
     alone = separately("mlp", optimizer, 4, 200, 100, clip)
-    ours = together("mlp", optimizer, 4, 200, 100, clip)
-    assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
+    for kernel in (True, False):
+        ours = together("mlp", optimizer, 4, 200, 100, clip, kernel)
+        assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 
 @pytest.mark.parametrize("model", ["resnet", "gpt2"])
