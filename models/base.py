@@ -38,6 +38,7 @@ from mupscale.models.checkpoint import (
     restore_mixed_widths,
 )
 from mupscale.mup_optimizers import apply_mup
+from mupscale.stacking.stack import Losses
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.mixed_axes import keep_reference_units
 
@@ -99,6 +100,14 @@ class WidthScalable(LightningModule):
     def loss(self, batch: Any) -> Tensor:
         """The training loss of a batch."""
         raise UserError(f"{type(self).__name__} has no method `loss`: give it loss(self, batch), the loss of a batch")
+
+    def mappable_loss(self, batch: Any) -> Tensor:
+        """The loss by operations that `torch.vmap` knows, for models that take their steps together."""
+        return self.loss(batch)
+
+    def stacked_losses(self) -> Losses | None:
+        """The losses of many models at once, where a subclass has a faster way than `torch.vmap` of one."""
+        return None
 
     def batch_size(self, batch: Any) -> int:
         """Samples in a batch, or tokens: what the curves are drawn against."""

@@ -3,6 +3,7 @@
 Shapes: B batch, T positions, D model width, H heads, E head_dim = D / H, V vocabulary.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class CausalAttention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         q_BHTE, k_BHTE, v_BHTE = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(ATTENTION_KERNELS, set_priority=True):
+        with sdpa_kernel(ATTENTION_KERNELS, set_priority=True) if x_BTD.is_cuda else nullcontext():
             y_BHTE = F.scaled_dot_product_attention(
                 q_BHTE, k_BHTE, v_BHTE, is_causal=True, scale=ATTENTION_SCALE / q_BHTE.shape[-1]
             )
@@ -202,6 +203,9 @@ class GPT2(WidthScalable):
 
     def loss(self, batch: Tensor) -> Tensor:
         return self(batch[:, :-1], batch[:, 1:])
+
+    def mappable_loss(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self._evaluate(batch, "val", self.val_perplexity)

@@ -4,10 +4,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from mupscale._torch import has_hooks
 from mupscale.models.base import refuse_bad_counts
 from mupscale.models.classifier import Classifier
+from mupscale.stacking.stack import Losses
 from mupscale.widening.readout import Readout
 
 
@@ -53,6 +57,32 @@ class MLP(Classifier):
     @property
     def classes(self) -> int:
         return self.hparams["outputs"]
+
+    def stacked_losses(self) -> Losses | None:
+        net = self.net
+        plain = type(net) is MLPNet and not any(has_hooks(module) for module in net.modules())
+        own = type(self).loss is Classifier.loss and type(self).forward is Classifier.forward
+        return self._losses if plain and own else None
+
+    def _losses(
+        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, Tensor], shared: bool
+    ) -> Tensor:
+        """By one matrix product for each layer; where one batch is for all, that of the first layer has no axis for
+        models."""
+        assert isinstance(self.net, MLPNet)
+        x, labels = batch
+        for index in range(len(self.net.layers)):
+            weight, bias = (parameters[f"net.layers.{index}.{name}"] for name in ("weight", "bias"))
+            if x.ndim == 2:
+                y = F.linear(x, weight.flatten(0, 1), bias.flatten())
+                x = y.unflatten(1, (len(weight), -1)).transpose(0, 1)
+            else:
+                x = torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
+            x = torch.relu(x)
+        weight, bias = (parameters[f"net.readout.{name}"] for name in ("weight", "bias"))
+        logits = torch.baddbmm(bias.unsqueeze(1), self.net.readout.multiplier * x, weight.transpose(1, 2))
+        labels = labels.expand(len(weight), -1) if shared else labels
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
 
     def build(self, width: int | list[int]) -> nn.Module:
         hidden = width if isinstance(width, list) else [width] * self.hparams["hidden_layers"]

@@ -21,6 +21,7 @@ __all__ = [
     "foreach_mul",
     "foreach_norm",
     "forward_pre_hooks",
+    "has_hooks",
     "inner_schedulers",
     "is_failed_write",
     "is_too_large",
@@ -56,6 +57,12 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 def forward_pre_hooks(module: nn.Module) -> Iterable[Any]:
     return module._forward_pre_hooks.values()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its `forward`."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
 
 
 def is_too_large(error: Exception) -> bool:

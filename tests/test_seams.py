@@ -49,7 +49,9 @@ LIGHTNING = {
 
 LIGHTNING_IMPORTS = {"_configure_optimizers", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop"}
 
-TORCH = {nn.Module: {"_non_persistent_buffers_set", "_forward_pre_hooks"}, torch.Tensor: {"_use_count"}}
+HOOKS = {"_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"}
+
+TORCH = {nn.Module: {"_non_persistent_buffers_set", *HOOKS}, torch.Tensor: {"_use_count"}}
 
 FOREIGN = (
     LightningModule, LightningDataModule, Trainer, Callback, ModelCheckpoint, TQDMProgressBar, WeightAveraging,

@@ -1,0 +1,1 @@
+"""Many trainings of one architecture as one program on one device."""
