@@ -7,7 +7,7 @@ copied. Only the step is shared.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class Stack:
         """
         losses = self.losses(batch, shared=shared)
         weights = [self.parameters[name] for name in self.trained]
-        gradients = torch.autograd.grad(losses.sum(), weights, allow_unused=True)
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(losses.sum(), weights, allow_unused=True)
         with torch.no_grad():
             if max_norm is not None:
                 gradients = self.clip(gradients, max_norm)
@@ -92,7 +92,7 @@ def mapped(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> Losses
     def all_of_them(parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, shared: bool) -> Tensor:
         each = torch.vmap(single, in_dims=(0, 0, None if shared else 0), randomness="different")
         with sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext():
-            return cast(Tensor, each(parameters, buffers, batch))
+            return each(parameters, buffers, batch)
 
     on_cpu = next(model.parameters()).device.type == "cpu"  # where other kernels of attention cannot be mapped
     caller = _Loss(model, loss)
