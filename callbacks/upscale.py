@@ -31,11 +31,11 @@ from mupscale.models._lightning import (
 )
 from mupscale.models.base import WidthScalable, init_contexts, refuse_bad_width
 from mupscale.models.checkpoint import Width, load_checkpoint, non_finite_in
-from mupscale.widening.noise import Constants, Noise, SameNoise
+from mupscale.widening.noise import Noise
 from mupscale.widening.optimizer_state import check_transfer, continued_groups, transfer_state
 from mupscale.widening.plan import Plan, plan
 from mupscale.widening.schedule import continue_schedule
-from mupscale.widening.upscale import upscale
+from mupscale.widening.upscale import UpscaleReport, upscale
 
 
 class UpscaleCallback(Callback):
@@ -205,7 +205,7 @@ class UpscaleCallback(Callback):
             self._continue(growth, narrow, before, wide, after)
         for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
             continue_schedule(config.scheduler if self.restart_schedule else old, config.scheduler)
-        self._widen_averages(module, growth, report.noise, seed)
+        self._widen_averages(module, report, seed)
         for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
         del narrow, narrow_opts, schedulers
@@ -236,7 +236,7 @@ class UpscaleCallback(Callback):
         if self.transfer_state:
             transfer_state(growth, narrow, before, wide, after, consume=True)
 
-    def _widen_averages(self, module: WidthScalable, growth: Plan, noise: Constants, seed: int) -> None:
+    def _widen_averages(self, module: WidthScalable, report: UpscaleReport, seed: int) -> None:
         """Each EMA callback gets its average widened, with the very noise that the model got."""
         assert module.net is not None
         for callback in averaging_callbacks(module):
@@ -249,7 +249,7 @@ class UpscaleCallback(Callback):
             dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
             narrow.to(module.device, dtype)
             wide.to(module.device, dtype)
-            upscale(narrow, wide, noise=SameNoise(noise), seed=seed, plan=growth)
+            upscale(narrow, wide, noise=report.same_noise(), seed=seed, plan=report.plan)
             wide.to(average_device(callback, module), kept)
             new.n_averaged.copy_(old.n_averaged)
             set_average(callback, new)

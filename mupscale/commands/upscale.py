@@ -19,7 +19,7 @@ from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import CHECKPOINT_KEY, load_checkpoint, mixed_widths, optimizer_names
 from mupscale.mup_optimizers import apply_mup
-from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SameNoise, SignalNoise
+from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
 from mupscale.widening.optimizer_state import continued_groups
 from mupscale.widening.parameter_groups import SOURCE_GROUP
 from mupscale.widening.rules import registered_optimizer
@@ -41,6 +41,12 @@ def main(command: str, arguments: list[str]) -> None:
     )
     strength.add_argument(
         "--recorded-noise", type=Path, metavar="FILE", help="per-weight noise constants of an earlier upscale"
+    )
+    parser.add_argument(
+        "--centred",
+        action="store_true",
+        help="centre the noise over the copies of each input unit: the function stays as it was "
+        "(recorded noise is centred anyway if it was so when it was recorded)",
     )
     parser.add_argument("--save-noise", type=Path, metavar="FILE", help="write the per-weight noise constants")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the noise (default 0)")
@@ -72,11 +78,16 @@ def main(command: str, arguments: list[str]) -> None:
 
 
 def noise_of(options: argparse.Namespace) -> Noise | None:
+    centred = options.centred
     if options.noise is not None:
-        return AdditiveNoise(options.noise)
+        return AdditiveNoise(options.noise, centred=centred)
     if options.signal_noise is not None:
-        return SignalNoise(options.signal_noise)
-    return RecordedNoise(options.recorded_noise) if options.recorded_noise is not None else None
+        return SignalNoise(options.signal_noise, centred=centred)
+    if options.recorded_noise is not None:
+        return RecordedNoise(options.recorded_noise, centred=centred or None)
+    if centred:
+        raise UserError("--centred: there is no noise to centre. Give --noise, --signal-noise or --recorded-noise too")
+    return None
 
 
 def upscale_checkpoint(
@@ -105,7 +116,7 @@ def upscale_checkpoint(
         # the draw depends on the precision, and the average may have a lower one than the weights
         precision = next(narrow.parameters()).dtype
         average, wide_average = _networks(module, width, checkpoint["state_dict"], at_least=precision)
-        upscale(average, wide_average, noise=SameNoise(report.noise), seed=seed)
+        upscale(average, wide_average, noise=report.same_noise(), seed=seed)
         _store(checkpoint["state_dict"], wide_average)
     checkpoint["hyper_parameters"]["width"] = width
     checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in wide_opts]

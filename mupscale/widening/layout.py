@@ -1,11 +1,12 @@
-"""How the entries of one axis are duplicated, and tensors duplicated along their axes.
+"""How the entries of one axis are duplicated, tensors duplicated along their axes, and copies centred.
 
 An axis of a narrow tensor is a row of pieces `(length, block, factor)`: each run of `block` consecutive entries of the
 piece is repeated `factor` times. Block 1 is `repeat_interleave`; a block of head_dim repeats whole heads; factor 1
 copies.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -106,6 +107,31 @@ def duplicate(source: Tensor, layouts: Sequence[Layout]) -> Tensor:
     target = source.new_empty([wide_length(layout) for layout in layouts])
     duplicate_(target, source, layouts)
     return target
+
+
+def centre_(tensor: Tensor, layouts: Sequence[Layout], axes: Collection[int]) -> None:
+    """Subtracts, in place, the mean over the copies that one narrow entry has along `axes`, and keeps the variance.
+
+    `tensor` has the wide shape and independent entries of one variance. Afterwards the k copies of an entry along
+    `axes` sum to zero, so that a layer that sums over these axes maps duplicated inputs to zero. Centring leaves the
+    share 1 - 1/k of the variance; the entries are divided by its root. An entry with a single copy becomes zero.
+    """
+    ones = [[1.0] * len(layout) for layout in layouts]
+    for _, wide_slices, pieces, _ in _cells(layouts, ones):
+        shape: list[int] = []
+        copies_at: list[int] = []
+        for axis, piece in enumerate(pieces):
+            if axis in axes:
+                copies_at.append(len(shape) + 1)
+                shape += [piece.length // piece.block, piece.factor, piece.block]
+            else:
+                shape.append(piece.length * piece.factor)
+        copies = tensor[wide_slices].view(shape)
+        count = math.prod(shape[axis] for axis in copies_at)
+        if count == 1:
+            copies.zero_()
+        else:
+            copies.sub_(copies.mean(copies_at, keepdim=True)).div_(math.sqrt(1 - 1 / count))
 
 
 def _cells(

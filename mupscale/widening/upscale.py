@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mupscale.errors import UserError
 from mupscale.widening.finite import refuse_non_finite_model
 from mupscale.widening.mixed_axes import keep_reference_units
-from mupscale.widening.noise import Constants, Noise, add_noise_, may_overflow, save_constants
+from mupscale.widening.noise import Constants, Noise, SameNoise, add_noise_, may_overflow, save_constants
 from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
 from mupscale.widening.plan import Blocks, Plan
 from mupscale.widening.plan import plan as make_plan
@@ -44,10 +44,16 @@ class UpscaleReport:
     notes: tuple[str, ...]
     """What keeps the wide run from continuing the narrow one exactly, noise aside."""
     seconds: float
+    centred: bool = False
+    """Whether that noise was centred."""
 
     def save_noise(self, path: str | Path) -> None:
         """Writes the noise constants to a JSON file that `RecordedNoise` reads."""
-        save_constants(self.noise, path)
+        save_constants(self.noise, path, self.centred)
+
+    def same_noise(self) -> Noise:
+        """The very noise of this upscale, for a copy of the model such as the average of an EMA, with the same seed."""
+        return SameNoise(self.noise, self.centred)
 
     def __str__(self) -> str:
         entries = self.plan.parameters.values()
@@ -57,8 +63,8 @@ class UpscaleReport:
         )
         noisy = sum(bool(torch.as_tensor(constant).any()) for constant in self.noise.values())
         lines = [
-            f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; noise on {noisy} of "
-            f"{len(self.noise)} of them"
+            f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; {'centred ' * self.centred}noise on "
+            f"{noisy} of {len(self.noise)} of them"
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -132,7 +138,8 @@ def upscale(
         keep_reference_units(wide, after)
         optimizers.append(after)
     answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
-    return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start)
+    centred = noise is not None and noise.centred
+    return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start, centred)
 
 
 def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimizer], list[Optimizer | None]]:

@@ -9,6 +9,7 @@ from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
+from mupscale.widening.noise import AdditiveNoise
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
@@ -85,6 +86,29 @@ def test_noise_options_and_files(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt", "narrow.ckpt", "noise.json"]
 
 
+def test_centred_noise_leaves_the_loss_as_it_was(tmp_path):
+    """Inside a run and offline; recorded noise is centred as it was. The average of an EMA gets the same."""
+    swap = UpscaleCallback(10, 16, noise=AdditiveNoise(0.5, centred=True))
+    fit(tmp_path, 11, EMAWeightAveraging(decay=0.9), swap)
+    assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-12)
+    narrow, noise = str(tmp_path / "pre-upscale-10.ckpt"), str(tmp_path / "noise.json")
+    for name, options in {
+        "exact": [],
+        "centred": ["--noise", "0.5", "--centred", "--save-noise", noise],
+        "recorded": ["--recorded-noise", noise],
+    }.items():
+        main(["upscale", narrow, "--width", "16", *options, "--out", str(tmp_path / f"{name}.ckpt")])
+    exact, centred, recorded = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("exact", "centred", "recorded")
+    )
+    for name in exact["state_dict"]:
+        model, average = (centred[key][name] - exact[key][name] for key in ("current_model_state", "state_dict"))
+        assert bool(model.any()) == (name in ("net.layers.1.weight", "net.layers.2.weight"))
+        torch.testing.assert_close(average, model.float(), rtol=0, atol=1e-6)
+        for key in ("current_model_state", "state_dict"):
+            assert torch.equal(centred[key][name], recorded[key][name])
+
+
 def test_an_average_gets_the_noise_of_its_model(tmp_path):
     """Not its own: it is smaller than the weights it averages, and signal-normalised noise would be, too."""
     fit(tmp_path, 11, EMAWeightAveraging(decay=0.9), UpscaleCallback(10, 16))
@@ -109,6 +133,7 @@ def test_an_average_gets_the_noise_of_its_model(tmp_path):
         (["narrow.ckpt", "--width", "12", "--out", "x.ckpt"], "does not grow by a whole factor"),
         (["narrow.ckpt", "--width", "16", "--out", "narrow.ckpt"], "exists; --force overwrites it"),
         (["narrow.ckpt", "--width", "16", "--out", "x.ckpt", "--noise", "-1"], "std must be a finite number"),
+        (["narrow.ckpt", "--width", "16", "--out", "x.ckpt", "--centred"], "there is no noise to centre"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, tmp_path, monkeypatch):
