@@ -22,8 +22,8 @@ Point = dict[str, Any]
 MOST_DIFFERENCES = 4
 """How many differences a message lists."""
 
-LATER_ARGUMENTS = {"centred": False}
-"""Arguments that configurations of version 0.1 do not have, and what they then mean."""
+LATER_ARGUMENTS = {"centred": False, "heads": 12}
+"""Arguments that configurations of version 0.1 and of today may leave out or null, and what they then mean."""
 
 
 # --- keys

@@ -172,6 +172,17 @@ def test_which_weights_of_gpt2_get_noise(tied: bool):
     assert [name for name in noise if noise[name].any()] == [*block, *([] if tied else ["head.readout.weight"])]
 
 
+def test_more_heads_of_one_size():
+    def build(width: int) -> nn.Module:
+        return GPT2Net(width, layers=2, head_dim=4, vocabulary=30, context=11).double()
+
+    narrow, wide = (mupscale.set_base_shapes(build(width), build(4), build(8), init="constant") for width in (8, 24))
+    noise = added(narrow, wide, mupscale.AdditiveNoise(0.1, centred=True))["blocks.0.attention.project.weight"]
+    assert noise.view(24, 2, 3, 4).sum(2).abs().max() <= 1e-15  # the three copies of each head
+    assert noise.view(24, 8, 3).sum(2).abs().max() > 0.01
+    assert drift(narrow, wide, torch.arange(11)[None]) <= 1e-12
+
+
 def test_a_tied_embedding_gets_none_whatever_its_role_is_called():
     def build(width: int) -> nn.Module:
         return GPT2Net(width, layers=1, heads=2, vocabulary=30, context=11).double()
