@@ -31,6 +31,7 @@ from mupscale.models._lightning import (
 )
 from mupscale.models.base import WidthScalable, init_contexts, refuse_bad_width
 from mupscale.models.checkpoint import Width, load_checkpoint, non_finite_in
+from mupscale.widening.new_copies import StateRule, check_own_count, check_state_rule, rewarm_new_copies
 from mupscale.widening.noise import Noise
 from mupscale.widening.optimizer_state import check_transfer, continued_groups, transfer_state
 from mupscale.widening.plan import Plan, plan
@@ -55,8 +56,9 @@ class UpscaleCallback(Callback):
         width: Width,
         noise: Noise | None = None,
         lr: float | None = None,
-        transfer_state: bool = True,
+        transfer_state: bool | StateRule = True,
         restart_schedule: bool = False,
+        rewarm_steps: int = 0,
     ) -> None:
         """
         Args:
@@ -64,8 +66,10 @@ class UpscaleCallback(Callback):
             width: The target width, a multiple of the width before.
             noise: Symmetry-breaking noise; none leaves the loss curve as it was.
             lr: The base learning rate from there on; by default the one so far.
-            transfer_state: Carry the optimizer state over; otherwise it starts anew.
+            transfer_state: What becomes of the optimizer state: `true` or `carry` moves it, `false` or `reset` starts
+                anew, `reset_new_copies` keeps it for the first copy of each unit and starts anew for the others.
             restart_schedule: Start the learning-rate schedule at zero again.
+            rewarm_steps: With `reset_new_copies`, the steps over which the rate of new copies rises to the others'.
         """
         if at_step < 0:
             raise UserError(f"UpscaleCallback.at_step must be at least 0, got {at_step}")
@@ -77,11 +81,21 @@ class UpscaleCallback(Callback):
                 "UpscaleCallback.noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got "
                 f"{noise!r}"
             )
+        state_rule: StateRule
+        if isinstance(transfer_state, bool):
+            state_rule = "carry" if transfer_state else "reset"
+        else:
+            state_rule = transfer_state
+        try:
+            check_state_rule(state_rule, rewarm_steps)
+        except UserError as error:
+            raise UserError(f"UpscaleCallback.transfer_state = {transfer_state!r}: {error}") from error
         self.at_step = at_step
         self.width = width
         self.noise = noise
         self.lr = lr
-        self.transfer_state = transfer_state
+        self.state_rule = state_rule
+        self.rewarm_steps = rewarm_steps
         self.restart_schedule = restart_schedule
         self.checkpoint: Path | None = None
         self.summary: dict[str, Any] = {}
@@ -138,6 +152,10 @@ class UpscaleCallback(Callback):
         before = self._width_before(trainer, pl_module)
         if trainer.ckpt_path is None and not _narrower(before, self.width) and before != self.width:
             raise UserError(f"UpscaleCallback.width = {self.width} is not wider than the width before it, {before}")
+        for optimizer in trainer.optimizers:
+            if self.state_rule == "reset_new_copies":
+                check_own_count(optimizer)
+            rewarm_new_copies(optimizer)  # resumed, it has the state but not the hooks
         if self.is_due(trainer, pl_module):
             self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
 
@@ -189,8 +207,8 @@ class UpscaleCallback(Callback):
             if module.device_mesh is not None or isinstance(part, nn.RNNBase):
                 part.to_empty(device=module.device, recurse=False)
         growth = plan(narrow, wide)
-        for optimizer in narrow_opts if self.transfer_state else ():
-            check_transfer(growth, narrow, optimizer, wide, None)
+        for optimizer in narrow_opts if self.state_rule != "reset" else ():
+            check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
         _copy_modes(narrow, wide)
         report = upscale(narrow, wide, noise=self.noise, seed=seed, plan=growth, consume=True)
         module.hparams["width"] = self.width
@@ -233,8 +251,16 @@ class UpscaleCallback(Callback):
             group["lr"] = base * factor
             if "initial_lr" in group:
                 group["initial_lr"] = base
-        if self.transfer_state:
-            transfer_state(growth, narrow, before, wide, after, consume=True)
+        transfer_state(
+            growth,
+            narrow,
+            before,
+            wide,
+            after,
+            consume=True,
+            state=self.state_rule,
+            rewarm_steps=self.rewarm_steps,
+        )
 
     def _widen_averages(self, module: WidthScalable, report: UpscaleReport, seed: int) -> None:
         """Each EMA callback gets its average widened, with the very noise that the model got."""

@@ -11,6 +11,15 @@ from torch.optim import Optimizer
 from mupscale.errors import UserError
 from mupscale.widening.finite import refuse_non_finite_state
 from mupscale.widening.layout import duplicate_
+from mupscale.widening.new_copies import (
+    GROWN_AT,
+    NEW_COPIES,
+    REWARM_STEPS,
+    StateRule,
+    check_reset,
+    new_copies,
+    rewarm_new_copies,
+)
 from mupscale.widening.parameter_groups import is_nonzero, names_by_id, split_groups
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.rules import Factors, Group, OptimizerRule, is_number, rule_of
@@ -18,10 +27,18 @@ from mupscale.widening.sharding import gathered, whole
 
 
 def check_transfer(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer | None
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opt: Optimizer,
+    wide: nn.Module,
+    wide_opt: Optimizer | None,
+    *,
+    state: StateRule = "carry",
 ) -> None:
     """Raises UserError, before anything is written, where `narrow_opt` cannot be continued on the wide model."""
     rule = rule_of(narrow_opt)
+    if state == "reset_new_copies":
+        check_reset(plan, narrow_opt)
     names = names_by_id(narrow)
     for group in narrow_opt.param_groups:
         for parameter in group["params"]:
@@ -88,10 +105,13 @@ def continued_groups(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide:
     return split_groups(narrow_opt.param_groups, rule_of(narrow_opt), target)
 
 
-def continued_optimizer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module) -> Optimizer:
+def continued_optimizer(
+    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, *, state: StateRule = "carry"
+) -> Optimizer:
     """A new optimizer of the same class over the wide parameters, with those groups."""
     optimizer = type(narrow_opt)(continued_groups(plan, narrow, narrow_opt, wide), **_settings(narrow_opt))
-    optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
+    if state != "reset":
+        optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
     return optimizer
 
 
@@ -125,9 +145,21 @@ def off_the_rule(
 
 
 def transfer_state(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer, *, consume: bool
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opt: Optimizer,
+    wide: nn.Module,
+    wide_opt: Optimizer,
+    *,
+    consume: bool,
+    state: StateRule = "carry",
+    rewarm_steps: int = 0,
 ) -> None:
-    """Moves all state by parameter name; with `consume`, freeing the narrow tensors one by one."""
+    """Moves state by parameter name, by a state rule; with `consume`, freeing the narrow tensors one by one."""
+    if state == "reset":
+        if consume:
+            narrow_opt.state.clear()
+        return
     wide_named = dict(wide.named_parameters())
     names = names_by_id(narrow)
     for group in narrow_opt.param_groups:
@@ -135,17 +167,51 @@ def transfer_state(
             wide_opt.state.pop(wide_named[names[id(parameter)]], None)
     group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
     rule = rule_of(narrow_opt)
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:
+            target = wide_named[names[id(parameter)]]
+            if GROWN_AT in group and id(target) in group_of:  # a warm-up that is under way goes on
+                group_of[id(target)].update({key: group[key] for key in (GROWN_AT, REWARM_STEPS)})
     for name, source in narrow.named_parameters():
         target = wide_named[name]
         if source not in narrow_opt.state or id(target) not in group_of:
             continue
-        state = narrow_opt.state.pop(source) if consume else narrow_opt.state[source]
+        narrow_state = narrow_opt.state.pop(source) if consume else narrow_opt.state[source]
         moved = {}
-        for key in list(state):
-            value = state.pop(key) if consume else state[key]
+        for key in list(narrow_state):
+            value = narrow_state.pop(key) if consume else narrow_state[key]
             moved[key] = _moved(key, value, plan.parameters[name], source, target, group_of[id(target)], rule)
             del value
         wide_opt.state[target] = moved
+    if state == "reset_new_copies":
+        _reset_new_copies(plan, wide_named, wide_opt, rule, rewarm_steps)
+    rewarm_new_copies(wide_opt)
+
+
+def _reset_new_copies(
+    plan: Plan, wide_named: dict[str, nn.Parameter], wide_opt: Optimizer, rule: OptimizerRule, rewarm_steps: int
+) -> None:
+    """Sets the state of new copies to zero, and notes which they are and when they came."""
+    name_of = {id(parameter): name for name, parameter in wide_named.items()}
+    for group in wide_opt.param_groups:
+        counts = [0.0]
+        for parameter in group["params"]:
+            entry = plan.parameters[name_of[id(parameter)]]
+            state = wide_opt.state.get(parameter, {})
+            if not entry.grows or (rule.counts_steps and not state):
+                continue
+            if not rule.counts_steps:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            counts.append(float(state["step"]))
+            mask = torch.empty_like(parameter, dtype=torch.bool, memory_format=torch.preserve_format)
+            with whole(mask) as new:
+                new.copy_(new_copies(entry))
+            state[NEW_COPIES] = mask
+            for key in rule.state.keys() & state.keys():
+                if isinstance(state[key], Tensor):
+                    state[key].masked_fill_(mask, group.get("initial_accumulator_value", 0.0))
+            wide_opt.state[parameter] = state
+        group[GROWN_AT], group[REWARM_STEPS] = max(counts), rewarm_steps
 
 
 def _moved(
@@ -154,6 +220,11 @@ def _moved(
     """Tensors of the parameter's shape as dup / k_out^power in their own dtype; counters as clones in theirs."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
+    if key == NEW_COPIES:
+        mask = torch.empty_like(target, dtype=value.dtype, memory_format=torch.preserve_format)
+        with whole(mask) as copies:
+            duplicate_(copies, gathered(value), entry.layouts)
+        return mask
     if key not in rule.state:
         on_device = group.get("fused") or group.get("capturable") or value.device.type != "cpu"
         return value.detach().clone().to(target.device if on_device else value.device)
@@ -176,7 +247,7 @@ def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Gro
     if reason:
         raise UserError(f"parameter {name!r}: {reason}")
     for key, value in state.items():
-        if key in rule.state:
+        if key in rule.state or key == NEW_COPIES:
             if isinstance(value, Tensor) and value.shape != parameter.shape:
                 raise UserError(
                     f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from mupscale.errors import UserError
 from mupscale.widening.finite import refuse_non_finite_model
 from mupscale.widening.mixed_axes import keep_reference_units
+from mupscale.widening.new_copies import StateRule, check_state_rule
 from mupscale.widening.noise import Constants, Noise, SameNoise, add_noise_, may_overflow, save_constants
 from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
 from mupscale.widening.plan import Blocks, Plan
@@ -82,6 +83,8 @@ def upscale(
     blocks: Blocks | None = None,
     plan: Plan | None = None,
     consume: bool = False,
+    state: StateRule = "carry",
+    rewarm_steps: int = 0,
 ) -> UpscaleReport:
     """Writes the widened `narrow` into `wide`: weights, buffers, noise and optimizer state, all by name.
 
@@ -91,14 +94,19 @@ def upscale(
     (muP: `apply_mup`) and receives the state. Both may be lists, paired in order. `consume=True` frees the narrow model
     and its state tensor by tensor, so that memory peaks at the wide footprint plus one tensor.
 
+    `state` says what becomes of the optimizer state: `carry` moves all of it, `reset` none, `reset_new_copies` that of
+    the first copy of each unit, while the others start at zero with a count of their own and a learning rate that rises
+    over `rewarm_steps`.
+
     Everything is checked before anything is written: after a UserError both models are as they were.
     """
     start = time.perf_counter()
     if plan is None:
         plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
+    check_state_rule(state, rewarm_steps)
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
-        check_transfer(plan, narrow, before, wide, after)
+        check_transfer(plan, narrow, before, wide, after, state=state)
     if noise is not None:
         if not isinstance(noise, Noise):
             raise UserError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
@@ -131,10 +139,12 @@ def upscale(
     remember_widths(plan, narrow, wide)
     optimizers: list[Optimizer] = []
     notes = list(plan.notes)
+    if narrow_opts and state != "carry":
+        notes.append(f"the state of {'new copies' if state == 'reset_new_copies' else 'the optimizer'} starts anew")
     for before, given in zip(narrow_opts, wide_opts, strict=True):
-        after = continued_optimizer(plan, narrow, before, wide) if given is None else given
+        after = continued_optimizer(plan, narrow, before, wide, state=state) if given is None else given
         notes += off_the_rule(plan, narrow, before, wide, after)
-        transfer_state(plan, narrow, before, wide, after, consume=consume)
+        transfer_state(plan, narrow, before, wide, after, consume=consume, state=state, rewarm_steps=rewarm_steps)
         keep_reference_units(wide, after)
         optimizers.append(after)
     answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None

@@ -15,6 +15,7 @@ from training_runs import LIGHTNING_WARNINGS, fit, gap, rates
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -78,6 +79,43 @@ def test_restart_schedule(schedule: str, tmp_path: Path) -> None:
         restarted = fit(make(), tmp_path, UpscaleCallback(20, 24, restart_schedule=True, lr=lr), steps=45)
         expected = rates(fit(make(24, optimizer=partial(ADAMW, lr=lr or 1e-2)), tmp_path, steps=25))
         assert rates(restarted) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
+def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> None:
+    """In the middle of it, to the bit; and it slows the new copies down."""
+
+    def swap(rewarm_steps: int = 20) -> UpscaleCallback:
+        return UpscaleCallback(10, 16, transfer_state="reset_new_copies", rewarm_steps=rewarm_steps)
+
+    make = partial(mlp, optimizer=OPTIMIZERS[optimizer])
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=15, save_top_k=-1)
+    whole = fit(make(), tmp_path, swap(), saver, ExactResume(), enable_checkpointing=True, steps=40)
+    resumed = fit(make(), tmp_path, swap(), ExactResume(), ckpt=tmp_path / "step=15.ckpt", steps=40)
+    assert torch.equal(resumed.losses, whole.losses[15:])
+    without = fit(make(), tmp_path, swap(0), steps=40)
+    assert torch.equal(without.losses[:11], whole.losses[:11])
+    assert gap(without, whole) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transfer_state": "keep"}, "transfer_state = 'keep': the state rule must be one of carry, reset"),
+        ({"rewarm_steps": 5}, "transfer_state = True: rewarm_steps = 5 warms up"),
+        ({"transfer_state": False, "rewarm_steps": 5}, "transfer_state = False: rewarm_steps = 5 warms up"),
+    ],
+)
+def test_a_state_rule_that_does_not_exist(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^UpscaleCallback.{message}"):
+        UpscaleCallback(10, 16, **settings)
+
+
+def test_an_optimizer_that_cannot_start_anew_in_part_is_refused_before_training(tmp_path: Path) -> None:
+    swap = UpscaleCallback(10, 16, transfer_state="reset_new_copies")
+    with pytest.raises(UserError, match="how NAdam depends on its step count is not known"):
+        fit(mlp(optimizer=torch.optim.NAdam), tmp_path, swap)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_transfer_of_state_the_optimizer_starts_anew(tmp_path: Path) -> None:
