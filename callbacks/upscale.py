@@ -81,11 +81,8 @@ class UpscaleCallback(Callback):
                 "UpscaleCallback.noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got "
                 f"{noise!r}"
             )
-        state_rule: StateRule
-        if isinstance(transfer_state, bool):
-            state_rule = "carry" if transfer_state else "reset"
-        else:
-            state_rule = transfer_state
+        named: StateRule = "carry" if transfer_state else "reset"
+        state_rule = named if isinstance(transfer_state, bool) else transfer_state
         try:
             check_state_rule(state_rule, rewarm_steps)
         except UserError as error:
