@@ -48,6 +48,11 @@ class CausalAttention(nn.Module):
         head_dim = self.project.in_features // self.heads
         return {"qkv.weight": {0: head_dim}, "project.weight": {1: head_dim}}
 
+    @property
+    def width_groups(self) -> dict[str, dict[str, int]]:
+        """Heads that grow in number are units of their own."""
+        return {"heads": {"qkv.weight": 0, "project.weight": 1}} if self.grows_by_heads else {}
+
     def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         q_BHTE, k_BHTE, v_BHTE = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
@@ -65,6 +70,10 @@ class Block(nn.Module):
         self.attention = CausalAttention(width, heads, grows_by_heads)
         self.ln_2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+
+    @property
+    def width_groups(self) -> dict[str, dict[str, int]]:
+        return {"feed_forward": {"mlp.0.weight": 0, "mlp.2.weight": 1}}
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.ln_1(x_BTD))

@@ -91,6 +91,9 @@ def duplicate_(
     """
     scales = scales or [[1.0] * len(layout) for layout in layouts]
     dtype = torch.promote_types(source.dtype, target.dtype)
+    if math.prod(len(layout) for layout in layouts) > _MANY_CELLS:
+        _duplicate_by_index_(target, source, layouts, scales, scale, dtype)
+        return
     for source_slices, target_slices, pieces, cell_scale in _cells(layouts, scales):
         # each axis of n entries becomes three, (n / block, factor, block), so that one strided copy does all the
         # repeating
@@ -100,6 +103,50 @@ def duplicate_(
         part = part.reshape([size for p in pieces for size in (p.length // p.block, 1, p.block)])
         copies = target[target_slices].view([size for p in pieces for size in (p.length // p.block, p.factor, p.block)])
         copies.copy_(part.expand(copies.shape))
+
+
+def _duplicate_by_index_(
+    target: Tensor,
+    source: Tensor,
+    layouts: Sequence[Layout],
+    scales: Sequence[Sequence[float]],
+    scale: float,
+    dtype: torch.dtype,
+) -> None:
+    """The same for axes of many pieces, each of which would be a copy of its own; with a temporary."""
+    result = source.to(dtype) * scale if scale != 1.0 else source
+    for axis, (layout, axis_scales) in enumerate(zip(layouts, scales, strict=True)):
+        if len(layout) == 1 and layout[0].factor == 1 and axis_scales[0] == 1.0:
+            continue
+        if any(number != 1.0 for number in axis_scales):
+            rows = [torch.full((p.length,), s, dtype=dtype) for p, s in zip(layout, axis_scales, strict=True)]
+            shape = [-1 if other == axis else 1 for other in range(len(layouts))]
+            result = result.to(dtype) * torch.cat(rows).to(result.device).view(shape)
+        result = result.index_select(axis, source_index(layout).to(result.device))
+    target.copy_(result)
+
+
+_MANY_CELLS = 256
+"""From here on one gather per axis is faster than a copy per cell."""
+
+
+def source_index(layout: Layout) -> Tensor:
+    """The narrow entry that each wide entry of an axis is a copy of."""
+    rows, at = [], 0
+    for piece in layout:
+        entries = torch.arange(at, at + piece.length).view(-1, 1, piece.block)
+        rows.append(entries.expand(-1, piece.factor, -1).flatten())
+        at += piece.length
+    return torch.cat(rows)
+
+
+def copy_index(layout: Layout) -> Tensor:
+    """Which copy of its narrow entry each wide entry of an axis is: 0 for the first."""
+    rows = []
+    for piece in layout:
+        copies = torch.arange(piece.factor).view(1, -1, 1)
+        rows.append(copies.expand(piece.length // piece.block, -1, piece.block).flatten())
+    return torch.cat(rows)
 
 
 def duplicate(source: Tensor, layouts: Sequence[Layout]) -> Tensor:

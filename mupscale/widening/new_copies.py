@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.widening.layout import Layout
+from mupscale.widening.layout import copy_index
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.rules import Group, OptimizerRule, rule_of
 from mupscale.widening.step_hooks import around_step, leave_alone
@@ -75,17 +75,8 @@ def new_copies(entry: TensorPlan) -> Tensor:
     first = torch.ones([1] * len(entry.layouts), dtype=torch.bool)
     for axis, layout in enumerate(entry.layouts):
         shape = [-1 if other == axis else 1 for other in range(len(entry.layouts))]
-        first = first & _first_copies(layout).view(shape)
+        first = first & (copy_index(layout) == 0).view(shape)
     return ~first
-
-
-def _first_copies(layout: Layout) -> Tensor:
-    parts = []
-    for piece in layout:
-        copies = torch.zeros(piece.length // piece.block, piece.factor, piece.block, dtype=torch.bool)
-        copies[:, 0] = True
-        parts.append(copies.flatten())
-    return torch.cat(parts)
 
 
 def rewarm_new_copies(optimizer: Optimizer) -> None:

@@ -92,7 +92,7 @@ class AdditiveNoise(Noise):
     def check(self, plan: Plan) -> None:
         self.check_level()
         _check_patterns(plan, self.where, self.centred)
-        _refuse_inert(self, plan)
+        refuse_inert(self, plan)
 
     def applies(self, entry: TensorPlan) -> bool:
         return is_noisy(entry, self.where, self.centred)
@@ -130,7 +130,7 @@ class SignalNoise(Noise):
     def check(self, plan: Plan) -> None:
         self.check_level()
         _check_patterns(plan, self.where, self.centred)
-        _refuse_inert(self, plan)
+        refuse_inert(self, plan)
 
     def applies(self, entry: TensorPlan) -> bool:
         return is_noisy(entry, self.where, self.centred)
@@ -190,7 +190,7 @@ class RecordedNoise(Noise):
             if not bool(torch.isfinite(constant).all()) or bool((constant < 0).any()):
                 raise UserError(f"RecordedNoise: {self.path} has a constant for {name!r} that is no standard deviation")
         if self.level() > 0:
-            _refuse_inert(self, plan)
+            refuse_inert(self, plan)
 
     def applies(self, entry: TensorPlan) -> bool:
         recorded = bool(torch.as_tensor(self.constants[entry.name]).any())
@@ -331,7 +331,7 @@ def _check_centred(what: str, value: object) -> None:
         raise UserError(f"{what}: centred must be true or false, got {value!r}")
 
 
-def _refuse_inert(noise: Noise, plan: Plan) -> None:
+def refuse_inert(noise: Noise, plan: Plan) -> None:
     """UserError for centred noise that no parameter would get."""
     if not noise.centred or any(noise.applies(entry) for entry in plan.parameters.values()):
         return

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,30 +94,52 @@ def check_transfer(
                 )
 
 
-def continued_groups(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module) -> list[Group]:
+FactorsOf = Callable[[TensorPlan], Factors]
+
+
+def table_factors(entry: TensorPlan) -> Factors:
+    """The factors of duplication."""
+    return entry.factors
+
+
+def continued_groups(
+    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, factors_of: FactorsOf = table_factors
+) -> list[Group]:
     """The parameter groups that continue `narrow_opt` on the wide model, its hyperparameters rescaled."""
     names = names_by_id(narrow)
     wide_named = dict(wide.named_parameters())
 
     def target(parameter: Tensor) -> tuple[Tensor, Factors]:
         entry = plan.parameters[names[id(parameter)]]
-        return wide_named[entry.name], Factors(entry.k_out, entry.k_in, entry.narrow_shape, entry.wide_shape)
+        return wide_named[entry.name], factors_of(entry)
 
     return split_groups(narrow_opt.param_groups, rule_of(narrow_opt), target)
 
 
 def continued_optimizer(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, *, state: StateRule = "carry"
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opt: Optimizer,
+    wide: nn.Module,
+    *,
+    state: StateRule = "carry",
+    factors_of: FactorsOf = table_factors,
 ) -> Optimizer:
     """A new optimizer of the same class over the wide parameters, with those groups."""
-    optimizer = type(narrow_opt)(continued_groups(plan, narrow, narrow_opt, wide), **_settings(narrow_opt))
+    groups = continued_groups(plan, narrow, narrow_opt, wide, factors_of)
+    optimizer = type(narrow_opt)(groups, **_settings(narrow_opt))
     if state != "reset":
         optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
     return optimizer
 
 
 def off_the_rule(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opt: Optimizer,
+    wide: nn.Module,
+    wide_opt: Optimizer,
+    factors_of: FactorsOf = table_factors,
 ) -> list[str]:
     """A note on each hyperparameter of `wide_opt` that does not follow from `narrow_opt`.
 
@@ -130,7 +153,7 @@ def off_the_rule(
         for parameter in group["params"]:
             entry = plan.parameters[names[id(parameter)]]
             wide_group = group_of.get(id(wide_named[entry.name]))
-            scaling = rule.scale(group, Factors(entry.k_out, entry.k_in, entry.narrow_shape, entry.wide_shape))
+            scaling = rule.scale(group, factors_of(entry))
             for key, factor in scaling._asdict().items():
                 if wide_group is not None and is_nonzero(group.get(key)) and is_nonzero(wide_group.get(key)):
                     ratio = float(wide_group[key]) / (float(group[key]) * factor)
@@ -154,8 +177,13 @@ def transfer_state(
     consume: bool,
     state: StateRule = "carry",
     rewarm_steps: int = 0,
+    factors_of: FactorsOf = table_factors,
+    to_copies: bool = True,
 ) -> None:
-    """Moves state by parameter name, by a state rule; with `consume`, freeing the narrow tensors one by one."""
+    """Moves state by parameter name, by a state rule; with `consume`, freeing the narrow tensors one by one.
+
+    Without `to_copies` only the first copy of each entry gets it, and the others are zero.
+    """
     if state == "reset":
         if consume:
             narrow_opt.state.clear()
@@ -180,7 +208,13 @@ def transfer_state(
         moved = {}
         for key in list(narrow_state):
             value = narrow_state.pop(key) if consume else narrow_state[key]
-            moved[key] = _moved(key, value, plan.parameters[name], source, target, group_of[id(target)], rule)
+            entry = plan.parameters[name]
+            k_out = factors_of(entry).k_out
+            moved[key] = _moved(key, value, entry, k_out, source, target, group_of[id(target)], rule)
+            if key in rule.state and not to_copies and isinstance(value, Tensor):
+                with whole(moved[key]) as copies:
+                    duplicate_(copies, gathered(value), entry.layouts, scale=k_out ** -rule.state[key])
+                    copies.masked_fill_(new_copies(entry).to(copies.device), 0.0)
             del value
         wide_opt.state[target] = moved
     if state == "reset_new_copies":
@@ -215,7 +249,14 @@ def _reset_new_copies(
 
 
 def _moved(
-    key: str, value: Any, entry: TensorPlan, source: Tensor, target: Tensor, group: Group, rule: OptimizerRule
+    key: str,
+    value: Any,
+    entry: TensorPlan,
+    k_out: float,
+    source: Tensor,
+    target: Tensor,
+    group: Group,
+    rule: OptimizerRule,
 ) -> Any:
     """Tensors of the parameter's shape as dup / k_out^power in their own dtype; counters as clones in theirs."""
     if not isinstance(value, Tensor):
@@ -232,7 +273,7 @@ def _moved(
     tensor = torch.empty_like(target, dtype=dtype, memory_format=torch.preserve_format)
     with whole(tensor) as state:
         # one factor for all, also where pieces grow differently: such state is kept in reference units
-        duplicate_(state, gathered(value), entry.layouts, scale=entry.k_out ** -rule.state[key])
+        duplicate_(state, gathered(value), entry.layouts, scale=k_out ** -rule.state[key])
     return tensor
 
 

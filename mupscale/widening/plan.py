@@ -19,6 +19,7 @@ from mupscale.widening import modules
 from mupscale.widening.layout import Layout, LayoutSpec, Piece, interleaved, is_mixed, parse_layout, reference_factor
 from mupscale.widening.modules import Kind, Side
 from mupscale.widening.roles import Role, Roles, all_sides, declared, given_pairs, match_roles, matches
+from mupscale.widening.rules import Factors
 from mupscale.widening.survey import Survey, Use, some_names
 
 Blocks = Mapping[str, Mapping[int, LayoutSpec]]
@@ -56,6 +57,11 @@ class TensorPlan:
     @property
     def k_in(self) -> int:
         return math.prod(reference_factor(x) for x, side in zip(self.layouts, self.sides, strict=True) if side == "in")
+
+    @property
+    def factors(self) -> Factors:
+        """What Table 1 is a function of."""
+        return Factors(self.k_out, self.k_in, self.narrow_shape, self.wide_shape)
 
     @property
     def copies_summed(self) -> int:

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.widening.finite import refuse_non_finite_model
+from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.new_copies import StateRule, check_state_rule
 from mupscale.widening.noise import Constants, Noise, SameNoise, add_noise_, may_overflow, save_constants
 from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
 from mupscale.widening.plan import Blocks, Plan
-from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.roles import Roles
 from mupscale.widening.sharding import gathered, whole
 from mupscale.widening.weights import (
@@ -26,7 +26,6 @@ from mupscale.widening.weights import (
     refuse_held,
     release_,
     remember_widths,
-    widen_,
     widen_buffers_,
 )
 
@@ -83,8 +82,9 @@ def upscale(
     blocks: Blocks | None = None,
     plan: Plan | None = None,
     consume: bool = False,
-    state: StateRule = "carry",
+    state: StateRule | None = None,
     rewarm_steps: int = 0,
+    method: GrowthMethod | None = None,
 ) -> UpscaleReport:
     """Writes the widened `narrow` into `wide`: weights, buffers, noise and optimizer state, all by name.
 
@@ -96,14 +96,24 @@ def upscale(
 
     `state` says what becomes of the optimizer state: `carry` moves all of it, `reset` none, `reset_new_copies` that of
     the first copy of each unit, while the others start at zero with a count of their own and a learning rate that rises
-    over `rewarm_steps`.
+    over `rewarm_steps`. By default it is the method's.
+
+    `method` is another way to grow (`mupscale.widening.methods`); by default the paper's duplication.
 
     Everything is checked before anything is written: after a UserError both models are as they were.
     """
     start = time.perf_counter()
-    if plan is None:
-        plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
+    if method is None:
+        method = Duplication()
+    if not isinstance(method, GrowthMethod):
+        raise UserError(f"method must be a growth method, as Duplication() or Net2Net(); got {method!r}")
+    if noise is not None and method.noise is not None:
+        raise UserError(f"{type(method).__name__} has noise of its own. Give none, or use another method")
+    noise = noise if method.noise is None else method.noise
+    state = method.state if state is None else state
     check_state_rule(state, rewarm_steps)
+    if plan is None:
+        plan = method.plan(narrow, wide, roles, blocks)
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         check_transfer(plan, narrow, before, wide, after, state=state)
@@ -113,7 +123,7 @@ def upscale(
         noise.check(plan)
     refuse_non_finite_model(plan, narrow, wide)
     if noise is not None:
-        _refuse_overflow(plan, narrow, wide, noise, seed)
+        _refuse_overflow(plan, narrow, wide, method, noise, seed)
     refuse_held(wide, wide_opts)
 
     materialise_recurrent_(wide, narrow)
@@ -126,7 +136,7 @@ def upscale(
             materialise_(target, source.device)
         narrow_weight = gathered(source)
         with whole(target) as weight:
-            widen_(weight, narrow_weight, entry)
+            method.widen_(weight, narrow_weight, entry)
             constants[name] = add_noise_(weight, entry, noise, narrow_weight, seed) if noise is not None else 0.0
         del narrow_weight
         if consume:
@@ -136,15 +146,28 @@ def upscale(
     for buffer in narrow.buffers() if consume else ():
         if id(buffer) not in kept:
             release_(buffer)
-    remember_widths(plan, narrow, wide)
+    remember_widths(plan, narrow, wide, method.factors, entrywise=method.hyperparameters == "table")
     optimizers: list[Optimizer] = []
     notes = list(plan.notes)
     if narrow_opts and state != "carry":
         notes.append(f"the state of {'new copies' if state == 'reset_new_copies' else 'the optimizer'} starts anew")
     for before, given in zip(narrow_opts, wide_opts, strict=True):
-        after = continued_optimizer(plan, narrow, before, wide, state=state) if given is None else given
-        notes += off_the_rule(plan, narrow, before, wide, after)
-        transfer_state(plan, narrow, before, wide, after, consume=consume, state=state, rewarm_steps=rewarm_steps)
+        after = given
+        if after is None:
+            after = continued_optimizer(plan, narrow, before, wide, state=state, factors_of=method.rate_factors)
+        notes += off_the_rule(plan, narrow, before, wide, after, method.rate_factors)
+        transfer_state(
+            plan,
+            narrow,
+            before,
+            wide,
+            after,
+            consume=consume,
+            state=state,
+            rewarm_steps=rewarm_steps,
+            factors_of=method.factors,
+            to_copies=method.state_to_copies,
+        )
         keep_reference_units(wide, after)
         optimizers.append(after)
     answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
@@ -171,7 +194,9 @@ def _as_list(optimizers: Optimizers) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
-def _refuse_overflow(plan: Plan, narrow: nn.Module, wide: nn.Module, noise: Noise, seed: int) -> None:
+def _refuse_overflow(
+    plan: Plan, narrow: nn.Module, wide: nn.Module, method: GrowthMethod, noise: Noise, seed: int
+) -> None:
     """UserError where a weight plus its noise is too large for the wide model's dtype.
 
     The noise is drawn as it will be, one parameter at a time, but only where its level or the dtype make it possible.
@@ -184,7 +209,7 @@ def _refuse_overflow(plan: Plan, narrow: nn.Module, wide: nn.Module, noise: Nois
         device = source.device if target.is_meta else target.device
         narrow_weight = gathered(source)
         trial = torch.empty(entry.wide_shape, dtype=target.dtype, device=device)
-        widen_(trial, narrow_weight, entry)
+        method.widen_(trial, narrow_weight, entry)
         add_noise_(trial, entry, noise, narrow_weight, seed)
         if not bool(torch.isfinite(trial).all()):
             raise UserError(
