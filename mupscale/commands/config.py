@@ -22,7 +22,7 @@ Point = dict[str, Any]
 MOST_DIFFERENCES = 4
 """How many differences a message lists."""
 
-LATER_ARGUMENTS = {"centred": False, "heads": 12, "rewarm_steps": 0}
+LATER_ARGUMENTS = {"centred": False, "heads": 12, "rewarm_steps": 0, "transfer_state": True}
 """Arguments that configurations of version 0.1 and of today may leave out or null, and what they then mean."""
 
 

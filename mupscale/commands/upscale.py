@@ -19,6 +19,7 @@ from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import CHECKPOINT_KEY, load_checkpoint, mixed_widths, optimizer_names
 from mupscale.mup_optimizers import apply_mup
+from mupscale.widening.methods import METHODS, Duplication, GrowthMethod
 from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
 from mupscale.widening.optimizer_state import continued_groups
 from mupscale.widening.parameter_groups import SOURCE_GROUP
@@ -48,6 +49,9 @@ def main(command: str, arguments: list[str]) -> None:
         help="centre the noise over the copies of each input unit: the function stays as it was "
         "(recorded noise is centred anyway if it was so when it was recorded)",
     )
+    parser.add_argument(
+        "--method", choices=sorted(METHODS), default="duplication", help="the growth method (default duplication)"
+    )
     parser.add_argument("--save-noise", type=Path, metavar="FILE", help="write the per-weight noise constants")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the noise (default 0)")
     parser.add_argument(
@@ -67,7 +71,13 @@ def main(command: str, arguments: list[str]) -> None:
     checkpoint = load_checkpoint(options.checkpoint)
     module = module_of(checkpoint, options.model)
     report = upscale_checkpoint(
-        checkpoint, module, width, noise_of(options), options.seed, optimizer=not options.no_optimizer
+        checkpoint,
+        module,
+        width,
+        noise_of(options),
+        options.seed,
+        optimizer=not options.no_optimizer,
+        method=METHODS[options.method](),
     )
     with replacing(options.out) as new:
         torch.save(checkpoint, new)
@@ -91,12 +101,20 @@ def noise_of(options: argparse.Namespace) -> Noise | None:
 
 
 def upscale_checkpoint(
-    checkpoint: dict[str, Any], module: WidthScalable, width: Any, noise: Noise | None, seed: int, *, optimizer: bool
+    checkpoint: dict[str, Any],
+    module: WidthScalable,
+    width: Any,
+    noise: Noise | None,
+    seed: int,
+    *,
+    optimizer: bool,
+    method: GrowthMethod | None = None,
 ) -> UpscaleReport:
     """Widens a checkpoint in place: its weights, optimizers, schedules, and width. `module` is `module_of` it.
 
     The average of an EMA gets the same noise as the weights.
     """
+    method = Duplication() if method is None else method
     saved, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", []) if optimizer else []
     averaged = "current_model_state" in checkpoint  # of an EMA run: "state_dict" is the average
     key = "current_model_state" if averaged else "state_dict"
@@ -104,10 +122,10 @@ def upscale_checkpoint(
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
     narrow_opts = [_saved_optimizer(narrow, *row) for row in rows]
     wide_opts = [_fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
-    report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed)
+    report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, method=method)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         continued: dict[int, dict[str, Any]] = {}
-        for group in continued_groups(report.plan, narrow, before, wide):
+        for group in continued_groups(report.plan, narrow, before, wide, method.mup_rate_factors):
             continued.update({id(parameter): group for parameter in group["params"]})
         for group in after.param_groups:
             group.update({**continued[id(group["params"][0])], "params": group["params"]})
@@ -116,7 +134,7 @@ def upscale_checkpoint(
         # the draw depends on the precision, and the average may have a lower one than the weights
         precision = next(narrow.parameters()).dtype
         average, wide_average = _networks(module, width, checkpoint["state_dict"], at_least=precision)
-        upscale(average, wide_average, noise=report.same_noise(), seed=seed)
+        upscale(average, wide_average, noise=report.same_noise(), seed=seed, plan=report.plan, method=method)
         _store(checkpoint["state_dict"], wide_average)
     checkpoint["hyper_parameters"]["width"] = width
     checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in wide_opts]

@@ -69,7 +69,14 @@ def wide_length(layout: Layout) -> int:
 
 
 def reference_factor(layout: Layout) -> int:
-    """The factor of the axis; of unlike pieces, the largest: fixed features beside width have factor 1."""
+    """The factor of the axis; of unlike pieces, the largest: fixed features beside width have factor 1.
+
+    Where every unit is a piece of its own, with a number of copies of its own, it is that of the axis as a whole.
+    """
+    narrow, wide = narrow_length(layout), wide_length(layout)
+    unit_by_unit = len({(piece.length, piece.block) for piece in layout}) == 1 and layout[0].length == layout[0].block
+    if is_mixed(layout) and unit_by_unit and wide % narrow == 0:
+        return wide // narrow
     return max(piece.factor for piece in layout)
 
 

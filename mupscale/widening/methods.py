@@ -22,7 +22,8 @@ takes new units from the next layer), and `fit(batches, loss)`, a short run that
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -91,6 +92,10 @@ class GrowthMethod(ABC):
         if self.hyperparameters == "same":
             return Factors(1, 1, entry.wide_shape, entry.wide_shape)
         return self.factors(entry)
+
+    def mup_rate_factors(self, entry: TensorPlan) -> Factors:
+        """The factors that the hyperparameters of a model under muP follow: those of its width, or none."""
+        return self.rate_factors(entry) if self.hyperparameters == "same" else entry.factors
 
     def maps(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """`out` and `inn` of an axis with this layout, as matrices."""
@@ -286,12 +291,15 @@ class _BelowTheWeights(Noise):
         return size * 10 ** (-self.decibels / 20) / init_scale(entry)
 
 
-METHODS: dict[str, type[GrowthMethod]] = {
+METHODS: dict[str, Callable[[], GrowthMethod]] = {
     "duplication": Duplication,
     "net2net": Net2Net,
-    "zero_padding": ZeroPadding,
+    "zero-padding": ZeroPadding,
     "hypercloning": HyperCloning,
+    "hypercloning-diagonal": partial(HyperCloning, "diagonal"),
+    "hypercloning-noisy": partial(HyperCloning, "noisy"),
 }
+"""As published, by the names of the command line."""
 
 
 def _normalises_width(module: nn.Module) -> bool:

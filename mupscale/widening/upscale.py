@@ -107,9 +107,9 @@ def upscale(
         method = Duplication()
     if not isinstance(method, GrowthMethod):
         raise UserError(f"method must be a growth method, as Duplication() or Net2Net(); got {method!r}")
-    if noise is not None and method.noise is not None:
+    if noise is not None and method.noise is not None and not isinstance(noise, SameNoise):
         raise UserError(f"{type(method).__name__} has noise of its own. Give none, or use another method")
-    noise = noise if method.noise is None else method.noise
+    noise = method.noise if noise is None else noise
     state = method.state if state is None else state
     check_state_rule(state, rewarm_steps)
     if plan is None:

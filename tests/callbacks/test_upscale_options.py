@@ -101,14 +101,54 @@ def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"transfer_state": "keep"}, "transfer_state = 'keep': the state rule must be one of carry, reset"),
-        ({"rewarm_steps": 5}, "transfer_state = True: rewarm_steps = 5 warms up"),
-        ({"transfer_state": False, "rewarm_steps": 5}, "transfer_state = False: rewarm_steps = 5 warms up"),
+        ({"transfer_state": "keep"}, "the state rule must be one of carry, reset, reset_new_copies; got 'keep'"),
+        ({"rewarm_steps": 5}, "rewarm_steps = 5 warms up .* the rule 'carry' does not"),
+        ({"transfer_state": False, "rewarm_steps": 5}, "rewarm_steps = 5 warms up .* the rule 'reset' does not"),
     ],
 )
 def test_a_state_rule_that_does_not_exist(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=f"^UpscaleCallback.{message}"):
+    with pytest.raises(UserError, match=f"^UpscaleCallback.transfer_state: {message}"):
         UpscaleCallback(10, 16, **settings)
+
+
+RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
+
+
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
+@pytest.mark.parametrize(
+    "method",
+    [mupscale.Net2Net(), mupscale.HyperCloning("diagonal", **RULES)],
+    ids=["net2net", "diagonal"],
+)
+def test_a_method_that_keeps_the_training(method: Any, optimizer: str, tmp_path: Path) -> None:
+    """Also with clipping, and after a resume."""
+    make = partial(mlp, optimizer=OPTIMIZERS[optimizer])
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=30, save_top_k=-1)
+    swap = partial(UpscaleCallback, 20, 24, method=method)
+    narrow = fit(make(), tmp_path, gradient_clip_val=0.1)
+    wide = fit(make(), tmp_path, swap(), saver, ExactResume(), enable_checkpointing=True, gradient_clip_val=0.1)
+    assert gap(narrow, wide) < 1e-9
+    resumed = fit(make(), tmp_path, swap(), ExactResume(), ckpt=tmp_path / "step=30.ckpt", gradient_clip_val=0.1)
+    assert torch.equal(resumed.losses, wide.losses[30:])
+
+
+def test_zero_padding_has_the_rates_of_its_width(tmp_path: Path) -> None:
+    swap = UpscaleCallback(20, 24, method=mupscale.ZeroPadding())
+    padded = fit(mlp(), tmp_path, swap, steps=40)
+    assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-12)
+    assert rates(padded) == pytest.approx(rates(fit(mlp(24), tmp_path, steps=1)), rel=1e-12)
+
+
+def test_a_method_as_published(tmp_path: Path) -> None:
+    """The function stays, the optimizer starts anew, and the rates are those before."""
+    narrow = fit(mlp(), tmp_path, steps=40)
+    swap = UpscaleCallback(20, 24, method=mupscale.HyperCloning("noisy"))
+    wide = fit(mlp(), tmp_path, swap, steps=40)
+    assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-12)
+    assert rates(wide) == rates(narrow)
+    assert gap(narrow, wide) > 1e-3
+    with pytest.raises(UserError, match=r"UpscaleCallback.noise: HyperCloning has noise of its own"):
+        UpscaleCallback(20, 24, method=mupscale.HyperCloning("noisy"), noise=mupscale.AdditiveNoise(0.1))
 
 
 def test_an_optimizer_that_cannot_start_anew_in_part_is_refused_before_training(tmp_path: Path) -> None:

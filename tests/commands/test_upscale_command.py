@@ -9,6 +9,7 @@ from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
+from mupscale.widening.methods import HyperCloning, Net2Net, ZeroPadding
 from mupscale.widening.noise import AdditiveNoise
 
 pytestmark = [
@@ -71,6 +72,19 @@ def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
         assert [a[key] for key in ("lr", "initial_lr", "eps", "weight_decay")] == pytest.approx(
             [b[key] for key in ("lr", "initial_lr", "eps", "weight_decay")], rel=1e-12
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("net2net", Net2Net), ("zero-padding", ZeroPadding), ("hypercloning-diagonal", None)]
+)
+def test_a_method_offline_is_the_method_inside_a_run(name, method, tmp_path):
+    method = HyperCloning("diagonal") if method is None else method()
+    inside = fit(tmp_path, 30, UpscaleCallback(10, 24, method=method))
+    narrow, out = str(tmp_path / "pre-upscale-10.ckpt"), str(tmp_path / "wide.ckpt")
+    main(["upscale", narrow, "--width", "24", "--method", name, "--out", out])
+    offline = fit(tmp_path, 30, UpscaleCallback(10, 24, method=method), ckpt_path=out)
+    for a, b in zip(weights(offline), weights(inside), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_noise_options_and_files(tmp_path):
