@@ -10,6 +10,7 @@ from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
 from mupscale.models.base import WidthScalable, doubled
 from mupscale.models.checkpoint import Width
+from mupscale.widening.methods import Duplication, GrowthMethod
 
 
 def configured(
@@ -35,9 +36,12 @@ def upscales(trainer: Trainer) -> list[UpscaleCallback]:
     return sorted(callbacks_in(trainer, UpscaleCallback), key=lambda callback: callback.at_step)
 
 
-def growths(module: WidthScalable, trainer: Trainer) -> list[tuple[Width, Width]]:
-    """The widths before and after each scheduled upscale, in order; without any, a doubling."""
-    widths = [module.width, *(callback.width for callback in upscales(trainer))]
-    if len(widths) == 1:
-        widths.append(doubled(module.width))
-    return list(pairwise(widths))
+def growths(module: WidthScalable, trainer: Trainer) -> list[tuple[Width, Width, GrowthMethod]]:
+    """The widths before and after each scheduled upscale, and its method, in order; without any, a doubling."""
+    scheduled = upscales(trainer)
+    if not scheduled:
+        return [(module.width, doubled(module.width), Duplication())]
+    widths = [module.width, *(callback.width for callback in scheduled)]
+    return [
+        (before, after, callback.method) for (before, after), callback in zip(pairwise(widths), scheduled, strict=True)
+    ]

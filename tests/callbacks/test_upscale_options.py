@@ -98,6 +98,14 @@ def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> N
     assert gap(without, whole) > 1e-6
 
 
+def test_a_warm_up_goes_on_through_a_second_upscale(tmp_path: Path) -> None:
+    def first() -> UpscaleCallback:
+        return UpscaleCallback(10, 16, transfer_state="reset_new_copies", rewarm_steps=20)
+
+    once, twice = fit(mlp(), tmp_path, first()), fit(mlp(), tmp_path, first(), UpscaleCallback(15, 48))
+    assert gap(once, twice) < 1e-9
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

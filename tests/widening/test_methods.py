@@ -60,8 +60,24 @@ def test_net2net_maps_at_random_and_by_its_seed():
 
     assert copies(1) == copies(1)
     assert copies(1) != copies(2)
+    entry = grown(Net2Net(), mlp(8), mlp(24)).plan.parameters["layers.1.weight"]
+    assert (entry.k_out, entry.k_in) == (3, 3)  # so that rates are those that muP gives to the width
     assert min(copies(1)) >= 1
     assert len(set(copies(1))) > 1
+
+
+@pytest.mark.parametrize("hyperparameters", ["table", "same"])
+def test_net2net_has_entrywise_rates_unless_they_stay(hyperparameters: Any):
+    narrow, wide = mlp(8).double(), mlp(24).double()
+    optimizer = torch.optim.SGD(narrow.parameters(), lr=0.1)
+    report = grown(Net2Net(hyperparameters=hyperparameters), narrow, wide, narrow_opt=optimizer)
+    before = wide.layers[1].weight.detach().clone()
+    for parameter in wide.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    report.optimizer.step()
+    update = before - wide.layers[1].weight.detach()
+    assert update.min() > 0
+    assert bool(update.max() > 1.1 * update.min()) == (hyperparameters == "table")
 
 
 def test_net2net_leaves_what_a_mup_readout_averages_over():
