@@ -70,7 +70,8 @@ class RunCheckpoint(OpenCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step != trainer.max_steps:
+        step = trainer.global_step
+        if step != trainer.max_steps and not self.is_idle_at(step):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self.keep_newest("on_train_batch_end", trainer, pl_module, outputs, batch, batch_idx)
 

@@ -236,7 +236,8 @@ class TrialMetric(Callback):
                 and callback.width == self._width
             ):
                 assert trainer.log_dir is not None
-                save_constants(callback.noise.constants, Path(trainer.log_dir) / f"noise-{callback.at_step}.json")
+                path = Path(trainer.log_dir) / f"noise-{callback.at_step}.json"
+                save_constants(callback.noise.constants, path, callback.noise.centred)
 
 
 class Recording(Noise):
@@ -244,6 +245,7 @@ class Recording(Noise):
 
     def __init__(self, noise: Noise) -> None:
         self.noise = noise
+        self.centred = noise.centred
         self.constants: Constants = {}
 
     def check(self, plan: Plan) -> None:

@@ -33,11 +33,13 @@ from mupscale.models._lightning import (
 )
 from mupscale.models.base import WidthScalable, init_contexts, refuse_bad_width
 from mupscale.models.checkpoint import Width, load_checkpoint, non_finite_in
-from mupscale.widening.noise import Constants, Noise, SameNoise
+from mupscale.widening.methods import Duplication, GrowthMethod
+from mupscale.widening.new_copies import StateRule, check_own_count, check_state_rule, rewarm_new_copies
+from mupscale.widening.noise import Noise
 from mupscale.widening.optimizer_state import check_transfer, continued_groups, transfer_state
-from mupscale.widening.plan import Plan, plan
+from mupscale.widening.plan import Plan
 from mupscale.widening.schedule import continue_schedule
-from mupscale.widening.upscale import upscale
+from mupscale.widening.upscale import UpscaleReport, upscale
 
 
 class UpscaleCallback(Callback):
@@ -57,8 +59,10 @@ class UpscaleCallback(Callback):
         width: Width,
         noise: Noise | None = None,
         lr: float | None = None,
-        transfer_state: bool = True,
+        transfer_state: bool | StateRule | None = None,
         restart_schedule: bool = False,
+        rewarm_steps: int = 0,
+        method: GrowthMethod | None = None,
     ) -> None:
         """
         Args:
@@ -66,8 +70,12 @@ class UpscaleCallback(Callback):
             width: The target width, a multiple of the width before.
             noise: Symmetry-breaking noise; none leaves the loss curve as it was.
             lr: The base learning rate from there on; by default the one so far.
-            transfer_state: Carry the optimizer state over; otherwise it starts anew.
+            transfer_state: What becomes of the optimizer state: `true` or `carry` moves it, `false` or `reset` starts
+                anew, `reset_new_copies` keeps it for the first copy of each unit and starts anew for the others. By
+                default what the method does: the paper's moves it.
             restart_schedule: Start the learning-rate schedule at zero again.
+            rewarm_steps: With `reset_new_copies`, the steps over which the rate of new copies rises to the others'.
+            method: The growth method; by default the paper's duplication.
         """
         if at_step < 0:
             raise UserError(f"UpscaleCallback.at_step must be at least 0, got {at_step}")
@@ -79,11 +87,26 @@ class UpscaleCallback(Callback):
                 "UpscaleCallback.noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got "
                 f"{noise!r}"
             )
+        self.method = Duplication() if method is None else method
+        if not isinstance(self.method, GrowthMethod):
+            raise UserError(f"UpscaleCallback.method must be a growth method, as mupscale.Net2Net; got {method!r}")
+        if noise is not None and self.method.noise is not None:
+            raise UserError(
+                f"UpscaleCallback.noise: {type(self.method).__name__} has noise of its own. Give none, or use another "
+                "method"
+            )
+        named: StateRule = "carry" if transfer_state else "reset"
+        state_rule = named if isinstance(transfer_state, bool) else transfer_state or self.method.state
+        try:
+            check_state_rule(state_rule, rewarm_steps)
+        except UserError as error:
+            raise UserError(f"UpscaleCallback.transfer_state: {error}") from error
         self.at_step = at_step
         self.width = width
         self.noise = noise
         self.lr = lr
-        self.transfer_state = transfer_state
+        self.state_rule = state_rule
+        self.rewarm_steps = rewarm_steps
         self.restart_schedule = restart_schedule
         self.checkpoint: Path | None = None
         self.summary: dict[str, Any] = {}
@@ -128,6 +151,10 @@ class UpscaleCallback(Callback):
         before = self._width_before(trainer, pl_module)
         if trainer.ckpt_path is None:
             self.refuse_narrower(before)
+        for optimizer in trainer.optimizers:
+            if self.state_rule == "reset_new_copies":
+                check_own_count(optimizer)
+            rewarm_new_copies(optimizer)  # resumed, it has the state but not the hooks
         if self.is_due(trainer, pl_module):
             self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
 
@@ -173,14 +200,16 @@ class UpscaleCallback(Callback):
         """The plan of the swap. UserError if the width before it, or the noise, does not fit."""
         with torch.random.fork_rng(devices=[]):  # building a network must not move the run's random numbers
             try:
-                growth = plan(module.network(before, meta=True), module.network(self.width, meta=True))
+                narrow, wide = (module.network(width, meta=True) for width in (before, self.width))
+                growth = self.method.plan(narrow, wide, None, None)
             except ValueError as error:
                 raise UserError(
                     f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
                 ) from error
-        if self.noise is not None:
+        noise = self.method.noise if self.noise is None else self.noise
+        if noise is not None:
             try:
-                self.noise.check(growth)
+                noise.check(growth)
             except ValueError as error:
                 raise UserError(f"UpscaleCallback.noise: {error}") from error
         return growth
@@ -207,11 +236,11 @@ class UpscaleCallback(Callback):
             # these cannot be given memory weight by weight
             if module.device_mesh is not None or isinstance(part, nn.RNNBase):
                 part.to_empty(device=module.device, recurse=False)
-        growth = plan(narrow, wide)
-        for optimizer in narrow_opts if self.transfer_state else ():
-            check_transfer(growth, narrow, optimizer, wide, None)
+        growth = self.method.plan(narrow, wide, None, None)
+        for optimizer in narrow_opts if self.state_rule != "reset" else ():
+            check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
         _copy_modes(narrow, wide)
-        report = upscale(narrow, wide, noise=self.noise, seed=seed, plan=growth, consume=True)
+        report = upscale(narrow, wide, noise=self.noise, seed=seed, plan=growth, consume=True, method=self.method)
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)
         for before, after in zip(narrow_opts, trainer.optimizers, strict=True):
@@ -223,7 +252,7 @@ class UpscaleCallback(Callback):
             self._continue(growth, narrow, before, wide, after)
         for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
             continue_schedule(config.scheduler if self.restart_schedule else old, config.scheduler)
-        self._widen_averages(module, growth, report.noise, seed)
+        self._widen_averages(module, report, seed)
         for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
         del narrow, narrow_opts, schedulers
@@ -238,7 +267,8 @@ class UpscaleCallback(Callback):
         A rate is the base rate (the narrow one's by the rule, or that of the new constant) times how far the schedule
         is.
         """
-        rates = {id(p): group for group in continued_groups(growth, narrow, before, wide) for p in group["params"]}
+        continued = continued_groups(growth, narrow, before, wide, self.method.mup_rate_factors)
+        rates = {id(p): group for group in continued for p in group["params"]}
         for group in after.param_groups:
             source = rates[id(group["params"][0])]
             at = group if self.restart_schedule else source
@@ -251,10 +281,22 @@ class UpscaleCallback(Callback):
             group["lr"] = base * factor
             if "initial_lr" in group:
                 group["initial_lr"] = base
-        if self.transfer_state:
-            transfer_state(growth, narrow, before, wide, after, consume=True)
+            if self.method.hyperparameters == "same":  # otherwise eps and weight decay are those of muP
+                group.update({key: source[key] for key in ("eps", "weight_decay") if key in group})
+        transfer_state(
+            growth,
+            narrow,
+            before,
+            wide,
+            after,
+            consume=True,
+            state=self.state_rule,
+            rewarm_steps=self.rewarm_steps,
+            factors_of=self.method.factors,
+            to_copies=self.method.state_to_copies,
+        )
 
-    def _widen_averages(self, module: WidthScalable, growth: Plan, noise: Constants, seed: int) -> None:
+    def _widen_averages(self, module: WidthScalable, report: UpscaleReport, seed: int) -> None:
         """Each EMA callback gets its average widened, with the very noise that the model got."""
         assert module.net is not None
         for callback in averaging_callbacks(module):
@@ -267,7 +309,7 @@ class UpscaleCallback(Callback):
             dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
             narrow.to(module.device, dtype)
             wide.to(module.device, dtype)
-            upscale(narrow, wide, noise=SameNoise(noise), seed=seed, plan=growth)
+            upscale(narrow, wide, noise=report.same_noise(), seed=seed, plan=report.plan, method=self.method)
             wide.to(average_device(callback, module), kept)
             new.n_averaged.copy_(old.n_averaged)
             set_average(callback, new)

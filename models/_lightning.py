@@ -271,6 +271,11 @@ class OpenCheckpoint(ModelCheckpoint):
         """The checkpoint of a step, if this has written one from which a run can be resumed."""
         return self.resumable[1] if self.resumable is not None and self.resumable[0] == step else None
 
+    def is_idle_at(self, step: int) -> bool:
+        """Whether nothing is to be saved at the end of the batch of this step."""
+        every = self._every_n_train_steps
+        return self._train_time_interval is None and (every < 1 or step % every != 0)
+
     def triggers(self) -> dict[str, Any]:
         """The arguments that say when to save."""
         return {

@@ -27,13 +27,32 @@ ATTENTION_KERNELS = [
 ]
 """In the order of their speed on a GPU; the first that can is taken. At head_dim > 256 that is the third."""
 
+HEADS = 12
+"""The number of heads, if neither it nor head_dim is given."""
+
 
 class CausalAttention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    """With `grows_by_heads`, a wider one has more heads of the same size; otherwise larger heads."""
+
+    def __init__(self, width: int, heads: int, grows_by_heads: bool = False) -> None:
         super().__init__()
         self.heads = heads
+        self.grows_by_heads = grows_by_heads
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
+
+    @property
+    def width_blocks(self) -> dict[str, dict[int, int]]:
+        """Whole heads are duplicated, in each of the three sections of `qkv`."""
+        if not self.grows_by_heads:
+            return {}
+        head_dim = self.project.in_features // self.heads
+        return {"qkv.weight": {0: head_dim}, "project.weight": {1: head_dim}}
+
+    @property
+    def width_groups(self) -> dict[str, dict[str, int]]:
+        """Heads that grow in number are units of their own."""
+        return {"heads": {"qkv.weight": 0, "project.weight": 1}} if self.grows_by_heads else {}
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
@@ -46,12 +65,16 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, grows_by_heads: bool = False) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
-        self.attention = CausalAttention(width, heads)
+        self.attention = CausalAttention(width, heads, grows_by_heads)
         self.ln_2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+
+    @property
+    def width_groups(self) -> dict[str, dict[str, int]]:
+        return {"feed_forward": {"mlp.0.weight": 0, "mlp.2.weight": 1}}
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.ln_1(x_BTD))
@@ -102,21 +125,37 @@ class Head(nn.Module):
 
 
 class GPT2Net(nn.Module):
-    """GPT-2 whose width grows through head_dim at a fixed number of heads.
+    """GPT-2 that keeps its number of `heads` as its width grows, or its `head_dim`: give one of the two.
 
     Weights are drawn with std 0.02 (0.02 / sqrt(2 · layers) into the residual stream) whatever the width: pass
     init="constant" to `set_base_shapes`.
     """
 
     def __init__(
-        self, width: int, *, layers: int, heads: int, vocabulary: int = 50304, context: int = 1024, tied: bool = True
+        self,
+        width: int,
+        *,
+        layers: int,
+        heads: int | None = None,
+        head_dim: int | None = None,
+        vocabulary: int = 50304,
+        context: int = 1024,
+        tied: bool = True,
     ) -> None:
         super().__init__()
+        if (heads is None) == (head_dim is None):
+            raise UserError(f"give either heads or head_dim, got heads = {heads} and head_dim = {head_dim}")
+        grows_by_heads = heads is None
+        if head_dim is not None:
+            if width % head_dim:
+                raise UserError(f"width {width} is not divisible by a head_dim of {head_dim}")
+            heads = width // head_dim
+        assert heads is not None
         if width % heads:
             raise UserError(f"width {width} is not divisible by {heads} heads")
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, grows_by_heads) for _ in range(layers)))
         self.head = Head(width, vocabulary)
         if tied:
             self.head.readout.weight = self.wte.weight
@@ -153,35 +192,48 @@ class GPT2(WidthScalable):
         width: int,
         base_width: int | None = None,
         layers: int = 12,
-        heads: int = 12,
+        heads: int | None = None,
         vocabulary: int = 50304,
         context: int = 1024,
         tied: bool = True,
+        head_dim: int | None = None,
         **kwargs: Any,
     ) -> None:
         """
         Args:
-            width: d_model; a multiple of `heads`, which stay.
-            base_width: The width at which the optimizer's hyperparameters mean what they say; by default 2 per head.
+            width: d_model; a multiple of `heads` or of `head_dim`, whichever stays.
+            base_width: The width at which the optimizer's hyperparameters mean what they say; by default 2 per head,
+                or one head of `head_dim`.
             layers: Transformer blocks.
-            heads: Attention heads, the same at every width.
+            heads: Attention heads, the same at every width: they get larger. 12, unless `head_dim` is given.
             vocabulary: Tokens.
             context: Positions.
             tied: Share the embedding with the readout.
+            head_dim: The size of a head, the same at every width: there are more heads. Not together with `heads`.
         """
-        refuse_bad_counts(layers=layers, heads=heads, vocabulary=vocabulary, context=context)
-        base_width = 2 * heads if base_width is None else base_width
+        if heads is not None and head_dim is not None:
+            raise UserError(
+                f"model.heads = {heads} and model.head_dim = {head_dim}: one of them stays as the width grows. Give "
+                "one, and null for the other"
+            )
+        if head_dim is None:
+            heads = HEADS if heads is None else heads
+        key, kept = ("heads", heads) if head_dim is None else ("head_dim", head_dim)
+        assert kept is not None
+        refuse_bad_counts(layers=layers, vocabulary=vocabulary, context=context, **{key: kept})
+        if base_width is None:
+            base_width = 2 * kept if head_dim is None else kept
         for name, value in (("width", width), ("base_width", base_width)):
             refuse_bad_width(f"model.{name}", value)
             if isinstance(value, list):
                 raise UserError(f"model.{name} of a GPT2 is one number, got {value}")
-            if value % heads:
-                raise UserError(f"model.{name} = {value} is not divisible by model.heads = {heads}")
+            if value % kept:
+                raise UserError(f"model.{name} = {value} is not divisible by model.{key} = {kept}")
         super().__init__(width, base_width, **kwargs)
         self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
 
     def build(self, width: int) -> nn.Module:
-        shape = {name: self.hparams[name] for name in ("layers", "heads", "vocabulary", "context", "tied")}
+        shape = {name: self.hparams[name] for name in ("layers", "heads", "head_dim", "vocabulary", "context", "tied")}
         return GPT2Net(width, **shape)
 
     def shard(self, net: nn.Module, mesh: Any) -> None:

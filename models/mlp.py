@@ -25,6 +25,12 @@ class MLPNet(nn.Module):
         self.activation = nn.ReLU()
         self.readout = Readout(sizes[-1], outputs, readout_zero_init=readout_zero_init)
 
+    @property
+    def width_groups(self) -> dict[str, dict[str, int]]:
+        """The units of each hidden layer: what produces them, and what reads them."""
+        readers = [*(f"layers.{index}.weight" for index in range(1, len(self.layers))), "readout.weight"]
+        return {f"hidden_{index}": {f"layers.{index}.weight": 0, name: 1} for index, name in enumerate(readers)}
+
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = self.activation(layer(x))

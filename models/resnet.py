@@ -24,6 +24,11 @@ class BasicBlock(nn.Module):
             )
         self.activation = nn.ReLU()
 
+    @property
+    def width_groups(self) -> dict[str, dict[str, int]]:
+        """The channels between the two convolutions, which nothing else reads."""
+        return {"between": {"conv1.weight": 0, "bn1.weight": 0, "conv2.weight": 1}}
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.activation(self.bn1(self.conv1(x)))
         return self.activation(self.bn2(self.conv2(y)) + self.shortcut(x))

@@ -8,9 +8,11 @@ from mupscale import _torchvision as _torchvision
 
 if TYPE_CHECKING:
     from mupscale.base_shapes import set_base_shapes
+    from mupscale.checks.claims import check_claim
     from mupscale.checks.verify import Verdict, verify
     from mupscale.mup_optimizers import MuAdam, MuAdamW, MuSGD, apply_mup
     from mupscale.widening.clip import clip_grad_norm_
+    from mupscale.widening.methods import Duplication, HyperCloning, Net2Net, ZeroPadding
     from mupscale.widening.noise import AdditiveNoise, RecordedNoise, SignalNoise
     from mupscale.widening.plan import Plan, plan
     from mupscale.widening.readout import Readout
@@ -19,16 +21,21 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AdditiveNoise": "widening.noise",
+    "Duplication": "widening.methods",
+    "HyperCloning": "widening.methods",
     "MuAdam": "mup_optimizers",
     "MuAdamW": "mup_optimizers",
     "MuSGD": "mup_optimizers",
+    "Net2Net": "widening.methods",
     "Plan": "widening.plan",
     "Readout": "widening.readout",
     "RecordedNoise": "widening.noise",
     "SignalNoise": "widening.noise",
     "UpscaleReport": "widening.upscale",
     "Verdict": "checks.verify",
+    "ZeroPadding": "widening.methods",
     "apply_mup": "mup_optimizers",
+    "check_claim": "checks.claims",
     "clip_grad_norm_": "widening.clip",
     "plan": "widening.plan",
     "register_optimizer": "widening.rules",
@@ -39,16 +46,21 @@ _HOME = {
 
 __all__ = [
     "AdditiveNoise",
+    "Duplication",
+    "HyperCloning",
     "MuAdam",
     "MuAdamW",
     "MuSGD",
+    "Net2Net",
     "Plan",
     "Readout",
     "RecordedNoise",
     "SignalNoise",
     "UpscaleReport",
     "Verdict",
+    "ZeroPadding",
     "apply_mup",
+    "check_claim",
     "clip_grad_norm_",
     "plan",
     "register_optimizer",

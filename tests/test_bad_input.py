@@ -52,6 +52,7 @@ FAST = {
         "there is no folder no; make it",
     ),
     "--save-noise is a folder": ("upscale mlp.ckpt --width 16 --out o --noise 1 --save-noise folder", "name a file"),
+    "--centred without noise": ("upscale mlp.ckpt --width 16 --out o --centred", "there is no noise to centre"),
     "--save-noise is --out": ("upscale mlp.ckpt --width 16 --out o --noise 1 --save-noise o", "is --out itself"),
     "--save-noise without noise": ("upscale mlp.ckpt --width 16 --out o --save-noise n.json", "give --noise STD"),
     "noise nan": ("upscale mlp.ckpt --width 16 --out o --noise nan", "std must be a finite number of at least 0"),

@@ -172,7 +172,26 @@ EXPERIMENTS = {
         (16, 32),
         ["--model.layers=1"],
     ),
-}
+    "gpt2/by_heads": PaperExperiment(
+        "gpt2-by-heads",
+        {"base_width": 32, "layers": 8, "heads": None, "head_dim": 32, "vocabulary": 8192, "context": 512,
+         "tied": True, "compile": True},
+        torch.optim.AdamW,
+        {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+        {"data_dir": "data/fineweb-8192", "context": 512},
+        128,
+        {"max_epochs": None, "max_steps": 1500},
+        "bf16-mixed",
+        1.0,
+        {
+            "base": PaperRun(256, 0.0039),
+            "scratch": PaperRun(512, 0.0039),
+            "upscale": PaperRun(256, 0.002, 512, (AdditiveNoise, 0.05), "base"),
+        },
+        (32, 64),
+        ["--model.layers=1"],
+    ),
+}  # fmt: skip
 
 RUNS = [(folder, name) for folder, experiment in EXPERIMENTS.items() for name in experiment.runs]
 GPT2_OVERRIDES = ["--model.context=8", "--data.context=8", "--data.batch_size=2"]

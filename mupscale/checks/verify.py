@@ -132,7 +132,7 @@ def _verify(
     blocks: Blocks | None,
     tolerance: float | None,
 ) -> Verdict:
-    narrow, wide = _float64_copy(narrow), _float64_copy(wide)
+    narrow, wide = float64_copy(narrow), float64_copy(wide)
     for module, twin in zip(narrow.modules(), wide.modules(), strict=False):
         twin.training = module.training
     made = make_optimizer(list(narrow.parameters()))
@@ -449,7 +449,7 @@ def _step(model: nn.Module, optimizers: Sequence[Optimizer], clip: float | None)
         optimizer.step()
 
 
-def _float64_copy(model: nn.Module) -> nn.Module:
+def float64_copy(model: nn.Module) -> nn.Module:
     restore_infshapes(model)
     twin = copy.deepcopy(model).double()
     for parameter in twin.parameters():

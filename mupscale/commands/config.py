@@ -22,6 +22,9 @@ Point = dict[str, Any]
 MOST_DIFFERENCES = 4
 """How many differences a message lists."""
 
+LATER_ARGUMENTS = {"centred": False, "heads": 12, "rewarm_steps": 0, "transfer_state": True}
+"""Arguments that configurations of version 0.1 and of today may leave out or null, and what they then mean."""
+
 
 # --- keys
 
@@ -137,7 +140,10 @@ def differences(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, An
     found: list[tuple[str, Any, Any]] = []
     if isinstance(there, dict) and isinstance(here, dict):
         for name in {**there, **here}:
-            found += differences(there.get(name), here.get(name), f"{key}.{name}".removeprefix("."))
+            one, other = (side.get(name) for side in (there, here))
+            if name in LATER_ARGUMENTS:
+                one, other = (LATER_ARGUMENTS[name] if value is None else value for value in (one, other))
+            found += differences(one, other, f"{key}.{name}".removeprefix("."))
         return found
     if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         for index, (a, b) in enumerate(zip(there, here, strict=True)):

@@ -1,7 +1,7 @@
 """A configuration without a run: its plain values, its model, data and trainer, and the upscales that it schedules."""
 
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -13,7 +13,8 @@ from mupscale.commands.config import Config
 from mupscale.models.base import WidthScalable, doubled, refuse_bad_levels
 from mupscale.models.checkpoint import Width
 from mupscale.mup_optimizers import apply_mup
-from mupscale.widening.plan import Plan, plan
+from mupscale.widening.methods import Duplication, GrowthMethod
+from mupscale.widening.plan import Plan
 
 
 def configured(
@@ -49,8 +50,17 @@ def upscales(trainer: Trainer) -> list[UpscaleCallback]:
     return sorted(callbacks_in(trainer, UpscaleCallback), key=lambda callback: callback.at_step)
 
 
-def growths(module: WidthScalable, trainer: Trainer) -> list[tuple[Width, Width, Plan]]:
-    """The widths before and after each scheduled upscale, in order, with its plan; without any, a doubling.
+class Growth(NamedTuple):
+    """An upscale that a configuration schedules: its widths, its method, and its plan."""
+
+    before: Width
+    after: Width
+    method: GrowthMethod
+    plan: Plan
+
+
+def growths(module: WidthScalable, trainer: Trainer) -> list[Growth]:
+    """The scheduled upscales, in order; without any, a doubling.
 
     UserError for what `fit` refuses of the schedule, the noise and the optimizer.
     """
@@ -59,17 +69,13 @@ def growths(module: WidthScalable, trainer: Trainer) -> list[tuple[Width, Width,
     for callback, before in zip(scheduled, widths, strict=False):
         callback.refuse_step(trainer)
         callback.refuse_narrower(before)
-    if not scheduled:
-        widths.append(doubled(module.width))
     with torch.random.fork_rng(devices=[]):
         optimizer = module.optimizer_callable(module.network(module.width, meta=True).parameters())
         refuse_bad_levels(optimizer, trainer)
         apply_mup(optimizer)
-    answer = []
-    for index, (before, after) in enumerate(pairwise(widths)):
-        if scheduled:
-            growth = scheduled[index].planned(module, before)
-        else:
-            growth = plan(module.network(before, meta=True), module.network(after, meta=True))
-        answer.append((before, after, growth))
-    return answer
+    if scheduled:
+        pairs = zip(pairwise(widths), scheduled, strict=True)
+        return [Growth(a, b, callback.method, callback.planned(module, a)) for (a, b), callback in pairs]
+    before, after, method = module.width, doubled(module.width), Duplication()
+    plan = method.plan(module.network(before, meta=True), module.network(after, meta=True), None, None)
+    return [Growth(before, after, method, plan)]

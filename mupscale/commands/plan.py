@@ -5,6 +5,6 @@ from mupscale.commands.configured import configured, growths
 
 def main(command: str, arguments: list[str]) -> None:
     module, _, trainer = configured(command, arguments, __doc__)
-    for before, after, growth in growths(module, trainer):
-        print(f"width {before} → {after}")
-        print(growth)
+    for growth in growths(module, trainer):
+        print(f"width {growth.before} → {growth.after}")
+        print(growth.plan)

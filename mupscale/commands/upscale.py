@@ -21,6 +21,7 @@ from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable, refuse_bad_width
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
+    RUN_KEY,
     load_checkpoint,
     mixed_widths,
     optimizer_names,
@@ -28,7 +29,8 @@ from mupscale.models.checkpoint import (
     refuse_malformed_optimizers,
 )
 from mupscale.mup_optimizers import apply_mup
-from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SameNoise, SignalNoise
+from mupscale.widening.methods import METHODS, Duplication, GrowthMethod
+from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
 from mupscale.widening.optimizer_state import continued_groups
 from mupscale.widening.parameter_groups import SOURCE_GROUP
 from mupscale.widening.rules import registered_optimizer
@@ -53,6 +55,15 @@ def main(command: str, arguments: list[str]) -> None:
     )
     strength.add_argument(
         "--recorded-noise", type=Path, metavar="FILE", help="per-weight noise constants of an earlier upscale"
+    )
+    parser.add_argument(
+        "--centred",
+        action="store_true",
+        help="centre the noise over the copies of each input unit: the function stays as it was "
+        "(recorded noise is centred anyway if it was so when it was recorded)",
+    )
+    parser.add_argument(
+        "--method", choices=sorted(METHODS), default="duplication", help="the growth method (default duplication)"
     )
     parser.add_argument("--save-noise", type=Path, metavar="FILE", help="write the per-weight noise constants")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the noise (default 0)")
@@ -82,7 +93,8 @@ def main(command: str, arguments: list[str]) -> None:
     module = module_of(checkpoint, options.model)
     if module.width == width:
         raise UserError(f"--width {width} is the width of the checkpoint already; give a multiple of it")
-    report = upscale_checkpoint(checkpoint, module, width, noise, options.seed, optimizer=not options.no_optimizer)
+    method, with_state = METHODS[options.method](), not options.no_optimizer
+    report = upscale_checkpoint(checkpoint, module, width, noise, options.seed, optimizer=with_state, method=method)
     with replacing(options.out) as new:
         torch.save(checkpoint, new)
     if options.save_noise:
@@ -92,15 +104,27 @@ def main(command: str, arguments: list[str]) -> None:
 
 
 def noise_of(options: argparse.Namespace) -> Noise | None:
+    centred = options.centred
     if options.noise is not None:
-        return AdditiveNoise(options.noise)
+        return AdditiveNoise(options.noise, centred=centred)
     if options.signal_noise is not None:
-        return SignalNoise(options.signal_noise)
-    return RecordedNoise(options.recorded_noise) if options.recorded_noise is not None else None
+        return SignalNoise(options.signal_noise, centred=centred)
+    if options.recorded_noise is not None:
+        return RecordedNoise(options.recorded_noise, centred=centred or None)
+    if centred:
+        raise UserError("--centred: there is no noise to centre. Give --noise, --signal-noise or --recorded-noise too")
+    return None
 
 
 def upscale_checkpoint(
-    checkpoint: dict[str, Any], module: WidthScalable, width: Any, noise: Noise | None, seed: int, *, optimizer: bool
+    checkpoint: dict[str, Any],
+    module: WidthScalable,
+    width: Any,
+    noise: Noise | None,
+    seed: int,
+    *,
+    optimizer: bool,
+    method: GrowthMethod | None = None,
 ) -> UpscaleReport:
     """Widens a checkpoint in place: its weights, optimizers, schedules, and width. `module` is `module_of` it.
 
@@ -108,6 +132,7 @@ def upscale_checkpoint(
     """
     if optimizer:
         refuse_malformed_optimizers(checkpoint)
+    method = Duplication() if method is None else method
     saved, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", []) if optimizer else []
     averaged = "current_model_state" in checkpoint  # of an EMA run: "state_dict" is the average
     key = "current_model_state" if averaged else "state_dict"
@@ -115,10 +140,10 @@ def upscale_checkpoint(
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
     narrow_opts = [_saved_optimizer(narrow, *row) for row in rows]
     wide_opts = [_fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
-    report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed)
+    report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, method=method)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         continued: dict[int, dict[str, Any]] = {}
-        for group in continued_groups(report.plan, narrow, before, wide):
+        for group in continued_groups(report.plan, narrow, before, wide, method.mup_rate_factors):
             continued.update({id(parameter): group for parameter in group["params"]})
         for group in after.param_groups:
             group.update({**continued[id(group["params"][0])], "params": group["params"]})
@@ -127,9 +152,10 @@ def upscale_checkpoint(
         # the draw depends on the precision, and the average may have a lower one than the weights
         precision = next(narrow.parameters()).dtype
         average, wide_average = _networks(module, width, checkpoint.get("state_dict", {}), at_least=precision)
-        upscale(average, wide_average, noise=SameNoise(report.noise), seed=seed)
+        upscale(average, wide_average, noise=report.same_noise(), seed=seed, plan=report.plan, method=method)
         _store(checkpoint["state_dict"], wide_average)
     checkpoint["hyper_parameters"]["width"] = width
+    checkpoint.pop(RUN_KEY, None)  # it goes on with another configuration
     checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in wide_opts]
     saved["optimizer_names"] = [optimizer_names(wide, optimizer, "net.") for optimizer in wide_opts]
     saved["optimizer_classes"] = saved["optimizer_classes"][: len(wide_opts)]

@@ -1,11 +1,12 @@
-"""How the entries of one axis are duplicated, and tensors duplicated along their axes.
+"""How the entries of one axis are duplicated, tensors duplicated along their axes, and copies centred.
 
 An axis of a narrow tensor is a row of pieces `(length, block, factor)`: each run of `block` consecutive entries of the
 piece is repeated `factor` times. Block 1 is `repeat_interleave`; a block of head_dim repeats whole heads; factor 1
 copies.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -68,7 +69,14 @@ def wide_length(layout: Layout) -> int:
 
 
 def reference_factor(layout: Layout) -> int:
-    """The factor of the axis; of unlike pieces, the largest: fixed features beside width have factor 1."""
+    """The factor of the axis; of unlike pieces, the largest: fixed features beside width have factor 1.
+
+    Where every unit is a piece of its own, with a number of copies of its own, it is that of the axis as a whole.
+    """
+    narrow, wide = narrow_length(layout), wide_length(layout)
+    unit_by_unit = len({(piece.length, piece.block) for piece in layout}) == 1 and layout[0].length == layout[0].block
+    if is_mixed(layout) and unit_by_unit and wide % narrow == 0:
+        return wide // narrow
     return max(piece.factor for piece in layout)
 
 
@@ -90,6 +98,9 @@ def duplicate_(
     """
     scales = scales or [[1.0] * len(layout) for layout in layouts]
     dtype = torch.promote_types(source.dtype, target.dtype)
+    if math.prod(len(layout) for layout in layouts) > _MANY_CELLS:
+        _duplicate_by_index_(target, source, layouts, scales, scale, dtype)
+        return
     for source_slices, target_slices, pieces, cell_scale in _cells(layouts, scales):
         # each axis of n entries becomes three, (n / block, factor, block), so that one strided copy does all the
         # repeating
@@ -101,11 +112,80 @@ def duplicate_(
         copies.copy_(part.expand(copies.shape))
 
 
+def _duplicate_by_index_(
+    target: Tensor,
+    source: Tensor,
+    layouts: Sequence[Layout],
+    scales: Sequence[Sequence[float]],
+    scale: float,
+    dtype: torch.dtype,
+) -> None:
+    """The same for axes of many pieces, each of which would be a copy of its own; with a temporary."""
+    result = source.to(dtype) * scale if scale != 1.0 else source
+    for axis, (layout, axis_scales) in enumerate(zip(layouts, scales, strict=True)):
+        if len(layout) == 1 and layout[0].factor == 1 and axis_scales[0] == 1.0:
+            continue
+        if any(number != 1.0 for number in axis_scales):
+            rows = [torch.full((p.length,), s, dtype=dtype) for p, s in zip(layout, axis_scales, strict=True)]
+            shape = [-1 if other == axis else 1 for other in range(len(layouts))]
+            result = result.to(dtype) * torch.cat(rows).to(result.device).view(shape)
+        result = result.index_select(axis, source_index(layout).to(result.device))
+    target.copy_(result)
+
+
+_MANY_CELLS = 256
+"""From here on one gather per axis is faster than a copy per cell."""
+
+
+def source_index(layout: Layout) -> Tensor:
+    """The narrow entry that each wide entry of an axis is a copy of."""
+    rows, at = [], 0
+    for piece in layout:
+        entries = torch.arange(at, at + piece.length).view(-1, 1, piece.block)
+        rows.append(entries.expand(-1, piece.factor, -1).flatten())
+        at += piece.length
+    return torch.cat(rows)
+
+
+def copy_index(layout: Layout) -> Tensor:
+    """Which copy of its narrow entry each wide entry of an axis is: 0 for the first."""
+    rows = []
+    for piece in layout:
+        copies = torch.arange(piece.factor).view(1, -1, 1)
+        rows.append(copies.expand(piece.length // piece.block, -1, piece.block).flatten())
+    return torch.cat(rows)
+
+
 def duplicate(source: Tensor, layouts: Sequence[Layout]) -> Tensor:
     """A new tensor: `source` duplicated along every axis."""
     target = source.new_empty([wide_length(layout) for layout in layouts])
     duplicate_(target, source, layouts)
     return target
+
+
+def centre_(tensor: Tensor, layouts: Sequence[Layout], axes: Collection[int]) -> None:
+    """Subtracts, in place, the mean over the copies that one narrow entry has along `axes`, and keeps the variance.
+
+    `tensor` has the wide shape and independent entries of one variance. Afterwards the k copies of an entry along
+    `axes` sum to zero, so that a layer that sums over these axes maps duplicated inputs to zero. Centring leaves the
+    share 1 - 1/k of the variance; the entries are divided by its root. An entry with a single copy becomes zero.
+    """
+    ones = [[1.0] * len(layout) for layout in layouts]
+    for _, wide_slices, pieces, _ in _cells(layouts, ones):
+        shape: list[int] = []
+        copies_at: list[int] = []
+        for axis, piece in enumerate(pieces):
+            if axis in axes:
+                copies_at.append(len(shape) + 1)
+                shape += [piece.length // piece.block, piece.factor, piece.block]
+            else:
+                shape.append(piece.length * piece.factor)
+        copies = tensor[wide_slices].view(shape)
+        count = math.prod(shape[axis] for axis in copies_at)
+        if count == 1:
+            copies.zero_()
+        else:
+            copies.sub_(copies.mean(copies_at, keepdim=True)).div_(math.sqrt(1 - 1 / count))
 
 
 def _cells(

@@ -1,11 +1,10 @@
 """Parameters whose pieces grow by different factors: optimizers step in the units of the fastest-growing piece."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.widening.step_hooks import around_step, leave_alone
 from mupscale.widening.width_table import merged_table
 
 _HOOKS = "_mupscale_reference_units"
@@ -22,8 +21,7 @@ def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
     `upscale` calls this. Hooks are not part of an optimizer's state: after loading one into a new process, call it
     again.
     """
-    for handle in optimizer.__dict__.pop(_HOOKS, ()):
-        handle.remove()
+    leave_alone(optimizer, _HOOKS)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     table = merged_table(model)
     mixed = [
@@ -52,18 +50,4 @@ def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
             parameter.grad = gradient
         originals.clear()
 
-    def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
-        if closure is None:
-            enter()
-            return args, kwargs
-
-        def closure_then_enter() -> Any:  # the closure computes the gradients, so it must see the weights as they are
-            loss = closure()
-            enter()
-            return loss
-
-        return args[:1], {**kwargs, "closure": closure_then_enter}
-
-    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(lambda *_: leave())
-    optimizer.__dict__[_HOOKS] = handles
+    around_step(optimizer, _HOOKS, enter, leave)

@@ -8,6 +8,13 @@ position of a convolution).
 Which parameters get noise is `is_noisy`: weights and embeddings, but no biases, no gains (norms, PReLU, LayerScale),
 nothing without a width axis and no readout that is initialised at zero; `where={"pattern": True or False}` overrides it
 by name.
+
+Centred noise keeps the function: from every draw the mean over the copies of one input unit is subtracted, so that a
+layer adds nothing to what it computes from duplicated inputs, and the loss after the swap is the one before. Copies
+still part, because they are consumed with different weights. Only weights that sum over copies can be centred; the
+others (input layers, embeddings tied or not, depthwise convolutions, biases, gains) get none. σ̄ is meant after
+centring: entries have the standard deviation σ̄ · scale, as without centring, and t of `SignalNoise` is the ratio of the
+spectral norms of what is added and of the signal.
 """
 
 import hashlib
@@ -24,6 +31,7 @@ from torch import Tensor
 from mupscale.arguments import refuse_unless_level, shown
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
+from mupscale.widening.layout import centre_
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.roles import matches
 from mupscale.widening.spectral import spectral_norms
@@ -35,6 +43,9 @@ Constants = dict[str, float | list[Any]]
 
 class Noise(ABC):
     """How strong the noise on each parameter is."""
+
+    centred: bool = False
+    """Whether the mean over the copies of an input unit is subtracted."""
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
@@ -57,24 +68,36 @@ class Noise(ABC):
 
 
 class AdditiveNoise(Noise):
-    """One σ̄ for all weights: `std`."""
+    """One σ̄ for all weights: `std`.
 
-    def __init__(self, std: float, where: Mapping[str, bool] | None = None) -> None:
+    `upscale(narrow, wide, noise=AdditiveNoise(0.5, centred=True))` leaves the function as it was.
+    """
+
+    def __init__(self, std: float, where: Mapping[str, bool] | None = None, centred: bool = False) -> None:
+        """
+        Args:
+            std: The standard deviation in units of the muP initialisation scale; of centred noise, after centring.
+            where: Which parameters get noise, by name pattern; by default weights and embeddings.
+            centred: Keep the function: subtract the mean over the copies of each input unit.
+        """
         self.std = std
         self.where = where
+        self.centred = centred
 
     def check_level(self) -> None:
         _check_level("AdditiveNoise: std", self.std)
+        _check_centred("AdditiveNoise", self.centred)
 
     def level(self) -> float:
         return self.std
 
     def check(self, plan: Plan) -> None:
         self.check_level()
-        _check_patterns(plan, self.where)
+        _check_patterns(plan, self.where, self.centred)
+        refuse_inert(self, plan)
 
     def applies(self, entry: TensorPlan) -> bool:
-        return is_noisy(entry, self.where)
+        return is_noisy(entry, self.where, self.centred)
 
     def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
         return self.std
@@ -88,22 +111,31 @@ class SignalNoise(Noise):
     `RecordedNoise(path)`.
     """
 
-    def __init__(self, t: float, where: Mapping[str, bool] | None = None) -> None:
+    def __init__(self, t: float, where: Mapping[str, bool] | None = None, centred: bool = False) -> None:
+        """
+        Args:
+            t: The spectral norm of the noise that is added, in units of the weight's.
+            where: Which parameters get noise, by name pattern; by default weights and embeddings.
+            centred: Keep the function: subtract the mean over the copies of each input unit.
+        """
         self.t = t
         self.where = where
+        self.centred = centred
 
     def check_level(self) -> None:
         _check_level("SignalNoise: t", self.t)
+        _check_centred("SignalNoise", self.centred)
 
     def level(self) -> float:
         return self.t
 
     def check(self, plan: Plan) -> None:
         self.check_level()
-        _check_patterns(plan, self.where)
+        _check_patterns(plan, self.where, self.centred)
+        refuse_inert(self, plan)
 
     def applies(self, entry: TensorPlan) -> bool:
-        return is_noisy(entry, self.where)
+        return is_noisy(entry, self.where, self.centred)
 
     def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor:
         # of unlike pieces the norm does not follow from the narrow one
@@ -115,7 +147,12 @@ class SignalNoise(Noise):
 class RecordedNoise(Noise):
     """The per-weight constants σ̄_W that an earlier upscale, at a small width, saved to `path`."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, centred: bool | None = None) -> None:
+        """
+        Args:
+            path: A file that `report.save_noise` wrote.
+            centred: Whether the noise keeps the function; by default as it was recorded.
+        """
         if not isinstance(path, str | Path):
             raise UserError(f"RecordedNoise: path must name a file that report.save_noise wrote, got {shown(path)}")
         self.path = Path(path)
@@ -123,18 +160,23 @@ class RecordedNoise(Noise):
             record = json_of(self.path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"RecordedNoise: {self.path} cannot be read as recorded noise ({error})") from error
-        if not isinstance(record, dict) or record.get("format") != _FORMAT:
+        if not isinstance(record, dict) or record.get("format") not in (_PLAIN_FORMAT, _CENTRED_FORMAT):
             raise UserError(f"RecordedNoise: {self.path} is not a file written by report.save_noise")
         constants = record.get("constants")
         if not isinstance(constants, dict) or not all(_is_numbers(value) for value in constants.values()):
             raise UserError(f"RecordedNoise: {self.path} is damaged: its constants are not numbers by parameter name")
         self.constants: Constants = constants
+        self.centred = record["format"] == _CENTRED_FORMAT if centred is None else centred
+
+    def check_level(self) -> None:
+        _check_centred("RecordedNoise", self.centred)
 
     def level(self) -> float:
         constants = [torch.as_tensor(constant, dtype=torch.float64).flatten() for constant in self.constants.values()]
         return max((float(constant.max()) for constant in constants if constant.numel()), default=0.0)
 
     def check(self, plan: Plan) -> None:
+        self.check_level()
         missing, extra = plan.parameters.keys() - self.constants.keys(), self.constants.keys() - plan.parameters.keys()
         if missing or extra:
             raise UserError(
@@ -151,9 +193,12 @@ class RecordedNoise(Noise):
                 )
             if not bool(torch.isfinite(constant).all()) or bool((constant < 0).any()):
                 raise UserError(f"RecordedNoise: {self.path} has a constant for {name!r} that is no standard deviation")
+        if self.level() > 0:
+            refuse_inert(self, plan)
 
     def applies(self, entry: TensorPlan) -> bool:
-        return bool(torch.as_tensor(self.constants[entry.name]).any())
+        recorded = bool(torch.as_tensor(self.constants[entry.name]).any())
+        return recorded and (not self.centred or entry.copies_summed > 1)
 
     def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
         value = self.constants[entry.name]
@@ -163,14 +208,17 @@ class RecordedNoise(Noise):
 class SameNoise(RecordedNoise):
     """The noise of a report, without the way over a file."""
 
-    def __init__(self, constants: Constants) -> None:
+    def __init__(self, constants: Constants, centred: bool) -> None:
         self.constants = constants
+        self.centred = centred
 
     def check(self, plan: Plan) -> None:
         pass
 
 
-_FORMAT = "mupscale noise constants, version 1"
+_PLAIN_FORMAT = "mupscale noise constants, version 1"
+_CENTRED_FORMAT = "mupscale noise constants, version 2"
+"""Another version, because a reader of version 1 alone would add the noise without centring it."""
 
 
 def _is_numbers(value: object) -> bool:
@@ -182,17 +230,25 @@ def _is_numbers(value: object) -> bool:
     return True
 
 
-def save_constants(constants: Constants, path: str | Path) -> None:
+def save_constants(constants: Constants, path: str | Path, centred: bool = False) -> None:
     if not isinstance(path, str | Path):
         raise UserError(f"save_noise: path must name a file to write, got {shown(path)}")
+    record: dict[str, Any] = {"format": _PLAIN_FORMAT, "constants": constants}
+    if centred:
+        record = {"format": _CENTRED_FORMAT, "centred": True, "std": "after centring", "constants": constants}
     try:
-        Path(path).write_text(json.dumps({"format": _FORMAT, "constants": constants}, indent=1) + "\n")
+        Path(path).write_text(json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"save_noise: {path} cannot be written ({error.strerror}); name another file") from error
 
 
-def is_noisy(entry: TensorPlan, where: Mapping[str, bool] | None = None) -> bool:
-    """The rule of which parameters get noise, and its override; the last matching pattern decides."""
+def is_noisy(entry: TensorPlan, where: Mapping[str, bool] | None = None, centred: bool = False) -> bool:
+    """The rule of which parameters get noise, and its override; the last matching pattern decides.
+
+    Centred noise goes only to parameters that sum over copies, whatever `where` says.
+    """
+    if centred and entry.copies_summed == 1:
+        return False
     answer = entry.kind == "weight" and entry.role != "scalar" and not entry.zero_initialised
     for pattern, wanted in (where or {}).items():
         if any(matches(name, pattern) for name in entry.names):
@@ -220,6 +276,8 @@ def add_noise_(target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, 
     dtype = torch.promote_types(target.dtype, torch.float32)  # a half-precision sum would round the noise away
     generator = torch.Generator(target.device).manual_seed(_seed(seed, entry.name))
     delta = torch.randn(target.shape, generator=generator, dtype=dtype, device=target.device).mul_(init_scale(entry))
+    if noise.centred:
+        centre_(delta, entry.layouts, entry.summed_axes)
     constant = torch.as_tensor(noise.constant(entry, narrow, target, delta), dtype=torch.float64)
     target.copy_(delta.mul_(_align(constant.to(target.device, dtype), entry)).add_(target))
     return constant.tolist()
@@ -278,15 +336,45 @@ def _check_level(what: str, value: float) -> None:
     refuse_unless_level(what, value)
 
 
-def _check_patterns(plan: Plan, where: Mapping[str, bool] | None) -> None:
+def _check_centred(what: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise UserError(f"{what}: centred must be true or false, got {value!r}")
+
+
+def refuse_inert(noise: Noise, plan: Plan) -> None:
+    """UserError for centred noise that no parameter would get."""
+    if not noise.centred or any(noise.applies(entry) for entry in plan.parameters.values()):
+        return
+    summed = [name for name, entry in plan.parameters.items() if entry.copies_summed > 1]
+    if not summed:
+        raise UserError(
+            "noise: centred noise would do nothing here, because no parameter sums over a width axis that grows. Use "
+            "plain noise (centred=False)"
+        )
+    remedy = f"Give it to them, where={{{summed[0]!r}: True}}, or use" if hasattr(noise, "where") else "Use"
+    raise UserError(
+        "noise: centred noise would do nothing here, because the parameters that sum over a width axis that grows "
+        f"({some_names(summed)}) get no noise. {remedy} plain noise (centred=False)"
+    )
+
+
+def _check_patterns(plan: Plan, where: Mapping[str, bool] | None, centred: bool) -> None:
     if where is not None and not (
         isinstance(where, Mapping)
         and all(isinstance(pattern, str) and isinstance(wanted, bool) for pattern, wanted in where.items())
     ):
         raise UserError(f"noise: give `where` as name patterns mapped to True or False, got {where!r}")
-    for pattern in where or {}:
-        if not any(matches(name, pattern) for entry in plan.parameters.values() for name in entry.names):
+    for pattern, wanted in (where or {}).items():
+        entries = plan.parameters.values()
+        matched = [entry for entry in entries if any(matches(name, pattern) for name in entry.names)]
+        if not matched:
             raise UserError(
                 f"noise: the pattern {pattern!r} of `where` matches no parameter; there are "
                 f"{some_names(plan.parameters)}"
+            )
+        if wanted and centred and all(entry.copies_summed == 1 for entry in matched):
+            raise UserError(
+                f"noise: `where` asks for centred noise on {pattern!r}, but nothing that it matches "
+                f"({some_names([entry.name for entry in matched])}) sums over a width axis that grows. Remove the "
+                "pattern, or use plain noise (centred=False)"
             )

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from mupscale.arguments import refuse_unless_level
 from mupscale.errors import UserError
 from mupscale.widening.finite import refuse_non_finite_state
 from mupscale.widening.layout import duplicate_
+from mupscale.widening.new_copies import (
+    GROWN_AT,
+    NEW_COPIES,
+    REWARM_STEPS,
+    StateRule,
+    check_reset,
+    new_copies,
+    rewarm_new_copies,
+)
 from mupscale.widening.parameter_groups import is_nonzero, names_by_id, split_groups
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.rules import Factors, Group, OptimizerRule, is_number, rule_of
@@ -19,11 +29,19 @@ from mupscale.widening.sharding import gathered, whole
 
 
 def check_transfer(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer | None
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opt: Optimizer,
+    wide: nn.Module,
+    wide_opt: Optimizer | None,
+    *,
+    state: StateRule = "carry",
 ) -> None:
     """Raises UserError, before anything is written, where `narrow_opt` cannot be continued on the wide model."""
     rule = rule_of(narrow_opt)
     refuse_bad_levels(narrow_opt)
+    if state == "reset_new_copies":
+        check_reset(plan, narrow_opt)
     names = names_by_id(narrow)
     for group in narrow_opt.param_groups:
         for parameter in group["params"]:
@@ -89,27 +107,52 @@ def refuse_bad_levels(optimizer: Optimizer) -> None:
                     refuse_unless_level(f"{key} of {type(optimizer).__name__}", number)
 
 
-def continued_groups(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module) -> list[Group]:
+FactorsOf = Callable[[TensorPlan], Factors]
+
+
+def table_factors(entry: TensorPlan) -> Factors:
+    """The factors of duplication."""
+    return entry.factors
+
+
+def continued_groups(
+    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, factors_of: FactorsOf = table_factors
+) -> list[Group]:
     """The parameter groups that continue `narrow_opt` on the wide model, its hyperparameters rescaled."""
     names = names_by_id(narrow)
     wide_named = dict(wide.named_parameters())
 
     def target(parameter: Tensor) -> tuple[Tensor, Factors]:
         entry = plan.parameters[names[id(parameter)]]
-        return wide_named[entry.name], Factors(entry.k_out, entry.k_in, entry.narrow_shape, entry.wide_shape)
+        return wide_named[entry.name], factors_of(entry)
 
     return split_groups(narrow_opt.param_groups, rule_of(narrow_opt), target)
 
 
-def continued_optimizer(plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module) -> Optimizer:
+def continued_optimizer(
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opt: Optimizer,
+    wide: nn.Module,
+    *,
+    state: StateRule = "carry",
+    factors_of: FactorsOf = table_factors,
+) -> Optimizer:
     """A new optimizer of the same class over the wide parameters, with those groups."""
-    optimizer = type(narrow_opt)(continued_groups(plan, narrow, narrow_opt, wide), **_settings(narrow_opt))
-    optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
+    groups = continued_groups(plan, narrow, narrow_opt, wide, factors_of)
+    optimizer = type(narrow_opt)(groups, **_settings(narrow_opt))
+    if state != "reset":
+        optimizer.state.clear()  # Adagrad begins with state; what the narrow one has is moved
     return optimizer
 
 
 def off_the_rule(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opt: Optimizer,
+    wide: nn.Module,
+    wide_opt: Optimizer,
+    factors_of: FactorsOf = table_factors,
 ) -> list[str]:
     """A note on each hyperparameter of `wide_opt` that does not follow from `narrow_opt`.
 
@@ -123,7 +166,7 @@ def off_the_rule(
         for parameter in group["params"]:
             entry = plan.parameters[names[id(parameter)]]
             wide_group = group_of.get(id(wide_named[entry.name]))
-            scaling = rule.scale(group, Factors(entry.k_out, entry.k_in, entry.narrow_shape, entry.wide_shape))
+            scaling = rule.scale(group, factors_of(entry))
             for key, factor in scaling._asdict().items():
                 if wide_group is not None and is_nonzero(group.get(key)) and is_nonzero(wide_group.get(key)):
                     ratio = float(wide_group[key]) / (float(group[key]) * factor)
@@ -138,9 +181,26 @@ def off_the_rule(
 
 
 def transfer_state(
-    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer, *, consume: bool
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opt: Optimizer,
+    wide: nn.Module,
+    wide_opt: Optimizer,
+    *,
+    consume: bool,
+    state: StateRule = "carry",
+    rewarm_steps: int = 0,
+    factors_of: FactorsOf = table_factors,
+    to_copies: bool = True,
 ) -> None:
-    """Moves all state by parameter name; with `consume`, freeing the narrow tensors one by one."""
+    """Moves state by parameter name, by a state rule; with `consume`, freeing the narrow tensors one by one.
+
+    Without `to_copies` only the first copy of each entry gets it, and the others are zero.
+    """
+    if state == "reset":
+        if consume:
+            narrow_opt.state.clear()
+        return
     wide_named = dict(wide.named_parameters())
     names = names_by_id(narrow)
     for group in narrow_opt.param_groups:
@@ -148,25 +208,77 @@ def transfer_state(
             wide_opt.state.pop(wide_named[names[id(parameter)]], None)
     group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
     rule = rule_of(narrow_opt)
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:
+            target = wide_named[names[id(parameter)]]
+            if GROWN_AT in group and id(target) in group_of:  # a warm-up that is under way goes on
+                group_of[id(target)].update({key: group[key] for key in (GROWN_AT, REWARM_STEPS)})
     for name, source in narrow.named_parameters():
         target = wide_named[name]
         if source not in narrow_opt.state or id(target) not in group_of:
             continue
-        state = narrow_opt.state.pop(source) if consume else narrow_opt.state[source]
+        narrow_state = narrow_opt.state.pop(source) if consume else narrow_opt.state[source]
         moved = {}
-        for key in list(state):
-            value = state.pop(key) if consume else state[key]
-            moved[key] = _moved(key, value, plan.parameters[name], source, target, group_of[id(target)], rule)
+        for key in list(narrow_state):
+            value = narrow_state.pop(key) if consume else narrow_state[key]
+            entry = plan.parameters[name]
+            k_out = factors_of(entry).k_out
+            moved[key] = _moved(key, value, entry, k_out, source, target, group_of[id(target)], rule)
+            if key in rule.state and not to_copies and isinstance(value, Tensor):
+                with whole(moved[key]) as copies:
+                    duplicate_(copies, gathered(value), entry.layouts, scale=k_out ** -rule.state[key])
+                    copies.masked_fill_(new_copies(entry).to(copies.device), 0.0)
             del value
         wide_opt.state[target] = moved
+    if state == "reset_new_copies":
+        _reset_new_copies(plan, wide_named, wide_opt, rule, rewarm_steps)
+    rewarm_new_copies(wide_opt)
+
+
+def _reset_new_copies(
+    plan: Plan, wide_named: dict[str, nn.Parameter], wide_opt: Optimizer, rule: OptimizerRule, rewarm_steps: int
+) -> None:
+    """Sets the state of new copies to zero, and notes which they are and when they came."""
+    name_of = {id(parameter): name for name, parameter in wide_named.items()}
+    for group in wide_opt.param_groups:
+        counts = [0.0]
+        for parameter in group["params"]:
+            entry = plan.parameters[name_of[id(parameter)]]
+            state = wide_opt.state.get(parameter, {})
+            if not entry.grows or (rule.counts_steps and not state):
+                continue
+            if not rule.counts_steps:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            counts.append(float(state["step"]))
+            mask = torch.empty_like(parameter, dtype=torch.bool, memory_format=torch.preserve_format)
+            with whole(mask) as new:
+                new.copy_(new_copies(entry))
+            state[NEW_COPIES] = mask
+            for key in rule.state.keys() & state.keys():
+                if isinstance(state[key], Tensor):
+                    state[key].masked_fill_(mask, group.get("initial_accumulator_value", 0.0))
+            wide_opt.state[parameter] = state
+        group[GROWN_AT], group[REWARM_STEPS] = max(counts), rewarm_steps
 
 
 def _moved(
-    key: str, value: Any, entry: TensorPlan, source: Tensor, target: Tensor, group: Group, rule: OptimizerRule
+    key: str,
+    value: Any,
+    entry: TensorPlan,
+    k_out: float,
+    source: Tensor,
+    target: Tensor,
+    group: Group,
+    rule: OptimizerRule,
 ) -> Any:
     """Tensors of the parameter's shape as dup / k_out^power in their own dtype; counters as clones in theirs."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
+    if key == NEW_COPIES:
+        mask = torch.empty_like(target, dtype=value.dtype, memory_format=torch.preserve_format)
+        with whole(mask) as copies:
+            duplicate_(copies, gathered(value), entry.layouts)
+        return mask
     if key not in rule.state:
         on_device = group.get("fused") or group.get("capturable") or value.device.type != "cpu"
         return value.detach().clone().to(target.device if on_device else value.device)
@@ -174,7 +286,7 @@ def _moved(
     tensor = torch.empty_like(target, dtype=dtype, memory_format=torch.preserve_format)
     with whole(tensor) as state:
         # one factor for all, also where pieces grow differently: such state is kept in reference units
-        duplicate_(state, gathered(value), entry.layouts, scale=entry.k_out ** -rule.state[key])
+        duplicate_(state, gathered(value), entry.layouts, scale=k_out ** -rule.state[key])
     return tensor
 
 
@@ -189,7 +301,7 @@ def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Gro
     if reason:
         raise UserError(f"parameter {name!r}: {reason}")
     for key, value in state.items():
-        if key in rule.state:
+        if key in rule.state or key == NEW_COPIES:
             if not isinstance(value, Tensor | None):
                 raise UserError(
                     f"optimizer state {key!r} of {name!r} is {value!r}, wanted a tensor of shape "

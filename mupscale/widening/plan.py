@@ -19,6 +19,7 @@ from mupscale.widening import modules
 from mupscale.widening.layout import Layout, LayoutSpec, Piece, interleaved, is_mixed, parse_layout, reference_factor
 from mupscale.widening.modules import Kind, Side
 from mupscale.widening.roles import Role, Roles, all_sides, declared, given_pairs, match_roles, matches
+from mupscale.widening.rules import Factors
 from mupscale.widening.survey import Survey, Use, some_names
 
 Blocks = Mapping[str, Mapping[int, LayoutSpec]]
@@ -41,6 +42,9 @@ class TensorPlan:
     matrix_axes: tuple[int, int] | None
     """The two axes that make a matrix, the others counting kernel positions; None means flatten to width × rest."""
     zero_initialised: bool = False
+    summed_axes: tuple[int, ...] = ()
+    """The width axes that every use of the parameter sums over. A muP readout's counts; that of an embedding which is
+    tied to it does not."""
 
     @property
     def name(self) -> str:
@@ -53,6 +57,16 @@ class TensorPlan:
     @property
     def k_in(self) -> int:
         return math.prod(reference_factor(x) for x, side in zip(self.layouts, self.sides, strict=True) if side == "in")
+
+    @property
+    def factors(self) -> Factors:
+        """What Table 1 is a function of."""
+        return Factors(self.k_out, self.k_in, self.narrow_shape, self.wide_shape)
+
+    @property
+    def copies_summed(self) -> int:
+        """The largest number of copies of one input unit that the layer adds up; 1 where it adds up none."""
+        return math.prod(reference_factor(self.layouts[axis]) for axis in self.summed_axes)
 
     @property
     def grows(self) -> bool:
@@ -168,7 +182,22 @@ def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout,
         fan_in=fan_in,
         matrix_axes=axes,
         zero_initialised=any(getattr(owner, "readout_zero_init", False) for _, owner, _, _ in use.owners),
+        summed_axes=_summed_axes(use, role, sides),
     )
+
+
+def _summed_axes(use: Use, role: Role, sides: tuple[Side, ...]) -> tuple[int, ...]:
+    if role != "mu_readout":
+        return tuple(axis for axis, side in enumerate(sides) if side == "in")
+    width = {axis for axis, side in enumerate(sides) if side}
+    summed = set(width)
+    for _, module, _, attribute in use.owners:
+        known = modules.axis_sides(module, attribute, use.narrow)
+        if known is not None:
+            summed &= {axis for axis, side in enumerate(known) if side == "in"}
+        elif len(width) > 1:  # which of them is summed over is not known
+            return ()
+    return tuple(sorted(summed))
 
 
 def _refuse_entry(use: Use, entry: TensorPlan) -> None:

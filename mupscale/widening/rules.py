@@ -68,6 +68,11 @@ class OptimizerRule:
     ready: Callable[[Group, Mapping[str, Any]], str | None] | None = None
     """Why this parameter's state cannot be moved yet, or None."""
     entrywise: bool = True
+    own_count: Callable[[Group, Tensor, Tensor], Tensor] | None = None
+    """What the update of entries whose state was reset n steps ago is multiplied by, at a step count of T, so that they
+    move as if they counted from zero: a function of group, T and n. None where that is not known."""
+    counts_steps: bool = True
+    """Whether the optimizer itself keeps a step count in its state."""
 
     def scale(self, group: Group, f: Factors) -> Scaling:
         return self.scaling(self, group, f) if self.scaling else table_scaling(self, group, f)
@@ -108,6 +113,28 @@ def _radam_ready(group: Group, state: Mapping[str, Any]) -> str | None:
         if never
         else f"{off}; train a few more steps first"
     )
+
+
+def _adam_own_count(group: Group, count: Tensor, age: Tensor) -> Tensor:
+    """Both moments are divided by 1 - β^count."""
+    beta1, beta2 = group["betas"]
+    return (1 - beta1**count) / (1 - beta1**age) * ((1 - beta2**age) / (1 - beta2**count)).sqrt()
+
+
+def _adamax_own_count(group: Group, count: Tensor, age: Tensor) -> Tensor:
+    """The first moment is divided by 1 - β₁^count, the largest gradient by nothing."""
+    beta1 = group["betas"][0]
+    return (1 - beta1**count) / (1 - beta1**age)
+
+
+def _adagrad_own_count(group: Group, count: Tensor, age: Tensor) -> Tensor:
+    """The rate is divided by 1 + (count - 1) · lr_decay."""
+    return (1 + (count - 1) * group["lr_decay"]) / (1 + (age - 1) * group["lr_decay"])
+
+
+def _no_count(group: Group, count: Tensor, age: Tensor) -> Tensor:
+    """The update does not depend on the count."""
+    return torch.ones_like(age)
 
 
 _REGISTRY: dict[type, OptimizerRule] = {}
@@ -183,14 +210,16 @@ def is_number(value: Any) -> bool:
 
 
 _ADAM = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
-register_optimizer(torch.optim.SGD, degree=1, state={"momentum_buffer": 1})
-register_optimizer(torch.optim.Adam, degree=0, state=_ADAM)
-register_optimizer(torch.optim.AdamW, degree=0, state=_ADAM, decoupled_weight_decay=True)
+_SGD = {"momentum_buffer": 1}
+register_optimizer(torch.optim.SGD, degree=1, state=_SGD, own_count=_no_count, counts_steps=False)
+register_optimizer(torch.optim.Adam, degree=0, state=_ADAM, own_count=_adam_own_count)
+register_optimizer(torch.optim.AdamW, degree=0, state=_ADAM, decoupled_weight_decay=True, own_count=_adam_own_count)
 register_optimizer(torch.optim.NAdam, degree=0, state=_ADAM)
 register_optimizer(torch.optim.RAdam, degree=0, state=_ADAM, ready=_radam_ready)
 register_optimizer(torch.optim.SparseAdam, degree=0, state=_ADAM)
-register_optimizer(torch.optim.Adamax, degree=0, state={"exp_avg": 1, "exp_inf": 1})
+register_optimizer(torch.optim.Adamax, degree=0, state={"exp_avg": 1, "exp_inf": 1}, own_count=_adamax_own_count)
 # the momentum of RMSprop averages the normalised gradient, which has degree 0
-register_optimizer(torch.optim.RMSprop, degree=0, state={"square_avg": 2, "grad_avg": 1, "momentum_buffer": 0})
-register_optimizer(torch.optim.Adagrad, degree=0, state={"sum": 2})
+_RMSPROP = {"square_avg": 2, "grad_avg": 1, "momentum_buffer": 0}
+register_optimizer(torch.optim.RMSprop, degree=0, state=_RMSPROP, own_count=_no_count)
+register_optimizer(torch.optim.Adagrad, degree=0, state={"sum": 2}, own_count=_adagrad_own_count)
 register_optimizer(torch.optim.Muon, degree=0, state={"momentum_buffer": 1}, scaling=muon_scaling, entrywise=False)

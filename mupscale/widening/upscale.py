@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from mupscale.arguments import refuse_unless_whole, shown
 from mupscale.errors import UserError
 from mupscale.widening.finite import refuse_non_finite_model
+from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.mixed_axes import keep_reference_units
-from mupscale.widening.noise import Constants, Noise, add_noise_, may_overflow, save_constants
+from mupscale.widening.new_copies import StateRule, check_state_rule
+from mupscale.widening.noise import Constants, Noise, SameNoise, add_noise_, may_overflow, save_constants
 from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
 from mupscale.widening.plan import Blocks, Plan
-from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.roles import Roles
 from mupscale.widening.sharding import gathered, whole
 from mupscale.widening.survey import refuse_unless_model
@@ -27,7 +28,6 @@ from mupscale.widening.weights import (
     refuse_held,
     release_,
     remember_widths,
-    widen_,
     widen_buffers_,
 )
 
@@ -46,10 +46,16 @@ class UpscaleReport:
     notes: tuple[str, ...]
     """What keeps the wide run from continuing the narrow one exactly, noise aside."""
     seconds: float
+    centred: bool = False
+    """Whether that noise was centred."""
 
     def save_noise(self, path: str | Path) -> None:
         """Writes the noise constants to a JSON file that `RecordedNoise` reads."""
-        save_constants(self.noise, path)
+        save_constants(self.noise, path, self.centred)
+
+    def same_noise(self) -> Noise:
+        """The very noise of this upscale, for a copy of the model such as the average of an EMA, with the same seed."""
+        return SameNoise(self.noise, self.centred)
 
     def __str__(self) -> str:
         entries = self.plan.parameters.values()
@@ -59,8 +65,8 @@ class UpscaleReport:
         )
         noisy = sum(bool(torch.as_tensor(constant).any()) for constant in self.noise.values())
         lines = [
-            f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; noise on {noisy} of "
-            f"{len(self.noise)} of them"
+            f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; {'centred ' * self.centred}noise on "
+            f"{noisy} of {len(self.noise)} of them"
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -78,6 +84,9 @@ def upscale(
     blocks: Blocks | None = None,
     plan: Plan | None = None,
     consume: bool = False,
+    state: StateRule | None = None,
+    rewarm_steps: int = 0,
+    method: GrowthMethod | None = None,
 ) -> UpscaleReport:
     """Writes the widened `narrow` into `wide`: weights, buffers, noise and optimizer state, all by name.
 
@@ -87,24 +96,39 @@ def upscale(
     (muP: `apply_mup`) and receives the state. Both may be lists, paired in order. `consume=True` frees the narrow model
     and its state tensor by tensor, so that memory peaks at the wide footprint plus one tensor.
 
+    `state` says what becomes of the optimizer state: `carry` moves all of it, `reset` none, `reset_new_copies` that of
+    the first copy of each unit, while the others start at zero with a count of their own and a learning rate that rises
+    over `rewarm_steps`. By default it is the method's.
+
+    `method` is another way to grow (`mupscale.widening.methods`); by default the paper's duplication.
+
     Everything is checked before anything is written: after a UserError both models are as they were.
     """
     start = time.perf_counter()
     refuse_unless_whole("upscale: seed", seed, least=None)
+    if method is None:
+        method = Duplication()
+    if not isinstance(method, GrowthMethod):
+        raise UserError(f"method must be a growth method, as Duplication() or Net2Net(); got {method!r}")
+    if noise is not None and method.noise is not None and not isinstance(noise, SameNoise):
+        raise UserError(f"{type(method).__name__} has noise of its own. Give none, or use another method")
+    noise = method.noise if noise is None else noise
+    state = method.state if state is None else state
+    check_state_rule(state, rewarm_steps)
     if plan is None:
-        plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
+        plan = method.plan(narrow, wide, roles, blocks)
     else:
         _refuse_other_plan(plan, narrow, wide)
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
-        check_transfer(plan, narrow, before, wide, after)
+        check_transfer(plan, narrow, before, wide, after, state=state)
     if noise is not None:
         if not isinstance(noise, Noise):
             raise UserError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
         noise.check(plan)
     refuse_non_finite_model(plan, narrow, wide)
     if noise is not None:
-        _refuse_overflow(plan, narrow, wide, noise, seed)
+        _refuse_overflow(plan, narrow, wide, method, noise, seed)
     refuse_held(wide, wide_opts)
 
     materialise_recurrent_(wide, narrow)
@@ -117,7 +141,7 @@ def upscale(
             materialise_(target, source.device)
         narrow_weight = gathered(source)
         with whole(target) as weight:
-            widen_(weight, narrow_weight, entry)
+            method.widen_(weight, narrow_weight, entry)
             constants[name] = add_noise_(weight, entry, noise, narrow_weight, seed) if noise is not None else 0.0
         del narrow_weight
         if consume:
@@ -127,17 +151,33 @@ def upscale(
     for buffer in narrow.buffers() if consume else ():
         if id(buffer) not in kept:
             release_(buffer)
-    remember_widths(plan, narrow, wide)
+    remember_widths(plan, narrow, wide, method.factors, entrywise=method.hyperparameters == "table")
     optimizers: list[Optimizer] = []
     notes = list(plan.notes)
+    if narrow_opts and state != "carry":
+        notes.append(f"the state of {'new copies' if state == 'reset_new_copies' else 'the optimizer'} starts anew")
     for before, given in zip(narrow_opts, wide_opts, strict=True):
-        after = continued_optimizer(plan, narrow, before, wide) if given is None else given
-        notes += off_the_rule(plan, narrow, before, wide, after)
-        transfer_state(plan, narrow, before, wide, after, consume=consume)
+        after = given
+        if after is None:
+            after = continued_optimizer(plan, narrow, before, wide, state=state, factors_of=method.rate_factors)
+        notes += off_the_rule(plan, narrow, before, wide, after, method.rate_factors)
+        transfer_state(
+            plan,
+            narrow,
+            before,
+            wide,
+            after,
+            consume=consume,
+            state=state,
+            rewarm_steps=rewarm_steps,
+            factors_of=method.factors,
+            to_copies=method.state_to_copies,
+        )
         keep_reference_units(wide, after)
         optimizers.append(after)
     answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
-    return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start)
+    centred = noise is not None and noise.centred
+    return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start, centred)
 
 
 def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimizer], list[Optimizer | None]]:
@@ -174,7 +214,9 @@ def _refuse_other_plan(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
             raise UserError(f"plan is one of other models: its parameters are not those of `{name}`. Make it anew")
 
 
-def _refuse_overflow(plan: Plan, narrow: nn.Module, wide: nn.Module, noise: Noise, seed: int) -> None:
+def _refuse_overflow(
+    plan: Plan, narrow: nn.Module, wide: nn.Module, method: GrowthMethod, noise: Noise, seed: int
+) -> None:
     """UserError where a weight plus its noise is too large for the wide model's dtype.
 
     The noise is drawn as it will be, one parameter at a time, but only where its level or the dtype make it possible.
@@ -187,7 +229,7 @@ def _refuse_overflow(plan: Plan, narrow: nn.Module, wide: nn.Module, noise: Nois
         device = source.device if target.is_meta else target.device
         narrow_weight = gathered(source)
         trial = torch.empty(entry.wide_shape, dtype=target.dtype, device=device)
-        widen_(trial, narrow_weight, entry)
+        method.widen_(trial, narrow_weight, entry)
         add_noise_(trial, entry, noise, narrow_weight, seed)
         if not bool(torch.isfinite(trial).all()):
             raise UserError(

@@ -1,7 +1,7 @@
 """Weights and buffers (Step 1 of the paper's meta-algorithm): duplicated along width axes, weights divided by k_in."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from mupscale.errors import UserError
 from mupscale.widening.layout import duplicate, duplicate_, reference_factor
 from mupscale.widening.modules import Side
 from mupscale.widening.plan import Plan, TensorPlan
+from mupscale.widening.rules import Factors
 from mupscale.widening.width_table import Table, WidthFactors, merged_table, restore_infshapes, store_table
 
 
@@ -78,13 +79,24 @@ def release_(tensor: Tensor) -> None:
     tensor.grad = None
 
 
-def remember_widths(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
-    """Leaves the width factors on the wide module, for clipping, where its own base shapes do not tell them."""
+def remember_widths(
+    plan: Plan,
+    narrow: nn.Module,
+    wide: nn.Module,
+    factors_of: Callable[[TensorPlan], Factors],
+    *,
+    entrywise: bool,
+) -> None:
+    """Leaves the width factors on the wide module, for clipping, where its own base shapes do not tell them.
+
+    With `entrywise`, also those by which the entries of one axis differ, for the optimizer's rates.
+    """
     before, after = merged_table(narrow), merged_table(wide, mup_only=True)
     widths = {}
     for name, entry in plan.parameters.items():
-        old = before.get(name, WidthFactors())
-        grown = WidthFactors(old.m_out * entry.k_out, old.m_in * entry.k_in, old.base, _relative(entry, old))
+        old, factors = before.get(name, WidthFactors()), factors_of(entry)
+        relative = _relative(entry, old) if entrywise else ()
+        grown = WidthFactors(old.m_out * factors.k_out, old.m_in * factors.k_in, old.base, relative)
         width = after[name] if name in after and not grown.relative else grown
         widths.update(dict.fromkeys(entry.names, width))
     if any(widths[name] is not after.get(name) for name in widths):

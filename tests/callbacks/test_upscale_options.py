@@ -15,6 +15,7 @@ from training_runs import LIGHTNING_WARNINGS, fit, gap, rates
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -78,6 +79,91 @@ def test_restart_schedule(schedule: str, tmp_path: Path) -> None:
         restarted = fit(make(), tmp_path, UpscaleCallback(20, 24, restart_schedule=True, lr=lr), steps=45)
         expected = rates(fit(make(24, optimizer=partial(ADAMW, lr=lr or 1e-2)), tmp_path, steps=25))
         assert rates(restarted) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
+def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> None:
+    """In the middle of it, to the bit; and it slows the new copies down."""
+
+    def swap(rewarm_steps: int = 20) -> UpscaleCallback:
+        return UpscaleCallback(10, 16, transfer_state="reset_new_copies", rewarm_steps=rewarm_steps)
+
+    make = partial(mlp, optimizer=OPTIMIZERS[optimizer])
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=15, save_top_k=-1)
+    whole = fit(make(), tmp_path, swap(), saver, ExactResume(), enable_checkpointing=True, steps=40)
+    resumed = fit(make(), tmp_path, swap(), ExactResume(), ckpt=tmp_path / "step=15.ckpt", steps=40)
+    assert torch.equal(resumed.losses, whole.losses[15:])
+    without = fit(make(), tmp_path, swap(0), steps=40)
+    assert torch.equal(without.losses[:11], whole.losses[:11])
+    assert gap(without, whole) > 1e-6
+
+
+def test_a_warm_up_goes_on_through_a_second_upscale(tmp_path: Path) -> None:
+    def first() -> UpscaleCallback:
+        return UpscaleCallback(10, 16, transfer_state="reset_new_copies", rewarm_steps=20)
+
+    once, twice = fit(mlp(), tmp_path, first()), fit(mlp(), tmp_path, first(), UpscaleCallback(15, 48))
+    assert gap(once, twice) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transfer_state": "keep"}, "the state rule must be one of carry, reset, reset_new_copies; got 'keep'"),
+        ({"rewarm_steps": 5}, "rewarm_steps = 5 warms up .* the rule 'carry' does not"),
+        ({"transfer_state": False, "rewarm_steps": 5}, "rewarm_steps = 5 warms up .* the rule 'reset' does not"),
+    ],
+)
+def test_a_state_rule_that_does_not_exist(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^UpscaleCallback.transfer_state: {message}"):
+        UpscaleCallback(10, 16, **settings)
+
+
+RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
+
+
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
+@pytest.mark.parametrize(
+    "method",
+    [mupscale.Net2Net(), mupscale.HyperCloning("diagonal", **RULES)],
+    ids=["net2net", "diagonal"],
+)
+def test_a_method_that_keeps_the_training(method: Any, optimizer: str, tmp_path: Path) -> None:
+    """Also with clipping, and after a resume."""
+    make = partial(mlp, optimizer=OPTIMIZERS[optimizer])
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=30, save_top_k=-1)
+    swap = partial(UpscaleCallback, 20, 24, method=method)
+    narrow = fit(make(), tmp_path, gradient_clip_val=0.1)
+    wide = fit(make(), tmp_path, swap(), saver, ExactResume(), enable_checkpointing=True, gradient_clip_val=0.1)
+    assert gap(narrow, wide) < 1e-9
+    resumed = fit(make(), tmp_path, swap(), ExactResume(), ckpt=tmp_path / "step=30.ckpt", gradient_clip_val=0.1)
+    assert torch.equal(resumed.losses, wide.losses[30:])
+
+
+def test_zero_padding_has_the_rates_of_its_width(tmp_path: Path) -> None:
+    swap = UpscaleCallback(20, 24, method=mupscale.ZeroPadding())
+    padded = fit(mlp(), tmp_path, swap, steps=40)
+    assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-12)
+    assert rates(padded) == pytest.approx(rates(fit(mlp(24), tmp_path, steps=1)), rel=1e-12)
+
+
+def test_a_method_as_published(tmp_path: Path) -> None:
+    """The function stays, the optimizer starts anew, and the rates are those before."""
+    narrow = fit(mlp(), tmp_path, steps=40)
+    swap = UpscaleCallback(20, 24, method=mupscale.HyperCloning("noisy"))
+    wide = fit(mlp(), tmp_path, swap, steps=40)
+    assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-12)
+    assert rates(wide) == rates(narrow)
+    assert gap(narrow, wide) > 1e-3
+    with pytest.raises(UserError, match=r"UpscaleCallback.noise: HyperCloning has noise of its own"):
+        UpscaleCallback(20, 24, method=mupscale.HyperCloning("noisy"), noise=mupscale.AdditiveNoise(0.1))
+
+
+def test_an_optimizer_that_cannot_start_anew_in_part_is_refused_before_training(tmp_path: Path) -> None:
+    swap = UpscaleCallback(10, 16, transfer_state="reset_new_copies")
+    with pytest.raises(UserError, match="how NAdam depends on its step count is not known"):
+        fit(mlp(optimizer=torch.optim.NAdam), tmp_path, swap)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_transfer_of_state_the_optimizer_starts_anew(tmp_path: Path) -> None:

@@ -426,9 +426,12 @@ def test_arguments_for_callbacks_that_are_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_signal_noise_is_carried_by_its_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("centred", [False, True])
+def test_signal_noise_is_carried_by_its_constants(
+    centred: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     swap = upscale(10, 16)
-    swap["init_args"]["noise"] = {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}
+    swap["init_args"]["noise"] = {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1, "centred": centred}}
     saved: list[dict[str, Any]] = []
     original = SignalNoise.constant
 
@@ -450,12 +453,14 @@ def test_signal_noise_is_carried_by_its_constants(tmp_path: Path, monkeypatch: p
     assert {name: value for name, value in constants.items() if value} == {
         s["name"]: s["value"] for s in saved if s["t"] == t
     }
-    assert sum(value > 0 for value in constants.values()) == 3  # the hidden layers
+    # the hidden layers; centred noise has nothing to centre over in the first
+    assert sum(value > 0 for value in constants.values()) == (2 if centred else 3)
     assert set(constants) == {name for name, _ in MLP(8).network(8).named_parameters()}
     target = small(tmp_path / "target.yaml", swap | {"init_args": swap["init_args"] | {"width": 64}}, width=32)
     cli = parsed(["fit", "--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"])
     (wide,) = [callback for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
     assert wide.noise.constants == constants
+    assert wide.noise.centred == centred
     assert cli.model.width == 64
 
 

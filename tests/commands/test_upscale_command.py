@@ -9,6 +9,8 @@ from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
+from mupscale.widening.methods import HyperCloning, Net2Net, ZeroPadding
+from mupscale.widening.noise import AdditiveNoise
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
@@ -72,6 +74,19 @@ def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "method"), [("net2net", Net2Net), ("zero-padding", ZeroPadding), ("hypercloning-diagonal", None)]
+)
+def test_a_method_offline_is_the_method_inside_a_run(name, method, tmp_path):
+    method = HyperCloning("diagonal") if method is None else method()
+    inside = fit(tmp_path, 30, UpscaleCallback(10, 24, method=method))
+    narrow, out = str(tmp_path / "pre-upscale-10.ckpt"), str(tmp_path / "wide.ckpt")
+    main(["upscale", narrow, "--width", "24", "--method", name, "--out", out])
+    offline = fit(tmp_path, 30, UpscaleCallback(10, 24, method=method), ckpt_path=out)
+    for a, b in zip(weights(offline), weights(inside), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
 def test_noise_options_and_files(tmp_path):
     fit(tmp_path, 3).save_checkpoint(tmp_path / "narrow.ckpt")
     narrow, noise = str(tmp_path / "narrow.ckpt"), str(tmp_path / "noise.json")
@@ -83,6 +98,29 @@ def test_noise_options_and_files(tmp_path):
     assert all(torch.equal(a["state_dict"][name], b["state_dict"][name]) for name in a["state_dict"])
     assert (len(a["optimizer_states"]), len(b["optimizer_states"])) == (1, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt", "narrow.ckpt", "noise.json"]
+
+
+def test_centred_noise_leaves_the_loss_as_it_was(tmp_path):
+    """Inside a run and offline; recorded noise is centred as it was. The average of an EMA gets the same."""
+    swap = UpscaleCallback(10, 16, noise=AdditiveNoise(0.5, centred=True))
+    fit(tmp_path, 11, EMAWeightAveraging(decay=0.9), swap)
+    assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-12)
+    narrow, noise = str(tmp_path / "pre-upscale-10.ckpt"), str(tmp_path / "noise.json")
+    for name, options in {
+        "exact": [],
+        "centred": ["--noise", "0.5", "--centred", "--save-noise", noise],
+        "recorded": ["--recorded-noise", noise],
+    }.items():
+        main(["upscale", narrow, "--width", "16", *options, "--out", str(tmp_path / f"{name}.ckpt")])
+    exact, centred, recorded = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("exact", "centred", "recorded")
+    )
+    for name in exact["state_dict"]:
+        model, average = (centred[key][name] - exact[key][name] for key in ("current_model_state", "state_dict"))
+        assert bool(model.any()) == (name in ("net.layers.1.weight", "net.layers.2.weight"))
+        torch.testing.assert_close(average, model.float(), rtol=0, atol=1e-6)
+        for key in ("current_model_state", "state_dict"):
+            assert torch.equal(centred[key][name], recorded[key][name])
 
 
 def test_an_average_gets_the_noise_of_its_model(tmp_path):

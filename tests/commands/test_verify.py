@@ -22,3 +22,21 @@ def test_a_broken_rule_is_an_exit_status(capsys: pytest.CaptureFixture[str], mon
         main(["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50"])
     assert exit.value.code == 1
     assert "NOT exact: layers.1 diverges first" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_claim_of_a_method(
+    broken: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap = upscale(3, 16)
+    swap["init_args"]["method"] = {"class_path": "mupscale.Net2Net", "init_args": {"seed": 1}}
+    command = ["verify", "--config", small(Path("c.yaml"), swap), "--data.batch_size=50"]
+    if not broken:
+        main(command)
+        assert "width 8 → 16: Net2Net: function preserved" in capsys.readouterr().out
+        return
+    monkeypatch.setattr(rules, "lr_factor", lambda *_: 1.0)
+    with pytest.raises(SystemExit) as exit:
+        main(command)
+    assert exit.value.code == 1
+    assert "REFUTED" in capsys.readouterr().out

@@ -32,6 +32,20 @@ def test_a_width_that_no_tensor_can_have() -> None:
         mlp(8, base_width=10**12).network(8, meta=True)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head_dim": 0}, "model.head_dim must be a whole number of at least 1, got 0"),
+        ({"head_dim": 3}, "model.width = 8 is not divisible by model.head_dim = 3"),
+        ({"head_dim": 4, "base_width": 6}, "model.base_width = 6 is not divisible by model.head_dim = 4"),
+        ({"head_dim": 4, "heads": 2}, "model.heads = 2 and model.head_dim = 4: one of them stays"),
+    ],
+)
+def test_gpt2_whose_heads_do_not_fit(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        GPT2(8, **settings)
+
+
 @pytest.mark.parametrize("heads", [0, -2])
 def test_gpt2_without_heads(heads: int) -> None:
     with pytest.raises(UserError, match=f"model.heads must be a whole number of at least 1, got {heads}"):

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from functools import partialmethod
+from itertools import product
 from typing import Any
 
 import mup
 import pytest
 import torch
+from tiers import slow_except
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -163,6 +165,70 @@ def test_the_residual_stream_has_the_precision_of_the_matmuls(enabled: bool, exp
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
         net(rows[:, :-1], rows[:, 1:])
     assert seen == [expected] * 4
+
+
+# --- growing by heads
+
+
+@pytest.mark.parametrize(
+    ("kept", "tied", "attention_scale"),
+    slow_except(product(("heads", "head_dim"), (True, False), (8.0, 3.7)), ("head_dim", True, 3.7)),
+)
+def test_both_ways_to_grow_are_exact(
+    kept: str, tied: bool, attention_scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mupscale.models.gpt2.ATTENTION_SCALE", attention_scale)
+    torch.manual_seed(0)
+    module = GPT2(8, base_width=4, layers=2, vocabulary=VOCABULARY, context=CONTEXT, tied=tied, **{kept: 4})
+    rows = [torch.randint(VOCABULARY, (4, 9)) for _ in range(4)]
+    verdict = mupscale.verify(
+        module.network(8),
+        module.network(24),
+        optimizer=lambda params: mupscale.MuAdamW(params, lr=0.003, eps=1e-3, weight_decay=0.1),
+        batches=rows,
+        loss=lambda net, batch: net(batch[:, :-1], batch[:, 1:]),
+        steps=20,
+        clip=0.05,
+    )
+    assert verdict.passed, verdict
+    assert verdict.loss_drift <= 1e-12
+    assert verdict.activation_drift <= 1e-12
+    assert verdict.plan is not None
+    assert not verdict.plan.notes
+    in_blocks = [name for name, entry in verdict.plan.parameters.items() if entry.in_blocks]
+    of_heads = ("qkv.weight", "qkv.bias", "project.weight")
+    expected = [f"blocks.{layer}.attention.{name}" for layer in range(2) for name in of_heads]
+    assert in_blocks == (expected if kept == "head_dim" else [])
+
+
+def test_more_heads_are_exact_under_any_scale_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under 1 / sqrt(head_dim), and larger heads are not: the scale of the logits falls too slowly."""
+    attention = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, *, is_causal, scale: attention(q, k, v, is_causal=is_causal)
+    )
+    drifts = {}
+    for kept in ("heads", "head_dim"):
+        torch.manual_seed(0)
+        module = GPT2(8, base_width=4, layers=2, vocabulary=VOCABULARY, context=CONTEXT, **{kept: 4})
+        narrow, wide = (module.network(width).double() for width in (8, 16))
+        for parameter in narrow.parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+        mupscale.upscale(narrow, wide)
+        with torch.no_grad():
+            drifts[kept] = float((wide(tokens()[:, :-1]) - narrow(tokens()[:, :-1])).abs().max())
+    assert drifts["head_dim"] <= 1e-12
+    assert drifts["heads"] > 1e-3
+
+
+def test_the_heads_of_a_network() -> None:
+    """By default as many as ever; with head_dim, as many as fit, and the base width is one head."""
+    assert GPT2(24).hparams["heads"] == 12
+    module = GPT2(32, head_dim=8, layers=1, vocabulary=VOCABULARY, context=CONTEXT)
+    assert (module.hparams["heads"], module.hparams["base_width"]) == (None, 8)
+    for width in (16, 32):
+        net: Any = module.build(width)
+        assert net.blocks[0].attention.heads == width // 8
 
 
 # --- compiled

@@ -96,6 +96,11 @@ class LlamaBlock(nn.Module):
             "o_proj.weight": {1: group},
         }
 
+    @property
+    def width_groups(self) -> dict[str, dict[str, int]]:
+        heads = {f"{name}_proj.weight": 0 for name in "qkv"} | {"o_proj.weight": 1}
+        return {"heads": heads, "feed_forward": {"gate.weight": 0, "up.weight": 0, "down.weight": 1}}
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm_1(x)
         q, k, v = (

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from architectures import CASES, cross_entropy
+from nets import OPTIMIZERS, backward, features, mlp
 
 import mupscale
+from mupscale.cuda_graph import CapturedStep
 from mupscale.widening.spectral import spectral_norms
 
 pytestmark = pytest.mark.gpu
@@ -104,3 +106,46 @@ def test_spectral_norms_against_svd():
     matrices = torch.randn(9, 512, 256, device="cuda")
     truth = torch.linalg.matrix_norm(matrices.double(), ord=2)
     torch.testing.assert_close(spectral_norms(matrices), truth, rtol=1e-4, atol=0)
+
+
+def test_centred_noise_keeps_the_function():
+    """And is the same in two upscales with one seed."""
+    case = CASES["llama"]
+    torch.manual_seed(0)
+    narrow, wide, again = (case.build(size).double().cuda() for size in (case.narrow, case.wide, case.wide))
+    batch = batches(case)[0]
+    before = cross_entropy(narrow, batch).item()
+    for model in (wide, again):
+        mupscale.upscale(narrow, model, noise=mupscale.AdditiveNoise(0.1, centred=True), seed=4)
+    assert cross_entropy(wide, batch).item() == pytest.approx(before, rel=1e-12)
+    assert all(torch.equal(a, b) for a, b in zip(wide.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_a_warm_up_of_new_copies_inside_a_cuda_graph(kind: str):
+    """Counts on, as it does step by step."""
+    losses = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        narrow, wide = mlp(8).cuda(), mlp(16).cuda()
+        optimizer = OPTIMIZERS[kind](narrow.parameters())
+        inputs = features().cuda()
+        for _ in range(5):
+            backward(narrow, inputs)
+            optimizer.step()
+        report = mupscale.upscale(narrow, wide, optimizer, state="reset_new_copies", rewarm_steps=15)
+        after = report.optimizer
+        for _ in range(3):
+            backward(wide, inputs)
+            after.step()
+        step = CapturedStep(lambda batch, wide=wide: backward(wide, batch), after, inputs) if captured else None
+        values = []
+        for _ in range(20):
+            if step is not None:
+                values.append(float(step(inputs)))
+            else:
+                values.append(float(backward(wide, inputs)))
+                after.step()
+        losses.append(values)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0][-1] < losses[0][0]

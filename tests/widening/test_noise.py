@@ -114,8 +114,11 @@ def _rank(rank: int, path: str) -> None:
     narrow = MLPNet(4, (8, 8), 3)
     for p in narrow.parameters():
         torch.nn.init.constant_(p, 0.25)
-    mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.5), seed=3)
-    torch.save(wide.state_dict(), f"{path}/{rank}.pt")
+    answer = {}
+    for centred in (False, True):
+        mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.5, centred=centred), seed=3)
+        answer |= {f"{name}, {centred}": value.clone() for name, value in wide.state_dict().items()}
+    torch.save(answer, f"{path}/{rank}.pt")
 
 
 @pytest.mark.distributed

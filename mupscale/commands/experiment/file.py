@@ -19,7 +19,6 @@ from mupscale.commands.tuning.trial import for_trials, refuse_invalid
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
-from mupscale.widening.plan import plan
 
 REQUIRED = {
     "upscale": ["protocol", "config", "small", "target", "seeds", "noise", "sweep_2"],
@@ -270,9 +269,11 @@ def refuse_growth(growth: Growth, cli: CLI) -> None:
     (swap,) = callbacks_in(cli.trainer, UpscaleCallback)
     try:
         with torch.random.fork_rng(devices=[]):
-            planned = plan(cli.model.network(growth.before, meta=True), cli.model.network(growth.after, meta=True))
-        if swap.noise is not None:
-            swap.noise.check(planned)
+            narrow, wide = (cli.model.network(width, meta=True) for width in (growth.before, growth.after))
+            planned = swap.method.plan(narrow, wide, None, None)
+        noise = swap.method.noise if swap.noise is None else swap.noise
+        if noise is not None:
+            noise.check(planned)
     except ValueError as error:
         raise UserError(f"widths {growth}: {error}") from error
 

@@ -1,0 +1,105 @@
+"""Whether a growth method keeps what it claims: how far function and training deviate from the narrow run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mupscale.checks.recording import buffers_kept
+from mupscale.checks.verify import WARM_UP, float64_copy
+from mupscale.errors import UserError
+from mupscale.widening.methods import Claim, GrowthMethod
+from mupscale.widening.plan import Blocks
+from mupscale.widening.roles import Roles
+from mupscale.widening.upscale import upscale
+
+PRESERVED = 1e-12
+"""The largest relative deviation of a loss, in float64, that is rounding."""
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class ClaimCheck:
+    """The answer of `check_claim`. Deviations are relative, the largest over batches or steps."""
+
+    method: str
+    claim: Claim
+    static: float
+    """Of the losses just after growing."""
+    dynamic: float
+    """Of the losses of the steps after it."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether what is preserved is what the method claims, no less and no more."""
+        return self.claim == Claim(self.static <= PRESERVED, self.dynamic <= PRESERVED)
+
+    def __str__(self) -> str:
+        parts = []
+        for name, claimed, deviation in zip(
+            ("function", "training"), self.claim, (self.static, self.dynamic), strict=True
+        ):
+            parts.append(f"{name} {'preserved' if claimed else 'not preserved'} (deviation {deviation:.1e})")
+        return f"{self.method}: {', '.join(parts)}: {'confirmed' if self.holds else 'REFUTED'}"
+
+
+def check_claim(
+    narrow: nn.Module,
+    wide: nn.Module,
+    method: GrowthMethod,
+    *,
+    optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    batches: Sequence[Any],
+    loss: Loss,
+    steps: int = 20,
+    roles: Roles | None = None,
+    blocks: Blocks | None = None,
+) -> ClaimCheck:
+    """Grows a float64 copy of `narrow` after a few steps, and compares the two for `steps` more. Nothing is changed.
+
+    `print(check_claim(narrow, wide, Net2Net(), optimizer=torch.optim.AdamW, batches=batches, loss=loss))`
+    """
+    if steps < 1 or not batches:
+        raise UserError(f"check_claim: give at least one step and one batch, got {steps} and {len(batches)}")
+    narrow, wide = float64_copy(narrow), float64_copy(wide)
+    batches = [_float64(batch) for batch in batches]
+    before = optimizer(list(narrow.parameters()))
+    for step in range(WARM_UP):
+        _step(narrow, before, batches[step % len(batches)], loss)
+    report = upscale(narrow, wide, before, method=method, roles=roles, blocks=blocks)
+    after = report.optimizer
+    assert isinstance(after, Optimizer)
+    static = max(_deviation(_value(wide, batch, loss), _value(narrow, batch, loss)) for batch in batches)
+    dynamic = 0.0
+    for step in range(steps):
+        batch = batches[(WARM_UP + step) % len(batches)]
+        dynamic = max(dynamic, _deviation(_step(wide, after, batch, loss), _step(narrow, before, batch, loss)))
+    return ClaimCheck(type(method).__name__, method.claim(report.plan, narrow), static, dynamic)
+
+
+def _float64(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    return type(batch)(_float64(part) for part in batch) if isinstance(batch, tuple | list) else batch
+
+
+@torch.no_grad()
+def _value(model: nn.Module, batch: Any, loss: Loss) -> float:
+    with buffers_kept(model):
+        return float(loss(model, batch))
+
+
+def _step(model: nn.Module, optimizer: Optimizer, batch: Any, loss: Loss) -> float:
+    optimizer.zero_grad()
+    value = loss(model, batch)
+    value.backward()
+    optimizer.step()
+    return float(value.detach())
+
+
+def _deviation(wide: float, narrow: float) -> float:
+    return abs(wide - narrow) / abs(narrow)

@@ -1,0 +1,123 @@
+"""State rules beside the paper's: optimizer state that starts anew, for all entries or for the new copies alone.
+
+`carry` moves all state as Table 1 says, and the run goes on exactly. `reset` drops it: moments and counts start at
+zero. `reset_new_copies` keeps it for the first copy of every unit and sets it to zero for the others, whose learning
+rate may be warmed up again.
+
+Entries whose moments are zero beside a step count T that is old would get wrong updates: Adam divides by 1 - β^T, which
+is nearly 1 where it should be small, so that with β₂ = 0.999 the first updates are three to six times too large. So new
+copies have a count of their own: n, the steps since the growth. After each step their update is multiplied by what
+turns the corrections for T into those for n (`OptimizerRule.own_count`), and by the warm-up. This is what an optimizer
+that starts anew does, up to two differences: eps is multiplied by sqrt((1 - β₂^T) / (1 - β₂^n)), and decoupled weight
+decay is part of the update.
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mupscale.errors import UserError
+from mupscale.widening.layout import copy_index
+from mupscale.widening.plan import Plan, TensorPlan
+from mupscale.widening.rules import Group, OptimizerRule, rule_of
+from mupscale.widening.step_hooks import around_step, leave_alone
+
+StateRule = Literal["carry", "reset", "reset_new_copies"]
+
+NEW_COPIES = "new_copies"
+"""Key of a parameter's optimizer state: which of its entries are new copies."""
+
+GROWN_AT = "new_copies_since"
+REWARM_STEPS = "rewarm_steps"
+"""Keys of a parameter group: the step count at the growth, and the steps over which the new copies' rate rises."""
+
+_HOOKS = "_mupscale_new_copies"
+
+
+def check_state_rule(rule: str, rewarm_steps: int) -> None:
+    """UserError for a state rule, or a warm-up, that does not exist."""
+    if rule not in get_args(StateRule):
+        raise UserError(f"the state rule must be one of {', '.join(get_args(StateRule))}; got {rule!r}")
+    if isinstance(rewarm_steps, bool) or not isinstance(rewarm_steps, int) or rewarm_steps < 0:
+        raise UserError(f"rewarm_steps must be a whole number of at least 0, got {rewarm_steps!r}")
+    if rewarm_steps and rule != "reset_new_copies":
+        raise UserError(
+            f"rewarm_steps = {rewarm_steps} warms up the rate of new copies, whose state the rule {rule!r} does not "
+            "reset. Use reset_new_copies, or give no rewarm_steps"
+        )
+
+
+def check_own_count(optimizer: Optimizer) -> None:
+    """UserError for an optimizer under which new copies cannot have a count of their own."""
+    if not rule_of(optimizer).own_count:
+        raise UserError(
+            f"reset_new_copies: how {type(optimizer).__name__} depends on its step count is not known, so new copies "
+            "cannot have one of their own. Use carry or reset, or train with SGD, Adam, AdamW, Adamax, Adagrad or "
+            "RMSprop"
+        )
+
+
+def check_reset(plan: Plan, optimizer: Optimizer) -> None:
+    """UserError where the state of new copies cannot start anew by itself."""
+    check_own_count(optimizer)
+    mixed = [name for name, entry in plan.parameters.items() if entry.mixed]
+    if mixed:
+        raise UserError(
+            f"reset_new_copies: parameter {mixed[0]!r} is made of pieces that grow by different factors, and its steps "
+            "are taken in other units. Use carry or reset"
+        )
+
+
+def new_copies(entry: TensorPlan) -> Tensor:
+    """Of the wide parameter: True for every entry but the first copy of each narrow one."""
+    first = torch.ones([1] * len(entry.layouts), dtype=torch.bool)
+    for axis, layout in enumerate(entry.layouts):
+        shape = [-1 if other == axis else 1 for other in range(len(entry.layouts))]
+        first = first & (copy_index(layout) == 0).view(shape)
+    return ~first
+
+
+def rewarm_new_copies(optimizer: Optimizer) -> None:
+    """Gives new copies their own count and their warm-up, with hooks around the step of `optimizer`.
+
+    `upscale` and `UpscaleCallback` call this. Hooks are not part of an optimizer's state: after loading one into a new
+    process, call it again. Without new copies it does nothing.
+    """
+    leave_alone(optimizer, _HOOKS)
+    rows = [
+        (parameter, group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if NEW_COPIES in optimizer.state.get(parameter, {})
+    ]
+    if not rows:
+        return
+    rule = rule_of(optimizer)
+    originals: list[Tensor] = []
+
+    @torch.no_grad()
+    def enter() -> None:
+        originals.extend(parameter.clone() for parameter, _ in rows)
+
+    @torch.no_grad()
+    def leave() -> None:
+        for (parameter, group), before in zip(rows, originals, strict=True):
+            state = optimizer.state[parameter]
+            if not rule.counts_steps:
+                state["step"].add_(1)
+            scaled = before.lerp(parameter, _update_factor(rule, group, state).to(parameter))
+            parameter.copy_(torch.where(state[NEW_COPIES].bool(), scaled, parameter))
+        originals.clear()
+
+    around_step(optimizer, _HOOKS, enter, leave)
+
+
+def _update_factor(rule: OptimizerRule, group: Group, state: dict[str, Any]) -> Tensor:
+    """What the update of new copies is multiplied by: their own count, and the warm-up."""
+    count = state["step"].double()
+    age = (count - group[GROWN_AT]).clamp(min=1)
+    assert rule.own_count is not None
+    factor = rule.own_count(group, count, age)
+    return factor * (age / group[REWARM_STEPS]).clamp(max=1) if group[REWARM_STEPS] else factor

@@ -1,0 +1,114 @@
+"""Every growth method keeps what it claims, and nothing else: deviations of function and training, in float64."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from architectures import CASES, Case, cross_entropy
+from tiers import slow_except
+from torch import nn
+from torch.optim import Optimizer
+
+import mupscale
+from mupscale.checks.claims import ClaimCheck, check_claim
+from mupscale.errors import UserError
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.widening.methods import Claim, Duplication, GrowthMethod, HyperCloning, Net2Net, ZeroPadding
+
+RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
+
+METHODS: dict[str, Callable[[], GrowthMethod]] = {
+    "duplication": Duplication,
+    "duplication, reset": lambda: Duplication(state="reset"),
+    "duplication, same rates": lambda: Duplication(hyperparameters="same"),
+    "net2net": Net2Net,
+    "net2net, as published": lambda: Net2Net(state="reset", hyperparameters="same"),
+    "zero padding": ZeroPadding,
+    "hypercloning": HyperCloning,
+    "hypercloning, rules": lambda: HyperCloning(**RULES),
+    "diagonal": lambda: HyperCloning("diagonal"),
+    "diagonal, rules": lambda: HyperCloning("diagonal", **RULES),
+    "noisy": lambda: HyperCloning("noisy"),
+    "noisy, rules": lambda: HyperCloning("noisy", **RULES),
+}
+
+GPT2_BY_HEADS = Case(
+    lambda width: GPT2Net(width, layers=2, head_dim=4, vocabulary=30, context=11, tied=False),
+    4, 8, 24, CASES["gpt2_untied"].batch, init="constant",
+)  # fmt: skip
+
+MODELS = {name: CASES[name] for name in ("mlp", "resnet18", "gpt2_untied", "llama")} | {"gpt2_by_heads": GPT2_BY_HEADS}
+
+NORMS_OVER_WIDTH = ("gpt2_untied", "gpt2_by_heads", "llama")
+
+
+def adamw(params: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.003, eps=1e-3, weight_decay=0.1)
+
+
+def sgd(params: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def measured(
+    model: str, method: GrowthMethod, *, mup: bool = False, optimizer: Callable[..., Optimizer] = adamw
+) -> ClaimCheck:
+    case = MODELS[model]
+    torch.manual_seed(0)
+    models = [case.build(size) for size in (case.narrow, case.wide)]
+    if mup:
+        delta = tuple(2 * s for s in case.base) if isinstance(case.base, tuple) else 2 * case.base
+        base = [case.build(size) for size in (case.base, delta)]
+        models = [mupscale.set_base_shapes(model, *base, init=case.init) for model in models]
+    return check_claim(*models, method, optimizer=optimizer, batches=case.batches(), loss=cross_entropy)
+
+
+CELLS = list(product(MODELS, METHODS))
+FAST = [*(("mlp", method) for method in METHODS), ("gpt2_by_heads", "net2net"), ("llama", "zero padding")]
+
+
+@pytest.mark.parametrize(("model", "method"), slow_except(CELLS, *FAST))
+def test_claims(model: str, method: str):
+    check = measured(model, METHODS[method]())
+    assert check.holds, check
+    padded_norm = method == "zero padding" and model in NORMS_OVER_WIDTH
+    by_the_rules = method.endswith(", rules") or method in ("duplication", "net2net", "zero padding")
+    assert check.claim == Claim(not padded_norm, by_the_rules and not padded_norm and "noisy" not in method)
+    # what is not preserved shows
+    assert check.claim.function or check.static > 1e-3
+    assert check.claim.dynamics or check.dynamic > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    slow_except(CELLS, *(("mlp", method) for method in ("net2net", "zero padding", "diagonal, rules"))),
+)
+def test_claims_under_mup_with_sgd(model: str, method: str):
+    """Which has a degree of 1, and a multiplier that falls with the width."""
+    check = measured(model, METHODS[method](), mup=True, optimizer=sgd)
+    assert check.holds, check
+
+
+def test_a_false_claim_is_refuted():
+    class Boaster(HyperCloning):
+        def claim(self, plan: mupscale.Plan, narrow: nn.Module) -> Claim:
+            return Claim(True, True)
+
+    class Modest(Duplication):
+        def claim(self, plan: mupscale.Plan, narrow: nn.Module) -> Claim:
+            return Claim(True, False)
+
+    boast, modesty = (measured("mlp", method) for method in (Boaster(), Modest()))
+    assert not boast.holds
+    assert not modesty.holds
+    assert str(boast).startswith("Boaster: function preserved (deviation 0.0e+00), training preserved (deviation ")
+    assert str(boast).endswith("): REFUTED")
+
+
+def test_nothing_to_compare():
+    with pytest.raises(UserError, match="at least one step and one batch, got 0 and 1"):
+        check_claim(
+            nn.Linear(2, 2), nn.Linear(2, 4), Duplication(), optimizer=adamw, batches=[1], loss=cross_entropy, steps=0
+        )

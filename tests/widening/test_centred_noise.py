@@ -1,0 +1,394 @@
+"""Centred noise: the function stays, to rounding in float64, in every architecture; and the copies part."""
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import CASES, Case, cross_entropy
+from bad_input import assert_refused, linear
+from tiers import slow_except
+from torch import Tensor, nn
+
+import mupscale
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
+from mupscale.widening.layout import centre_, duplicate, interleaved, parse_layout
+from mupscale.widening.noise import Noise, save_constants
+from mupscale.widening.upscale import UpscaleReport
+
+NOISES: dict[str, Callable[[], Noise]] = {
+    "additive": lambda: mupscale.AdditiveNoise(0.1, centred=True),
+    "signal": lambda: mupscale.SignalNoise(0.5, centred=True),
+}
+
+
+def models(case: Case, *, mup: bool) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    if not mup:
+        narrow, wide = case.build(case.narrow), case.build(case.wide)
+    else:
+        delta = tuple(2 * s for s in case.base) if isinstance(case.base, tuple) else 2 * case.base
+        narrow, wide = (
+            mupscale.set_base_shapes(case.build(size), case.build(case.base), case.build(delta), init=case.init)
+            for size in (case.narrow, case.wide)
+        )
+    return narrow.double(), wide.double()
+
+
+def double(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return (batch[0].double() if batch[0].is_floating_point() else batch[0]), batch[1]
+
+
+def drift(narrow: nn.Module, wide: nn.Module, inputs: Tensor) -> float:
+    """The largest deviation of the outputs, relative to the largest output."""
+    with torch.no_grad():
+        before, after = narrow(inputs), wide(inputs)
+    return float((after - before).abs().max() / before.abs().max())
+
+
+def added(narrow: nn.Module, wide: nn.Module, noise: Noise, **settings: Any) -> dict[str, Tensor]:
+    """The noise itself: an upscale with it minus one without."""
+    clean = copy.deepcopy(wide)
+    mupscale.upscale(narrow, wide, noise=noise, **settings)
+    mupscale.upscale(narrow, clean, **settings)
+    return {name: (p - clean.get_parameter(name)).detach() for name, p in wide.named_parameters()}
+
+
+# --- the function stays
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("mup", [False, True], ids=["plain", "mup"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_loss_is_the_last_one(case: str, mup: bool, noise: str):
+    narrow, wide = models(CASES[case], mup=mup)
+    batch = double(CASES[case].batches(1)[0])
+    before = cross_entropy(narrow, batch).item()
+    roles = None if mup else CASES[case].plain_roles
+    report = mupscale.upscale(narrow, wide, noise=NOISES[noise](), roles=roles)
+    assert any(torch.as_tensor(constant).any() for constant in report.noise.values())
+    assert abs(cross_entropy(wide, batch).item() / before - 1) <= 1e-12
+
+
+class Attention(nn.Module):
+    """More heads of one size, in torch's own attention, with a bias of keys and values."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(3, 4 * heads)
+        self.attention = nn.MultiheadAttention(4 * heads, heads, batch_first=True, add_bias_kv=True)
+        self.head = nn.Linear(4 * heads, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+class TwoInputs(nn.Module):
+    """A bilinear layer: it sums over the copies of both inputs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, width), nn.Linear(3, 2 * width)
+        self.both = nn.Bilinear(width, 2 * width, width)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.both(self.left(x).tanh(), self.right(x).tanh()))
+
+
+class FixedFeatures(nn.Module):
+    """A layer that reads its width beside three fixed features, and an axis of unlike pieces that it produces."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inputs, self.middle = nn.Linear(3, width), nn.Linear(width + 3, width + 2)
+        self.head = nn.Linear(width + 2, 2)
+
+    @property
+    def width_blocks(self) -> dict[str, Any]:
+        width, k = self.inputs.out_features, 2
+        produced = [(width, width, k), (2, 1, 1)]
+        return {"middle.weight": {0: produced, 1: [(width, 1, k), (3, 1, 1)]}, "head.weight": {1: produced}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(torch.cat([self.inputs(x).relu(), x], -1)).tanh())
+
+
+class TiedTwice(nn.Module):
+    """Two muP readouts with one weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(3, width)
+        self.first, self.second = mupscale.Readout(width, 2), mupscale.Readout(width, 2)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        return self.first(x.tanh()) + self.second(x.relu())
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Attention, ["attention.in_proj_weight", "attention.out_proj.weight", "head.weight"]),
+        (TwoInputs, ["both.weight", "head.weight"]),
+        (FixedFeatures, ["middle.weight", "head.weight"]),
+        (TiedTwice, ["first.weight"]),
+    ],
+)
+def test_further_layers(kind: Callable[[int], nn.Module], expected: list[str]):
+    torch.manual_seed(0)
+    narrow, wide = (mupscale.set_base_shapes(kind(n).double(), kind(2), kind(4)) for n in (4, 8))
+    noise = added(narrow, wide, mupscale.AdditiveNoise(0.5, centred=True))
+    assert [name for name in noise if noise[name].any()] == expected
+    assert drift(narrow, wide, torch.randn(6, 5, 3).double()) <= 1e-13
+
+
+def test_fixed_features_are_not_duplicated_and_get_none():
+    torch.manual_seed(0)
+    narrow, wide = FixedFeatures(4).double(), FixedFeatures(8).double()
+    noise = added(narrow, wide, mupscale.AdditiveNoise(0.5, centred=True))
+    assert not noise["middle.weight"][:, 8:].any()
+    assert not noise["head.weight"][:, 8:].any()
+    assert noise["middle.weight"][:, :8].all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_which_weights_of_gpt2_get_noise(tied: bool):
+    """All that sum over width; a readout only if it is not the embedding."""
+
+    def build(width: int) -> nn.Module:
+        return GPT2Net(width, layers=1, heads=2, vocabulary=30, context=11, tied=tied).double()
+
+    narrow, wide = (mupscale.set_base_shapes(build(width), build(4), build(8), init="constant") for width in (8, 16))
+    noise = added(narrow, wide, mupscale.AdditiveNoise(0.5, centred=True))
+    block = [f"blocks.0.{name}.weight" for name in ("attention.qkv", "attention.project", "mlp.0", "mlp.2")]
+    assert [name for name in noise if noise[name].any()] == [*block, *([] if tied else ["head.readout.weight"])]
+
+
+def test_more_heads_of_one_size():
+    def build(width: int) -> nn.Module:
+        return GPT2Net(width, layers=2, head_dim=4, vocabulary=30, context=11).double()
+
+    narrow, wide = (mupscale.set_base_shapes(build(width), build(4), build(8), init="constant") for width in (8, 24))
+    noise = added(narrow, wide, mupscale.AdditiveNoise(0.1, centred=True))["blocks.0.attention.project.weight"]
+    assert noise.view(24, 2, 3, 4).sum(2).abs().max() <= 1e-15  # the three copies of each head
+    assert noise.view(24, 8, 3).sum(2).abs().max() > 0.01
+    assert drift(narrow, wide, torch.arange(11)[None]) <= 1e-12
+
+
+def test_a_tied_embedding_gets_none_whatever_its_role_is_called():
+    def build(width: int) -> nn.Module:
+        return GPT2Net(width, layers=1, heads=2, vocabulary=30, context=11).double()
+
+    narrow, wide = (mupscale.set_base_shapes(build(width), build(4), build(8), init="constant") for width in (8, 16))
+    noise = mupscale.AdditiveNoise(0.5, centred=True)
+    report = mupscale.upscale(narrow, wide, noise=noise, roles={"wte.weight": "mu_readout"})
+    assert report.plan.parameters["wte.weight"].role == "mu_readout"
+    assert report.noise["wte.weight"] == 0
+    assert drift(narrow, wide, torch.arange(11)[None]) <= 1e-13
+
+
+# --- the level is that of the noise that is added
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_std_is_meant_after_centring(factor: int):
+    torch.manual_seed(0)
+    narrow, wide = (MLPNet(10, (n, n), 7, readout_zero_init=False).double() for n in (60, 60 * factor))
+    noise = added(narrow, wide, mupscale.AdditiveNoise(0.3, centred=True))
+    expected = {"layers.1.weight": 0.3 / math.sqrt(60 * factor), "readout.weight": 0.3}
+    for name, std in expected.items():
+        independent = noise[name].numel() * (1 - 1 / factor)
+        assert noise[name].std().item() == pytest.approx(std, rel=3 / math.sqrt(2 * independent))
+        copies = noise[name].unflatten(1, (-1, factor))
+        assert copies.sum(-1).abs().max() <= 1e-14 * std
+        assert copies.std((0, 1)).tolist() == pytest.approx([std] * factor, rel=0.1)
+    assert [name for name in noise if noise[name].any()] == list(expected)
+
+
+def test_signal_noise_is_a_fraction_of_the_signal_per_kernel_position():
+    torch.manual_seed(0)
+    build = [nn.Sequential(nn.Conv2d(3, n, 3), nn.ReLU(), nn.Conv2d(n, n, 2)) for n in (6, 18, 18)]
+    narrow, wide, clean = (model.double() for model in build)
+    report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.25, centred=True))
+    mupscale.upscale(narrow, clean)
+    signal = clean[2].weight.detach()
+    noise = wide[2].weight.detach() - signal
+    for i in range(2):
+        for j in range(2):
+            ratio = torch.linalg.matrix_norm(noise[:, :, i, j], 2) / torch.linalg.matrix_norm(signal[:, :, i, j], 2)
+            assert ratio.item() == pytest.approx(0.25, rel=1e-3)
+    assert torch.tensor(report.noise["2.weight"]).shape == (2, 2)
+    assert report.noise["0.weight"] == 0
+
+
+def test_centring_follows_the_layout():
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = interleaved(2, 2), parse_layout([(4, 2, 3), (2, 2, 2), (1, 1, 1)], 7, 17)
+    draw = torch.randn(4, 17, generator=generator, dtype=torch.float64)
+    noise = draw.clone()
+    centre_(noise, [rows, columns], [1])
+    inputs = duplicate(torch.randn(7, generator=generator, dtype=torch.float64), [columns])
+    assert (noise @ inputs).abs().max() <= 1e-14
+    assert not noise[:, -1].any()
+    # the first block of two entries stands at columns 0-1, 2-3 and 4-5; a share 1 - 1/3 of the variance stays
+    torch.testing.assert_close(noise[:, 2], (draw[:, 2] - draw[:, [0, 2, 4]].mean(1)) / math.sqrt(2 / 3))
+    both = draw.clone()
+    centre_(both, [rows, columns], [0, 1])
+    assert (duplicate(torch.ones(2).double(), [rows]) @ both @ inputs).abs() <= 1e-14
+    torch.testing.assert_close(both[0, 0], (draw[0, 0] - draw[:2, [0, 2, 4]].mean()) / math.sqrt(5 / 6))
+
+
+# --- the copies part
+
+PLAIN_DISTANCES = {
+    "mlp": 0.075, "resnet18": 0.020, "gpt2_tied": 0.058, "gpt2_untied": 0.051, "llama": 0.013, "vit": 0.023,
+    "convnet": 0.081, "recurrent": 0.057,
+}  # fmt: skip
+CENTRED_DISTANCES = {
+    "mlp": 0.059, "resnet18": 0.020, "gpt2_tied": 0.033, "gpt2_untied": 0.040, "llama": 0.018, "vit": 0.025,
+    "convnet": 0.053, "recurrent": 0.061,
+}  # fmt: skip
+"""`distance_of_copies` after 50 steps of AdamW with noise of std 0.1, measured."""
+
+
+def distance_of_copies(report: UpscaleReport, wide: nn.Module) -> float:
+    """How far biases and gains, which get no noise, are from the mean over their copies, relative to their size."""
+    apart, size = 0.0, 0.0
+    for name, entry in report.plan.parameters.items():
+        if entry.kind != "weight" and entry.grows:
+            (layout,) = entry.layouts
+            (piece,) = layout
+            copies = wide.get_parameter(name).detach().view(-1, piece.factor, piece.block)
+            apart += float((copies - copies.mean(1, keepdim=True)).square().sum())
+            size += float(copies.square().sum())
+    return math.sqrt(apart / size)
+
+
+def distance_after_50_steps(case: Case, noise: Noise | None) -> float:
+    narrow, wide = models(case, mup=False)
+    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.003)
+    report = mupscale.upscale(narrow, wide, optimizer, noise=noise, roles=case.plain_roles)
+    batches = [double(batch) for batch in case.batches()]
+    for step in range(50):
+        report.optimizer.zero_grad()
+        cross_entropy(wide, batches[step % len(batches)]).backward()
+        report.optimizer.step()
+    return distance_of_copies(report, wide)
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, "mlp", "llama"))
+def test_copies_part_as_fast_as_under_plain_noise(case: str):
+    assert distance_after_50_steps(CASES[case], None) <= 1e-15
+    plain = distance_after_50_steps(CASES[case], mupscale.AdditiveNoise(0.1))
+    centred = distance_after_50_steps(CASES[case], mupscale.AdditiveNoise(0.1, centred=True))
+    assert plain == pytest.approx(PLAIN_DISTANCES[case], rel=0.1)
+    assert centred == pytest.approx(CENTRED_DISTANCES[case], rel=0.1)
+
+
+# --- the same noise again
+
+
+def test_recorded_noise_is_centred_as_it_was(tmp_path):
+    torch.manual_seed(0)
+    case, path = CASES["convnet"], tmp_path / "noise.json"
+    narrow, wide = models(case, mup=False)
+    again, plain = copy.deepcopy(wide), copy.deepcopy(wide)
+    report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.5, centred=True), seed=5)
+    report.save_noise(path)
+    assert json.loads(path.read_text()) == {
+        "format": "mupscale noise constants, version 2",
+        "centred": True,
+        "std": "after centring",
+        "constants": report.noise,
+    }
+    recorded = mupscale.RecordedNoise(path)
+    assert mupscale.upscale(narrow, again, noise=recorded, seed=5).noise == report.noise
+    assert all(torch.equal(a, b) for a, b in zip(wide.parameters(), again.parameters(), strict=True))
+    mupscale.upscale(narrow, plain, noise=mupscale.RecordedNoise(path, centred=False), seed=5)
+    inputs = double(case.batches(1)[0])[0]
+    assert drift(narrow, wide, inputs) <= 1e-13
+    assert drift(narrow, plain, inputs) > 1e-2
+
+
+def test_constants_of_plain_noise_can_be_centred(tmp_path):
+    """Their file is what it was in version 0.1."""
+    torch.manual_seed(0)
+    path = tmp_path / "noise.json"
+    narrow, wide = (MLPNet(4, (n, n), 3, readout_zero_init=False).double() for n in (8, 16))
+    mupscale.upscale(narrow, wide, noise=mupscale.AdditiveNoise(0.5)).save_noise(path)
+    assert json.loads(path.read_text()).keys() == {"format", "constants"}
+    report = mupscale.upscale(narrow, wide, noise=mupscale.RecordedNoise(path, centred=True))
+    assert {name for name, constant in report.noise.items() if constant} == {"layers.1.weight", "readout.weight"}
+    assert drift(narrow, wide, torch.randn(5, 4).double()) <= 1e-13
+
+
+def test_an_average_gets_the_very_same_noise():
+    """Also signal-normalised noise, whose constants another copy of the model would not give."""
+    torch.manual_seed(0)
+    case = CASES["llama"]
+    model, wide = models(case, mup=False)
+    average, wide_average = copy.deepcopy(model), copy.deepcopy(wide)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.mul_(0.5)
+    clean, clean_average = copy.deepcopy(wide), copy.deepcopy(wide)
+    report = mupscale.upscale(model, wide, noise=mupscale.SignalNoise(0.5, centred=True), seed=2)
+    mupscale.upscale(average, wide_average, noise=report.same_noise(), seed=2)
+    mupscale.upscale(model, clean)
+    mupscale.upscale(average, clean_average)
+    for name, parameter in wide.named_parameters():
+        noise = parameter - clean.get_parameter(name)
+        noise_of_average = wide_average.get_parameter(name) - clean_average.get_parameter(name)
+        torch.testing.assert_close(noise_of_average, noise, rtol=0, atol=1e-15)
+    assert str(report).partition(";")[2] == " centred noise on 15 of 21 of them"
+
+
+# --- noise that would do nothing
+
+
+def embedding_only() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    noise = mupscale.AdditiveNoise(0.1, centred=True)
+    return nn.Embedding(5, 4), nn.Embedding(5, 8), {"noise": noise}
+
+
+def zero_initialised_readout() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    return MLPNet(4, (8,), 3), MLPNet(4, (16,), 3), {"noise": mupscale.SignalNoise(0.1, centred=True)}
+
+
+def noise_on_an_input_layer() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    return *linear(4, 8), {"noise": mupscale.AdditiveNoise(0.1, where={"0.*": True}, centred=True)}
+
+
+def no_boolean() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    return *linear(4, 8), {"noise": mupscale.AdditiveNoise(0.1, centred="no")}
+
+
+@pytest.mark.parametrize(
+    ("build", "fragments"),
+    [
+        (embedding_only, ("would do nothing", "no parameter sums over a width axis", "centred=False")),
+        (zero_initialised_readout, ("would do nothing", "where={'readout.weight': True}", "centred=False")),
+        (noise_on_an_input_layer, ("centred noise on '0.*'", "0.weight", "Remove the pattern")),
+        (no_boolean, ("AdditiveNoise: centred must be true or false, got 'no'",)),
+    ],
+)
+def test_noise_that_would_do_nothing_is_refused(build: Callable[[], Any], fragments: tuple[str, ...]):
+    assert_refused(build, fragments)
+
+
+def test_recorded_noise_that_would_do_nothing_is_refused(tmp_path):
+    path = tmp_path / "noise.json"
+    save_constants({"0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}, path, centred=True)
+    assert_refused(
+        lambda: (*linear(4, 8), {"noise": mupscale.RecordedNoise(path)}), ("would do nothing", "get no noise")
+    )
+    save_constants({"0.weight": 0.0, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0}, path, centred=True)
+    mupscale.upscale(*linear(4, 8), noise=mupscale.RecordedNoise(path))  # no noise was recorded, and none is added

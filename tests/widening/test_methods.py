@@ -1,0 +1,201 @@
+"""Growth methods: their maps, their weights, and what they refuse."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bad_input import assert_refused, linear
+from nets import features, mlp, mup, train
+from torch import Tensor, nn
+
+import mupscale
+from mupscale.errors import UserError
+from mupscale.widening.layout import duplicate_, parse_layout
+from mupscale.widening.methods import Duplication, GrowthMethod, HyperCloning, Net2Net, ZeroPadding
+
+METHODS: dict[str, Callable[[], GrowthMethod]] = {
+    "duplication": Duplication,
+    "net2net": lambda: Net2Net(seed=3),
+    "zero padding": ZeroPadding,
+    "hypercloning": HyperCloning,
+    "diagonal": lambda: HyperCloning("diagonal"),
+    "noisy": lambda: HyperCloning("noisy"),
+}
+
+
+def grown(method: GrowthMethod, narrow: nn.Module, wide: nn.Module, **settings: Any) -> mupscale.UpscaleReport:
+    torch.manual_seed(0)
+    return mupscale.upscale(narrow, wide, method=method, **settings)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_follow_from_two_maps(name: str):
+    """innᵀ · out = 1 on every axis, and W̃ = out · W · innᵀ + N with N · out = 0."""
+    torch.manual_seed(0)
+    narrow, wide, method = mlp(5).double(), mlp(15).double(), METHODS[name]()
+    plan = grown(method, narrow, wide).plan
+    for parameter_name, entry in plan.parameters.items():
+        maps = [method.maps(layout) for layout in entry.layouts]
+        for out, inn in maps:
+            torch.testing.assert_close(inn.T @ out, torch.eye(out.shape[1]).double())
+        source, target = narrow.get_parameter(parameter_name).detach(), wide.get_parameter(parameter_name).detach()
+        if entry.role in ("matrix", "readout"):
+            out_rows = maps[0][0] if entry.sides[0] == "out" else torch.eye(len(source)).double()
+            expected = out_rows @ source @ maps[1][1].T
+            rest = target - expected
+            assert (rest @ maps[1][0]).abs().max() <= 1e-14
+            has_rest = name in ("diagonal", "noisy") and (name == "noisy" or entry.role == "matrix")
+            assert bool(rest.abs().max() > 1e-3) == has_rest
+        elif entry.grows:
+            torch.testing.assert_close(target, torch.einsum("ij,j...->i...", maps[0][0], source))
+
+
+def test_net2net_maps_at_random_and_by_its_seed():
+    def copies(seed: int) -> list[int]:
+        entry = grown(Net2Net(seed=seed), mlp(8), mlp(24)).plan.parameters["layers.1.weight"]
+        assert sum(piece.factor for piece in entry.layouts[0]) == 24
+        assert entry.layouts[0] != entry.layouts[1]  # each layer has a map of its own
+        return [piece.factor for piece in entry.layouts[0]]
+
+    assert copies(1) == copies(1)
+    assert copies(1) != copies(2)
+    entry = grown(Net2Net(), mlp(8), mlp(24)).plan.parameters["layers.1.weight"]
+    assert (entry.k_out, entry.k_in) == (3, 3)  # so that rates are those that muP gives to the width
+    assert min(copies(1)) >= 1
+    assert len(set(copies(1))) > 1
+
+
+@pytest.mark.parametrize("hyperparameters", ["table", "same"])
+def test_net2net_has_entrywise_rates_unless_they_stay(hyperparameters: Any):
+    narrow, wide = mlp(8).double(), mlp(24).double()
+    optimizer = torch.optim.SGD(narrow.parameters(), lr=0.1)
+    report = grown(Net2Net(hyperparameters=hyperparameters), narrow, wide, narrow_opt=optimizer)
+    before = wide.layers[1].weight.detach().clone()
+    for parameter in wide.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    report.optimizer.step()
+    update = before - wide.layers[1].weight.detach()
+    assert update.min() > 0
+    assert bool(update.max() > 1.1 * update.min()) == (hyperparameters == "table")
+
+
+def test_net2net_leaves_what_a_mup_readout_averages_over():
+    plan = grown(Net2Net(), mup(mlp, 8), mup(mlp, 24)).plan
+    assert not plan.parameters["readout.weight"].mixed
+    assert plan.parameters["layers.1.weight"].mixed
+
+
+def test_zero_padding_leaves_the_new_units_at_zero():
+    narrow, wide = mlp(4), mlp(8)
+    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
+    train(narrow, optimizer, features)
+    report = grown(ZeroPadding(), narrow, wide, narrow_opt=optimizer)
+    for _ in range(2):
+        weight = wide.layers[1].weight.detach()
+        assert not weight[1::2].any()
+        assert not weight[:, 1::2].any()
+        assert weight[::2, ::2].abs().min() > 0
+        train(wide, report.optimizer, features)
+    state = report.optimizer.state[wide.layers[1].weight]
+    assert not state["exp_avg"][1::2].any()
+    assert {group["lr"] for group in report.optimizer.param_groups} == {0.1}
+
+
+def test_the_diagonal_connects_each_copy_to_its_own():
+    narrow, wide = mlp(4).double(), mlp(8).double()
+    grown(HyperCloning("diagonal"), narrow, wide)
+    weight = wide.layers[1].weight.detach()
+    assert torch.equal(weight[::2, ::2], narrow.layers[1].weight)
+    assert torch.equal(weight[1::2, 1::2], narrow.layers[1].weight)
+    assert not weight[::2, 1::2].any()
+    assert not weight[1::2, ::2].any()
+    assert torch.equal(wide.readout.weight, narrow.readout.weight.repeat_interleave(2, 1) / 2)
+
+
+def test_the_noise_is_ten_decibels_below_the_weights():
+    narrow, wide, clean = (mlp(width).double() for width in (40, 80, 80))
+    report = grown(HyperCloning("noisy"), narrow, wide)
+    grown(HyperCloning(), narrow, clean)
+    signal = clean.layers[1].weight.detach()
+    noise = wide.layers[1].weight.detach() - signal
+    assert 10 * torch.log10(signal.square().mean() / noise.square().mean()) == pytest.approx(10, abs=0.3)
+    torch.testing.assert_close(noise[:, ::2], -noise[:, 1::2])
+    assert report.centred
+
+
+def test_hyperparameters_as_published_stay():
+    narrow, wide = mlp(4), mlp(8)
+    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1, eps=1e-3, weight_decay=0.3)
+    train(narrow, optimizer, features)
+    report = grown(HyperCloning(), narrow, wide, narrow_opt=optimizer)
+    assert not report.optimizer.state
+    (group,) = report.optimizer.param_groups
+    assert (group["lr"], group["eps"], group["weight_decay"]) == (0.1, 1e-3, 0.3)
+    by_the_rules = grown(HyperCloning(hyperparameters="table"), narrow, wide, narrow_opt=optimizer)
+    assert {group["lr"] for group in by_the_rules.optimizer.param_groups} == {0.1, 0.05}
+
+
+def test_many_pieces_are_gathered_as_few_are_copied():
+    """Beyond 256 cells another way is taken, to the same result."""
+    torch.manual_seed(0)
+    counts = torch.randint(1, 4, (40,)).tolist()
+    layout = parse_layout([(1, 1, count) for count in counts], 40, sum(counts))
+    scales = [[1 / count for count in counts], [1.0] * 40]
+    source, target = torch.randn(40, 40), torch.empty(sum(counts), sum(counts))
+    duplicate_(target, source, [layout, layout], scales, 2.0)
+    index = torch.arange(40).repeat_interleave(torch.tensor(counts))
+    expected: Tensor = (source / torch.tensor(counts)[:, None] * 2)[index][:, index]
+    torch.testing.assert_close(target, expected)
+
+
+# --- bad input
+
+
+def two_layers(method: GrowthMethod, **settings: Any) -> Callable[[], Any]:
+    return lambda: (*linear(4, 8), {"method": method, **settings})
+
+
+def pieces() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)) for n in (5, 9))
+    row = [(4, 1, 2), (1, 1, 1)]
+    return narrow, wide, {"method": ZeroPadding(), "blocks": {"0.*": {0: row}, "1.weight": {1: row}}}
+
+
+@pytest.mark.parametrize(
+    ("build", "fragments"),
+    [
+        (two_layers(Net2Net()), ("Sequential does not say which axes are one", "width_groups")),
+        (two_layers(Net2Net(groups={"hidden": {"fc": 0}})), ("'fc' of the group 'hidden' matches no parameter",)),
+        (two_layers(Net2Net(groups={"hidden": {"0.weight": 5}})), ("'0.weight' of the group 'hidden' has no axis 5",)),
+        (
+            two_layers(Net2Net(groups={"hidden": {"0.weight": 0, "1.weight": 0}})),
+            ("the axes of the group 'hidden' are not one", "Give axes of the same units"),
+        ),
+        (two_layers(HyperCloning("noisy"), noise=mupscale.AdditiveNoise(0.1)), ("HyperCloning has noise of its own",)),
+        (two_layers(Net2Net), ("method must be a growth method",)),
+        (two_layers(HyperCloning("noisy", decibels=float("nan"))), ("decibels must be a finite number, got nan",)),
+        (pieces, ("ZeroPadding", "different factors", "Use Duplication")),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(build: Callable[[], Any], fragments: tuple[str, ...]):
+    assert_refused(build, fragments)
+
+
+def test_a_mup_readout_alone_cannot_be_mapped_at_random():
+    method = Net2Net(groups={"last": {"layers.1.weight": 0, "readout.weight": 1}})
+    with pytest.raises(UserError, match=r"Net2Net: none of the groups .* muP readouts read 'last'"):
+        grown(method, mup(mlp, 8), mup(mlp, 16))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Duplication(state="keep"), "state rule must be one of"),
+        (lambda: Duplication(hyperparameters="mup"), "hyperparameters must be table or same, got 'mup'"),
+        (lambda: HyperCloning("symmetrical"), "variant must be one of symmetric, diagonal, noisy; got 'symmetrical'"),
+    ],
+)
+def test_methods_that_do_not_exist(make: Callable[[], Any], message: str):
+    with pytest.raises(UserError, match=message):
+        make()

@@ -1,0 +1,191 @@
+"""State rules: what becomes of the optimizer state of new copies, and their own count and rate."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bad_input import assert_refused, linear, stepped
+from nets import backward, features, mlp, train
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import mupscale
+from mupscale.widening.new_copies import new_copies, rewarm_new_copies
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1, eps=1e-30),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, betas=(0.9, 0.95), eps=1e-30, weight_decay=0.0),
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.1, eps=1e-30, weight_decay=0.0, amsgrad=True),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=0.1),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.3),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9),
+}
+
+
+def grown(name: str, count: int | None = None, **settings: Any) -> tuple[nn.Module, Optimizer, mupscale.Plan]:
+    """A model that was widened after 30 steps, or what the optimizer counts as more."""
+    torch.manual_seed(0)
+    narrow, wide = mlp(4).double(), mlp(12).double()
+    optimizer = OPTIMIZERS[name](narrow.parameters())
+    train(narrow, optimizer, features, steps=30)
+    for state in optimizer.state.values() if count else ():
+        state["step"].fill_(count)
+    report = mupscale.upscale(narrow, wide, optimizer, **settings)
+    assert isinstance(report.optimizer, Optimizer)
+    return wide, report.optimizer, report.plan
+
+
+def follow(model: nn.Module, optimizer: Optimizer, steps: int = 20) -> list[dict[str, Tensor]]:
+    """The weights after each of some steps on gradients that do not depend on them."""
+    generator = torch.Generator().manual_seed(2)
+    weights = []
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        optimizer.step()
+        weights.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    return weights
+
+
+def test_which_entries_are_new():
+    plan = mupscale.plan(mlp(2), mlp(6))
+    assert new_copies(plan.parameters["layers.0.bias"]).tolist() == [False, True, True] * 2
+    matrix = new_copies(plan.parameters["layers.1.weight"])
+    assert matrix.sum() == 36 - 4
+    assert not matrix[::3, ::3].any()
+    assert not new_copies(plan.parameters["readout.bias"]).any()
+    narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)) for n in (4, 8))
+    in_blocks = mupscale.plan(narrow, wide, blocks={"0.weight": {0: 2}, "1.weight": {1: 2}}).parameters["1.weight"]
+    assert new_copies(in_blocks)[0].tolist() == [False, False, True, True] * 2
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_new_copies_move_as_under_an_optimizer_that_starts_anew(name: str):
+    """And the others as if all state had been carried; for 20 steps, with the same gradients."""
+    wide, optimizer, plan = grown(name, state="reset_new_copies")
+    carried = follow(*grown(name)[:2])
+    fresh = follow(*grown(name, state="reset")[:2])
+    for ours, old, new in zip(follow(wide, optimizer), carried, fresh, strict=True):
+        for parameter_name, entry in plan.parameters.items():
+            expected = torch.where(new_copies(entry), new[parameter_name], old[parameter_name])
+            torch.testing.assert_close(ours[parameter_name], expected, rtol=0, atol=1e-12)
+    if name != "sgd":
+        assert max(float((a - b).abs().max()) for a, b in zip(carried[0].values(), fresh[0].values(), strict=True)) > 0
+
+
+def test_without_a_count_of_their_own_the_first_updates_would_be_too_large(monkeypatch: pytest.MonkeyPatch):
+    """At β₂ = 0.999 the first one 3.16 times, the tenth more than six times; with it, all are as large as the rate."""
+
+    def largest_updates() -> list[float]:
+        wide, optimizer, plan = grown("adam", 10_000, state="reset_new_copies")
+        mask = new_copies(plan.parameters["layers.1.weight"])
+        rate = next(g["lr"] for g in optimizer.param_groups if any(p is wide.layers[1].weight for p in g["params"]))
+        before, answer = wide.layers[1].weight.detach().clone(), []
+        for _ in range(10):
+            for parameter in wide.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            answer.append(float((wide.layers[1].weight.detach() - before).abs()[mask].max() / rate))
+            before = wide.layers[1].weight.detach().clone()
+        return answer
+
+    assert largest_updates() == pytest.approx([1.0] * 10, rel=1e-9)
+    monkeypatch.setattr("mupscale.widening.optimizer_state.rewarm_new_copies", lambda _: None)
+    too_large = largest_updates()
+    assert too_large[0] == pytest.approx(0.1 / 0.001**0.5, rel=1e-4)
+    assert too_large[9] == pytest.approx((1 - 0.9**10) / (1 - 0.999**10) ** 0.5, rel=1e-4)
+
+
+def test_the_rate_of_new_copies_is_warmed_up():
+    cold, warm = (grown("adamw", state="reset_new_copies", rewarm_steps=n) for n in (0, 10))
+    start = {name: p.detach().clone() for name, p in cold[0].named_parameters()}
+    full, rising = follow(*cold[:2]), follow(*warm[:2])
+    for name, entry in cold[2].parameters.items():
+        new, before, risen = new_copies(entry), start[name], start[name]
+        for step, (at_full, at_rising) in enumerate(zip(full, rising, strict=True), start=1):
+            expected = (at_full[name] - before) * min(step / 10, 1)
+            torch.testing.assert_close((at_rising[name] - risen)[new], expected[new], rtol=1e-9, atol=1e-12)
+            assert torch.equal(at_rising[name][~new], at_full[name][~new])
+            before, risen = at_full[name], at_rising[name]
+
+
+def test_it_goes_on_after_loading():
+    wide, optimizer, _ = grown("adamw", state="reset_new_copies", rewarm_steps=10)
+    follow(wide, optimizer, 4)
+    again = copy.deepcopy(wide)
+    twin_of = dict(zip(wide.parameters(), again.parameters(), strict=True))
+    groups = [{"params": [twin_of[p] for p in group["params"]]} for group in optimizer.param_groups]
+    loaded = torch.optim.AdamW(groups)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    rewarm_new_copies(loaded)
+    for a, b in zip(follow(wide, optimizer), follow(again, loaded), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_warm_up_goes_on_through_a_second_growth():
+    """Which carries the state: copies of a new copy are as new as it is, and training stays exact."""
+    narrow, optimizer, _ = grown("adamw", state="reset_new_copies", rewarm_steps=10)
+    train(narrow, optimizer, features, steps=3)
+    wide = mlp(24).double()
+    report = mupscale.upscale(narrow, wide, optimizer)
+    torch.manual_seed(5)
+    for _ in range(20):
+        batch = features()
+        before, after = (backward(model, batch) for model in (narrow, wide))
+        assert float(after) == pytest.approx(float(before), rel=1e-10)
+        optimizer.step()
+        report.optimizer.step()
+
+
+def test_reset_moves_nothing_and_the_report_says_so():
+    torch.manual_seed(0)
+    narrow, wide = mlp(4), mlp(8)
+    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
+    train(narrow, optimizer, features)
+    report = mupscale.upscale(narrow, wide, optimizer, state="reset")
+    assert not report.optimizer.state
+    assert report.notes == ("the state of the optimizer starts anew",)
+    rates = {group["lr"] for group in report.optimizer.param_groups}
+    assert rates == {0.1, 0.05}  # the rates follow the rule all the same
+
+
+# --- bad input
+
+
+def refused_optimizer(make: Callable[[Any], Optimizer]) -> Callable[[], Any]:
+    def build() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+        narrow, wide = linear(4, 8)
+        optimizer = stepped(narrow, make(narrow.parameters()), 12)
+        return narrow, wide, {"narrow_opt": optimizer, "state": "reset_new_copies"}
+
+    return build
+
+
+def mixed() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)) for n in (5, 9))
+    pieces = [(4, 1, 2), (1, 1, 1)]
+    blocks = {"0.*": {0: pieces}, "1.weight": {1: pieces}}
+    optimizer = stepped(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1))
+    return narrow, wide, {"narrow_opt": optimizer, "blocks": blocks, "state": "reset_new_copies"}
+
+
+@pytest.mark.parametrize(
+    ("build", "fragments"),
+    [
+        (lambda: (*linear(4, 8), {"state": "keep"}), ("state rule must be one of carry, reset,", "'keep'")),
+        (lambda: (*linear(4, 8), {"rewarm_steps": 3}), ("rewarm_steps = 3", "'carry'", "Use reset_new_copies")),
+        (
+            lambda: (*linear(4, 8), {"state": "reset_new_copies", "rewarm_steps": -1}),
+            ("rewarm_steps must be a whole number of at least 0, got -1",),
+        ),
+        (refused_optimizer(torch.optim.NAdam), ("NAdam", "not known", "Use carry or reset")),
+        (refused_optimizer(lambda params: torch.optim.RAdam(params)), ("RAdam", "not known")),
+        (mixed, ("'0.weight'", "different factors", "Use carry or reset")),
+    ],
+)
+def test_bad_input_is_refused(build: Callable[[], Any], fragments: tuple[str, ...]):
+    assert_refused(build, fragments)
