@@ -61,6 +61,7 @@ class Ending(Callback):
         self.trains = False
         self.received_sigterm = False
         self._first_step = 0
+        self._is_around = False
         self._contexts = ExitStack()
 
     # --- hooks
@@ -83,6 +84,7 @@ class Ending(Callback):
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Turns the exceptions that end a run into Terminated, KeyboardInterrupt or UserError with one line."""
+        self._is_around = True
         with self._contexts, on_sigterm(self._on_sigterm), _quiet_writers():
             try:
                 with self._profiler_ended():
@@ -107,7 +109,7 @@ class Ending(Callback):
     def attach(self, trainer: Trainer) -> None:
         """Names the trainer of the run. SIGTERM ends a run on several processes whatever they wait for."""
         self.trainer = trainer
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and self._is_around:
             self._contexts.enter_context(on_sigterm_in_a_thread(self._exit_at_once))
 
     def standing(self, way_on: str = "go on") -> str:

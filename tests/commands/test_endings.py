@@ -258,3 +258,11 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_what_makes_no_run_leaves_signals_alone(tmp_path: Path) -> None:
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    cli.parsed(["--config", small(tmp_path / "c.yaml", devices=2, strategy="ddp")], run=False)
+    after = signal.set_wakeup_fd(before)
+    assert after == before
