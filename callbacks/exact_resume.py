@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor
 
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -62,6 +62,11 @@ class ExactResume(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, ModelCheckpoint):
+                callback.current_score = checkpoint["callbacks"].get(callback.state_key, {}).get("current_score")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loaded is not None:

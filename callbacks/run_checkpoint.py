@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mupscale.atomic import durably, partial, sync_folder
 from mupscale.models._lightning import OpenCheckpoint, callbacks_of, is_trial_run, set_callbacks
-from mupscale.models.checkpoint import run_of
+from mupscale.models.checkpoint import run_and_step
 
 KEPT = 2
 """How many of the newest checkpoints stay for resuming: one may be damaged."""
@@ -48,24 +49,46 @@ class RunCheckpoint(OpenCheckpoint):
         if trainer.is_global_zero:
             delete_partial_files(Path(self.dirpath), self.points.folder)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # before a validation that is made up for lets other callbacks save
+        if trainer.ckpt_path is not None and not trainer.strategy.restore_checkpoint_after_setup:
+            self.catch_up(trainer, Path(trainer.ckpt_path))
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if trainer.ckpt_path is not None:
+        if trainer.ckpt_path is not None and trainer.strategy.restore_checkpoint_after_setup:
             self.catch_up(trainer, Path(trainer.ckpt_path))
         self.keep_newest("on_train_start", trainer, pl_module)
 
     def catch_up(self, trainer: Trainer, resumed: Path) -> None:
         """Does what was left to do with its files by a process that was killed after it had written one."""
         kept = self.kept()
+        _, step = run_and_step(resumed)
         if trainer.is_global_zero:
             for path in self.written.keys() - kept:
                 if self.removes(Path(path), resumed):
                     delete(Path(path))
+            self.delete_later_ones(trainer, step)
         self.written = {path: None for path in self.written if path in kept}
         if self.written:
             self.relink(trainer, Path(next(reversed(self.written))))
-        if str(resumed.absolute()) in self.written:
-            self.resumable = trainer.global_step, resumed
+        assert self.points is not None
+        if resumed.absolute().parent == self.points.folder.absolute():
+            self.points.mark(step, str(resumed))
+        elif str(resumed.absolute()) in self.written:
+            self.resumable = step, resumed
+
+    def delete_later_ones(self, trainer: Trainer, since: int) -> None:
+        """Deletes what other callbacks wrote after the checkpoint that the run goes on from: they will write it again,
+        and would number it."""
+        others = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint) and c is not self]
+        known = {path for c in others for path in (c.best_model_path, c.last_model_path, *c.best_k_models)}
+        for folder in {Path(str(c.dirpath)) for c in others if c.dirpath is not None and self.run is not None}:
+            for path in folder.glob("*.ckpt"):
+                run, step = run_and_step(path)
+                ours = str(path) in self.kept() | known or path.name.startswith("pre-upscale-")
+                if run == self.run and step >= since and not ours and not path.is_symlink():
+                    delete(path)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -101,7 +124,7 @@ class RunCheckpoint(OpenCheckpoint):
             getattr(points, hook)(trainer, *arguments)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "written": list(self.written)}
+        return {**super().state_dict(), "progress": self.progress()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The folder of the run may have been moved, or may be named in another way."""
@@ -115,8 +138,10 @@ class RunCheckpoint(OpenCheckpoint):
         paths = {key: moved(state_dict[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
         best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
         super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": new})
-        self.current_score = state_dict["current_score"]
-        self.written = {moved(path): None for path in state_dict.get("written", [])}
+        if "progress" in state_dict:
+            progress = state_dict["progress"]
+            written, last = [moved(path) for path in progress["written"]], moved(progress["last_path"])
+            self.restore_progress({**progress, "written": written, "last_path": last})
 
     def removes(self, previous: Path, current: Path) -> bool:
         """Also the one the run was resumed from, once there is a newer one: or every interruption would leave one
@@ -127,7 +152,7 @@ class RunCheckpoint(OpenCheckpoint):
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
         """Whether a file must not be overwritten, because it is not of this run."""
         path = Path(filepath)
-        foreign = path.exists() and run_of(path) not in ((self.run,) if self.is_shared else (self.run, None))
+        foreign = path.exists() and run_and_step(path)[0] not in ((self.run,) if self.is_shared else (self.run, None))
         return bool(trainer.strategy.broadcast(foreign))
 
     def free_path(self, path: Path, trainer: Trainer) -> Path:

@@ -245,6 +245,7 @@ class OpenCheckpoint(ModelCheckpoint):
             shutil.rmtree(path)  # its files have other names, by which they must not change
         trainer.strategy.barrier()
         self.written[str(path)] = None
+        self.mark(trainer.global_step, str(path))  # the checkpoint holds it
         super()._save_checkpoint(trainer, str(path))
         if not self.save_weights_only:
             self.resumable = trainer.global_step, path
@@ -263,6 +264,25 @@ class OpenCheckpoint(ModelCheckpoint):
             )
         if self.save_last == "link" and path.exists():
             self._link_checkpoint(trainer, str(path), self.last_model_path)
+
+    def mark(self, step: int, path: str) -> None:
+        """Notes what was saved last."""
+        self._last_global_step_saved = step
+        self._last_checkpoint_saved = path
+
+    def progress(self) -> dict[str, Any]:
+        """What Lightning does not save of a ModelCheckpoint, but a run that is resumed must know."""
+        return {
+            "written": list(self.written),
+            "last_step": self._last_global_step_saved,
+            "last_path": self._last_checkpoint_saved,
+            "is_deferred": self._defer_save_until_validation,
+        }
+
+    def restore_progress(self, progress: dict[str, Any]) -> None:
+        self.written = dict.fromkeys(progress["written"])
+        self.mark(progress["last_step"], progress["last_path"])
+        self._defer_save_until_validation = progress["is_deferred"]
 
     def has_saved(self, step: int) -> bool:
         return bool(self._last_global_step_saved == step)
@@ -294,8 +314,7 @@ class OpenCheckpoint(ModelCheckpoint):
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         self.write(trainer, Path(filepath))
-        self._last_global_step_saved = trainer.global_step
-        self._last_checkpoint_saved = filepath
+        self.mark(trainer.global_step, filepath)
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         return self.removes(Path(previous), Path(current))

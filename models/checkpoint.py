@@ -57,15 +57,14 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a checkpoint, or a damaged one ({type(error).__name__})") from error
 
 
-def run_of(path: Path) -> str | None:
-    """The identity of the run that wrote a checkpoint; None if it has none, or is not a checkpoint."""
+def run_and_step(path: Path) -> tuple[str | None, int]:
+    """The identity of the run that wrote a checkpoint, None if it has none or is not a checkpoint; and its step."""
+    file = path / "meta.pt" if path.is_dir() else path
     try:
-        saved = torch.load(
-            path / "meta.pt" if path.is_dir() else path, map_location="cpu", weights_only=True, mmap=True
-        )
-        return cast(str, saved[RUN_KEY]["id"])
+        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return cast(str, saved[RUN_KEY]["id"]), int(saved["global_step"])
     except Exception:  # torch raises many kinds
-        return None
+        return None, -1
 
 
 def refuse_malformed(checkpoint: Any) -> None:

@@ -20,7 +20,7 @@ def newest_checkpoint(
     """The newest checkpoint of a run and its content; `tell` gets a line about each that is newer, but damaged.
 
     The last one of a finished run counts once it is kept for resuming: then nothing is left to do. One that was written
-    because the run failed counts if there is no other, for it may be of the middle of a step.
+    because the run failed, and may be of the middle of a step, or by another callback counts if there is no other.
     """
     found: list[tuple[tuple[bool, int, bool, float], Path, dict[str, Any]]] = []
     for path in checkpoints_of(folder):
@@ -105,8 +105,12 @@ def _counts(path: Path, checkpoint: dict[str, Any]) -> bool:
 
     if RUN_KEY not in checkpoint:
         return True  # of a version that kept none apart for resuming, or of a fit without the command
-    state = checkpoint.get("callbacks", {}).get("ExactResume", {})
-    return _is_for_resuming(path) or not (state.get("finished") or state.get("failed"))
+    states = checkpoint.get("callbacks", {})
+    policy: dict[str, Any] = next((states[key] for key in states if key.startswith("RunCheckpoint")), {})
+    last = Path(policy.get("progress", {}).get("last_path", ""))
+    is_own = last.name == path.name or path.name.startswith("pre-upscale-")
+    state = states.get("ExactResume", {})
+    return _is_for_resuming(path) or (is_own and not (state.get("finished") or state.get("failed")))
 
 
 def _is_for_resuming(path: Path) -> bool:

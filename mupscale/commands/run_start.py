@@ -36,7 +36,8 @@ class RunStart:
             return place  # that of the first rank is taken
         refuse_output_folder("trainer.default_root_dir", place)
         for folder in itertools.chain([place], (place / f"version_{number}" for number in itertools.count())):
-            if any((folder / name).exists() for name in ("config.yaml", "checkpoints", LOCK)):
+            is_attempt = (folder / LOCK).exists() and not any(checkpoints_of(folder))  # which died before its first
+            if not is_attempt and any((folder / name).exists() for name in ("config.yaml", "checkpoints", LOCK)):
                 continue
             if not folder.exists():
                 self.leftovers.watch(folder)

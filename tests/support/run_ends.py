@@ -52,6 +52,8 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
     if CLOCKS.search(path):
         return
     if isinstance(ours, dict) and isinstance(theirs, dict):
+        if path.endswith("/combined_loader/0"):
+            ours, theirs = at_next_batch(ours), at_next_batch(theirs)
         for key in [*theirs, *(key for key in ours if key not in theirs)]:
             if key in ours and key in theirs:
                 yield from differences(ours[key], theirs[key], f"{path}/{key}")
@@ -67,6 +69,13 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
         yield f"{path} is {shown(ours)} instead of {shown(theirs)}"
 
 
+def at_next_batch(loader: dict[str, Any]) -> dict[str, Any]:
+    """The state of a loader; the end of an epoch is the beginning of the next one."""
+    if "rows" in loader and loader["position"] == loader["rows"] // loader["batch_size"]:
+        return {**loader, "epoch": loader["epoch"] + 1, "position": 0}
+    return loader
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.dtype != other.dtype or one.shape != other.shape:
@@ -78,4 +87,4 @@ def same(one: Any, other: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)[:80]
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"{str(value)[:30]}…{str(value)[-90:]}"
