@@ -115,7 +115,7 @@ class Curves(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
             self._log_by_cost(trainer, {"train/loss": values["train/loss"], "width": values["width"]})
-        elif len(self._recent) >= _MOST_RECENT:
+        elif len(self._recent) >= _MOST_RECENT or self._sees_bad_loss(trainer, pl_module.train_loss):
             self._check(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -127,6 +127,10 @@ class Curves(Callback):
                 name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
             }
             self._log_by_cost(trainer, metrics)
+
+    def _sees_bad_loss(self, trainer: Trainer, loss: Tensor) -> bool:
+        """Whether a loss is not finite, where that can be seen without waiting for a device or for other processes."""
+        return loss.device.type == "cpu" and trainer.world_size == 1 and not math.isfinite(loss)
 
     def _mean(self, trainer: Trainer, module: LightningModule) -> float:
         """The mean loss since the last time, over all ranks; waits for the device."""
