@@ -42,6 +42,8 @@ class RunCheckpoint(OpenCheckpoint):
         write_whole_files(trainer)
         # its files say how far the run is, so all that others do after a step must be done before
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=lambda callback: callback is self))
+        if "://" in str(self.dirpath):
+            return  # `resume` looks on this machine only
         assert self.dirpath is not None
         name = f"resume-{self.run[:8]}" if shared and self.run is not None else "resume"
         self.points = ResumePoints(Path(self.dirpath) / trainer.strategy.broadcast(name), self)
@@ -51,18 +53,20 @@ class RunCheckpoint(OpenCheckpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # before a validation that is made up for lets other callbacks save
-        if trainer.ckpt_path is not None and not trainer.strategy.restore_checkpoint_after_setup:
-            self.catch_up(trainer, Path(trainer.ckpt_path))
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            self.catch_up(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        if trainer.ckpt_path is not None and trainer.strategy.restore_checkpoint_after_setup:
-            self.catch_up(trainer, Path(trainer.ckpt_path))
+        if trainer.strategy.restore_checkpoint_after_setup:
+            self.catch_up(trainer)
         self.keep_newest("on_train_start", trainer, pl_module)
 
-    def catch_up(self, trainer: Trainer, resumed: Path) -> None:
+    def catch_up(self, trainer: Trainer) -> None:
         """Does what was left to do with its files by a process that was killed after it had written one."""
-        kept = self.kept()
+        if trainer.ckpt_path is None or self.points is None:
+            return
+        resumed, kept = Path(trainer.ckpt_path), self.kept()
         _, step = run_and_step(resumed)
         if trainer.is_global_zero:
             for path in self.written.keys() - kept:
@@ -72,7 +76,6 @@ class RunCheckpoint(OpenCheckpoint):
         self.written = {path: None for path in self.written if path in kept}
         if self.written:
             self.relink(trainer, Path(next(reversed(self.written))))
-        assert self.points is not None
         if resumed.absolute().parent == self.points.folder.absolute():
             self.points.mark(step, str(resumed))
         elif str(resumed.absolute()) in self.written:
@@ -109,15 +112,15 @@ class RunCheckpoint(OpenCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_trial_run(trainer) or trainer.global_step == 0:
             return
-        assert self.points is not None
         self.save_now(trainer)
-        self.points.save_now(trainer)
+        if self.points is not None:
+            self.points.save_now(trainer)
 
     def keep_newest(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
         """What the policy has saved is kept for resuming as well; where it saved nothing, its triggers decide."""
         points, step = self.points, trainer.global_step
         if points is None:
-            return  # no fit
+            return
         if self.resumable_at(step) is not None and not points.has_saved(step):
             points.save_now(trainer)
         else:

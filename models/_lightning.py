@@ -245,7 +245,8 @@ class OpenCheckpoint(ModelCheckpoint):
             shutil.rmtree(path)  # its files have other names, by which they must not change
         trainer.strategy.barrier()
         self.written[str(path)] = None
-        self.mark(trainer.global_step, str(path))  # the checkpoint holds it
+        self.mark(trainer.global_step, str(path))  # the checkpoint holds both of these
+        self._defer_save_until_validation = False
         super()._save_checkpoint(trainer, str(path))
         if not self.save_weights_only:
             self.resumable = trainer.global_step, path
