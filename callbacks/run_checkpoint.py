@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mupscale.atomic import durably, partial, sync_folder
-from mupscale.models._lightning import OpenCheckpoint, callbacks_of, is_trial_run, set_callbacks
+from mupscale.models._lightning import OpenCheckpoint, callbacks_of, is_remote, is_trial_run, set_callbacks
 from mupscale.models.checkpoint import run_and_step
 
 KEPT = 2
@@ -42,7 +42,7 @@ class RunCheckpoint(OpenCheckpoint):
         write_whole_files(trainer)
         # its files say how far the run is, so all that others do after a step must be done before
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=lambda callback: callback is self))
-        if "://" in str(self.dirpath):
+        if is_remote(self.dirpath):
             return  # `resume` looks on this machine only
         assert self.dirpath is not None
         name = f"resume-{self.run[:8]}" if shared and self.run is not None else "resume"
@@ -154,6 +154,8 @@ class RunCheckpoint(OpenCheckpoint):
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
         """Whether a file must not be overwritten, because it is not of this run."""
+        if is_remote(filepath):
+            return super().file_exists(filepath, trainer)
         path = Path(filepath)
         foreign = path.exists() and run_and_step(path)[0] not in ((self.run,) if self.is_shared else (self.run, None))
         return bool(trainer.strategy.broadcast(foreign))
@@ -208,7 +210,7 @@ class WholeFiles(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if storage_options is not None or "://" in str(path):
+        if storage_options is not None or is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)

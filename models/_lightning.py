@@ -314,10 +314,15 @@ class OpenCheckpoint(ModelCheckpoint):
         self.resumable = None  # it may be of the middle of a step
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if is_remote(filepath):
+            super()._save_checkpoint(trainer, filepath)
+            return
         self.write(trainer, Path(filepath))
         self.mark(trainer.global_step, filepath)
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
+        if is_remote(previous):
+            return super()._should_remove_checkpoint(trainer, previous, current)
         return self.removes(Path(previous), Path(current))
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
@@ -335,6 +340,11 @@ class OpenCheckpoint(ModelCheckpoint):
                 new.unlink(missing_ok=True)
                 new.symlink_to(os.path.relpath(path, link.parent))
         trainer.strategy.barrier()
+
+
+def is_remote(path: Any) -> bool:
+    """Whether a path is not one of this machine's file systems."""
+    return "://" in str(path)
 
 
 class ClockedBar(TQDMProgressBar):

@@ -16,7 +16,7 @@ from mupscale.commands.leftovers import Leftovers
 from mupscale.commands.outputs import refuse_output_folder
 from mupscale.commands.run_folder import LOCK, Claim, Taken
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of, forget_version, is_trial_run
+from mupscale.models._lightning import callbacks_of, forget_version, is_remote, is_trial_run
 
 
 class RunStart:
@@ -93,7 +93,7 @@ class RunStart:
             forget_version(logger)
 
     def _claim_checkpoints(self, dirpath: Any, folder: Path, identity: str) -> None:
-        if dirpath is None or "://" in str(dirpath) or Path(dirpath).resolve() == folder.resolve():
+        if dirpath is None or is_remote(dirpath) or Path(dirpath).resolve() == folder.resolve():
             return
         refuse_output_folder("checkpoint.dirpath", Path(dirpath))
         claim = Claim(Path(dirpath))

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -14,11 +15,13 @@ from tiers import slow_except
 from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet, rows
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
 
 import mupscale
 from mupscale.callbacks import upscale as swap
 from mupscale.callbacks.exact_resume import ExactResume
+from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.base import WidthScalable
@@ -202,3 +205,18 @@ def test_init_from_a_finished_base(tmp_path: Path) -> None:
         assert torch.equal(resumed.losses, whole.losses[step:])
         assert_identical(state(resumed), state(whole))
     assert ResNet18.load_from_checkpoint(tmp_path / "step=12.ckpt").width == 8
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.filterwarnings("ignore:The .train_dataloader")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_checkpoints_on_another_machine_are_left_to_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = mlp()
+    policy = RunCheckpoint(dirpath="memory://checkpoints", every_n_train_steps=2, save_top_k=1)
+    settings: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(max_steps=5, callbacks=[policy], accelerator="cpu", **settings)
+    trainer.fit(module, DataLoader(TensorDataset(*rows(module, 64, torch.float32)), 8))
+    there = fsspec.filesystem("memory").ls("/checkpoints", detail=False)
+    assert [name.rpartition("-")[2] for name in there] == ["step=5.ckpt"]
+    assert not list(tmp_path.iterdir())

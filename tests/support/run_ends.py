@@ -87,4 +87,4 @@ def same(one: Any, other: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"{str(value)[:30]}…{str(value)[-90:]}"
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)[-160:]
