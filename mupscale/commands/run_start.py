@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from mupscale.atomic import write_durably
 from mupscale.callbacks import log_files
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.commands.checkpoints import checkpoints_of
+from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.leftovers import Leftovers
 from mupscale.commands.outputs import refuse_output_folder
 from mupscale.commands.run_folder import LOCK, Claim, Taken
@@ -36,7 +36,8 @@ class RunStart:
             return place  # that of the first rank is taken
         refuse_output_folder("trainer.default_root_dir", place)
         for folder in itertools.chain([place], (place / f"version_{number}" for number in itertools.count())):
-            is_attempt = (folder / LOCK).exists() and not any(checkpoints_of(folder))  # which died before its first
+            # an attempt that died before its first checkpoint is none
+            is_attempt = (folder / LOCK).exists() and newest_checkpoint(folder)[0] is None
             if not is_attempt and any((folder / name).exists() for name in ("config.yaml", "checkpoints", LOCK)):
                 continue
             if not folder.exists():
@@ -79,7 +80,7 @@ class RunStart:
                     raise
             else:
                 has_run = self.resumed is None and (folder / "config.yaml").exists()
-                if not has_run or (not takes_next and not any(checkpoints_of(folder))):
+                if not has_run or (not takes_next and newest_checkpoint(folder)[0] is None):
                     self._claims.append(claim)
                     return folder
                 claim.release()

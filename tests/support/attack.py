@@ -417,6 +417,7 @@ def main(folder: Path, size: str, *variants: str) -> None:
     for variant in chosen:
         shares = SHARES if variant == "everything" and size == "large" else 1
         tasks += [(folder, variant, size, share) for share in range(shares)]
+    tasks.sort(key=lambda task: task[1] != "workers")  # these fork, which hangs once this process has threads of torch
     processes = len(os.sched_getaffinity(0)) if size == "large" else 1
     # forks, which find everything imported
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
