@@ -130,7 +130,8 @@ class Curves(Callback):
 
     def _sees_bad_loss(self, trainer: Trainer, loss: Tensor) -> bool:
         """Whether a loss is not finite, where that can be seen without waiting for a device or for other processes."""
-        return loss.device.type == "cpu" and trainer.world_size == 1 and not math.isfinite(loss)
+        can_see = loss.device.type == "cpu" and loss.dtype in (torch.float32, torch.float64) and trainer.world_size == 1
+        return can_see and not math.isfinite(loss.numpy())  # which reads memory, and calls no operation of torch
 
     def _mean(self, trainer: Trainer, module: LightningModule) -> float:
         """The mean loss since the last time, over all ranks; waits for the device."""

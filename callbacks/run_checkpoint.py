@@ -144,6 +144,7 @@ class RunCheckpoint(OpenCheckpoint):
         if "progress" in state_dict:
             progress = state_dict["progress"]
             written, last = [moved(path) for path in progress["written"]], moved(progress["last_path"])
+            last = last if last and Path(last).exists() else ""  # a run that goes on in a new folder has none there
             self.restore_progress({**progress, "written": written, "last_path": last})
 
     def removes(self, previous: Path, current: Path) -> bool:

@@ -20,7 +20,7 @@ from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP, MLPNet
 from mupscale.models.resnet import ResNet18
-from mupscale.widening import noise, optimizer_state, upscale
+from mupscale.widening import methods, noise, optimizer_state
 
 WIDTHS = (32, 64, 128)
 
@@ -281,9 +281,9 @@ def test_state_in_the_wrong_units_shows_in_how_updates_depend_on_the_factor(
 
 @pytest.mark.slow
 def test_weights_that_are_not_divided_show_in_how_outputs_depend_on_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = upscale.widen_
+    original = methods.widen_
     monkeypatch.setattr(
-        upscale, "widen_", lambda target, source, entry: (original(target, source, entry), target.mul_(entry.k_in))
+        methods, "widen_", lambda target, source, entry: (original(target, source, entry), target.mul_(entry.k_in))
     )
     answer = check_mlp()
     assert failing(answer, "fresh") == []

@@ -197,7 +197,7 @@ def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
 def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
     content = upscale(noise=SIGNAL, seeds=[3], sweep_1=None, sweep_2={"UpscaleCallback.noise.t": [0.2]})
     main(["experiment", file(content), "--out", "o"])
-    recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": "o/sweep_2/noise.json"}}
+    recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": "o/sweep_2/noise.json", "centred": None}}
     assert swap_of(Path("o/upscale/seed=3"))["noise"] == recorded
     assert [swap_of(run)["noise"]["class_path"] for run in Path("o/sweep_2/trials").iterdir()] == [SIGNAL["class_path"]]
     assert lr_of(Path("o/upscale/seed=3")) == 0.01  # without sweep 1 the configuration's

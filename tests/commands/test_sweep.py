@@ -404,11 +404,10 @@ def test_a_damaged_study_goes_on_or_says_so() -> None:
 def test_best_composes_with_another_width(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.001,0.02", "--sweep", f"{NOISE}=0.05,5", "--out", "s"])
+    noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.05, "centred": False}}
     assert yaml.safe_load(Path("s/best.yaml").read_text()) == {
         "model": {"init_args": {"optimizer": {"init_args": {"lr": 0.02}}}},
-        "callback_args": {
-            "UpscaleCallback": {"noise": {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.05}}}
-        },
+        "callback_args": {"UpscaleCallback": {"noise": noise}},
     }
     target = small(tmp_path / "target.yaml", upscale(10, 64), width=32)
     cli = parsed(["fit", "--config", target, "--config", "s/best.yaml", "--trainer.enable_progress_bar=false"])
