@@ -40,12 +40,14 @@ class RunStart:
             is_attempt = (folder / LOCK).exists() and newest_checkpoint(folder)[0] is None
             if not is_attempt and any((folder / name).exists() for name in ("config.yaml", "checkpoints", LOCK)):
                 continue
+            leftovers = Leftovers()
             if not folder.exists():
-                self.leftovers.watch(folder)
+                leftovers.watch(folder)
             try:
                 self._claims.append(Claim(folder))
             except Taken:
                 continue
+            self.leftovers = leftovers
             return folder
         raise AssertionError
 
@@ -71,8 +73,9 @@ class RunStart:
             folder = log_files.folder(trainer, trainer.log_dir)
             assert folder is not None
             refuse_output_folder("trainer.logger.save_dir", folder)
+            leftovers = Leftovers()
             if trainer.loggers:
-                self.leftovers.watch(folder)
+                leftovers.watch(folder)
             try:
                 claim = Claim(folder)
             except Taken:
@@ -82,6 +85,7 @@ class RunStart:
                 has_run = self.resumed is None and (folder / "config.yaml").exists()
                 if not has_run or (not takes_next and newest_checkpoint(folder)[0] is None):
                     self._claims.append(claim)
+                    self.leftovers = leftovers  # only now: what appeared before may be another process's
                     return folder
                 claim.release()
                 if not takes_next:
