@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mupscale.atomic import durably, partial, sync_folder
 from mupscale.models._lightning import OpenCheckpoint, callbacks_of, is_remote, is_trial_run, set_callbacks
-from mupscale.models.checkpoint import run_and_step
+from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, run_and_step
 
 KEPT = 2
 """How many of the newest checkpoints stay for resuming: one may be damaged."""
@@ -34,9 +34,8 @@ class RunCheckpoint(OpenCheckpoint):
     points: "ResumePoints | None" = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        shared = self.dirpath is not None  # a folder that the user named may be that of other runs as well
+        self.is_shared = self.dirpath is not None  # a folder that the user named may be that of other runs as well
         super().setup(trainer, pl_module, stage)
-        self.is_shared = shared
         if stage != "fit":
             return
         write_whole_files(trainer)
@@ -45,7 +44,7 @@ class RunCheckpoint(OpenCheckpoint):
         if is_remote(self.dirpath):
             return  # `resume` looks on this machine only
         assert self.dirpath is not None
-        name = f"resume-{self.run[:8]}" if shared and self.run is not None else "resume"
+        name = f"{RESUME}-{self.run[:8]}" if self.is_shared and self.run is not None else RESUME
         self.points = ResumePoints(Path(self.dirpath) / trainer.strategy.broadcast(name), self)
         self.points.setup(trainer, pl_module, stage)
         if trainer.is_global_zero:
@@ -89,7 +88,7 @@ class RunCheckpoint(OpenCheckpoint):
         for folder in {Path(str(c.dirpath)) for c in others if c.dirpath is not None and self.run is not None}:
             for path in folder.glob("*.ckpt"):
                 run, step = run_and_step(path)
-                ours = str(path) in self.kept() | known or path.name.startswith("pre-upscale-")
+                ours = str(path) in self.kept() | known or path.name.startswith(PRE_UPSCALE)
                 if run == self.run and step >= since and not ours and not path.is_symlink():
                     delete(path)
 

@@ -32,7 +32,7 @@ from mupscale.models._lightning import (
     set_callbacks,
 )
 from mupscale.models.base import WidthScalable, init_contexts, refuse_bad_width
-from mupscale.models.checkpoint import Width, load_checkpoint, non_finite_in
+from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.new_copies import StateRule, check_own_count, check_state_rule, rewarm_new_copies
 from mupscale.widening.noise import Noise
@@ -321,7 +321,7 @@ class UpscaleCallback(Callback):
         policy = next((c for c in callbacks_of(trainer) if isinstance(c, RunCheckpoint)), None)
         keeper = policy or trainer.checkpoint_callback
         folder = getattr(keeper, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
-        path = Path(trainer.strategy.broadcast(str(folder))) / f"pre-upscale-{trainer.global_step}.ckpt"
+        path = Path(trainer.strategy.broadcast(str(folder))) / f"{PRE_UPSCALE}{trainer.global_step}.ckpt"
         if policy is not None:
             path = policy.free_path(path, trainer)
         trainer.save_checkpoint(path)

@@ -26,6 +26,12 @@ order; and the widths of parameters whose pieces grew by different factors, whic
 RUN_KEY = "mupscale_run"
 """The run of a checkpoint: its identity, and its configuration. Checkpoints of a fit without the command have none."""
 
+RESUME = "resume"
+"""The folder of checkpoints that a run keeps for resuming; `resume-IDENTITY` where several runs may have one."""
+
+PRE_UPSCALE = "pre-upscale-"
+"""How the name of the checkpoint before an upscale begins."""
+
 _FOREIGN = "this checkpoint was not saved by a width-scalable module; take one of a run of mupscale"
 
 _FREE = ("width", "init_from", "compile")
@@ -57,14 +63,26 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a checkpoint, or a damaged one ({type(error).__name__})") from error
 
 
+def peek(path: Path) -> dict[str, Any] | None:
+    """The content of a checkpoint, its tensors mapped and not read; None if it is not whole, or is none."""
+    file = path / "meta.pt" if path.is_dir() else path  # a sharded checkpoint is a folder
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # torch raises many kinds
+        return None
+    return content if isinstance(content, dict) and isinstance(content.get("global_step"), int) else None
+
+
+def run_in(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of its run; empty if it is of a fit without the command, or of an older version."""
+    run = checkpoint.get(RUN_KEY)
+    return run if isinstance(run, dict) else {}
+
+
 def run_and_step(path: Path) -> tuple[str | None, int]:
     """The identity of the run that wrote a checkpoint, None if it has none or is not a checkpoint; and its step."""
-    file = path / "meta.pt" if path.is_dir() else path
-    try:
-        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        return cast(str, saved[RUN_KEY]["id"]), int(saved["global_step"])
-    except Exception:  # torch raises many kinds
-        return None, -1
+    content = peek(path)
+    return (None, -1) if content is None else (run_in(content).get("id"), content["global_step"])
 
 
 def refuse_malformed(checkpoint: Any) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mupscale.checksums import damage_in
 from mupscale.commands.run_folder import identity_of
 from mupscale.commands.sharded_checkpoints import check_sharded, damage_in_shards
+from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 
 
@@ -22,9 +21,11 @@ def newest_checkpoint(
     The last one of a finished run counts once it is kept for resuming: then nothing is left to do. One that was written
     because the run failed, and may be of the middle of a step, or by another callback counts if there is no other.
     """
+    from mupscale.models.checkpoint import peek
+
     found: list[tuple[tuple[bool, int, bool, float], Path, dict[str, Any]]] = []
     for path in checkpoints_of(folder):
-        checkpoint = readable(path)
+        checkpoint = peek(path)
         if checkpoint is None:
             if not path.is_dir():  # a folder without its last file was never finished
                 tell(f"{path} is damaged")
@@ -32,7 +33,7 @@ def newest_checkpoint(
             rank = _counts(path, checkpoint), checkpoint["global_step"], _is_for_resuming(path), path.stat().st_mtime
             found.append((rank, path, checkpoint))
     for _, path, checkpoint in sorted(found, key=lambda entry: entry[0], reverse=True):
-        problem = damage_in_shards(path) if path.is_dir() else damage_in(path)
+        problem = damage_at(path)
         if problem is None:
             return path, checkpoint
         tell(f"{path} is damaged ({problem})")
@@ -59,18 +60,6 @@ def below(folder: Path) -> Iterator[Path]:
             yield from below(path)
 
 
-def readable(path: Path) -> dict[str, Any] | None:
-    """The content of a checkpoint, its tensors mapped and not read; None if it is not whole."""
-    import torch
-
-    file = path / "meta.pt" if path.is_dir() else path  # a sharded checkpoint is a folder
-    try:
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # torch raises many kinds
-        return None
-    return checkpoint if isinstance(checkpoint, dict) and "global_step" in checkpoint else None
-
-
 def checked(path: Path) -> dict[str, Any]:
     """The content of a checkpoint that a user names, its tensors mapped; UserError if it holds more than data, or if it
     is damaged."""
@@ -79,7 +68,7 @@ def checked(path: Path) -> dict[str, Any]:
     if path.is_dir():
         check_sharded(path)
     file = path / "meta.pt" if path.is_dir() else path
-    problem = damage_in_shards(path) if path.is_dir() else damage_in(path)
+    problem = damage_at(path)
     if problem is not None:
         raise UserError(f"{path} is damaged ({problem}); nothing of it was loaded")
     try:
@@ -99,37 +88,48 @@ def sharded(path: Path) -> set[str]:
     return {"optimizer_states"} if (path / ".metadata").is_file() else set()
 
 
+def damage_at(path: Path) -> str | None:
+    """What is wrong with a checkpoint, a file or a folder, by its checksums; None if nothing is."""
+    return damage_in_shards(path) if path.is_dir() else damage_in(path)
+
+
 def _counts(path: Path, checkpoint: dict[str, Any]) -> bool:
     """Whether a run goes on from a checkpoint exactly, and with nothing left to do before."""
-    from mupscale.models.checkpoint import RUN_KEY
+    from mupscale.models.checkpoint import PRE_UPSCALE, run_in
 
-    if RUN_KEY not in checkpoint:
-        return True  # of a version that kept none apart for resuming, or of a fit without the command
-    states = checkpoint.get("callbacks", {})
-    policy: dict[str, Any] = next((states[key] for key in states if key.startswith("RunCheckpoint")), {})
-    last = Path(policy.get("progress", {}).get("last_path", ""))
-    is_own = last.name == path.name or path.name.startswith("pre-upscale-")
-    state = states.get("ExactResume", {})
-    return _is_for_resuming(path) or (is_own and not (state.get("finished") or state.get("failed")))
+    if _is_for_resuming(path) or not run_in(checkpoint):
+        return True  # without a run, it is of a version that kept none apart for resuming, or of a fit of its own
+    states = dictionary(checkpoint.get("callbacks"))
+    policy = dictionary(next((states[key] for key in states if str(key).startswith("RunCheckpoint")), None))
+    last = Path(str(dictionary(policy.get("progress")).get("last_path", "")))
+    ending = dictionary(states.get("ExactResume"))
+    is_own = last.name == path.name or path.name.startswith(PRE_UPSCALE)
+    return is_own and not (ending.get("finished") or ending.get("failed"))
 
 
 def _is_for_resuming(path: Path) -> bool:
     """Whether it is one of those that a run keeps apart from what its policy keeps."""
-    return path.parent.name.startswith("resume")
+    from mupscale.models.checkpoint import RESUME
+
+    return path.name.startswith("step=") and path.parent.name.partition("-")[0] == RESUME
 
 
 def _is_of(folder: Path, path: Path, checkpoint: dict[str, Any]) -> bool:
     """Whether a checkpoint is of the run in a folder. One without an identity is, if it lies there."""
-    from mupscale.models.checkpoint import RUN_KEY
+    from mupscale.models.checkpoint import run_in
 
-    theirs, ours = checkpoint.get(RUN_KEY, {}).get("id"), identity_of(folder)
-    return theirs == ours or (theirs is None and folder.resolve() in path.resolve().parents)
+    theirs = run_in(checkpoint).get("id")
+    return theirs == identity_of(folder) or (theirs is None and folder.resolve() in path.resolve().parents)
+
+
+def dictionary(value: Any) -> dict[Any, Any]:
+    """A value that should be a dictionary; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _dirpath(folder: Path) -> Path | None:
     """The folder for checkpoints that a run's configuration names."""
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        return Path(config["checkpoint"]["dirpath"])
-    except (OSError, KeyError, TypeError, yaml.YAMLError):
-        return None
+    config = folder / "config.yaml"
+    content = dictionary(read_yaml(config)) if config.is_file() else {}
+    named = dictionary(content.get("checkpoint")).get("dirpath")
+    return Path(named) if isinstance(named, str) else None

@@ -29,24 +29,36 @@ SUMMARY = (
 )
 
 
-def refuse_changes(saved: Config, config: Config, step: int, *, same_place: bool) -> None:
+def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -> None:
     """UserError if a configuration differs from that of a checkpoint of `step` in what the checkpoint has decided."""
-    for key, there, here in differences(saved, config):
-        if key.startswith("trainer.callbacks") or _is_missing(saved, key) or _is_one_class(key, there, here):
+    try:
+        found = differences(saved, _of_then(saved, config))
+        callbacks = _callbacks(saved)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError("the configuration in the checkpoint is damaged; take another checkpoint") from error
+    for key, there, here in found:
+        if key.startswith("trainer.callbacks") or _is_one_class(key, there, here):
             continue
+        is_place = key.startswith(PLACE)
         free = key.startswith(FREE) or (key.startswith("data.init_args.") and key.rpartition(".")[2] in FREE_DATA)
-        if (same_place and key.startswith(PLACE)) or not free:
-            where = "which says where it is" if key.startswith(PLACE) else "which is in its checkpoint"
-            raise UserError(
-                f"{shown(key)} is {brief(there)} in the run and {brief(here)} here. A run that goes on keeps it, "
-                f"{where}. {SUMMARY}. For all else start a new run from the weights, with --model.init_from CHECKPOINT"
+        if (same_place and is_place) or not free:
+            rule = (
+                "A continued run stays in its folder" if is_place else "A continued run keeps what its checkpoint holds"
             )
-    _refuse_callbacks(_callbacks(saved), _callbacks(config), step)
+            raise UserError(
+                f"{key.replace('.init_args.', '.')} is {brief(there)} in the run and {brief(here)} here. {rule}. "
+                f"{SUMMARY}. For all else start a new run from the weights, with --model.init_from CHECKPOINT"
+            )
+    _refuse_callbacks(callbacks, _callbacks(config), step)
 
 
-def shown(key: str) -> str:
-    """A key as a user writes it."""
-    return key.replace(".init_args.", ".")
+def _of_then(there: Any, here: Any) -> Any:
+    """The values here of the keys that there are there: a later version may have more."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        return {key: _of_then(value, here.get(key)) for key, value in there.items()}
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        return [_of_then(a, b) for a, b in zip(there, here, strict=True)]
+    return here
 
 
 def _refuse_callbacks(there: list[Config], here: list[Config], step: int) -> None:
@@ -58,43 +70,35 @@ def _refuse_callbacks(there: list[Config], here: list[Config], step: int) -> Non
             wanted.pop(0)
         elif class_name(callback) == "UpscaleCallback":
             raise UserError(
-                f"trainer.callbacks: {brief(callback)} is not of the run, which is at step {step} already. "
+                f"trainer.callbacks: {brief(callback)} comes too late, the run is at step {step} and was without it. "
                 "Upscales that are still to come may change"
             )
     if wanted:
         raise UserError(
-            f"trainer.callbacks: the run has {brief(wanted[0])}, which is not here, or has other arguments. A run that "
-            f"goes on keeps it, its state is in the checkpoint. {SUMMARY}"
+            f"trainer.callbacks: the run has {brief(wanted[0])}, which is missing here, or has other arguments. A "
+            f"continued run keeps it, because its state is in the checkpoint. {SUMMARY}"
         )
 
 
 def _callbacks(config: Config) -> list[Config]:
     given = config["trainer"]["callbacks"] or []
-    return given if isinstance(given, list) else [given]
+    answer = given if isinstance(given, list) else [given]
+    if not all(isinstance(callback, dict) and "class_path" in callback for callback in answer):
+        raise TypeError("trainer.callbacks is not a list of classes")
+    return answer
 
 
 def _is_to_come(callback: Config, step: int) -> bool:
-    return class_name(callback) == "UpscaleCallback" and callback["init_args"]["at_step"] >= step
+    at_step = callback.get("init_args", {}).get("at_step")
+    return class_name(callback) == "UpscaleCallback" and isinstance(at_step, int) and at_step >= step
 
 
 def _are_same(there: Config, here: Config) -> bool:
     """Whether two callbacks have one class, and the same values of the arguments that there were then."""
     then, now = there.get("init_args", {}), here.get("init_args", {})
-    return class_name(there) == class_name(here) and not differences(then, {key: now.get(key) for key in then})
+    return class_name(there) == class_name(here) and not differences(then, _of_then(then, now))
 
 
 def _is_one_class(key: str, there: Any, here: Any) -> bool:
     """Whether two names are of one class, by its short name: the module of a user's class may go by two."""
     return key.endswith(".class_path") and str(there).rpartition(".")[2] == str(here).rpartition(".")[2]
-
-
-def _is_missing(config: Any, key: str) -> bool:
-    """Whether a configuration lacks a key altogether: the version that wrote it did not have it."""
-    for part in key.split("."):
-        if isinstance(config, list):
-            config = dict(enumerate(config))
-            part = int(part)  # type: ignore[assignment]
-        if not isinstance(config, dict) or part not in config:
-            return isinstance(config, dict)
-        config = config[part]
-    return False

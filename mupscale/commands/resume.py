@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.checkpoints import newest_checkpoint
+from mupscale.commands.checkpoints import dictionary, newest_checkpoint
+from mupscale.commands.continued import SUMMARY
 from mupscale.errors import UserError
 
 
@@ -11,8 +12,7 @@ def main(command: str, arguments: list[str]) -> None:
     parser = ArgumentParser(
         prog="python -m mupscale resume",
         description=__doc__,
-        epilog="Further options are those of fit. They may change what is not decided yet: trainer.*, checkpoint.*, "
-        "loop.*, model.compile, data.data_dir, upscales that are still to come, further callbacks. Others are refused.",
+        epilog=f"Further options are those of fit. {SUMMARY}. Others are refused.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, help="the folder of the run, with its config.yaml (runs/NAME/version_0)")
@@ -32,7 +32,8 @@ def main(command: str, arguments: list[str]) -> None:
         )
     for problem in problems:
         print(f"{problem}; it is passed over")
-    if checkpoint.get("callbacks", {}).get("ExactResume", {}).get("finished") and not overrides:
+    ending = dictionary(dictionary(checkpoint.get("callbacks")).get("ExactResume"))
+    if ending.get("finished") and not overrides:
         print(f"{options.run} is finished: {path} is of its last step, {checkpoint['global_step']}")
         return
     print(f"resuming from {path}", flush=True)
