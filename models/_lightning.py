@@ -245,8 +245,6 @@ class OpenCheckpoint(ModelCheckpoint):
             shutil.rmtree(path)  # its files have other names, by which they must not change
         trainer.strategy.barrier()
         self.written[str(path)] = None
-        self.mark(trainer.global_step, str(path))  # the checkpoint holds both of these
-        self._defer_save_until_validation = False
         super()._save_checkpoint(trainer, str(path))
         if not self.save_weights_only:
             self.resumable = trainer.global_step, path
@@ -317,8 +315,9 @@ class OpenCheckpoint(ModelCheckpoint):
         if is_remote(filepath):
             super()._save_checkpoint(trainer, filepath)
             return
+        self.mark(trainer.global_step, filepath)  # before, because the checkpoint holds both of these
+        self._defer_save_until_validation = False
         self.write(trainer, Path(filepath))
-        self.mark(trainer.global_step, filepath)
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         if is_remote(previous):

@@ -3,7 +3,6 @@
 A subclass gives `build(width)`, the network at a width, and `loss(batch)`; see the README for one in twenty lines.
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import inner_schedulers, is_too_large, tree_map
-from mupscale.arguments import refuse_unless_whole
+from mupscale.arguments import refuse_unless_level, refuse_unless_whole
 from mupscale.base_shapes import Init, set_base_shapes
 from mupscale.cuda_graph import use_fused
 from mupscale.errors import UserError
@@ -41,6 +40,7 @@ from mupscale.mup_optimizers import apply_mup
 from mupscale.stacking.stack import Losses
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.mixed_axes import keep_reference_units
+from mupscale.widening.optimizer_state import refuse_bad_levels
 
 
 class WidthScalable(LightningModule):
@@ -208,7 +208,7 @@ class WidthScalable(LightningModule):
     def configure_optimizers(self) -> Any:
         assert self.net is not None
         optimizer = self.optimizer_callable(self.net.parameters())
-        refuse_bad_levels(optimizer, trainer_of(self))
+        refuse_bad_hyperparameters(optimizer, trainer_of(self))
         apply_mup(optimizer, self.net)
         use_fused(optimizer)
         keep_reference_units(self.net, optimizer)
@@ -312,20 +312,14 @@ def refuse_bad_counts(**counts: Any) -> None:
         refuse_unless_whole(f"model.{key}", count)
 
 
-def refuse_bad_levels(optimizer: Optimizer, trainer: Trainer | None) -> None:
+def refuse_bad_hyperparameters(optimizer: Optimizer, trainer: Trainer | None) -> None:
     """UserError for hyperparameters that are NaN or infinite, and for a clip that is, or that would ascend."""
-    for group in optimizer.param_groups:
-        for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
-            value = group.get(key, 0.0)
-            for number in value if isinstance(value, tuple | list) else [value]:
-                if number is not None and not (math.isfinite(number) and number >= 0):
-                    raise UserError(
-                        f"model.optimizer: {key} of {type(optimizer).__name__} must be a finite number of at least 0, "
-                        f"got {value}"
-                    )
-    clip = None if trainer is None else trainer.gradient_clip_val
-    if clip is not None and not (math.isfinite(clip) and clip >= 0):
-        raise UserError(f"trainer.gradient_clip_val must be a finite number of at least 0, got {clip}")
+    try:
+        refuse_bad_levels(optimizer)
+    except UserError as error:
+        raise UserError(f"model.optimizer: {error}") from error
+    if trainer is not None and trainer.gradient_clip_val is not None:
+        refuse_unless_level("trainer.gradient_clip_val", trainer.gradient_clip_val)
 
 
 def refuse_absolute_rates(scheduler: Any) -> None:

@@ -46,12 +46,12 @@ from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
 from mupscale.commands.run_start import RunStart, SaveConfig
-from mupscale.commands.trainer_options import is_refusal, refuse_options
+from mupscale.commands.trainer_options import refuse_options
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, is_trial_run
 from mupscale.models.base import WidthScalable
-from mupscale.models.checkpoint import RUN_KEY, checkpoint_width
+from mupscale.models.checkpoint import checkpoint_width, run_in
 
 C = TypeVar("C", bound=Callback)
 
@@ -70,6 +70,9 @@ PURPOSES = {
     "test": "Evaluate a checkpoint (--ckpt_path), narrow or wide, on the test set.",
     "predict": "Predict with a checkpoint (--ckpt_path), narrow or wide; writes predictions.pt.",
 }
+
+MISTAKES = (ValueError, OSError, ModuleNotFoundError, MisconfigurationException, ArgumentError)
+"""What a mistake in a configuration raises before the first batch; Lightning's own kind at any time."""
 
 EVALUATIONS = ("validate", "test", "predict")
 """Commands that need weights, and would do with random ones."""
@@ -175,9 +178,11 @@ class CLI(OpenCLI):
         except UserError as error:
             raise UserError(f"ckpt_path: {error}") from error
         if command == "fit":
-            then = saved.get(RUN_KEY, {}).get("config") or self._config_of_folder()
+            then = run_in(saved).get("config") or self._config_of_folder()
             if then is not None:
-                refuse_changes(then, self.plain(self.config), saved["global_step"], same_place=self.folder is not None)
+                refuse_changes(
+                    then, self.plain(self.config), saved.get("global_step", 0), same_place=self.folder is not None
+                )
         if Path(path).is_dir():
             name = section.model.class_path.rpartition(".")[2]
             self.config[f"{self.config.subcommand}.model.init_args.width"] = checkpoint_width(saved, name)
@@ -193,7 +198,7 @@ class CLI(OpenCLI):
 
     def _config_of_folder(self) -> Config | None:
         """What config.yaml says of a run that is resumed: its checkpoints were written before they held it."""
-        return None if self.folder is None else yaml.safe_load((self.folder / "config.yaml").read_text())
+        return None if self.folder is None else read_yaml(self.folder / "config.yaml")
 
     def _refuse_random_weights(self, command: str) -> NoReturn:
         base = self.config.get(f"{command}.model.init_args.init_from")
@@ -321,13 +326,10 @@ def parsed(
                 trainer_class=RunTrainer,
             )
     except Exception as error:
-        is_mistake = isinstance(error, ValueError | OSError | MisconfigurationException | ArgumentError)
-        if is_mistake and not started.steps:
+        if isinstance(error, MISTAKES) and not started.steps:
             start.leftovers.remove()
-        if isinstance(error, UserError) or debugging():
-            raise
-        is_late = started.batches and not isinstance(error, MisconfigurationException)
-        if not is_refusal(error) and (is_late or not is_mistake):
+        is_mistake = isinstance(error, MisconfigurationException if started.batches else MISTAKES)
+        if isinstance(error, UserError) or not is_mistake or debugging():
             raise
         raise UserError(in_a_line(str(error))) from error
     finally:
@@ -366,6 +368,9 @@ class Started(Callback):
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.steps = self.steps or not trainer.sanity_checking
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.batches = False  # next Lightning looks at the options of the training itself
 
     on_sanity_check_start = on_train_epoch_start = _note
     on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _note

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
-from mupscale.models.base import WidthScalable, doubled, refuse_bad_levels
+from mupscale.models.base import WidthScalable, doubled, refuse_bad_hyperparameters
 from mupscale.models.checkpoint import Width
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import Duplication, GrowthMethod
@@ -71,7 +71,7 @@ def growths(module: WidthScalable, trainer: Trainer) -> list[Growth]:
         callback.refuse_narrower(before)
     with torch.random.fork_rng(devices=[]):
         optimizer = module.optimizer_callable(module.network(module.width, meta=True).parameters())
-        refuse_bad_levels(optimizer, trainer)
+        refuse_bad_hyperparameters(optimizer, trainer)
         apply_mup(optimizer)
     if scheduled:
         pairs = zip(pairwise(widths), scheduled, strict=True)

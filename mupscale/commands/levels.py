@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from mupscale.arguments import refuse_unless_level
 from mupscale.errors import UserError
 
 NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "betas")
@@ -39,8 +40,8 @@ def refuse_levels(config: Any) -> None:
     if isinstance(optimizer, dict) and (optimizer.get("init_args") or {}).get("lr", 0.0) is None:
         raise UserError("model.optimizer.lr must be a finite number of at least 0, got null")
     clip = trainer.get("gradient_clip_val")
-    if clip is not None and not (math.isfinite(clip) and clip >= 0):
-        raise UserError(f"trainer.gradient_clip_val must be a finite number of at least 0, got {clip}")
+    if clip is not None:
+        refuse_unless_level("trainer.gradient_clip_val", clip)
 
 
 def _plain(section: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.errors import UserError
@@ -37,16 +36,6 @@ def refuse_options(trainer: Any) -> None:
             shown = str(value).lower() if isinstance(value, bool | int) else "AsyncCheckpointIO"
             raise UserError(f"trainer.{key}: {shown} does not work here: {reason}; {remedy}")
     refuse_callbacks(_listed(trainer.get("callbacks")))
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether Lightning itself has raised an error, as it does for options that do not fit together."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-    kinds = (ValueError, TypeError, AttributeError, ModuleNotFoundError, MisconfigurationException)
-    return isinstance(error, kinds) and name.startswith("lightning.")
 
 
 def _listed(value: Any) -> list[Any]:
