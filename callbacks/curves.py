@@ -2,18 +2,20 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from mupscale.callbacks.finite_loss import NonFiniteLoss, RecentLosses, described
 from mupscale.callbacks.log_files import cut_back, written
-from mupscale.callbacks.tensorboard import tag_in
+from mupscale.callbacks.strides import Strides, steps_to
+from mupscale.callbacks.tensorboard import log_scalars, tag_in
 from mupscale.flops import LOGGED
 from mupscale.models._lightning import accumulates, log_interval
 from mupscale.models.base import WidthScalable
@@ -29,7 +31,7 @@ _MOST_RECENT = 1000
 """Batches after which a run that does not log looks at its losses."""
 
 
-class Curves(Callback):
+class Curves(Strides):
     """Logs loss, width and throughput every `trainer.log_every_n_steps` optimizer steps, on every logger.
 
     The loss is the mean over the steps since the last time: a curve of single steps shows which batches are hard.
@@ -107,16 +109,32 @@ class Curves(Callback):
             and log_interval(trainer)
             and trainer.global_step % log_interval(trainer) == 0
         ):
-            loss = self._mean(trainer, pl_module)
-            self._report(trainer, loss)
-            self._sum, self._count = 0.0, 0
-            values = {"train/loss": loss, "width": width_number(pl_module.width), **self._throughput(trainer)}
-            step = trainer.global_step - 1  # the step whose loss this is, counted from 0
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=step)
-            self._log_by_cost(trainer, {"train/loss": values["train/loss"], "width": values["width"]})
+            self._log(trainer, pl_module)
         elif len(self._recent) >= _MOST_RECENT or self._sees_bad_loss(trainer, pl_module.train_loss):
             self._check(trainer, pl_module)
+
+    def stride(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        every = log_interval(trainer)
+        return steps_to(every, trainer.global_step) if every else _MOST_RECENT
+
+    def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
+        assert isinstance(pl_module, WidthScalable)
+        self.spent["samples"] += pl_module.batch_size(batch) * len(losses)
+        self.spent["flops"] += self._batch_flops(pl_module, batch) * len(losses)
+        for loss in losses:
+            self._sum = float(self._sum) + loss
+        self._count += len(losses)
+        if not all(map(math.isfinite, losses)):
+            for step, loss in enumerate(losses, self._step):
+                self._recent.add(step, pl_module.width, torch.tensor(loss, dtype=torch.float64))
+        self._step = trainer.global_step
+        if log_interval(trainer) and trainer.global_step % log_interval(trainer) == 0:
+            self._log(trainer, pl_module)
+        else:
+            self._check(trainer, pl_module)
+
+    def on_scores(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._check(trainer, pl_module)
@@ -128,6 +146,16 @@ class Curves(Callback):
             }
             self._log_by_cost(trainer, metrics)
 
+    def _log(self, trainer: Trainer, module: WidthScalable) -> None:
+        loss = self._mean(trainer, module)
+        self._report(trainer, loss)
+        self._sum, self._count = 0.0, 0
+        values = {"train/loss": loss, "width": width_number(module.width), **self._throughput(trainer)}
+        step = trainer.global_step - 1  # the step whose loss this is, counted from 0
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
+        self._log_by_cost(trainer, {"train/loss": values["train/loss"], "width": values["width"]})
+
     def _sees_bad_loss(self, trainer: Trainer, loss: Tensor) -> bool:
         """Whether a loss is not finite, where that can be seen without waiting for a device or for other processes."""
         can_see = loss.device.type == "cpu" and loss.dtype in (torch.float32, torch.float64) and trainer.world_size == 1
@@ -135,8 +163,10 @@ class Curves(Callback):
 
     def _mean(self, trainer: Trainer, module: LightningModule) -> float:
         """The mean loss since the last time, over all ranks; waits for the device."""
-        mean = torch.as_tensor(self._sum / self._count, device=module.device)
-        return float(trainer.strategy.reduce(mean, reduce_op="mean"))
+        mean = self._sum / self._count
+        if trainer.world_size == 1:
+            return float(mean)
+        return float(trainer.strategy.reduce(torch.as_tensor(mean, device=module.device), reduce_op="mean"))
 
     def _check(self, trainer: Trainer, module: LightningModule) -> None:
         """Looks for losses that are not finite, between two times that log."""
@@ -183,9 +213,8 @@ class Curves(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):  # other loggers want one axis for all
                 for axis, unit in _AXES.items():
-                    for name, value in values.items():
-                        tag = tag_in(logger, f"by_{axis}/{name}")
-                        logger.experiment.add_scalar(tag, value, int(self.spent[axis] / unit))
+                    tagged = {tag_in(logger, f"by_{axis}/{name}"): value for name, value in values.items()}
+                    log_scalars(logger, tagged, int(self.spent[axis] / unit))
 
 
 def stepped(trainer: Trainer) -> bool:

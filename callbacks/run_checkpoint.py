@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mupscale.atomic import durably, partial, sync_folder
+from mupscale.callbacks.strides import Strides
 from mupscale.models._lightning import OpenCheckpoint, callbacks_of, is_remote, is_trial_run, set_callbacks
 from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, run_and_step
 
@@ -18,7 +19,7 @@ KEPT = 2
 """How many of the newest checkpoints stay for resuming: one may be damaged."""
 
 
-class RunCheckpoint(OpenCheckpoint):
+class RunCheckpoint(OpenCheckpoint, Strides):
     """A ModelCheckpoint that also saves at the end of a run, and survives interruptions and moves.
 
     Whatever its policy keeps (`monitor`, `save_top_k`, `filename`, `save_weights_only`), the two newest checkpoints are
@@ -99,6 +100,9 @@ class RunCheckpoint(OpenCheckpoint):
         if step != trainer.max_steps and not self.is_idle_at(step):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self.keep_newest("on_train_batch_end", trainer, pl_module, outputs, batch, batch_idx)
+
+    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        return self.idle_steps(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)

@@ -2,15 +2,16 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from mupscale.callbacks.curves import Curves, stepped
+from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of
@@ -26,7 +27,7 @@ PATIENCE = 5
 """Checks in a row that must find it there. A check looks at the mean over a hundredth of the run."""
 
 
-class TrialMetric(Callback):
+class TrialMetric(Strides):
     """Computes a trial's metric, stops it if it diverges, and records the constants of signal-normalised noise.
 
     A trial has diverged if its loss is not finite, or stays ten times above what an untrained network has and above
@@ -170,15 +171,40 @@ class TrialMetric(Callback):
             self._width = pl_module.width
             self._reference = max(self._reference, float(loss)) if math.isfinite(loss) else self._reference
             self._save_noise(trainer)
-        if stepped(trainer) and (
-            trainer.global_step % max(5, self._steps // 100) == 0 or trainer.global_step == self._steps
-        ):
+        if stepped(trainer) and (trainer.global_step % self._interval == 0 or trainer.global_step == self._steps):
             self._check(trainer)
         if any(
             isinstance(callback, UpscaleCallback) and callback.is_due(trainer, pl_module)
             for callback in callbacks_of(trainer)
         ):
             self._check_before_swap(trainer, pl_module)
+
+    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        assert isinstance(pl_module, WidthScalable)
+        return math.inf if pl_module.width == self._width else 0  # the first step of a width
+
+    def stride(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        return steps_to(self._interval, trainer.global_step)
+
+    def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
+        for step, loss in enumerate(losses, trainer.global_step - len(losses)):
+            if step >= self._steps - self.window:
+                self.sum = float(self.sum) + loss
+                self.count += 1
+            self._recent = float(self._recent) + loss
+            self._recent_count += 1
+        if trainer.global_step % self._interval == 0:
+            self._check(trainer)
+
+    def on_scores(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_end(trainer, pl_module)
+        if window_of(self.metric) is None:
+            self._look_up(trainer)
+
+    @property
+    def _interval(self) -> int:
+        """Steps between two checks."""
+        return max(5, self._steps // 100)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.diverged:

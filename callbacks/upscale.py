@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
+from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.recording import buffers_kept
 from mupscale.errors import UserError
@@ -42,7 +43,7 @@ from mupscale.widening.schedule import continue_schedule
 from mupscale.widening.upscale import UpscaleReport, upscale
 
 
-class UpscaleCallback(Callback):
+class UpscaleCallback(Strides):
     """Swaps in a widened network, with its optimizer state, at a step. Several in one run make a growth schedule.
 
     The swap happens when the first batch after `at_step` optimizer steps comes in, so checkpoints of that step are
@@ -177,6 +178,12 @@ class UpscaleCallback(Callback):
                     f"upscaling to width {self.width} at step {trainer.global_step} failed "
                     f"({type(error).__name__}: {error}). {_what_is_saved(self.checkpoint)}"
                 ) from error
+
+    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        """All up to the one at whose end it saves; all, once the network is as wide."""
+        assert isinstance(pl_module, WidthScalable)
+        is_to_come = is_narrower(pl_module.width, self.width)
+        return max(0, self.at_step - 1 - trainer.global_step) if is_to_come else math.inf
 
     def is_due(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         assert isinstance(pl_module, WidthScalable)

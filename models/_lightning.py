@@ -13,13 +13,14 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -154,6 +155,17 @@ class EpochLoop(_TrainingEpochLoop):
     def is_at_last_batch(self) -> bool:
         return bool(self._num_ready_batches_reached())
 
+    def finish_validation(self, data_fetcher: Any) -> bool:
+        """Whether a loop that is resumed has a validation to finish before it trains."""
+        if self.restarting and self._should_check_val_fx(data_fetcher):
+            if self.val_loop.restarted_mid_evaluation:
+                return True
+            if self.restarted_on_last:
+                self._skip_next_val = True
+                return True
+            self.val_loop.increment_progress_to_evaluation_end()
+        return False
+
     def warn_once(self, message: str) -> None:
         self._warning_cache.warn(message)
 
@@ -210,6 +222,157 @@ def finish_loaded_step(trainer: Trainer) -> None:
     # a new epoch begins: the loop of batches must not restart in the old one
     loop.restarting = False
     loop.reset_restart_stage()
+
+
+# --- many steps at once
+
+
+def log_rates(monitor: LearningRateMonitor, trainer: Trainer, step: int) -> None:
+    """Logs the learning rates as they are, as those of a step."""
+    rates = monitor._extract_stats(trainer, "step")
+    for logger in trainer.loggers:
+        logger.log_metrics(rates, step=step)
+
+
+def request_end(trainer: Trainer) -> None:
+    """Makes a run end after its step, as SIGTERM does."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def resident_loader(loader: CombinedLoader | None) -> Any | None:
+    """The loader of a run that has one, if its batches can be had by their position."""
+    only = None if loader is None else loader.iterables
+    return only if hasattr(only, "batch_at") else None
+
+
+def training_loader(trainer: Trainer) -> Any | None:
+    """The loader of the training batches, if they can be had by their position."""
+    return resident_loader(trainer.fit_loop._combined_loader)
+
+
+def validation_loader(trainer: Trainer) -> tuple[Any, int] | None:
+    """The loader of the validation batches and how many of them count, if they can be had by their position."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loader = resident_loader(loop._combined_loader)
+    return None if loader is None else (loader, int(loop.max_batches[0]))
+
+
+def place_in_data(trainer: Trainer) -> tuple[int, int]:
+    """The epoch and the position of the next training batch."""
+    return trainer.fit_loop.epoch_progress.current.processed, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def batches_left(trainer: Trainer) -> int:
+    """How many batches of this epoch are still to come."""
+    return int(trainer.num_training_batches) - trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def validates(trainer: Trainer) -> bool:
+    """Whether a run validates at all."""
+    return bool(trainer.enable_validation and trainer.fit_loop.epoch_loop.val_loop._max_batches)
+
+
+def steps_to_validation(trainer: Trainer) -> int:
+    """How many steps it is to the next that may be followed by a validation, or by the end of the epoch."""
+    loop, left = trainer.fit_loop.epoch_loop, batches_left(trainer)
+    every = trainer.val_check_batch
+    if not isinstance(every, int) or not validates(trainer):
+        return left
+    done = loop.batch_progress.total.ready if trainer.check_val_every_n_epoch is None else loop.batch_progress.current.ready
+    return min(left, every - done % every)
+
+
+def steps_before_validation(trainer: Trainer) -> int:
+    """How many of the next steps are followed by neither a validation nor the end of an epoch."""
+    return steps_to_validation(trainer) - 1
+
+
+def steps_before_the_end(trainer: Trainer) -> float:
+    """How many steps the run has before its last one."""
+    fit = trainer.fit_loop
+    steps = math.inf
+    if trainer.max_steps != -1:
+        steps = trainer.max_steps - trainer.global_step - 1
+    if trainer.max_epochs not in (None, -1):
+        epochs = trainer.max_epochs - fit.epoch_progress.current.processed - 1
+        steps = min(steps, epochs * int(trainer.num_training_batches) + batches_left(trainer) - 1)
+    return steps
+
+
+def epochs_are_plain(trainer: Trainer) -> bool:
+    """Whether nothing but counting, and validating, is to be done at the end of an epoch."""
+    by_step = all(
+        config.interval == "step" and not config.reduce_on_plateau and config.frequency == 1
+        for config in trainer.lr_scheduler_configs
+    )
+    return by_step and not trainer.reload_dataloaders_every_n_epochs and trainer._val_check_time_interval is None
+
+
+def pass_steps(trainer: Trainer, count: int) -> None:
+    """Counts optimizer steps of one epoch that were taken outside of the loops."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    fetcher.fetched += count
+    if fetcher.length is not None:
+        fetcher.done = fetcher.fetched >= fetcher.length
+    loop.batch_progress.increment_by(count, is_last_batch=fetcher.done)
+    optimizer = loop.automatic_optimization.optim_progress.optimizer
+    optimizer.step.increment_by(count)
+    optimizer.zero_grad.increment_by(count)
+    loop._batches_that_stepped += count
+    trainer._logger_connector._first_loop_iter = loop.batch_progress.current.ready == 1
+    if trainer.lr_scheduler_configs:
+        assert count == 1
+        loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+
+
+def step_by_hand(optimizer: Optimizer) -> None:
+    """Lets learning-rate schedules know that an optimizer steps, though its `step` is not called."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def is_validation_due(trainer: Trainer) -> bool:
+    """Whether the step just counted is followed by a validation."""
+    fit = trainer.fit_loop
+    assert fit._data_fetcher is not None
+    return validates(trainer) and fit.epoch_loop._should_check_val_fx(fit._data_fetcher)
+
+
+def pass_validation(trainer: Trainer, batches: int, scores: dict[str, float]) -> None:
+    """Counts a validation that was made outside of the loops after the step just counted, and logs its results."""
+    progress, connector = trainer.fit_loop.epoch_loop.val_loop.batch_progress, trainer._logger_connector
+    progress.reset_on_run()
+    progress.increment_by(batches, is_last_batch=True)
+    trainer.fit_loop.epoch_loop.val_loop._has_run = True
+    metrics = {name: torch.tensor(value) for name, value in scores.items()}
+    for known in (connector._callback_metrics, connector._logged_metrics):
+        known.update(metrics)
+    logged = {**scores, "epoch": trainer.current_epoch}
+    for logger in trainer.loggers:
+        # the step whose loss was the last, counted from 0
+        logger.log_metrics(logged, step=trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+
+
+def pass_epoch(trainer: Trainer) -> None:
+    """Counts the end of an epoch, and the beginning of the next."""
+    fit, loop, fetcher = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    fit.epoch_progress.increment_processed()
+    fit.epoch_progress.increment_completed()
+    fit.epoch_progress.increment_ready()
+    fit.epoch_progress.increment_started()
+    loop.batch_progress.reset_on_run()
+    loop.scheduler_progress.reset_on_run()
+    loop.automatic_optimization.optim_progress.reset_on_run()
+    loop.val_loop.batch_progress.total.reset()
+    fetcher.reset()
+    trainer._logger_connector._first_loop_iter = None
+
+
+def leave_steps(trainer: Trainer, *, validated: bool) -> None:
+    """Lets Lightning's loop go on after steps that were counted here; the last of them is its own to finish."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
+    trainer.fit_loop.epoch_loop._skip_next_val = validated
 
 
 # --- base classes whose private methods are overridden
@@ -294,6 +457,21 @@ class OpenCheckpoint(ModelCheckpoint):
         """Whether nothing is to be saved at the end of the batch of this step."""
         every = self._every_n_train_steps
         return self._train_time_interval is None and (every < 1 or step % every != 0)
+
+    def idle_steps(self, trainer: Trainer) -> float:
+        """How many of the next steps, with the validations and the ends of epochs among them, bring nothing to save."""
+        if self._train_time_interval is not None:
+            return 0
+        every = self._every_n_train_steps
+        by_steps = every - 1 - trainer.global_step % every if every >= 1 else math.inf
+        left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if self._defer_save_until_validation:
+            return min(by_steps, steps_before_validation(trainer))
+        if self._every_n_epochs < 1:
+            return by_steps
+        if (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+            return min(by_steps, steps_before_validation(trainer))
+        return min(by_steps, left)
 
     def triggers(self) -> dict[str, Any]:
         """The arguments that say when to save."""

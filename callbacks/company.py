@@ -1,0 +1,117 @@
+"""Jobs that take turns in one process: each in a thread of its own, and one at a time.
+
+A job that calls `wait` hands the turn back, with a request, and goes on when it is given the turn again. What a job
+believes to be its own is kept apart: random numbers, standard output, and the seed in the environment.
+"""
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+
+_CURRENT: ContextVar["Member | None"] = ContextVar("member", default=None)
+
+_ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+def current_member() -> "Member | None":
+    """The member of a company whose turn it is, in its own thread; None in any other."""
+    return _CURRENT.get()
+
+
+class Member:
+    """A job in a thread, which runs only while it has the turn."""
+
+    def __init__(self, job: Callable[[], Any]) -> None:
+        self._job = job
+        self._thread = threading.Thread(target=self._run, daemon=True, name="member")
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._own = Surroundings()
+        self._answer: Any = None
+        self._raised: BaseException | None = None
+        self.request: Any = None
+        """What it waits for."""
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    def turn(self, answer: Any = None, error: BaseException | None = None) -> None:
+        """Lets it run until it waits again, or is over. `answer` is what its `wait` returns, `error` what it raises.
+
+        An exception in this thread, such as KeyboardInterrupt, is raised once the member waits.
+        """
+        others = Surroundings()
+        self._own.enter()
+        self.request, self._answer, self._raised = None, answer, error
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._go.release()
+        interruption: BaseException | None = None
+        while True:
+            try:
+                self._back.acquire()
+                break
+            except BaseException as exception:
+                interruption = exception
+        if self.request is None:
+            self._thread.join()
+        self._own = Surroundings()
+        others.enter()
+        if interruption is not None:
+            raise interruption
+
+    def wait(self, request: Any) -> Any:
+        """In the thread of the member: hands the turn back with a request; returns the answer to it."""
+        self.request = request
+        self._back.release()
+        self._go.acquire()
+        if self._raised is not None:
+            raise self._raised
+        return self._answer
+
+    def _run(self) -> None:
+        _CURRENT.set(self)
+        try:
+            self.result = self._job()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.request = None
+            self._back.release()
+
+
+class Surroundings:
+    """What a job finds around it in its process, as it is when this is made."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        is_used = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._cuda = torch.cuda.get_rng_state() if is_used else None
+        self._environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
+        self._streams = sys.stdout, sys.stderr
+
+    def enter(self) -> None:
+        """Makes them those of the process."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        sys.stdout, sys.stderr = self._streams

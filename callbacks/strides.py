@@ -1,0 +1,57 @@
+"""Callbacks that can follow a run by many steps at once, and not only step by step.
+
+Runs that take their steps together spend most of their time in hooks if every step of every run calls them. Between
+two steps at which something happens (a curve is written, a checkpoint, a swap) the steps are taken in one go. Nothing
+is lost: the losses of all of them are handed over.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
+
+from mupscale.models._lightning import log_interval, log_rates
+
+
+class Strides(Callback):
+    """A callback that does not need its hooks of batches, epochs and validations for the steps that it gives free."""
+
+    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        """How many of the next steps may be taken without its hooks; the one after them has all hooks again."""
+        return math.inf
+
+    def stride(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        """After how many of the free steps, at the latest, `on_steps` must be called; at least 1."""
+        return math.inf
+
+    def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
+        """Called after free steps with the losses of each, and a batch that is like theirs; counters are advanced."""
+
+    def on_scores(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called after a validation among the free steps; `trainer.callback_metrics` has its results."""
+
+
+class RateMonitor(LearningRateMonitor, Strides):
+    """A LearningRateMonitor that can follow a run by many steps at once."""
+
+    def stride(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        every = log_interval(trainer)
+        if not every or self.logging_interval == "epoch":
+            return math.inf
+        return (self._last(trainer) - trainer.global_step - 1) % every + 1
+
+    def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
+        every = log_interval(trainer)
+        if every and self.logging_interval != "epoch" and (trainer.global_step - self._last(trainer)) % every == 0:
+            log_rates(self, trainer, trainer.global_step - 1 - self._last(trainer))
+
+    def _last(self, trainer: Trainer) -> int:
+        """-1 if rates change: then they are those before the last step of an interval, otherwise those after it."""
+        return -1 if trainer.lr_scheduler_configs else 0
+
+
+def steps_to(multiple: int, step: int) -> int:
+    """How many steps it is to the next step that is a multiple."""
+    return multiple - step % multiple
