@@ -8,7 +8,7 @@ import os
 import pickle
 import tarfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -118,9 +118,14 @@ class CIFAR100(LightningDataModule):
 class NormalisingLoader(ResidentLoader):
     """Batches of normalised images, with labels if there are any."""
 
+    _rows_stand_alone = True
+
     def __init__(self, table: Tensor, tensors: tuple[Tensor, ...], batch_size: int, **options: Any) -> None:
         super().__init__(tensors, batch_size, **options)
         self.table = table
+
+    def _made_of(self) -> tuple[Hashable, ...]:
+        return *super()._made_of(), id(self.table)
 
     def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
         images, *labels = super()._batch(rows)
@@ -129,6 +134,8 @@ class NormalisingLoader(ResidentLoader):
 
 class AugmentingLoader(NormalisingLoader):
     """Batches of normalised random crops of padded images, half of them mirrored, with labels."""
+
+    _rows_stand_alone = True
 
     def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         tops, lefts = torch.randint(OFFSETS, (2, rows), generator=generator)

@@ -3,7 +3,7 @@
 See shards.py for the format, README.md for the embedded sample.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -202,6 +202,8 @@ class WindowLoader(ResidentLoader):
     Random windows begin anywhere.
     """
 
+    _rows_stand_alone = True
+
     def __init__(
         self,
         windows: ResidentWindows | MappedWindows,
@@ -215,10 +217,14 @@ class WindowLoader(ResidentLoader):
         starts = torch.arange(0, windows.tokens - context, context, device=windows.starts_device)
         super().__init__((starts,), batch_size, shuffle=False, **options)
         self._order_depends_on |= {"order": order, "tokens": windows.tokens, "context": context}
-        self.windows, self.order, self.targets = windows, order, targets
+        self.windows, self.targets = windows, targets
+        self._is_sequential = order == "sequential"
+
+    def _made_of(self) -> tuple[Hashable, ...]:
+        return id(self.windows), self.targets
 
     def _chances(self, rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-        if self.order == "sequential":
+        if self._is_sequential:
             return ()
         return (torch.randint(self.windows.tokens - self.windows.size + 1, (rows,), generator=generator),)
 

@@ -1,8 +1,9 @@
 """Batches of tensors that already lie on the training device: one index operation each, no workers, no host copies."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import torch
 from lightning.pytorch import Trainer
@@ -10,6 +11,15 @@ from torch import Tensor
 
 from mupscale.arguments import refuse_unless_whole
 from mupscale.errors import UserError
+
+PLANS_KEPT = 2
+"""Epochs whose plans a loader keeps."""
+
+Plan = tuple[Tensor, ...]
+"""The order of an epoch's rows, and the `_chances` of each place in it."""
+
+JointPlan = tuple[tuple[Tensor, ...], ...]
+"""Order and chances of several loaders: for each position, the entries of their batches one after another."""
 
 
 class ResidentLoader:
@@ -29,10 +39,16 @@ class ResidentLoader:
     position, with what the order depends on; `load_state_dict` refuses a state of other data or another order, and the
     next `iter` continues with the very next batch, on any number of ranks.
 
+    `batch_at` gives any batch by its epoch and position, and leaves the loader where it is; `go_to` goes there.
+
     A subclass that makes its batches otherwise overrides `_batch`, and `_chances` if it needs random numbers for them.
+    It sets `_rows_stand_alone` if `_batch` makes each row of a batch by itself, and overrides `_made_of` if its batches
+    depend on more than the tensors.
     """
 
     batch_sampler = None  # Lightning reads it from whatever has a `sampler`
+    _rows_stand_alone: ClassVar[bool] = True
+    """Whether `_batch` makes each row of a batch by itself. A subclass does not inherit it."""
 
     def __init__(
         self,
@@ -75,8 +91,9 @@ class ResidentLoader:
         self._batches = (rows + bool(ragged) * (batch_size - ragged)) // batch_size
         self._epoch = self._position = 0
         self._drawn_from = False
-        self._plan: tuple[int, tuple[Tensor, ...]] | None = None
-        """An epoch; the order of its rows, and the `_chances` of each place in it."""
+        self._plans: dict[int, Plan] = {}
+        self._joint_plans: dict[int, tuple[list[Hashable], JointPlan]] = {}
+        """For an epoch, the `order`s of several loaders and their joint plan."""
 
     def __len__(self) -> int:
         return self._batches
@@ -100,6 +117,36 @@ class ResidentLoader:
         if epoch != self._epoch:
             self._epoch, self._position, self._drawn_from = epoch, 0, False
 
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """The number of batches drawn from the epoch."""
+        return self._position
+
+    def go_to(self, epoch: int, position: int) -> None:
+        """Leaves the loader as if the first `position` batches of `epoch` had been drawn one by one."""
+        if epoch < 0 or not 0 <= position <= len(self):
+            raise IndexError(f"there is no position {position} of epoch {epoch}: an epoch has {len(self)} batches")
+        self._epoch, self._position, self._drawn_from = epoch, position, position > 0
+
+    def batch_at(self, epoch: int, position: int) -> Any:
+        """The batch that iteration yields at this position, from 0 on, of this epoch. Does not move the loader."""
+        self._refuse_place(epoch, position)
+        share = self._share_of(position)
+        return _unpacked(self._batch(*(entries[share] for entries in self._plan(epoch))))
+
+    @cached_property
+    def order(self) -> Hashable:
+        """Loaders of equal `order` yield the same batches at the same epoch and position.
+
+        It holds their class, the identity of their tensors, and all arguments that the batches depend on. So it is
+        good for comparing loaders that exist, and not for saving.
+        """
+        return *self._order_without_seed, self._seed if self._depends_on_seed() else None
+
     def state_dict(self) -> dict[str, int | bool | str]:
         return {**self._order_depends_on, "epoch": self._epoch, "position": self._position}
 
@@ -115,12 +162,11 @@ class ResidentLoader:
     def _draw(self) -> Iterator[Any]:
         # the state is read at every step, not kept in this frame: Lightning sets the epoch after it has called iter
         while self._position < len(self):
-            share = self._share_of(self._position)
+            epoch, position = self._epoch, self._position
             # before the batch is used: a checkpoint written in its training step must count it as seen
             self._position += 1
             self._drawn_from = True
-            parts = self._batch(*(entries[share] for entries in self._epoch_plan()))
-            yield parts if len(parts) > 1 else parts[0]
+            yield self.batch_at(epoch, position)
 
     def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
         """The parts of the batch of these rows."""
@@ -137,15 +183,82 @@ class ResidentLoader:
         first, last = (size * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return slice(start + first, start + last)
 
-    def _epoch_plan(self) -> tuple[Tensor, ...]:
-        if self._plan is None or self._plan[0] != self._epoch:
-            # drawn on the CPU, so that an epoch is the same on every type of device
-            generator = torch.Generator().manual_seed(_mixed(self._seed, self._epoch))
-            rows = self._rows
-            order = torch.randperm(rows, generator=generator) if self._shuffle else torch.arange(rows)
-            plan = order, *self._chances(rows, generator)
-            self._plan = self._epoch, tuple(entries.to(self.tensors[0].device) for entries in plan)
-        return self._plan[1]
+    def _made_of(self) -> tuple[Hashable, ...]:
+        """What batches depend on beside the class and the arguments of this class: objects by their identity."""
+        return tuple(id(tensor) for tensor in self.tensors)
+
+    @cached_property
+    def _order_without_seed(self) -> tuple[Hashable, ...]:
+        arguments = [(name, value) for name, value in self._order_depends_on.items() if name != "seed"]
+        return type(self), self._made_of(), tuple(arguments), self.rank, self.world_size
+
+    def _depends_on_seed(self) -> bool:
+        return self._shuffle or bool(self._chances(0, torch.Generator()))
+
+    def _refuse_place(self, epoch: int, position: int) -> None:
+        if epoch < 0 or not 0 <= position < len(self):
+            raise IndexError(f"there is no batch {position} of epoch {epoch}: an epoch has {len(self)} batches")
+
+    def _plan(self, epoch: int) -> Plan:
+        if epoch not in self._plans:
+            plan = self._new_plan(epoch)
+            _keep(self._plans, epoch, plan)
+        return self._plans[epoch]
+
+    def _new_plan(self, epoch: int) -> Plan:
+        # drawn on the CPU, so that an epoch is the same on every type of device
+        generator = torch.Generator().manual_seed(_mixed(self._seed, epoch))
+        rows = self._rows
+        order = torch.randperm(rows, generator=generator) if self._shuffle else torch.arange(rows)
+        plan = order, *self._chances(rows, generator)
+        return tuple(entries.to(self.tensors[0].device) for entries in plan)
+
+    def _joint_plan(self, loaders: Sequence["ResidentLoader"], epoch: int) -> JointPlan | None:
+        """The plan of `loaders`, of which this is the first; None if one call of `_batch` cannot make their batches."""
+        orders = [loader.order for loader in loaders]
+        kept_orders, plan = self._joint_plans.get(epoch, (None, None))
+        if kept_orders == orders:
+            return plan
+        if not vars(type(self)).get("_rows_stand_alone", False):
+            return None
+        if any(loader._order_without_seed != self._order_without_seed for loader in loaders):
+            return None
+        distinct = dict(zip(orders, loaders, strict=True))
+        plans = {order: loader._new_plan(epoch) for order, loader in distinct.items()}
+        entries = zip(*(plans[order] for order in orders), strict=True)
+        plan = tuple(self._by_position(torch.stack(entry)) for entry in entries)
+        _keep(self._joint_plans, epoch, (orders, plan))
+        return plan
+
+    def _by_position(self, entries: Tensor) -> tuple[Tensor, ...]:
+        """For each position, this rank's shares of `entries`, [loaders, rows], one loader after another."""
+        size = self._batch_size
+        whole = self._rows // size
+        share = self._share_of(0) if whole else slice(0, 0)
+        batches = entries[:, : whole * size].unflatten(1, (whole, size))[:, :, share]
+        # in this layout a position's entries are contiguous
+        shares = batches.transpose(0, 1).flatten(1).unbind()
+        if len(self) > whole:
+            shares = *shares, entries[:, self._share_of(whole)].flatten()
+        return shares
+
+
+def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) -> Any:
+    """The batches of several loaders at one position of one epoch, with a leading axis: [loaders, rows, ...].
+
+    The loaders are of one class and share their tensors. Ours make the batches of all loaders by the operations of one
+    batch; the plan of an epoch is made once.
+    """
+    first = loaders[0]
+    first._refuse_place(epoch, position)
+    plan = first._joint_plan(loaders, epoch)
+    if plan is None:
+        batches = [loader.batch_at(epoch, position) for loader in loaders]
+        if isinstance(batches[0], Tensor):
+            return torch.stack(batches)
+        return tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
+    parts = first._batch(*(entries[position] for entries in plan))
+    return _unpacked(tuple(part.unflatten(0, (len(loaders), -1)) for part in parts))
 
 
 def refuse_bad_number(key: str, value: Any, least: int | None = 1) -> None:
@@ -192,3 +305,16 @@ def shuffles(trainer: Trainer | None) -> bool:
 def _mixed(seed: int, epoch: int) -> int:
     """A 63-bit seed for one epoch; a hash, so that epoch 1 of seed 0 is not epoch 0 of seed 1."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8], "big") >> 1
+
+
+def _unpacked(parts: tuple[Tensor, ...]) -> Any:
+    """A batch of these parts; of one part alone, a bare tensor."""
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _keep(plans: dict[int, Any], epoch: int, plan: Any) -> None:
+    """Adds the plan of an epoch, and drops those that were added first if there are too many."""
+    plans.pop(epoch, None)
+    while len(plans) >= PLANS_KEPT:
+        del plans[next(iter(plans))]
+    plans[epoch] = plan

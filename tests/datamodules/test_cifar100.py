@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from by_position import check_positions
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from stand_ins import names, quiet_trainer, serving, trainer_stub
@@ -33,6 +34,7 @@ from mupscale.datamodules.cifar100 import (
     read,
     unpack,
 )
+from mupscale.datamodules.resident import ResidentLoader, joint_batch
 from mupscale.errors import UserError
 
 pytestmark = [
@@ -621,3 +623,20 @@ def test_a_gpu_gives_the_same_batches_and_can_capture_them(folder: str):
     flips[::2] = True
     graph.replay()
     assert torch.equal(captured, augment(images, rows, tops, lefts, flips, loader.table))
+
+
+@pytest.mark.parametrize(("draw", "follows_seed"), [("train", True), ("val", False), ("predict", False)])
+def test_by_position_batches_are_those_of_iteration(folder: str, draw: str, follows_seed: bool):
+    data = module(folder)
+
+    def make(seed: int) -> ResidentLoader:
+        data.seed = seed
+        return getattr(data, f"{draw}_dataloader")()
+
+    check_positions(make, follows_seed=follows_seed)
+
+
+def test_joint_batches_keep_the_layout_of_images(folder: str):
+    data = module(folder)
+    images, _ = joint_batch([data.train_dataloader(), data.train_dataloader()], 0, 0)
+    assert all(part.is_contiguous(memory_format=torch.channels_last) for part in images)

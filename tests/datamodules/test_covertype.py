@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from by_position import check_positions
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from stand_ins import names, quiet_trainer, serving, trainer_stub
@@ -456,3 +457,15 @@ def test_processes_that_start_together_read_one_whole_file(tmp_path: Path, archi
     assert [process.exitcode for process in processes] == [0] * 4
     assert names(tmp_path) == ["covertype.npz", "covtype.data.gz"]
     check_made(tmp_path, sample)
+
+
+@pytest.mark.parametrize(("draw", "follows_seed"), [("train", True), ("val", False), ("predict", False)])
+def test_by_position_batches_are_those_of_iteration(data: Covertype, draw: str, follows_seed: bool):
+    def make(seed: int) -> ResidentLoader:
+        data.seed = seed
+        return getattr(data, f"{draw}_dataloader")()
+
+    try:
+        check_positions(make, follows_seed=follows_seed)
+    finally:
+        data.seed = 0

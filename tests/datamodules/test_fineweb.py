@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from by_position import check_positions
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -388,3 +389,30 @@ def test_the_sample_is_found_where_it_is_installed():
     data.setup()
     assert (len(data.train_dataloader()), len(data.val_dataloader())) == (11, 1)
     assert JARGON.name == "jargon"
+
+
+@pytest.mark.parametrize(
+    ("order", "draw", "follows_seed"),
+    [
+        ("random", "train", True),
+        ("sequential", "train", False),
+        ("random", "val", False),
+        ("random", "predict", False),
+    ],
+)
+def test_by_position_batches_are_those_of_iteration(
+    folder: str, resident: bool, order: str, draw: str, follows_seed: bool
+):
+    data = module(folder, order=order, resident=resident)
+
+    def make(seed: int) -> WindowLoader:
+        data.seed = seed
+        return getattr(data, f"{draw}_dataloader")()
+
+    check_positions(make, follows_seed=follows_seed)
+
+
+def test_loaders_with_and_without_targets_have_another_order(folder: str):
+    data = module(folder)
+    assert data.val_dataloader().order == data.test_dataloader().order
+    assert data.val_dataloader().order != data.predict_dataloader().order

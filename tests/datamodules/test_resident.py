@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_position import check_positions
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from mupscale.datamodules.resident import ResidentLoader
+from mupscale.datamodules.resident import ResidentLoader, joint_batch
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
@@ -191,6 +192,160 @@ def test_a_state_of_another_order_is_refused(other: dict):
 def test_a_foreign_state_is_refused():
     with pytest.raises(ValueError, match="rows=None"):
         loader().load_state_dict({"_num_yielded": 3})
+
+
+# ---- by position
+
+
+class Differences(ResidentLoader):
+    """Each row less the first of its batch: a batch of several loaders must not be made as one."""
+
+    def _batch(self, rows: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part - part[0] for part in super()._batch(rows))
+
+
+NUMBERS, PAIRS = torch.arange(ROWS), torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("tensors", [(NUMBERS,), (PAIRS, NUMBERS)], ids=["tensor", "tuple"])
+@pytest.mark.parametrize("kind", [ResidentLoader, Differences])
+def test_by_position_batches_are_those_of_iteration(
+    kind: type[ResidentLoader], tensors: tuple[Tensor, ...], shuffle: bool, drop_last: bool
+):
+    def make(seed: int) -> ResidentLoader:
+        return kind(tensors, BATCH, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    check_positions(make, follows_seed=shuffle)
+
+
+@pytest.mark.parametrize("batch_size", [8, 32])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_by_position_a_rank_gets_its_share(rank: int, batch_size: int):
+    def make(seed: int) -> ResidentLoader:
+        return ResidentLoader((PAIRS, NUMBERS), batch_size, shuffle=True, seed=seed, rank=rank, world_size=2)
+
+    check_positions(make, follows_seed=True)
+
+
+@pytest.mark.parametrize(("at_epoch", "position"), [(0, -1), (0, 6), (-1, 0)])
+def test_there_is_no_batch_outside_of_an_epoch(at_epoch: int, position: int):
+    with pytest.raises(IndexError, match=f"no batch {position} of epoch {at_epoch}: an epoch has 6 batches"):
+        loader().batch_at(at_epoch, position)
+    data = loader()
+    for together in ([data, data], [data, loader()]):
+        with pytest.raises(IndexError, match=f"no batch {position} of epoch {at_epoch}: an epoch has 6 batches"):
+            joint_batch(together, at_epoch, position)
+
+
+@pytest.mark.parametrize(("at_epoch", "position"), [(0, -1), (0, 7), (-1, 0)])
+def test_there_is_no_place_outside_of_an_epoch(at_epoch: int, position: int):
+    data = loader()
+    with pytest.raises(IndexError, match=f"no position {position} of epoch {at_epoch}: an epoch has 6 batches"):
+        data.go_to(at_epoch, position)
+    assert epoch(data) == epoch(loader())
+
+
+def test_the_plans_of_two_epochs_are_kept(monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+    make = ResidentLoader._new_plan
+
+    def counted(self: ResidentLoader, epoch: int) -> tuple[Tensor, ...]:
+        made.append(epoch)
+        return make(self, epoch)
+
+    monkeypatch.setattr(ResidentLoader, "_new_plan", counted)
+    data = loader()
+    others = [ResidentLoader(data.tensors, BATCH, shuffle=True, seed=seed) for seed in (0, 1, 0)]
+    for draw, at_a_time in ((data.batch_at, 1), (lambda *place: joint_batch(others, *place), 2)):
+        made.clear()
+        for at_epoch in (0, 1, 0, 1, 2, 1):
+            for position in range(len(data)):
+                draw(at_epoch, position)
+        assert made == [at_epoch for at_epoch in (0, 1, 2) for _ in range(at_a_time)]
+
+
+def test_joint_batches_of_other_loaders_are_not_those_kept():
+    tensors = (NUMBERS,)
+    first, second, third = (ResidentLoader(tensors, BATCH, shuffle=True, seed=seed) for seed in range(3))
+    for together in ([first, second], [first, third], [first, second, third], [first]):
+        expected = torch.stack([loader.batch_at(0, 1) for loader in together])
+        assert torch.equal(joint_batch(together, 0, 1), expected)
+
+
+def test_joint_batches_of_other_tensors_are_those_of_each():
+    first, second = (
+        ResidentLoader((NUMBERS + offset,), BATCH, shuffle=True, seed=offset, drop_last=True) for offset in (0, 100)
+    )
+    assert torch.equal(joint_batch([first, second], 1, 2), torch.stack([first.batch_at(1, 2), second.batch_at(1, 2)]))
+
+
+def test_joint_batches_take_one_operation_a_tensor():
+    together = [ResidentLoader((PAIRS, NUMBERS), BATCH, shuffle=True, seed=seed) for seed in range(5)]
+    joint_batch(together, 0, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        joint_batch(together, 0, 1)
+    copied = [event.key for event in profile.key_averages() for _ in range(event.count)]
+    assert copied.count("aten::index_select") == 2
+    assert not {"aten::copy_", "aten::stack", "aten::cat", "aten::clone"} & set(copied)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 1},
+        {"batch_size": 2},
+        {"shuffle": False},
+        {"drop_last": False},
+        {"world_size": 2},
+        {"world_size": 2, "rank": 1},
+        {"tensors": (NUMBERS.clone(),)},
+        {"tensors": (NUMBERS, NUMBERS)},
+        {"kind": Differences},
+    ],
+    ids=str,
+)
+def test_loaders_that_differ_in_anything_have_another_order(other: dict):
+    def make(kind=ResidentLoader, tensors=(NUMBERS,), batch_size=BATCH, **options) -> ResidentLoader:
+        return kind(tensors, batch_size, **{"shuffle": True, "seed": 0, "drop_last": True, **options})
+
+    assert make().order == make().order
+    assert hash(make().order) == hash(make().order)
+    assert make().order != make(**other).order
+
+
+@pytest.mark.parametrize("seen", range(13))
+def test_going_to_a_place_is_as_drawing_up_to_it(seen: int):
+    drawing, going = loader(), loader()
+    existing = iter(going)
+    drawn_by = iter(drawing)
+    at_epoch, position = divmod(seen, len(going))
+    for _ in range(at_epoch):
+        epoch(drawing)
+        drawn_by = iter(drawing)
+    for _ in range(position):
+        next(drawn_by)
+    going.go_to(at_epoch, position)
+    assert (going.epoch, going.position) == (drawing.epoch, drawing.position) == (at_epoch, position)
+    state = drawing.state_dict()
+    assert going.state_dict() == state
+
+    resumed, straight = loader(), loader()
+    resumed.load_state_dict(going.state_dict())
+    straight.load_state_dict(state)
+    assert [epoch(resumed), epoch(resumed)] == [epoch(straight), epoch(straight)]
+    assert [batch.tolist() for batch in existing] == [batch.tolist() for batch in drawn_by]
+    assert epoch(going) == epoch(drawing)
+
+
+@pytest.mark.parametrize("position", [0, 3, 6])
+def test_iter_after_going_to_a_place_is_as_after_drawing(position: int):
+    epochs, data = loader(), loader()
+    expected = [epoch(epochs) for _ in range(3)]
+    data.go_to(1, position)
+    # an epoch that was drawn from is abandoned
+    assert epoch(data) == expected[2 if position else 1]
 
 
 # ---- Lightning
