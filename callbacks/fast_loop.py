@@ -12,6 +12,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from mupscale.callbacks.company import Member, current_member
+from mupscale.callbacks.stacked_fits import INSIDE_A_STEP, TRANSFER, Awaited, free_steps
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
@@ -21,21 +23,13 @@ from mupscale.models._lightning import (
     detects_anomalies,
     enter_hook,
     hands_over_the_iterator,
+    leave_steps,
     profiler_of,
 )
 from mupscale.models.base import WidthScalable
 
 WARM_UP = 3
 """Steps before a capture: the first ones make optimizer state, compile, and choose kernels."""
-
-_INSIDE_A_STEP = (
-    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
-    "backward", "optimizer_step", "optimizer_zero_grad",
-)  # fmt: skip
-"""Hooks of modules and callbacks that a captured step cannot call."""
-
-_TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
 
 class FastLoop(Callback):
     """Takes the time between steps out of a fit on one device.
@@ -69,6 +63,9 @@ class FastLoop(Callback):
         if not isinstance(loop, LeanEpochLoop):
             loop = trainer.fit_loop.epoch_loop = LeanEpochLoop(loop)
         loop.cuda_graph = self.cuda_graph and trainer.strategy.root_device.type == "cuda"
+        loop.member = current_member()
+        if isinstance(pl_module, WidthScalable):
+            pl_module.is_in_stack = loop.member is not None
         if loop.cuda_graph:
             refuse_capture(trainer, pl_module)
 
@@ -81,6 +78,8 @@ class LeanEpochLoop(EpochLoop):
     """Lightning's loop over batches, with the plain case written out."""
 
     cuda_graph = False
+    member: Member | None = None
+    """Of the fits that take their steps together, if this is one of them."""
 
     def __init__(self, loop: Any) -> None:
         super().__init__(loop)
@@ -106,7 +105,10 @@ class LeanEpochLoop(EpochLoop):
             self._hooks["on_train_batch_end"].append(module.on_train_batch_end)
 
     def advance(self, data_fetcher: Any) -> None:
-        if self.restarting or not self._plain:
+        if self.member is not None:
+            if self.finish_validation(data_fetcher) or self._took_free_steps(self.member):
+                return
+        elif self.restarting or not self._plain:
             super().advance(data_fetcher)
             return
         trainer, progress = self.trainer, self.batch_progress
@@ -115,6 +117,8 @@ class LeanEpochLoop(EpochLoop):
         batch, _, _ = next(data_fetcher)
         batch_idx = self.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
+        if self.member is not None:
+            batch = trainer.precision_plugin.convert_input(batch)
         if not resident(batch, trainer.strategy.root_device):
             batch = trainer.strategy.batch_to_device(batch)
         progress.increment_ready()
@@ -140,6 +144,26 @@ class LeanEpochLoop(EpochLoop):
         if logged:
             connector.update_train_step_metrics()
 
+    def _took_free_steps(self, member: Member) -> bool:
+        """Takes steps that need no hooks, with the others; False where the next one needs them."""
+        free = free_steps(self.trainer)
+        if free < 1:
+            return False
+        alone, validated = member.wait(Awaited(self.trainer, self.cuda_graph, free=free))
+        if alone:
+            self._leave_the_others()
+            return False
+        leave_steps(self.trainer, validated=validated)
+        return True
+
+    def _leave_the_others(self) -> None:
+        self.member = None
+        module = self.trainer.lightning_module
+        assert isinstance(module, WidthScalable)
+        module.is_in_stack = False
+        if module.hparams["compile"] and module.net is not None:
+            module.compile_network(module.net)
+
     def _call(self, module: LightningModule, hook: str, *arguments: Any) -> None:
         outer = enter_hook(module, hook)
         for function in self._hooks[hook]:
@@ -147,20 +171,23 @@ class LeanEpochLoop(EpochLoop):
         enter_hook(module, outer)
 
     def _step(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Any:
+        if self.member is not None:
+            alone, loss = self.member.wait(Awaited(trainer, self.cuda_graph, batch))
+            if not alone:
+                return self._counted(module, loss)
+            self._leave_the_others()
         captured = self._captured_for(trainer, module, batch) if self.cuda_graph else None
         if captured is None:
             arguments = self.step_arguments(batch, batch_idx)
             return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments)
+        return self._counted(module, captured(batch))
+
+    def _counted(self, module: LightningModule, loss: Tensor) -> dict[str, Tensor]:
+        """Counts a step that Lightning did not take."""
         optimizer = self.automatic_optimization.optim_progress.optimizer
-        optimizer.step.increment_ready()
-        for count in (
-            optimizer.zero_grad.increment_ready,
-            optimizer.zero_grad.increment_started,
-            optimizer.zero_grad.increment_completed,
-        ):
-            count()
-        module.__dict__["train_loss"] = loss = captured(batch)
-        optimizer.step.increment_completed()
+        optimizer.step.increment_by(1)
+        optimizer.zero_grad.increment_by(1)
+        module.__dict__["train_loss"] = loss
         return {"loss": loss}
 
     def _captured_for(self, trainer: Trainer, module: LightningModule, batch: Any) -> CapturedStep | None:
@@ -210,7 +237,7 @@ def plain(trainer: Trainer) -> bool:
         and isinstance(profiler_of(trainer), PassThroughProfiler)
         and type(trainer.precision_plugin).convert_input is Precision.convert_input
         and not is_overridden("on_train_batch_start", module)  # which may end the epoch
-        and not any(is_overridden(hook, owner) for hook in _TRANSFER for owner in (module, datamodule_of(trainer)))
+        and not any(is_overridden(hook, owner) for hook in TRANSFER for owner in (module, datamodule_of(trainer)))
     )
 
 
@@ -241,7 +268,7 @@ def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
         )
     if type(module).training_step is not WidthScalable.training_step:
         raise UserError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} has a training_step of its own")
-    for hook in _INSIDE_A_STEP:
+    for hook in INSIDE_A_STEP:
         for owner, kind in (*((callback, Callback) for callback in callbacks_of(trainer)), (module, LightningModule)):
             if hasattr(kind, hook) and is_overridden(hook, owner, kind):
                 raise UserError(

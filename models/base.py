@@ -4,10 +4,10 @@ A subclass gives `build(width)`, the network at a width, and `loss(batch)`; see 
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -41,6 +41,15 @@ from mupscale.stacking.stack import Losses
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.optimizer_state import refuse_bad_levels
+
+
+class Scores(NamedTuple):
+    """What a validation measures of a model."""
+
+    of_batch: Callable[[nn.Module, Any], dict[str, Tensor]]
+    """Means over a batch, by operations that `torch.vmap` knows."""
+    finished: Callable[[dict[str, float]], dict[str, float]]
+    """What is logged, by its names, of the means over all samples."""
 
 
 class WidthScalable(LightningModule):
@@ -88,6 +97,7 @@ class WidthScalable(LightningModule):
         self.lr_scheduler_callable = lr_scheduler
         self.net: nn.Module | None = None
         self.train_loss: Tensor | None = None
+        self.is_in_stack = False  # its steps are taken with those of other models, and compiled there
         self._on_meta = False
 
     # --- what a subclass gives
@@ -107,6 +117,10 @@ class WidthScalable(LightningModule):
 
     def stacked_losses(self) -> Losses | None:
         """The losses of many models at once, where a subclass has a faster way than `torch.vmap` of one."""
+        return None
+
+    def joint_scores(self) -> Scores | None:
+        """What a validation measures, where it can be measured of many models at once; None for one model at a time."""
         return None
 
     def batch_size(self, batch: Any) -> int:
@@ -156,7 +170,7 @@ class WidthScalable(LightningModule):
         mesh = self.device_mesh
         if mesh is not None:
             self.shard(self.net, mesh["data_parallel"])
-        if self.hparams["compile"]:
+        if self.hparams["compile"] and not self.is_in_stack:
             self.compile_network(self.net)
 
     def compile_network(self, net: nn.Module) -> None:

@@ -4,11 +4,11 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Scores, WidthScalable
 
 
 class Classifier(WidthScalable):
@@ -34,6 +34,12 @@ class Classifier(WidthScalable):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "test", self.test_accuracy)
 
+    def joint_scores(self) -> Scores | None:
+        methods = ("validation_step", "_evaluate")
+        if any(getattr(type(self), method) is not getattr(Classifier, method) for method in methods):
+            return None
+        return Scores(_scores, lambda means: {f"val/{name}": value for name, value in means.items()})
+
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs = batch[0] if isinstance(batch, tuple | list) else batch
         return torch.softmax(self(inputs), dim=-1)
@@ -43,3 +49,9 @@ class Classifier(WidthScalable):
         accuracy(logits, batch[1])
         self.log(f"{stage}/loss", F.cross_entropy(logits, batch[1]), batch_size=len(batch[1]), sync_dist=True)
         self.log(f"{stage}/accuracy", accuracy, batch_size=len(batch[1]), prog_bar=True)
+
+
+def _scores(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    logits = model(batch[0])
+    is_right = logits.argmax(-1) == batch[1]
+    return {"loss": F.cross_entropy(logits, batch[1]), "accuracy": is_right.double().mean()}

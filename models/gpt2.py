@@ -3,6 +3,7 @@
 Shapes: B batch, T positions, D model width, H heads, E head_dim = D / H, V vocabulary.
 """
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics.text import Perplexity
 
 from mupscale.errors import UserError
-from mupscale.models.base import WidthScalable, refuse_bad_counts, refuse_bad_width
+from mupscale.models.base import Scores, WidthScalable, refuse_bad_counts, refuse_bad_width
 from mupscale.widening.readout import Readout
 
 ATTENTION_SCALE = 8.0
@@ -265,6 +266,12 @@ class GPT2(WidthScalable):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self._evaluate(batch, "test", self.test_perplexity)
 
+    def joint_scores(self) -> Scores | None:
+        methods = ("validation_step", "_evaluate")
+        if any(getattr(type(self), method) is not getattr(GPT2, method) for method in methods):
+            return None
+        return Scores(_scores, lambda means: {"val/loss": means["loss"], "val/perplexity": math.exp(means["loss"])})
+
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return torch.log_softmax(self(batch), dim=-1)
 
@@ -278,3 +285,8 @@ class GPT2(WidthScalable):
             sync_dist=True,
         )
         self.log(f"{stage}/perplexity", perplexity, batch_size=len(batch), prog_bar=True)
+
+
+def _scores(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    logits = model(batch[:, :-1])
+    return {"loss": F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())}

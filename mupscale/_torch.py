@@ -19,6 +19,7 @@ __all__ = [
     "DropoutNd",
     "TorchDispatchMode",
     "foreach_mul",
+    "has_step_hooks",
     "foreach_norm",
     "forward_pre_hooks",
     "has_hooks",
@@ -86,3 +87,8 @@ def inner_schedulers(scheduler: Any) -> Sequence[Any]:
     """The schedules that a SequentialLR or a ChainedScheduler is made of; none for any other."""
     inner: Sequence[Any] = getattr(scheduler, "_schedulers", ())
     return inner
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called before or after each step of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -1,0 +1,109 @@
+"""Fits that take their steps together: each an ordinary fit in a thread of its own, the step one stacked program.
+
+Every fit has its own trainer, callbacks, loggers and checkpoints. They meet in the step: the loops of all fits wait for
+it, and those that are furthest behind take it first, so that fits that were resumed from different steps come level. A
+fit whose next steps need no hooks says so, and is then counted forward by many steps at once (`strides.py`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from mupscale.callbacks.company import Member
+from mupscale.callbacks.stacked_fits import Awaited, StackedFits, why_apart
+from mupscale.errors import UserError
+from mupscale.models._lightning import steps_before_the_end
+
+
+class Apart(UserError):
+    """A fit cannot take its steps together with others; the message says why."""
+
+
+class JointSteps:
+    """Runs fits that take their steps together, to their ends.
+
+    joint = JointSteps([first_fit, second_fit], tell=print)
+    joint.run()
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Callable[[], Any]],
+        tell: Callable[[str], None],
+        progress: Callable[[int, int, int], None] = lambda step, steps, count: None,
+    ) -> None:
+        """
+        Args:
+            jobs: Each makes a fit with a FastLoop, in this process.
+            tell: Takes a line about fits that go on by themselves.
+            progress: Called now and then with the least step of all, how many steps there are, and how many fits are
+                still on.
+        """
+        self.members = [Member(job) for job in jobs]
+        self._tell, self._progress = tell, progress
+        self._fits: StackedFits | None = None
+
+    def run(self) -> None:
+        """Raises the first error of a fit, once all others have ended too; Apart, if they cannot go together at all."""
+        try:
+            for member in self.members:
+                self._turn(member)
+                self._refuse(member)
+            while waiting := [member for member in self.members if not member.is_over]:
+                self._advance(waiting)
+        except BaseException:
+            self._end()
+            raise
+
+    def _refuse(self, member: Member) -> None:
+        """Before the next one starts, so that little is lost."""
+        if not member.is_over:
+            reason = why_apart(member.request.trainer)
+            if reason is not None:
+                raise Apart(reason)
+
+    def _advance(self, waiting: list[Member]) -> None:
+        """Takes steps of those that are furthest behind."""
+        first = min(waiting, key=lambda member: member.request.step)
+        group = [member for member in waiting if member.request.place == first.request.place]
+        awaited: list[Awaited] = [member.request for member in group]
+        least = first.request.step
+        self._progress(least, least + int(steps_before_the_end(first.request.trainer)) + 1, len(waiting))
+        try:
+            fits = self._together(awaited)
+        except UserError as error:
+            self._tell(f"{error}; from step {least} on, {len(group)} trials take their steps by themselves")
+            for member in group:
+                self._turn(member, alone=True)
+            return
+        if awaited[0].batch is not None:
+            for member, loss in zip(group, fits.take_one(), strict=True):
+                self._turn(member, loss)
+            return
+        ahead = [member.request.step - least for member in waiting if member.request.step > least]
+        fits.take_free(min(ahead, default=math.inf))
+        for member, each in zip(group, awaited, strict=True):
+            if each.free < 1 or each.trainer.should_stop:
+                self._turn(member, each.validated)
+
+    def _together(self, awaited: list[Awaited]) -> StackedFits:
+        """The stack of these fits: the last one, unless the fits or their networks are others."""
+        if self._fits is None or not self._fits.is_of(awaited):
+            self._fits = None  # its memory, before the next takes as much
+            self._fits = StackedFits(awaited)
+        self._fits.awaited = awaited
+        return self._fits
+
+    def _turn(self, member: Member, answer: Any = None, *, alone: bool = False) -> None:
+        member.turn((alone, answer))
+        if member.is_over and member.error is not None:
+            raise member.error
+
+    def _end(self) -> None:
+        """Ends all fits, as SIGTERM does."""
+        self._fits = None
+        for member in self.members:
+            while not member.is_over and member.request is not None:
+                member.turn(error=SIGTERMException())
