@@ -25,6 +25,7 @@ __all__ = [
     "has_hooks",
     "inner_schedulers",
     "is_failed_write",
+    "is_random_in_vmap",
     "is_too_large",
     "non_persistent_buffers",
     "tree_flatten",
@@ -75,6 +76,11 @@ def is_too_large(error: Exception) -> bool:
         "Overflow when unpack",
     )
     return any(wording in str(error) for wording in wordings)
+
+
+def is_random_in_vmap(error: Exception) -> bool:
+    """Whether `torch.vmap` refused a random operation."""
+    return "called random operation while in randomness error mode" in str(error)
 
 
 def is_failed_write(error: BaseException) -> bool:

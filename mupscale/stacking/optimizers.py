@@ -3,6 +3,9 @@
 torch's optimizers take one learning rate for a tensor. Here a tensor holds the weights of all models, and the numbers
 are tensors with one entry for each; the arithmetic is that of torch's optimizers, in their order. State lies where they
 keep it: each model's optimizer finds its own in `optimizer.state`.
+
+A step has two parts. `factors` computes all numbers that a step needs, for all parameters at once, from small tensors
+in float64. `sgd_update` and `adam_update` read and write the weights, in as few passes over memory as possible.
 """
 
 from collections.abc import Sequence
@@ -14,53 +17,112 @@ from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.stacking.clip import along
+from mupscale.stacking.compiled import Compiled
 
 
 class StackedOptimizer:
-    """The step of many optimizers of one class; `numbers` may differ between them, `flags` may not."""
+    """The step of many optimizers of one class; `numbers` may differ between them, `flags` may not.
+
+    A step reads no number from the optimizers: `read_numbers` does so for all of them, `read_rates` for the learning
+    rates alone, which takes less time.
+    """
 
     numbers: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
 
     def __init__(
-        self, weights: dict[str, Tensor], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+        self,
+        weights: dict[str, Tensor],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        *,
+        compiled: bool = False,
     ) -> None:
         self.weights = weights
         self._places = [_places(model, optimizer, weights) for model, optimizer in zip(models, optimizers, strict=True)]
         self._refuse_unlike()
-        first = next(iter(weights.values()))
-        self._table = torch.zeros(
-            len(self.numbers), len(weights), len(models), dtype=torch.float64, device=first.device
-        )
-        self._values: list[float] = []
+        device = next(iter(weights.values())).device
+        shape = len(self.numbers), len(weights), len(models)
+        self._table = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._values = torch.full(shape, torch.nan, dtype=torch.float64)  # what the table has, on the host
+        self._groups, self._group_of = self._numbered_groups()
+        self._rates: list[float] = []
         begun = [any(owner.has_state() for owner in place.values()) for place in self._places]
-        self.begun = torch.tensor(begun, dtype=torch.float64, device=first.device)
+        self.begun = torch.tensor(begun, dtype=torch.float64, device=device)
         self._is_begun = all(begun)
-        self.state: dict[str, dict[str, Tensor]] = {name: self._joined(name) for name in weights}
+        self._steps = torch.zeros(len(weights), len(models), dtype=torch.float32, device=device)
+        self.state: dict[str, dict[str, Tensor]] = {
+            name: self._joined(name, steps) for name, steps in zip(weights, self._steps, strict=True)
+        }
+        self._update_all = Compiled(_update_all, "the update of the weights") if compiled else _update_all
+        self.read_numbers()
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:
-        """Moves the weights, by the numbers that the optimizers have now."""
-        self.read_numbers()
-        for index, (name, gradient) in enumerate(zip(self.weights, gradients, strict=True)):
-            if gradient is not None:
-                values = dict(zip(self.numbers, self._table[:, index], strict=True))
-                self.update(self.weights[name], gradient, self.state[name], values)
+        """Moves the weights, by the numbers that were read last."""
+        self.begin()
+        moved = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        names = list(self.weights)
+        table, steps = self._table, self._steps
+        if len(moved) < len(names):
+            chosen = self._chosen(tuple(moved))
+            steps.index_add_(0, chosen, torch.ones_like(steps[: len(moved)]))
+            table, steps = table[:, chosen], steps[chosen]
+        else:
+            steps.add_(1)
+        weights = [self.weights[names[index]].detach() for index in moved]
+        states = [self.state[names[index]] for index in moved]
+        factors = self.factors(dict(zip(self.numbers, table, strict=True)), steps)
+        if len({weight.dtype for weight in weights}) == 1:  # converted for all weights at once
+            factors = {key: value.to(weights[0].dtype) for key, value in factors.items()}
+        self._update_all(
+            self.update,
+            weights,
+            [gradients[index] for index in moved],
+            [{key: value for key, value in state.items() if key != "step"} for state in states],
+            factors,
+            self._flags,
+        )
+        self.begun.fill_(1.0)
+
+    def begin(self) -> None:
+        """Gives the optimizers views of the state that the first step fills.
+
+        `step` does so too. A step that a CUDA graph captures cannot, so this must come before it. Checkpoints between
+        here and the first step have state that is zero.
+        """
         if not self._is_begun:
-            self._hand_out()
-            self.begun.fill_(1.0)
+            for name, joined in self.state.items():
+                for index, place in enumerate(self._places):
+                    place[name].state().update({key: stacked[index] for key, stacked in joined.items()})
             self._is_begun = True
 
     def read_numbers(self) -> None:
-        """Reads the numbers from the groups of the optimizers, where schedules change them."""
+        """Reads all numbers from the groups of the optimizers; call it where one may have changed."""
         values = [
             self.number(place[name].group, key)
             for key in self.numbers
             for name in self.weights
             for place in self._places
         ]
-        if values != self._values:
-            self._values = values
-            self._table.copy_(torch.tensor(values, dtype=torch.float64).view(self._table.shape))
+        read = torch.tensor(values, dtype=torch.float64).view(self._values.shape)
+        self._flags = {key: self.flag(key) for key in self.flags}
+        self._rates = [float(group["lr"]) for group in self._groups]
+        if not torch.equal(read, self._values):
+            self._values = read
+            _send(read, self._table)
+
+    def read_rates(self) -> None:
+        """Reads the learning rates, one for each group of each model; call it where schedules changed them."""
+        rates = [float(group["lr"]) for group in self._groups]
+        if rates != self._rates:
+            self._rates = rates
+            index = self.numbers.index("lr")
+            self._values[index] = torch.tensor(rates, dtype=torch.float64)[self._group_of]
+            _send(self._values[index], self._table[index])
+
+    def constants(self) -> tuple[Any, ...]:
+        """What a step depends on beside tensors: a CUDA graph of it has this built in."""
+        return tuple((key, self.flag(key)) for key in self.flags)
 
     def number(self, group: dict[str, Any], key: str) -> float:
         return float(group[key])
@@ -69,29 +131,48 @@ class StackedOptimizer:
         """What all groups have in common."""
         return next(iter(self._places[0].values())).group.get(key)
 
-    def fresh(self, weight: Tensor) -> dict[str, Tensor]:
-        """The state of a weight, a stacked tensor, before its first step."""
+    def fresh(self, weight: Tensor, steps: Tensor) -> dict[str, Tensor]:
+        """The state of a weight, a stacked tensor, before its first step; `steps` counts those of each model."""
         raise NotImplementedError
 
-    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    def factors(self, values: dict[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
+        """What the update multiplies with: [parameters, models], in float64."""
         raise NotImplementedError
 
-    def _joined(self, name: str) -> dict[str, Tensor]:
+    @staticmethod
+    def update(
+        weight: Tensor, gradient: Tensor, state: dict[str, Tensor], factors: dict[str, Tensor], flags: dict[str, Any]
+    ) -> None:
+        """Moves one stacked weight; each of the factors multiplies a tensor of its shape."""
+        raise NotImplementedError
+
+    def _numbered_groups(self) -> tuple[list[dict[str, Any]], Tensor]:
+        """All groups of all models, and which of them has a parameter: [parameters, models]."""
+        groups: dict[int, dict[str, Any]] = {}
+        for place in self._places:
+            groups.update({id(owner.group): owner.group for owner in place.values()})
+        numbers = {key: index for index, key in enumerate(groups)}
+        found = [[numbers[id(place[name].group)] for place in self._places] for name in self.weights]
+        return list(groups.values()), torch.tensor(found)
+
+    def _chosen(self, indices: tuple[int, ...]) -> Tensor:
+        """The indices of parameters that have a gradient, on the device; made once, outside of a capture."""
+        if self._last_chosen is None or self._last_chosen[0] != indices:
+            self._last_chosen = indices, torch.tensor(indices, device=self._table.device)
+        return self._last_chosen[1]
+
+    _last_chosen: tuple[tuple[int, ...], Tensor] | None = None
+
+    def _joined(self, name: str, steps: Tensor) -> dict[str, Tensor]:
         """The state of a parameter in all models, stacked; the optimizers get views of it."""
-        joined = self.fresh(self.weights[name])
+        joined = self.fresh(self.weights[name], steps)
         for index, place in enumerate(self._places):
-            own = place[name].state()
+            own = place[name].state() if place[name].has_state() else {}
             for key, stacked in joined.items():
                 if isinstance(own.get(key), Tensor):
                     stacked[index].copy_(own[key])
                     own[key] = stacked[index]
         return joined
-
-    def _hand_out(self) -> None:
-        """Gives the optimizers views of state that the first step has made."""
-        for name, joined in self.state.items():
-            for index, place in enumerate(self._places):
-                place[name].state().update({key: stacked[index] for key, stacked in joined.items()})
 
     def _refuse_unlike(self) -> None:
         first = next(iter(self._places[0].values())).group
@@ -122,21 +203,47 @@ class StackedSGD(StackedOptimizer):
     numbers = ("lr", "weight_decay", "momentum", "dampening")
     flags = ("nesterov", "maximize")
 
-    def fresh(self, weight: Tensor) -> dict[str, Tensor]:
+    def fresh(self, weight: Tensor, steps: Tensor) -> dict[str, Tensor]:
         moved = {owner.group["momentum"] != 0 for place in self._places for owner in place.values()}
         if len(moved) > 1:
             raise UserError("optimizers that stack have a momentum, or none of them has; here it is 0 in some")
         return {"momentum_buffer": torch.zeros_like(weight, requires_grad=False)} if moved == {True} else {}
 
-    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-        gradient = -gradient if self.flag("maximize") else gradient
-        gradient = gradient + along(values["weight_decay"], weight) * weight
-        if state:
-            buffer = state["momentum_buffer"]
-            kept = 1 - values["dampening"] * self.begun  # the first gradient is taken whole
-            buffer.mul_(along(values["momentum"], weight)).add_(gradient * along(kept, weight))
-            gradient = gradient + along(values["momentum"], weight) * buffer if self.flag("nesterov") else buffer
-        weight.sub_(along(values["lr"], weight) * gradient)
+    def factors(self, values: dict[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
+        taken = 1 - values["dampening"] * self.begun  # the first gradient is taken whole
+        return {
+            "rate": values["lr"],
+            "weight_decay": values["weight_decay"],
+            "momentum": values["momentum"],
+            "taken": taken,
+        }
+
+    @staticmethod
+    def update(
+        weight: Tensor, gradient: Tensor, state: dict[str, Tensor], factors: dict[str, Tensor], flags: dict[str, Any]
+    ) -> None:
+        sgd_update(weight, gradient, state.get("momentum_buffer"), **factors, **flags)
+
+
+def sgd_update(
+    weight: Tensor,
+    gradient: Tensor,
+    momentum_buffer: Tensor | None,
+    *,
+    rate: Tensor,
+    weight_decay: Tensor,
+    momentum: Tensor,
+    taken: Tensor,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """The step of `torch.optim.SGD`, in place; `taken` is 1 - dampening."""
+    gradient = -gradient if maximize else gradient
+    gradient = torch.addcmul(gradient, weight, weight_decay)
+    if momentum_buffer is not None:
+        momentum_buffer.mul_(momentum).addcmul_(gradient, taken)
+        gradient = gradient.addcmul_(momentum_buffer, momentum) if nesterov else momentum_buffer
+    weight.addcmul_(gradient, -rate)
 
 
 class StackedAdam(StackedOptimizer):
@@ -146,26 +253,91 @@ class StackedAdam(StackedOptimizer):
     def number(self, group: dict[str, Any], key: str) -> float:
         return float(group["betas"][int(key[-1]) - 1]) if key.startswith("beta") else super().number(group, key)
 
-    def fresh(self, weight: Tensor) -> dict[str, Tensor]:
+    def fresh(self, weight: Tensor, steps: Tensor) -> dict[str, Tensor]:
         keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if self.flag("amsgrad") else [])]
-        state = {key: torch.zeros_like(weight, requires_grad=False) for key in keys}
-        return {"step": torch.zeros(len(weight), dtype=torch.float32, device=weight.device), **state}
+        return {"step": steps, **{key: torch.zeros_like(weight, requires_grad=False) for key in keys}}
 
-    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-        gradient = -gradient if self.flag("maximize") else gradient
+    def factors(self, values: dict[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
         rate, beta1, beta2 = values["lr"], values["beta1"], values["beta2"]
-        step = state["step"].add_(1).double()
-        if self.flag("decoupled_weight_decay"):
-            weight.mul_(along(1 - rate * values["weight_decay"], weight))
-        else:
-            gradient = gradient + along(values["weight_decay"], weight) * weight
-        state["exp_avg"].lerp_(gradient, along(1 - beta1, weight))
-        second = state["exp_avg_sq"].mul_(along(beta2, weight)).add_(gradient * gradient * along(1 - beta2, weight))
-        if self.flag("amsgrad"):
-            second = torch.maximum(state["max_exp_avg_sq"], second, out=state["max_exp_avg_sq"])
-        root = along((1 - beta2**step).sqrt(), weight)
-        size = along(rate / (1 - beta1**step), weight)
-        weight.sub_(size * state["exp_avg"] / (second.sqrt() / root + along(values["eps"], weight)))
+        steps = steps.double()
+        decay = values["weight_decay"]
+        return {
+            "decay": 1 - rate * decay if self._flags["decoupled_weight_decay"] else decay,
+            "new1": 1 - beta1,
+            "beta2": beta2,
+            "new2": 1 - beta2,
+            "root": (1 - beta2**steps).sqrt(),
+            "size": rate / (1 - beta1**steps),
+            "eps": values["eps"],
+        }
+
+    @staticmethod
+    def update(
+        weight: Tensor, gradient: Tensor, state: dict[str, Tensor], factors: dict[str, Tensor], flags: dict[str, Any]
+    ) -> None:
+        adam_update(weight, gradient, **state, **factors, **flags)
+
+
+def adam_update(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+    *,
+    decay: Tensor,
+    new1: Tensor,
+    beta2: Tensor,
+    new2: Tensor,
+    root: Tensor,
+    size: Tensor,
+    eps: Tensor,
+    amsgrad: bool,
+    maximize: bool,
+    decoupled_weight_decay: bool,
+) -> None:
+    """The step of `torch.optim.Adam`, in place.
+
+    Args:
+        decay: Multiplies the weight; where weight decay is part of the gradient, it is the weight decay itself.
+        new1: 1 - beta1.
+        new2: 1 - beta2.
+        root: The square root of the second moment's bias correction.
+        size: The learning rate by the first moment's bias correction.
+    """
+    gradient = -gradient if maximize else gradient
+    if decoupled_weight_decay:
+        weight.mul_(decay)
+    else:
+        gradient = torch.addcmul(gradient, weight, decay)
+    exp_avg.lerp_(gradient, new1)
+    change = gradient * new2
+    exp_avg_sq.mul_(beta2).addcmul_(change, gradient)
+    second = exp_avg_sq
+    if amsgrad:
+        assert max_exp_avg_sq is not None
+        second = torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
+    change = torch.sqrt(second, out=change).div_(root).add_(eps)
+    change = torch.div(exp_avg, change, out=change)
+    weight.addcmul_(change, -size)
+
+
+def _update_all(
+    update: Any,
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    factors: dict[str, Tensor],
+    flags: dict[str, Any],
+) -> None:
+    """Moves all weights. The factors are [weights, models]."""
+    for index, (weight, gradient, state) in enumerate(zip(weights, gradients, states, strict=True)):
+        update(weight, gradient, state, {key: along(value[index], weight) for key, value in factors.items()}, flags)
+
+
+def _send(values: Tensor, table: Tensor) -> None:
+    """Copies numbers of the host to the device, which need not wait for it."""
+    table.copy_(values.pin_memory() if table.is_cuda else values, non_blocking=True)
 
 
 KINDS: dict[type[Optimizer], type[StackedOptimizer]] = {
@@ -177,7 +349,11 @@ KINDS: dict[type[Optimizer], type[StackedOptimizer]] = {
 
 
 def stacked_optimizer(
-    weights: dict[str, Tensor], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    weights: dict[str, Tensor],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    *,
+    compiled: bool = False,
 ) -> StackedOptimizer:
     """The optimizers of all models as one. UserError where they are of different classes, or of one without a rule."""
     kinds = {type(optimizer) for optimizer in optimizers}
@@ -189,7 +365,7 @@ def stacked_optimizer(
     if kind not in KINDS:
         names = ", ".join(known.__name__ for known in KINDS)
         raise UserError(f"{kind.__name__} has no step for many models at once; those of {names} do")
-    return KINDS[kind](weights, models, optimizers)
+    return KINDS[kind](weights, models, optimizers, compiled=compiled)
 
 
 def _places(model: nn.Module, optimizer: Optimizer, weights: dict[str, Tensor]) -> dict[str, Place]:

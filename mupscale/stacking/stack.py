@@ -5,8 +5,8 @@ leading axis, one entry for each model; so a checkpoint, a validation or an upsc
 copied. Only the step is shared.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.stacking.clip import StackedClip
+from mupscale.stacking.compiled import Compiled
+from mupscale.stacking.dropout import StackedDropout
 from mupscale.stacking.optimizers import StackedOptimizer, stacked_optimizer
 from mupscale.widening.width_table import merged_table
 
@@ -24,11 +26,19 @@ Losses = Callable[[dict[str, Tensor], dict[str, Tensor], Any, bool], Tensor]
 batch is for all of them; otherwise its tensors have a leading axis too."""
 
 
+Context = Callable[[], AbstractContextManager[Any]]
+"""Makes a context in which losses are computed, such as one of `torch.autocast`."""
+
+
 class Stack:
     """Models of one architecture that take their steps together.
 
     stack = Stack(models, optimizers, lambda model, batch: model.loss(batch))
     losses = stack.step(batch)
+
+    Attributes:
+        seeds: One for each model: its dropout masks in the next step depend on it. Copy new ones into it before each
+            step, as by `stack.seeds.copy_(mixed(seeds_of_runs, global_step))`.
     """
 
     def __init__(
@@ -37,6 +47,8 @@ class Stack:
         optimizers: Sequence[Optimizer],
         loss: Callable[[nn.Module, Any], Tensor],
         losses: Losses | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         """
         Args:
@@ -44,6 +56,7 @@ class Stack:
             optimizers: One for each, of one class; their numbers may differ.
             loss: The loss of one model on a batch.
             losses: The losses of all of them, where there is a faster way than `torch.vmap` of `loss`.
+            compiled: Compile the losses and the update of the weights with `torch.compile`.
         """
         refuse_unlike(models, optimizers)
         self.models, self.optimizers = list(models), list(optimizers)
@@ -53,20 +66,48 @@ class Stack:
         for name in self.trained:
             self.parameters[name].requires_grad_()
         trained = {name: self.parameters[name] for name in self.trained}
-        self.optimizer: StackedOptimizer = stacked_optimizer(trained, models, optimizers)
+        self.optimizer: StackedOptimizer = stacked_optimizer(trained, models, optimizers, compiled=compiled)
         self.clip = StackedClip(models[0], self.trained)
-        self._losses = losses or mapped(models[0], loss)
+        device = next(iter(self.parameters.values())).device
+        self.seeds = torch.zeros(len(models), dtype=torch.int64, device=device)
+        self._losses = losses or mapped(models[0], loss, self.seeds, compiled=compiled)
+        if losses is not None and compiled:
+            self._losses = Compiled(losses, "the losses of a stack")
 
     def __len__(self) -> int:
         return len(self.models)
 
-    def step(self, batch: Any, *, shared: bool = True, max_norm: Tensor | float | None = None) -> Tensor:
+    def step(
+        self,
+        batch: Any,
+        *,
+        shared: bool = True,
+        max_norm: Tensor | float | None = None,
+        context: Context = nullcontext,
+    ) -> Tensor:
         """Takes a step of every model; returns the losses before it.
 
         Learning rates and the like are read from the optimizers, as they are now. Gradients are clipped to
         `max_norm`, a number or one for each model, by the width-invariant norm of each.
         """
-        losses = self.losses(batch, shared=shared)
+        self.optimizer.read_numbers()
+        return self.advance(batch, shared=shared, max_norm=max_norm, context=context)
+
+    def advance(
+        self,
+        batch: Any,
+        *,
+        shared: bool = True,
+        max_norm: Tensor | float | None = None,
+        context: Context = nullcontext,
+    ) -> Tensor:
+        """A step by the numbers that were read last.
+
+        Reading those of 100 models takes longer than a small step. Call `stack.optimizer.read_numbers()` where
+        numbers may have changed, or `read_rates()` where only learning rates did.
+        """
+        with context():
+            losses = self.losses(batch, shared=shared)
         weights = [self.parameters[name] for name in self.trained]
         gradients: Sequence[Tensor | None] = torch.autograd.grad(losses.sum(), weights, allow_unused=True)
         with torch.no_grad():
@@ -79,36 +120,78 @@ class Stack:
         """The losses of all models on a batch: one for all, or with a leading axis one for each."""
         return self._losses(self.parameters, self.buffers, batch, shared)
 
+    def evaluate(
+        self, function: Callable[[nn.Module, Any], dict[str, Tensor]], batch: Any, *, shared: bool = True
+    ) -> dict[str, Tensor]:
+        """What the function measures of each model on a batch, with all modules in eval mode; no weight changes.
 
-def mapped(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> Losses:
-    """The losses of all models by `torch.vmap`; random numbers, as of dropout, are each model's own."""
+        stack.evaluate(lambda model, batch: {"loss": model.loss(batch)}, batch)["loss"]     # one for each model
 
-    def single(parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
-        return torch.func.functional_call(caller, ({**prefixed(parameters), **prefixed(buffers)},), (batch,))
+        The models have their modes back afterwards.
+        """
+        with torch.no_grad(), _evaluating(self.models[0]):
+            return mapped(self.models[0], function, self.seeds)(self.parameters, self.buffers, batch, shared)
+
+    def changing(self) -> list[Tensor]:
+        """All tensors that a step changes."""
+        states = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
+        return [*self.parameters.values(), *self.buffers.values(), *states, self.optimizer.begun]
+
+
+def mapped(
+    model: nn.Module,
+    function: Callable[[nn.Module, Any], Any],
+    seeds: Tensor,
+    *,
+    compiled: bool = False,
+) -> Callable[[dict[str, Tensor], dict[str, Tensor], Any, bool], Any]:
+    """What a function, such as the loss, is for all models, by `torch.vmap`.
+
+    Dropout depends on the seeds, one for each model. A function that draws other random numbers is refused.
+    """
+
+    def single(parameters: dict[str, Tensor], buffers: dict[str, Tensor], seed: Tensor, batch: Any) -> Any:
+        with StackedDropout(seed):
+            return torch.func.functional_call(caller, ({**prefixed(parameters), **prefixed(buffers)},), (batch,))
 
     def prefixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
-    def all_of_them(parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, shared: bool) -> Tensor:
-        each = torch.vmap(single, in_dims=(0, 0, None if shared else 0), randomness="different")
+    def each(parameters: dict[str, Tensor], buffers: dict[str, Tensor], seeds: Tensor, batch: Any, shared: bool) -> Any:
+        in_dims = (0, 0, 0, None if shared else 0)
+        return torch.vmap(single, in_dims=in_dims, randomness="error")(parameters, buffers, seeds, batch)
+
+    def all_of_them(parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, shared: bool) -> Any:
         with sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext():
-            return each(parameters, buffers, batch)
+            return run(parameters, buffers, seeds, batch, shared)
 
     on_cpu = next(model.parameters()).device.type == "cpu"  # where other kernels of attention cannot be mapped
-    caller = _Loss(model, loss)
+    caller = _Call(model, function)
+    run = Compiled(each, "the losses of a stack") if compiled else each
     return all_of_them
 
 
-class _Loss(nn.Module):
-    """A loss as the call of a module, which `functional_call` can make with other tensors."""
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+
+class _Call(nn.Module):
+    """A function of a model as the call of a module, which `functional_call` can make with other tensors."""
+
+    def __init__(self, model: nn.Module, function: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
         self.model = model
-        self.loss = loss
+        self.function = function
 
-    def forward(self, batch: Any) -> Tensor:
-        return self.loss(self.model, batch)
+    def forward(self, batch: Any) -> Any:
+        return self.function(self.model, batch)
 
 
 def refuse_unlike(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

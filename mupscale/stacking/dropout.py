@@ -1,0 +1,191 @@
+"""Dropout of models that take their steps together: the mask of each depends on its own seed, and on no other model.
+
+A mask is a hash of the model's seed, the number of the call in this step, and the place of the element. So a model
+that trains in another stack, or alone in one, drops the same elements.
+"""
+
+from collections.abc import Callable, Iterable
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from mupscale._torch import is_random_in_vmap
+from mupscale.errors import UserError
+
+ALPHA = 1.7580993408473766
+"""What `alpha_dropout` sets dropped elements to, negative: the value of SELU far left of zero."""
+
+
+class StackedDropout(TorchFunctionMode):
+    """Inside of `torch.vmap`, makes dropout depend on a seed. Other functions that draw random numbers are refused."""
+
+    def __init__(self, seed: Tensor) -> None:
+        """
+        Args:
+            seed: Of this model, in this step: an int64 tensor without axes, mapped by `torch.vmap`.
+        """
+        super().__init__()
+        self._seed = seed
+        self._calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in RULES:
+            return RULES[func](self.kept, *args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not is_random_in_vmap(error):
+                raise
+            raise UserError(
+                f"{getattr(func, '__name__', func)} draws random numbers: it has no rule for many models at once; "
+                "dropout has one"
+            ) from None
+
+    def kept(self, shape: Iterable[int], p: float, device: torch.device) -> Tensor:
+        """Which elements this call keeps: each of them with probability 1 - p."""
+        key = mixed(self._seed, self._calls)
+        self._calls += 1
+        return kept(key, tuple(shape), p, device)
+
+
+Kept = Callable[[Iterable[int], float, torch.device], Tensor]
+
+
+def mixed(seeds: Tensor, number: int | Tensor) -> Tensor:
+    """A hash of each seed with a number, such as that of a step: int64 tensors, by splitmix64.
+
+    stack.seeds.copy_(mixed(seeds_of_runs, global_step))
+    """
+    if isinstance(number, int):
+        state = seeds + _signed((number + 1) * 0x9E3779B97F4A7C15, 64)
+    else:
+        state = seeds + (number + 1) * _signed(0x9E3779B97F4A7C15, 64)
+    state = (state ^ _shifted(state, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
+    state = (state ^ _shifted(state, 27, 64)) * _signed(0x94D049BB133111EB, 64)
+    return state ^ _shifted(state, 31, 64)
+
+
+def kept(key: Tensor, shape: tuple[int, ...], p: float, device: torch.device) -> Tensor:
+    """True with probability 1 - p at each place, by the two rounds of murmur3's finaliser, one half of the key in each.
+
+    In int32, which a GPU multiplies much faster than int64.
+    """
+    count = 1
+    for size in shape:
+        count *= size
+    place = torch.arange(count, dtype=torch.int32, device=device).view(shape)
+    first, second = key.to(torch.int32), (key >> 32).to(torch.int32)
+    state = place + first
+    state = (state ^ _shifted(state, 16, 32)) * _signed(0x85EBCA6B, 32) ^ second
+    state = (state ^ _shifted(state, 13, 32)) * _signed(0xC2B2AE35, 32)
+    threshold = round(p * 2**32) - 2**31  # only the high bits of the product are well mixed; they decide
+    return state >= threshold if threshold < 2**31 else torch.zeros_like(state, dtype=torch.bool)
+
+
+def _signed(number: int, bits: int) -> int:
+    """The number that has these bits in two's complement, as torch's integers do."""
+    number %= 2**bits
+    return number - 2**bits if number >= 2 ** (bits - 1) else number
+
+
+def _shifted(state: Tensor, by: int, bits: int) -> Tensor:
+    """A shift to the right that fills with zeros; torch's fills with the sign."""
+    return (state >> by) & (2 ** (bits - by) - 1)
+
+
+def _refuse_bad(p: float) -> None:
+    if not 0 <= p <= 1:
+        raise UserError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def _dropout(
+    kept: Kept, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, axes: int | None = None
+) -> Tensor:
+    """As torch's, `axes` first axes of which are dropped one by one; those after them as a whole."""
+    _refuse_bad(p)
+    if not training or p == 0:
+        return input
+    keep = kept(_mask_shape(input, axes), p, input.device)
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    return input.mul_(keep).mul_(scale) if inplace else input * keep * scale
+
+
+def _alpha_dropout(
+    kept: Kept, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, axes: int | None = None
+) -> Tensor:
+    _refuse_bad(p)
+    if not training or p == 0:
+        return input
+    keep = kept(_mask_shape(input, axes), p, input.device)
+    scale = 1 / sqrt((ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+    shift = (keep.to(input.dtype) - 1) * (ALPHA * scale) + ALPHA * scale * p
+    return input.mul_(keep).mul_(scale).add_(shift) if inplace else input * keep * scale + shift
+
+
+def _mask_shape(input: Tensor, axes: int | None) -> tuple[int, ...]:
+    whole = input.ndim if axes is None else axes
+    return tuple(input.shape[:whole]) + (1,) * (input.ndim - whole)
+
+
+def _channels(spatial: int | None) -> Callable[..., Tensor]:
+    """Dropout of whole channels, of inputs with so many spatial axes; without a batch axis, if torch takes them so."""
+
+    def rule(kept: Kept, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        alone = spatial is not None and input.ndim == spatial + 1
+        return _dropout(kept, input, p, training, inplace, axes=1 if alone else 2)
+
+    return rule
+
+
+def _feature_alpha_dropout(
+    kept: Kept, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    return _alpha_dropout(kept, input, p, training, inplace, axes=2)
+
+
+def _attention(
+    kept: Kept,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention step by step, where it has dropout: the kernels draw their own random numbers."""
+    if dropout_p == 0:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    logits = query @ key.transpose(-2, -1) * (1 / sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        logits = logits.masked_fill(~seen, -torch.inf)
+    if attn_mask is not None:
+        is_choice = attn_mask.dtype == torch.bool
+        logits = logits.masked_fill(~attn_mask, -torch.inf) if is_choice else logits + attn_mask
+    return _dropout(kept, logits.softmax(-1), dropout_p) @ value
+
+
+RULES: dict[Any, Callable[..., Tensor]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.dropout1d: _channels(1),
+    F.dropout2d: _channels(None),
+    F.dropout3d: _channels(3),
+    F.alpha_dropout: _alpha_dropout,
+    F.feature_alpha_dropout: _feature_alpha_dropout,
+    F.scaled_dot_product_attention: _attention,
+}
+"""The functions that draw random numbers and work for many models at once; each rule gets `kept` first."""
