@@ -31,6 +31,7 @@ from mupscale.models.base import WidthScalable
 WARM_UP = 3
 """Steps before a capture: the first ones make optimizer state, compile, and choose kernels."""
 
+
 class FastLoop(Callback):
     """Takes the time between steps out of a fit on one device.
 

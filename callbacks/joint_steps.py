@@ -6,19 +6,16 @@ fit whose next steps need no hooks says so, and is then counted forward by many 
 """
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mupscale.callbacks.company import Member
-from mupscale.callbacks.stacked_fits import Awaited, StackedFits, why_apart
+from mupscale.callbacks.stacked_fits import Apart, Awaited, StackedFits, why_apart
 from mupscale.errors import UserError
 from mupscale.models._lightning import steps_before_the_end
-
-
-class Apart(UserError):
-    """A fit cannot take its steps together with others; the message says why."""
 
 
 class JointSteps:
@@ -26,43 +23,55 @@ class JointSteps:
 
     joint = JointSteps([first_fit, second_fit], tell=print)
     joint.run()
+    joint.results
     """
 
     def __init__(
         self,
-        jobs: Sequence[Callable[[], Any]],
+        jobs: Iterable[Callable[[], Any]],
         tell: Callable[[str], None],
+        most: Callable[[Awaited], int] = lambda first: sys.maxsize,
         progress: Callable[[int, int, int], None] = lambda step, steps, count: None,
     ) -> None:
         """
         Args:
-            jobs: Each makes a fit with a FastLoop, in this process.
+            jobs: Each makes a fit with a FastLoop, in this process. They are asked for one by one.
+            most: How many of them to take, by the first one before its first step.
             tell: Takes a line about fits that go on by themselves.
             progress: Called now and then with the least step of all, how many steps there are, and how many fits are
                 still on.
         """
-        self.members = [Member(job) for job in jobs]
-        self._tell, self._progress = tell, progress
+        self.members: list[Member] = []
+        self._jobs, self._most, self._tell, self._progress = iter(jobs), most, tell, progress
         self._fits: StackedFits | None = None
 
     def run(self) -> None:
         """Raises the first error of a fit, once all others have ended too; Apart, if they cannot go together at all."""
         try:
-            for member in self.members:
+            most = sys.maxsize
+            while len(self.members) < most and (job := next(self._jobs, None)) is not None:
+                member = Member(job)
+                self.members.append(member)
                 self._turn(member)
-                self._refuse(member)
+                if not member.is_over:
+                    self._refuse(member)
+                    most = min(most, self._most(member.request)) if len(self.members) == 1 else most
             while waiting := [member for member in self.members if not member.is_over]:
                 self._advance(waiting)
         except BaseException:
             self._end()
             raise
 
+    @property
+    def results(self) -> list[Any]:
+        """What the jobs returned."""
+        return [member.result for member in self.members]
+
     def _refuse(self, member: Member) -> None:
         """Before the next one starts, so that little is lost."""
-        if not member.is_over:
-            reason = why_apart(member.request.trainer)
-            if reason is not None:
-                raise Apart(reason)
+        reason = why_apart(member.request.trainer)
+        if reason is not None:
+            raise Apart(reason)
 
     def _advance(self, waiting: list[Member]) -> None:
         """Takes steps of those that are furthest behind."""

@@ -10,6 +10,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from mupscale._torch import tree_map
 from mupscale.atomic import durably, partial, sync_folder
 from mupscale.callbacks.strides import Strides
 from mupscale.models._lightning import OpenCheckpoint, callbacks_of, is_remote, is_trial_run, set_callbacks
@@ -219,7 +220,13 @@ class WholeFiles(TorchCheckpointIO):
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with durably(Path(path)) as stream:
-            torch.save(checkpoint, stream)
+            torch.save(tree_map(alone, checkpoint), stream)
+
+
+def alone(value: Any) -> Any:
+    """A tensor without what else is in its memory: of a model in a stack, torch would save the whole stack."""
+    is_part = isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if is_part else value
 
 
 def write_whole_files(trainer: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,6 @@ from mupscale.models._lightning import (
     validation_loader,
 )
 from mupscale.models.base import WidthScalable
-from mupscale.stacking.capture import CapturedStack
 from mupscale.stacking.dropout import mixed
 from mupscale.stacking.optimizers import KINDS
 from mupscale.stacking.stack import Stack
@@ -60,6 +60,10 @@ OF_EPOCHS = (
 )  # fmt: skip
 
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Apart(UserError):
+    """A fit cannot take its steps together with others, or gains nothing by it; the message says why."""
 
 
 @dataclass
@@ -114,7 +118,7 @@ class StackedFits:
         self._max_norm = trainer.gradient_clip_val
         self._draws = module.stacked_losses() is None  # in it, dropout may be
         self._seeds = torch.tensor([each.seed for each in awaited], device=module.device)
-        self._captured: CapturedStack | None = None
+        self._captured: Any = None
         self._count = 0
 
     def is_of(self, awaited: list[Awaited]) -> bool:
@@ -220,9 +224,9 @@ class StackedFits:
         context = self.awaited[0].trainer.precision_plugin.train_step_context
         if self.awaited[0].cuda_graph and self._count > WARM_UP:
             self._captured = None
-            self._captured = CapturedStack(
-                self._stack, batch, shared=shared, max_norm=self._max_norm, context=context
-            )
+            from mupscale.stacking.capture import CapturedStack
+
+            self._captured = CapturedStack(self._stack, batch, shared=shared, max_norm=self._max_norm, context=context)
             return self._captured(batch)
         return self._stack.advance(batch, shared=shared, max_norm=self._max_norm, context=context)
 
@@ -237,7 +241,8 @@ def strides_of(trainer: Trainer) -> list[Strides]:
 
 def stride(trainer: Trainer) -> float:
     """After how many steps a callback must be called at the latest."""
-    return min((callback.stride(trainer, trainer.lightning_module) for callback in strides_of(trainer)), default=math.inf)
+    module = trainer.lightning_module
+    return min((callback.stride(trainer, module) for callback in strides_of(trainer)), default=math.inf)
 
 
 def free_steps(trainer: Trainer) -> float:
@@ -249,9 +254,9 @@ def free_steps(trainer: Trainer) -> float:
     if any(is_overridden(hook, callback) for hook in OF_STEPS for callback in others):
         return 0
     steps = steps_before_the_end(trainer)
-    if not epochs_are_plain(trainer) or any(is_overridden(hook, c) for hook in OF_EPOCHS for c in (module, *others)):
-        steps = min(steps, steps_before_validation(trainer))
-    elif validates(trainer) and not is_scored_jointly(trainer):
+    has_hooks = any(is_overridden(hook, owner) for hook in OF_EPOCHS for owner in (module, *others))
+    is_alone = validates(trainer) and not is_scored_jointly(trainer)
+    if has_hooks or is_alone or not epochs_are_plain(trainer):
         steps = min(steps, steps_before_validation(trainer))
     return max(0, min([steps, *(callback.free_steps(trainer, module) for callback in strides_of(trainer))]))
 
@@ -300,3 +305,11 @@ def why_apart(trainer: Trainer) -> str | None:
         names = ", ".join(kind.__name__ for kind in KINDS)
         return f"{type(trainer.optimizers[0]).__name__} has no step for many models at once; {names} have"
     return None
+
+
+def most_in_stack(first: Awaited, size: int | str) -> int:
+    """How many fits like this one go into a stack: as many as the memory holds, or `size` of them.
+
+    UserError if the memory does not hold so many; Apart if more than one would not pay.
+    """
+    return sys.maxsize if size == "auto" else int(size)

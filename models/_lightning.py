@@ -274,11 +274,10 @@ def validates(trainer: Trainer) -> bool:
 
 def steps_to_validation(trainer: Trainer) -> int:
     """How many steps it is to the next that may be followed by a validation, or by the end of the epoch."""
-    loop, left = trainer.fit_loop.epoch_loop, batches_left(trainer)
-    every = trainer.val_check_batch
+    progress, left, every = trainer.fit_loop.epoch_loop.batch_progress, batches_left(trainer), trainer.val_check_batch
     if not isinstance(every, int) or not validates(trainer):
         return left
-    done = loop.batch_progress.total.ready if trainer.check_val_every_n_epoch is None else loop.batch_progress.current.ready
+    done = progress.total.ready if trainer.check_val_every_n_epoch is None else progress.current.ready
     return min(left, every - done % every)
 
 

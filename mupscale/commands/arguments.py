@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from mupscale.commands._jsonargparse import did_you_mean
 from mupscale.errors import UserError
@@ -32,3 +32,19 @@ class ArgumentParser(argparse.ArgumentParser):
             for kind in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
                 found += kind._options() if isinstance(kind, ArgumentParser) else []  # of `prepare text`, say
         return list(dict.fromkeys(found))
+
+
+Size = int | Literal["auto", "off"]
+"""How many runs are made together, at most."""
+
+STACK_HELP = """how many runs are trained as one program, where they differ in numbers alone (rates, decay, noise,
+seeds): auto (the default), as many as fit into memory and pay; N, at most so many; off, one after another"""
+
+
+def stack_size(text: str) -> Size:
+    """The value of --stack."""
+    if text in ("auto", "off"):
+        return text  # type: ignore[return-value]
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--stack {text}: give auto, off, or how many runs may be trained as one program")
+    return int(text)

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import math
 import os
 import pkgutil
 import warnings
@@ -28,6 +29,7 @@ from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.callbacks.strides import RateMonitor, Strides
 from mupscale.callbacks.summary import Summary, WidthBar
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
 from mupscale.commands._jsonargparse import (
@@ -348,7 +350,7 @@ def refuse_unreadable(arguments: list[str]) -> None:
                 raise UserError(f"config: {error}") from error
 
 
-class Started(Callback):
+class Started(Strides):
     """Notes when a run begins to handle batches, and when the first one is done."""
 
     def __init__(self) -> None:
@@ -368,6 +370,9 @@ class Started(Callback):
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.steps = self.steps or not trainer.sanity_checking
+
+    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        return math.inf if self.steps else 0
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.batches = False  # next Lightning looks at the options of the training itself
@@ -422,7 +427,7 @@ def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:
     """The callbacks of every run, except those of a kind that is in `given` or is switched off."""
     answer: list[tuple[type, Callback]] = [(Curves, Curves()), (Summary, Summary()), (ExactResume, ExactResume())]
     if trainer["logger"]:
-        answer.append((LearningRateMonitor, LearningRateMonitor(logging_interval="step")))
+        answer.append((LearningRateMonitor, RateMonitor(logging_interval="step")))
     if trainer["enable_progress_bar"] is not False and not trainer["barebones"]:
         answer.append((ProgressBar, WidthBar()))
     return [default for kind, default in answer if not any(isinstance(callback, kind) for callback in given)]

@@ -1,4 +1,4 @@
-"""One run in this process: its configuration, its log, and its result; a run that was interrupted is resumed."""
+"""A run in this process: its configuration, its log, and its result; a run that was interrupted is resumed."""
 
 import gc
 import json
@@ -7,10 +7,12 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,31 +30,64 @@ PROGRESS_SECONDS = 60.0
 """The least time between two lines about one run."""
 
 
-def run(config: Config, folder: Path, name: str) -> tuple[float, float]:
-    """Makes a run, or resumes it; returns its metric and the seconds it took. A finished run is not repeated.
+@dataclass(frozen=True)
+class Run:
+    """A run that is to be made: its configuration, its folder, and what messages call it."""
 
-    A long run prints lines of progress that start with `name`.
-    """
-    if (folder / RESULT).exists():
-        return result_of(folder)
-    start = time.monotonic()
-    path, checkpoint = newest_checkpoint(folder) if (folder / "config.yaml").exists() else (None, {})
-    if checkpoint.get("callbacks", {}).get("TrialMetric", {}).get("diverged"):  # its process died before it wrote that
-        return record(folder, math.inf, time.monotonic() - start)
+    config: Config
+    folder: Path
+    name: str
+
+
+Result = tuple[float, float]
+"""The metric of a finished run, and the seconds it took."""
+
+
+def make(run: Run) -> Result:
+    """Makes a run, or resumes it; prints lines of progress on the way, if it is long."""
     torch.compiler.reset()  # dynamo stops compiling after a few networks
-    if path is None:
-        shutil.rmtree(folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
-        with temporary_file(config) as file, progress(name), logged(folder):
-            cli = parsed(["fit", "--config", file])
-    else:
-        with progress(name), logged(folder):
-            cli = parsed(["fit", "--config", str(folder / "config.yaml"), "--ckpt_path", str(path)], folder=folder)
-    value, seconds = metric_of(cli), time.monotonic() - start
-    del cli
-    gc.collect()  # a trainer refers to itself, and so keeps the network in memory
+    with progress(run.name):
+        result = fitted(run)
+    free_memory()
+    return result
+
+
+def known_result(run: Run) -> Result | None:
+    """The result of a run that is finished already."""
+    if (run.folder / RESULT).exists():
+        return result_of(run.folder)
+    _, checkpoint = newest(run)
+    if checkpoint.get("callbacks", {}).get("TrialMetric", {}).get("diverged"):  # its process died before it wrote that
+        return record(run.folder, math.inf, 0.0)
+    return None
+
+
+def fitted(run: Run, beside: Callable[[], int] = lambda: 1) -> Result:
+    """The fit of a run that is not finished; `beside` is the number of runs that share its time, itself included."""
+    start = time.monotonic()
+    path, _ = newest(run)
+    with explained(run.name, run.folder):
+        if path is None:
+            shutil.rmtree(run.folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
+            with temporary_file(run.config) as file, logged(run.folder):
+                cli = parsed(["fit", "--config", file])
+        else:
+            arguments = ["fit", "--config", str(run.folder / "config.yaml"), "--ckpt_path", str(path)]
+            with logged(run.folder):
+                cli = parsed(arguments, folder=run.folder)
+    return record(run.folder, metric_of(cli), (time.monotonic() - start) / beside())
+
+
+def newest(run: Run) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that a run goes on from; None if it begins anew."""
+    return newest_checkpoint(run.folder) if (run.folder / "config.yaml").exists() else (None, {})
+
+
+def free_memory() -> None:
+    """Frees what finished runs leave: a trainer refers to itself, and so keeps the network in memory."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return record(folder, value, seconds)
 
 
 def with_run(config: Config, metric: str, seed: int, folder: Path) -> Config:
@@ -81,13 +116,13 @@ def metric_of(cli: CLI) -> float:
 # --- results
 
 
-def record(folder: Path, value: float, seconds: float) -> tuple[float, float]:
+def record(folder: Path, value: float, seconds: float) -> Result:
     """Writes the metric of a finished run and the seconds it took to its folder, and returns them."""
     write_text(folder / RESULT, json.dumps({"value": str(value), "seconds": seconds}) + "\n")
     return value, seconds
 
 
-def result_of(folder: Path) -> tuple[float, float]:
+def result_of(folder: Path) -> Result:
     """The metric of a finished run, and the seconds it took."""
     result = read_json(folder / RESULT)
     try:
@@ -114,25 +149,30 @@ def explained(name: str, folder: Path) -> Iterator[None]:
 @contextmanager
 def progress(name: str) -> Iterator[None]:
     """Prints how far a run is, at most once a minute, to the standard output at this moment."""
-    stream, last = sys.stdout, time.monotonic()
-    begin: tuple[float, int] | None = None
-
-    def print_step(step: int, steps: int, loss: float) -> None:
-        nonlocal begin, last
-        now = time.monotonic()
-        if begin is None:
-            begin = now, step  # the steps before it took longer, for they were compiled, say
-        elif now - last >= PROGRESS_SECONDS:
-            last = now
-            seconds = (steps - step) * (now - begin[0]) / (step - begin[1])
-            left = f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
-            print(f"{name}: step {step:,} of {steps:,}, loss {loss:.4g}, {left}", file=stream, flush=True)
-
-    TrialMetric.progress = print_step
+    clock = Progress()
+    TrialMetric.progress = lambda step, steps, loss: clock.print(name, step, steps, f"loss {loss:.4g}")
     try:
         yield
     finally:
         TrialMetric.progress = None
+
+
+class Progress:
+    """Prints how far something is, at most once a minute, to the standard output at the moment when this is made."""
+
+    def __init__(self) -> None:
+        self._stream, self._last = sys.stdout, time.monotonic()
+        self._begin: tuple[float, int] | None = None
+
+    def print(self, name: str, step: int, steps: int, what: str) -> None:
+        now = time.monotonic()
+        if self._begin is None:
+            self._begin = now, step  # the steps before it took longer, for they were compiled, say
+        elif now - self._last >= PROGRESS_SECONDS and step > self._begin[1]:
+            self._last = now
+            seconds = (steps - step) * (now - self._begin[0]) / (step - self._begin[1])
+            left = f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+            print(f"{name}: step {step:,} of {steps:,}, {what}, {left}", file=self._stream, flush=True)
 
 
 @contextmanager

@@ -6,17 +6,15 @@ best.yaml, which holds the swept values alone: fit --config TARGET.yaml --config
 """
 
 import argparse
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.arguments import STACK_HELP, ArgumentParser, stack_size
 from mupscale.commands.termination import Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
-    from mupscale.commands.tuning.results import Results
     from mupscale.commands.tuning.space import Axis
     from mupscale.commands.tuning.study import Settings
 
@@ -66,6 +64,7 @@ def parser() -> ArgumentParser:
     )
     answer.add_argument("--trials", type=int, help="the number of trials, unless the sampler is grid")
     answer.add_argument("--metric", default="last_epoch", help=METRIC_HELP)
+    answer.add_argument("--stack", metavar="auto|N|off", default="auto", help=STACK_HELP)
     answer.add_argument(
         "--storage", metavar="URL", help="keep the study in this database (postgresql://…), not in a file in --out"
     )
@@ -75,26 +74,28 @@ def parser() -> ArgumentParser:
 def sweep(options: argparse.Namespace, rest: list[str]) -> None:
     """Takes trials and runs them until all are finished, by this process or others; then writes the results."""
     from mupscale.commands.runs import without_announcements
-    from mupscale.commands.tuning.execution import complete, conclude, results_of
-    from mupscale.commands.tuning.space import labels, point_text
+    from mupscale.commands.stacks import Workshop
+    from mupscale.commands.tuning.execution import conclude, units_of
     from mupscale.commands.tuning.study import Study
 
     with without_announcements():
+        size = stack_size(options.stack)
         settings = settings_of(options, rest)
         study = Study(options.out, settings, options.storage)
-        names = labels(settings.axes)
         waiting = False
         while True:
-            taken = study.take()
-            if taken is not None:
-                point = point_text(taken.point, names)
-                value, seconds = complete(study, taken, point)
-                print_progress(results_of(study), point, value, seconds)
-                waiting = False
-                continue
+            worked = False
+            workshop = Workshop(units_of(study), size, lambda line: print(line, flush=True))
+            for unit, end in workshop.carry_out():
+                left = settings.trials - len(study.outcomes())
+                print(f"{unit.name}: {end}; {left} of {settings.trials} left", flush=True)
+                worked = True
             left = settings.trials - len(study.outcomes())
             if left == 0:
                 break
+            if worked:
+                waiting = False
+                continue
             if not waiting:
                 print(f"waiting for other processes: {left} of {settings.trials} left", flush=True)
                 waiting = True
@@ -154,13 +155,3 @@ def seeds_of(text: str) -> list[int]:
         raise UserError(f"--seeds {text}: give whole numbers, separated by commas") from error
     refuse_seeds(f"--seeds {text}", seeds)
     return seeds
-
-
-def print_progress(results: "Results", point: str, value: float, seconds: float) -> None:
-    from mupscale.commands.tuning.space import point_text
-
-    best = results.best
-    done = f"{value:.5g}" if math.isfinite(value) else "diverged"
-    leader = f"best {best.value:.5g} ({point_text(best.point, results.names)})" if best else "all diverged so far"
-    left = results.settings.trials - len(results.outcomes)
-    print(f"{point}: {done} in {seconds:.0f} s; {leader}; {left} of {results.settings.trials} left", flush=True)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.arguments import STACK_HELP, ArgumentParser, Size, stack_size
 from mupscale.commands.termination import EXIT_CODE, Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
@@ -53,7 +53,7 @@ def main(command: str, arguments: list[str]) -> int:
 def parser() -> ArgumentParser:
     answer = ArgumentParser(
         prog="python -m mupscale experiment",
-        usage="%(prog)s FILE [--out FOLDER] [--workers N] [--plan] [options of fit]",
+        usage="%(prog)s FILE [--out FOLDER] [--workers N] [--stack auto|N|off] [--plan] [options of fit]",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -62,6 +62,7 @@ def parser() -> ArgumentParser:
     answer.add_argument("file", type=Path, metavar="FILE", help="the YAML file of the experiment (configs/experiments)")
     answer.add_argument("--out", type=Path, help="its folder (default runs/experiments/NAME OF THE FILE)")
     answer.add_argument("--workers", type=int, metavar="N", help=WORKERS_HELP)
+    answer.add_argument("--stack", metavar="auto|N|off", default="auto", help=STACK_HELP)
     answer.add_argument("--plan", action="store_true", help="list the runs and which of them are done; run nothing")
     # for processes that `supervise` starts, which leave the last messages to it
     answer.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -77,6 +78,7 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
     from mupscale.commands.experiment.workers import supervise, visible_gpus
     from mupscale.commands.runs import without_announcements
 
+    size = stack_size(options.stack)
     description = read(options.file, rest)
     out = options.out or Path("runs/experiments") / options.file.stem
     whole = Experiment(out, description)
@@ -94,21 +96,29 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
         if workers > 1 and not whole.finished:
             supervise(arguments, workers, gpus)
         else:
-            work(whole, quiet=options.child)
+            work(whole, size, quiet=options.child)
         if not options.child:
             print(whole.conclude())
 
 
-def work(whole: "Experiment", quiet: bool) -> None:
-    """Makes one run after the other until all are done, by this process or by others."""
-    waiting = False
-    while True:
+def work(whole: "Experiment", size: Size, quiet: bool) -> None:
+    """Makes runs until all are done, by this process or by others."""
+    from mupscale.commands.stacks import Unit, Workshop
+
+    def take() -> Unit | None:
         unit = whole.take()
         if unit is not None:
             print(f"{unit.name}: begins", flush=True)
-            end = unit.run()
+        return unit
+
+    waiting = False
+    while True:
+        worked = False
+        for unit, end in Workshop(take, size, lambda line: print(line, flush=True)).carry_out():
             left, total = whole.left
             print(f"{unit.name}: {end}; {left} of {total} runs left", flush=True)
+            worked = True
+        if worked:
             waiting = False
             continue
         if whole.finished:

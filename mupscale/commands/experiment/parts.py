@@ -6,7 +6,7 @@ Their folders show what is done, what is running, and what can be taken.
 import csv
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,21 +15,14 @@ import yaml
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands.config import Config
 from mupscale.commands.leases import Lease, lapsed, locked
-from mupscale.commands.runs import RESULT, explained, result_of, run, with_run
-from mupscale.commands.tuning.execution import complete, conclude, results_of
+from mupscale.commands.runs import RESULT, Result, Run, result_of, with_run
+from mupscale.commands.stacks import Unit
+from mupscale.commands.tuning.execution import conclude, results_of, unit_of
 from mupscale.commands.tuning.results import Results
 from mupscale.commands.tuning.space import point_text
-from mupscale.commands.tuning.study import Settings, Study, Taken
+from mupscale.commands.tuning.study import Settings, Study
 from mupscale.data_files import yaml_of
 from mupscale.errors import UserError
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A run that this process has taken: its name, and the function that makes it and returns its end in words."""
-
-    name: str
-    run: Callable[[], str]
 
 
 @dataclass(frozen=True)
@@ -104,16 +97,18 @@ class RunPart(Part):
                 return None
             self._lease.parent.mkdir(exist_ok=True)
             lease = Lease(self._lease)
-        return Unit(self.name, lambda: self._run(lease))
-
-    def _run(self, lease: Lease) -> str:
         try:
             config = with_run(self._config(), self._metric, self.seed, self.folder)
-            with explained(self.name, self.folder):
-                value, seconds = run(config, self.folder, self.name)
-        finally:
+        except BaseException:
             lease.release()
-        return f"{ended(self._metric, value)} in {seconds:.0f} s"
+            raise
+
+        def finish(results: list[Result]) -> str:
+            lease.release()
+            value, seconds = results[0]
+            return f"{ended(self._metric, value)} in {seconds:.0f} s"
+
+        return Unit(self.name, [Run(config, self.folder, self.name)], finish, lease.release)
 
     @property
     def _lease(self) -> Path:
@@ -176,15 +171,14 @@ class SweepPart(Part):
         if taken is None:
             self._conclude()
             return None
-        name = f"{self.name}, {point_text(taken.point, self.results.names)}"
-        return Unit(name, lambda: self._run(taken, name))
+        trial = unit_of(self.study, taken, f"{self.name}, {point_text(taken.point, self.results.names)}")
 
-    def _run(self, taken: Taken, name: str) -> str:
-        value, seconds = complete(self.study, taken, name)
-        self._conclude()
-        best = self.results.best
-        leader = f"; best {best.value:.5g} ({point_text(best.point, self.results.names)})" if best else ""
-        return f"{ended(self.study.settings.metric, value)} in {seconds:.0f} s{leader}"
+        def finish(results: list[Result]) -> str:
+            end = trial.finish(results)
+            self._conclude()
+            return end
+
+        return replace(trial, finish=finish)
 
     @property
     def _best(self) -> Path:

@@ -1,30 +1,64 @@
 """Carrying out a study: run a trial, keep the folder tidy, and write the results."""
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from mupscale.commands.config import at
-from mupscale.commands.runs import explained
+from mupscale.commands.runs import Result
+from mupscale.commands.stacks import Unit
 from mupscale.commands.tuning.results import Results
-from mupscale.commands.tuning.study import Study, Taken
-from mupscale.commands.tuning.trial import drop_checkpoints, run_trial
+from mupscale.commands.tuning.space import labels, point_text
+from mupscale.commands.tuning.study import Settings, Study, Taken
+from mupscale.commands.tuning.trial import drop_checkpoints, runs_of
 from mupscale.errors import UserError
 
+TPE_ROUNDS = 10
+"""In how many rounds a TPE asks for its points: those of a round may be trained together, without each other's ends."""
 
-def complete(study: Study, taken: Taken, name: str) -> tuple[float, float]:
-    """Runs a trial that was taken; returns its value and the seconds it took. Messages call the trial `name`.
 
-    A trial that fails is given back.
-    """
+def unit_of(study: Study, taken: Taken, name: str) -> Unit:
+    """A trial that was taken, as a unit of work. Messages call it `name`."""
     folders = results_of(study).folders(taken.cell, taken.point)
-    try:
-        with explained(f"the trial {name}", next(iter(folders.values()))):
-            values, seconds = run_trial(at(study.settings.config, taken.point), study.settings.metric, folders, name)
-    except BaseException:
-        study.give_back(taken)
-        raise
-    study.finish(taken, values, seconds)
-    tidy(study)
-    return sum(values) / len(values), seconds
+    runs = runs_of(at(study.settings.config, taken.point), study.settings.metric, folders, f"the trial {name}")
+
+    def finish(results: list[Result]) -> str:
+        values, seconds = [value for value, _ in results], sum(seconds for _, seconds in results)
+        study.finish(taken, values, seconds)
+        tidy(study)
+        mean = sum(values) / len(values)
+        best = results_of(study).best
+        leader = f"best {best.value:.5g} ({point_text(best.point, labels(study.settings.axes))})" if best else ""
+        return f"{value_words(mean)} in {seconds:.0f} s; {leader or 'all diverged so far'}"
+
+    return Unit(name, runs, finish, lambda: study.give_back(taken))
+
+
+def units_of(study: Study) -> Callable[[], Unit | None]:
+    """What takes the trials of a study as units of work.
+
+    Of a TPE it takes a batch: the next points are better chosen once these are known.
+    """
+    names, left = labels(study.settings.axes), batch_of(study.settings)
+
+    def take() -> Unit | None:
+        nonlocal left
+        taken = study.take() if left else None
+        if taken is None:
+            return None
+        left -= 1
+        return unit_of(study, taken, point_text(taken.point, names))
+
+    return take
+
+
+def batch_of(settings: Settings) -> int:
+    """How many trials are taken at a time, at most."""
+    return max(1, math.ceil(settings.trials / TPE_ROUNDS)) if settings.sampler == "tpe" else settings.trials
+
+
+def value_words(value: float) -> str:
+    return f"{value:.5g}" if math.isfinite(value) else "diverged"
 
 
 def tidy(study: Study) -> None:

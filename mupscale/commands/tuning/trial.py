@@ -1,6 +1,5 @@
 """A trial of a sweep: ordinary runs of one configuration, one for each seed."""
 
-import math
 import re
 import shutil
 from copy import deepcopy
@@ -11,26 +10,15 @@ import torch
 
 from mupscale.commands.cli import parsed
 from mupscale.commands.config import Config, Point, at, brief, temporary_file
-from mupscale.commands.runs import run, with_run
+from mupscale.commands.runs import Run, with_run
 from mupscale.commands.tuning.space import Axis
 from mupscale.errors import UserError
 
 
-def run_trial(config: Config, metric: str, folders: dict[int, Path], name: str) -> tuple[list[float], float]:
-    """Makes the runs of a trial in the folders by seed; returns the metric of each and the seconds they took together.
-
-    A seed that diverges decides the trial, and is its last.
-    """
-    values: list[float] = []
-    total = 0.0
-    for seed, folder in folders.items():
-        run_name = f"{name}, seed {seed}" if len(folders) > 1 else name
-        value, seconds = run(with_run(config, metric, seed, folder), folder, run_name)
-        values.append(value)
-        total += seconds
-        if math.isinf(value):
-            break
-    return values, total
+def runs_of(config: Config, metric: str, folders: dict[int, Path], name: str) -> list[Run]:
+    """The runs of a trial, in the folders by seed."""
+    names = {seed: f"{name}, seed {seed}" if len(folders) > 1 else name for seed in folders}
+    return [Run(with_run(config, metric, seed, folder), folder, names[seed]) for seed, folder in folders.items()]
 
 
 def for_trials(config: Config) -> Config:

@@ -1,0 +1,160 @@
+"""Runs that are made together, as one program, where they differ in numbers alone."""
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+
+from mupscale.callbacks.joint_steps import Apart, JointSteps
+from mupscale.callbacks.stacked_fits import most_in_stack
+from mupscale.commands.arguments import Size
+from mupscale.commands.config import Config, class_name
+from mupscale.commands.runs import Progress, Result, Run, fitted, free_memory, known_result, make
+from mupscale.errors import UserError
+
+NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening")
+"""Arguments of optimizers that may differ within a stack."""
+
+OF_THE_SWAP = ("at_step", "width")
+"""Arguments of UpscaleCallback that runs of a stack have in common; the swap itself is each one's own."""
+
+MOST_APART = 100
+"""How many runs that do not fit into the next stack are held back while others are looked for."""
+
+
+@dataclass
+class Unit:
+    """Runs that count as one, such as the seeds of a trial: a seed that diverges decides it, and is its last.
+
+    `finish` takes their results, and returns the end in words; `give_back` leaves them to other processes.
+    """
+
+    name: str
+    runs: list[Run]
+    finish: Callable[[list[Result]], str]
+    give_back: Callable[[], None]
+    results: dict[int, Result] = field(default_factory=dict)
+
+    @property
+    def ending(self) -> list[Result] | None:
+        """The results up to the first that diverged; None if one of them is missing."""
+        answer = []
+        for index in range(len(self.runs)):
+            if index not in self.results:
+                return None
+            answer.append(self.results[index])
+            if math.isinf(answer[-1][0]):
+                break
+        return answer
+
+
+class Workshop:
+    """Takes units of work and makes their runs, those that are alike together.
+
+    What fails is given back, and so is all that was taken beside it.
+    """
+
+    def __init__(self, take: Callable[[], Unit | None], size: Size, tell: Callable[[str], None]) -> None:
+        """
+        Args:
+            take: The next unit; None if there is none to take now.
+            size: How many runs are made together.
+            tell: Takes a line about what is made apart, and why.
+        """
+        self._take, self._size, self._tell = take, size, tell
+        self._units: list[Unit] = []
+        self._runs: deque[tuple[Unit, int]] = deque()
+
+    def carry_out(self) -> Iterator[tuple[Unit, str]]:
+        """Works until there is nothing to take; yields each unit that is finished, and its end in words."""
+        try:
+            while self._runs or self._pull():
+                if self._runs and self._size == "off":
+                    self._make_apart()
+                elif self._runs:
+                    self._make_together()
+                for unit in list(self._units):
+                    if unit.ending is not None:
+                        self._units.remove(unit)
+                        yield unit, unit.finish(unit.ending)
+        except BaseException:
+            for unit in self._units:
+                unit.give_back()
+            raise
+
+    def _pull(self) -> bool:
+        """Takes a unit and notes its runs that are not finished."""
+        unit = self._take()
+        if unit is None:
+            return False
+        self._units.append(unit)
+        for index, run in enumerate(unit.runs):
+            result = known_result(run)
+            if result is None:
+                self._runs.append((unit, index))
+            else:
+                unit.results[index] = result
+        return True
+
+    def _make_apart(self) -> None:
+        unit, index = self._runs.popleft()
+        if unit.ending is None:
+            unit.results[index] = make(unit.runs[index])
+
+    def _make_together(self) -> None:
+        mates: list[tuple[Unit, int]] = []
+        others: deque[tuple[Unit, int]] = deque()
+
+        def jobs() -> Iterator[Callable[[], Result]]:
+            kind = likeness(self._runs[0][0].runs[self._runs[0][1]].config)
+            while len(others) < MOST_APART and (self._runs or self._pull()):
+                while self._runs:
+                    unit, index = self._runs.popleft()
+                    if likeness(unit.runs[index].config) == kind:
+                        mates.append((unit, index))
+                        yield partial(fitted, unit.runs[index], lambda: len(mates))
+                    else:
+                        others.append((unit, index))
+
+        clock = Progress()
+        joint = JointSteps(
+            jobs(),
+            most=lambda awaited: most_in_stack(awaited, self._size),
+            tell=self._tell,
+            progress=lambda step, steps, count: clock.print(f"{len(mates)} runs", step, steps, f"{count} still on"),
+        )
+        try:
+            joint.run()
+        except Apart as reason:
+            if self._size != "auto":
+                raise UserError(f"--stack {self._size}: {reason}; --stack off makes runs one after another") from reason
+            self._tell(f"runs are made one after another: {reason}")
+            self._size = "off"
+            self._runs.extendleft(reversed(mates))
+        else:
+            for (unit, index), result in zip(mates, joint.results, strict=True):
+                unit.results[index] = result
+        finally:
+            self._runs.extend(others)
+            free_memory()
+
+
+def likeness(config: Config) -> str:
+    """What runs of one stack have in common: a configuration without the numbers that may differ."""
+    answer = deepcopy(config)
+    answer["seed_everything"] = None
+    answer["trainer"]["logger"] = None
+    model, data = answer["model"]["init_args"], answer["data"].get("init_args") or {}
+    model["init_from"] = data["seed"] = None
+    numbers = (model.get("optimizer") or {}).get("init_args") or {}
+    for name in NUMBERS:
+        if name in numbers:
+            numbers[name] = bool(numbers[name]) if name == "momentum" else None
+    for callback in answer["trainer"]["callbacks"] or []:
+        if class_name(callback) == "UpscaleCallback":
+            arguments = callback["init_args"]
+            callback["init_args"] = {name: arguments.get(name) for name in OF_THE_SWAP}
+    return json.dumps(answer, sort_keys=True, default=str)
