@@ -112,14 +112,22 @@ class CLI(OpenCLI):
         started: "Started",
         ending: Ending,
         start: RunStart,
+        command: str = "",
         folder: Path | None = None,
         **kwargs: Any,
     ) -> None:
+        self.command = command
         self.folder = folder
         self.started = started
         self.ending = ending
         self.start = start
+        self._text = ""
         super().__init__(*args, **kwargs)
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The one that is asked for: the parser of each takes a good part of the start."""
+        known = OpenCLI.subcommands()
+        return {self.command: known[self.command]} if self.command in known else known
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(FastLoop, "loop")
@@ -244,7 +252,8 @@ class CLI(OpenCLI):
         if self.subcommand is not None:
             self.given[f"{self.subcommand}.ckpt_path"] = None
             self.given[f"{self.subcommand}.seed_everything"] = self.section("seed_everything")
-            saver = SaveConfig(self.dumped(self.given), resumed=self.folder is not None)
+            self._text = self.dumped(self.given)
+            saver = SaveConfig(self._text, resumed=self.folder is not None)
             config["callbacks"] = [self.started, self.ending, *given, saver]
 
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
@@ -266,7 +275,7 @@ class CLI(OpenCLI):
             return
         identity = self.start.claim(trainer, takes_next=self._takes_next_version())
         for callback in callbacks_in(trainer, ExactResume):
-            callback.run = {"id": identity, "config": self.plain(self.given)}
+            callback.run = {"id": identity, "config": yaml.safe_load(self._text)}
         log_files.keep_tables(trainer)
 
     def _takes_next_version(self) -> bool:
@@ -296,12 +305,14 @@ def parsed(
     import_classes()
     quieten()
     dump_enums_as_text()
+    command = arguments[0] if run and arguments and arguments[0] in PURPOSES else ""
     texts = {
-        command: {
+        name: {
             "description": DESCRIPTION.format(purpose=purpose),
-            "usage": f"python -m mupscale {command} --config FILE [--config FILE …] [options]",
+            "usage": f"python -m mupscale {name} --config FILE [--config FILE …] [options]",
         }
-        for command, purpose in PURPOSES.items()
+        for name, purpose in PURPOSES.items()
+        if command in ("", name)
     }
     started, ending = Started(), Ending()
     start = RunStart(folder)
@@ -321,6 +332,7 @@ def parsed(
                 parser_kwargs={"prog": "python -m mupscale", **(texts if run else {}), **(parser_kwargs or {})},
                 args=arguments,
                 run=run,
+                command=command,
                 folder=folder,
                 started=started,
                 ending=ending,
