@@ -31,6 +31,7 @@ from mupscale.datamodules.resident import (
     shuffles,
     training_device,
 )
+from mupscale.datamodules.shared import shared, version_of
 from mupscale.errors import UserError
 
 CLASSES, SIZE = 100, 32
@@ -76,10 +77,10 @@ class CIFAR100(LightningDataModule):
         device = training_device(self.trainer)
         if self._train is not None and self._train[0].device == device:
             return
-        (images, labels), (test_images, test_labels) = read(self._folder())
-        self._table = normalisation_table(*channel_statistics(images)).to(device)
-        self._train = padded(images.to(device)), labels.to(device)
-        self._test = test_images.to(device), test_labels.to(device)
+        folder = self._folder()
+        key = type(self), version_of(_files(folder)), device
+        table, train_x, train_y, test_x, test_y = shared(key, lambda: _resident(folder, device))
+        self._table, self._train, self._test = table, (train_x, train_y), (test_x, test_y)
 
         if stage == "fit":
             self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
@@ -216,6 +217,23 @@ def unpack(folder: Path) -> None:
         except OSError:
             if not (folder / Published.base_folder).is_dir():  # if it is there, another process was faster
                 raise
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that `read` reads."""
+    if (folder / NPZ).is_file():
+        return [folder / NPZ]
+    listed = [*Published.train_list, *Published.test_list, [Published.meta["filename"], Published.meta["md5"]]]
+    paths = [folder / Published.base_folder / name for name, _ in listed]
+    return [path for path in paths if path.is_file()]
+
+
+def _resident(folder: Path, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The table of normalised values; images and labels to train on, and to test on."""
+    (images, labels), (test_images, test_labels) = read(folder)
+    table = normalisation_table(*channel_statistics(images)).to(device)
+    train = padded(images.to(device)), labels.to(device)
+    return table, *train, test_images.to(device), test_labels.to(device)
 
 
 def read(folder: Path) -> list[tuple[Tensor, Tensor]]:

@@ -24,6 +24,7 @@ from mupscale.datamodules.resident import (
     shuffles,
     training_device,
 )
+from mupscale.datamodules.shared import shared, version_of
 from mupscale.errors import UserError, needs_extra
 
 CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
@@ -70,18 +71,10 @@ class Covertype(LightningDataModule):
         device = training_device(self.trainer)
         if self._train is not None and self._train[0].device == device:
             return
-        features, labels = _read(self._file())
-        held_out = stratified(labels, _held_out_rows(len(labels)), self.seed)
-        is_train = torch.ones(len(labels), dtype=torch.bool)
-        is_train[held_out] = False
-        x = features.float()
-        # in float64: over half a million rows of metres, float32 sums lose digits
-        continuous = features[:, :CONTINUOUS].double()
-        deviation, mean = torch.std_mean(continuous[is_train], dim=0, correction=0)
-        x[:, :CONTINUOUS] = ((continuous - mean) / deviation.where(deviation > 0, 1.0)).float()
-        self._train, self._held_out = (
-            (x[rows].to(device), labels[rows].to(device)) for rows in (is_train.nonzero().squeeze(1), held_out)
-        )
+        file = self._file()
+        key = type(self), version_of([file]), self.seed, device
+        train_x, train_y, held_out_x, held_out_y = shared(key, lambda: _split(file, self.seed, device))
+        self._train, self._held_out = (train_x, train_y), (held_out_x, held_out_y)
 
         if stage == "fit":
             self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
@@ -155,6 +148,21 @@ def stratified(labels: Tensor, rows: int, seed: int) -> Tensor:
 
 def _held_out_rows(rows: int) -> int:
     return -(-rows // 5)  # rounded up: of the full set 464,809 rows are left to train on, as in the paper
+
+
+def _split(file: Path, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Features and labels of the training rows, then of the held-out ones."""
+    features, labels = _read(file)
+    held_out = stratified(labels, _held_out_rows(len(labels)), seed)
+    is_train = torch.ones(len(labels), dtype=torch.bool)
+    is_train[held_out] = False
+    x = features.float()
+    # in float64: over half a million rows of metres, float32 sums lose digits
+    continuous = features[:, :CONTINUOUS].double()
+    deviation, mean = torch.std_mean(continuous[is_train], dim=0, correction=0)
+    x[:, :CONTINUOUS] = ((continuous - mean) / deviation.where(deviation > 0, 1.0)).float()
+    train = is_train.nonzero().squeeze(1)
+    return x[train].to(device), labels[train].to(device), x[held_out].to(device), labels[held_out].to(device)
 
 
 def _read(file: Path) -> tuple[Tensor, Tensor]:

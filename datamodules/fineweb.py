@@ -20,7 +20,8 @@ from mupscale.datamodules.resident import (
     shuffles,
     training_device,
 )
-from mupscale.datamodules.shards import SPLITS, TOKEN, Index, MappedTokens, read_index
+from mupscale.datamodules.shards import INDEX, SPLITS, TOKEN, Index, MappedTokens, read_index
+from mupscale.datamodules.shared import once, shared, version_of
 from mupscale.errors import UserError
 
 JARGON = Path(__file__).with_name("jargon")
@@ -74,7 +75,7 @@ class FineWeb(LightningDataModule):
     def prepare_data(self) -> None:
         index = self._index()
         with about_data_dir():
-            index.verify()
+            once(version_of(_files(index)), index.verify)
 
     def setup(self, stage: str | None = None) -> None:
         index, device = self._index(), training_device(self.trainer)
@@ -82,13 +83,14 @@ class FineWeb(LightningDataModule):
         self.refuse_model(model_arguments(self.trainer))
         if any(windows.device == device for windows in self._windows.values()):
             return
-        splits = {split: index.tokens(split) for split in SPLITS}
         resident = self.resident
         if resident is None:
-            size = sum(len(tokens) for tokens in splits.values()) * TOKEN.itemsize
+            size = sum(index.content[split]["tokens"] for split in SPLITS) * TOKEN.itemsize
             resident = device.type == "cuda" and size <= RESIDENT_SHARE * _memory(device)
         kind = ResidentWindows if resident else MappedWindows
-        self._windows = {split: kind(tokens, self.context + 1, device) for split, tokens in splits.items()}
+        key = type(self), version_of(_files(index)), kind, self.context, device
+        windows = shared(key, lambda: tuple(kind(index.tokens(split), self.context + 1, device) for split in SPLITS))
+        self._windows = dict(zip(SPLITS, windows, strict=True))
         if stage == "fit":
             self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
 
@@ -152,6 +154,11 @@ def about_data_dir() -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"data_dir: {error}") from error
+
+
+def _files(index: Index) -> list[Path]:
+    """All files of a prepared folder."""
+    return [index.folder / name for name in (INDEX, *index.files())]
 
 
 def _memory(device: torch.device) -> int:
