@@ -28,6 +28,7 @@ from mupscale.datamodules.resident import (
     ranks,
     refuse_bad_number,
     refuse_unfit_model,
+    seed_of_run,
     shuffles,
     training_device,
 )
@@ -55,16 +56,18 @@ class CIFAR100(LightningDataModule):
             0..99) or unpacked as cifar-100-python. With neither, the first start unpacks the cifar-100-python.tar.gz
             in this folder, or downloads it (169 MB).
         batch_size: Images per batch over all devices together; each of N devices takes one N-th.
-        seed: Determines the order of the batches, crops and flips.
+        seed: Determines the order of the batches, crops and flips. Left out: they follow `seed_everything`.
     """
 
-    def __init__(self, data_dir: str = "data", batch_size: int = 128, seed: int = 0) -> None:
+    def __init__(self, data_dir: str = "data", batch_size: int = 128, seed: int | None = None) -> None:
         super().__init__()
         refuse_bad_number("batch_size", batch_size)
-        refuse_bad_number("seed", seed, least=0)
+        if seed is not None:
+            refuse_bad_number("seed", seed, least=0)
         self.data_dir = data_dir
         self.batch_size = batch_size
         self.seed = seed
+        self._order_seed = seed
         self._train: tuple[Tensor, Tensor] | None = None
         self._test: tuple[Tensor, Tensor] | None = None
         self._table: Tensor | None = None
@@ -74,6 +77,8 @@ class CIFAR100(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         self.refuse_model(model_arguments(self.trainer))
+        if self._order_seed is None:
+            self._order_seed = seed_of_run()
         device = training_device(self.trainer)
         if self._train is not None and self._train[0].device == device:
             return
@@ -106,7 +111,8 @@ class CIFAR100(LightningDataModule):
 
     def _loader(self, kind: type["NormalisingLoader"], tensors: tuple[Tensor, ...], **options: bool) -> ResidentLoader:
         assert self._table is not None
-        return kind(self._table, tensors, self.batch_size, seed=self.seed, **options, **ranks(self.trainer))
+        assert self._order_seed is not None
+        return kind(self._table, tensors, self.batch_size, seed=self._order_seed, **options, **ranks(self.trainer))
 
     def _folder(self) -> Path:
         """The folder to read, with the set in it; if the download fails, a UserError says what to put where."""

@@ -21,6 +21,7 @@ from mupscale.datamodules.resident import (
     ranks,
     refuse_bad_number,
     refuse_unfit_model,
+    seed_of_run,
     shuffles,
     training_device,
 )
@@ -50,16 +51,19 @@ class Covertype(LightningDataModule):
             first start makes it from the covtype.data.gz in this folder, as UCI publishes it, or downloads that
             (11 MB; needs the extra `data`). Left out: the embedded sample of 7,500 real rows.
         batch_size: Rows per batch over all devices together; each of N devices takes one N-th.
-        seed: Determines the split and the order of the batches.
+        seed: Determines the order of the batches and which rows are held out. Left out: the order follows
+            `seed_everything`, and the same rows are held out whatever the seed of the run, those of seed 0.
     """
 
-    def __init__(self, data_dir: str | None = None, batch_size: int = 2000, seed: int = 0) -> None:
+    def __init__(self, data_dir: str | None = None, batch_size: int = 2000, seed: int | None = None) -> None:
         super().__init__()
         refuse_bad_number("batch_size", batch_size)
-        refuse_bad_number("seed", seed, least=0)
+        if seed is not None:
+            refuse_bad_number("seed", seed, least=0)
         self.data_dir = data_dir
         self.batch_size = batch_size
         self.seed = seed
+        self._order_seed = seed
         self._train: tuple[Tensor, Tensor] | None = None
         self._held_out: tuple[Tensor, Tensor] | None = None
 
@@ -68,12 +72,15 @@ class Covertype(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         self.refuse_model(model_arguments(self.trainer))
+        if self._order_seed is None:
+            self._order_seed = seed_of_run()
         device = training_device(self.trainer)
         if self._train is not None and self._train[0].device == device:
             return
         file = self._file()
-        key = type(self), version_of([file]), self.seed, device
-        train_x, train_y, held_out_x, held_out_y = shared(key, lambda: _split(file, self.seed, device))
+        split_seed = 0 if self.seed is None else self.seed
+        key = type(self), version_of([file]), split_seed, device
+        train_x, train_y, held_out_x, held_out_y = shared(key, lambda: _split(file, split_seed, device))
         self._train, self._held_out = (train_x, train_y), (held_out_x, held_out_y)
 
         if stage == "fit":
@@ -99,8 +106,14 @@ class Covertype(LightningDataModule):
         return self._loader(self._held_out[:1])
 
     def _loader(self, tensors: tuple[Tensor, ...], *, shuffle: bool = False, drop_last: bool = False) -> ResidentLoader:
+        assert self._order_seed is not None
         return ResidentLoader(
-            tensors, self.batch_size, shuffle=shuffle, seed=self.seed, drop_last=drop_last, **ranks(self.trainer)
+            tensors,
+            self.batch_size,
+            shuffle=shuffle,
+            seed=self._order_seed,
+            drop_last=drop_last,
+            **ranks(self.trainer),
         )
 
     def _file(self) -> Path:

@@ -17,6 +17,7 @@ from mupscale.datamodules.resident import (
     model_arguments,
     ranks,
     refuse_bad_number,
+    seed_of_run,
     shuffles,
     training_device,
 )
@@ -48,7 +49,7 @@ class FineWeb(LightningDataModule):
         order: random: crops of the training text. sequential: its windows one after another.
         resident: Keep the tokens on the training device. By default on a GPU if they take at most an eighth of its
             memory; otherwise batches are read from disk, by memory map.
-        seed: Determines the crops.
+        seed: Determines the crops. Left out: they follow `seed_everything`.
     """
 
     def __init__(
@@ -58,18 +59,20 @@ class FineWeb(LightningDataModule):
         context: int = 1024,
         order: Order = "random",
         resident: bool | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         refuse_bad_number("batch_size", batch_size)
         refuse_bad_number("context", context, least=None)
-        refuse_bad_number("seed", seed, least=0)
+        if seed is not None:
+            refuse_bad_number("seed", seed, least=0)
         self.data_dir = data_dir
         self.batch_size = batch_size
         self.context = context
         self.order: Order = order
         self.resident = resident
         self.seed = seed
+        self._order_seed = seed
         self._windows: dict[str, ResidentWindows | MappedWindows] = {}
 
     def prepare_data(self) -> None:
@@ -80,6 +83,8 @@ class FineWeb(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         index, device = self._index(), training_device(self.trainer)
         self._refuse_context(index)
+        if self._order_seed is None:
+            self._order_seed = seed_of_run()
         self.refuse_model(model_arguments(self.trainer))
         if any(windows.device == device for windows in self._windows.values()):
             return
@@ -113,7 +118,7 @@ class FineWeb(LightningDataModule):
             self.batch_size,
             order=order,
             targets=targets,
-            seed=self.seed,
+            seed=self._order_seed,
             drop_last=drop_last,
             **ranks(self.trainer),
         )

@@ -31,7 +31,7 @@ SUMMARY = (
 
 def refuse_changes(saved: Config, config: Config, step: int, *, same_place: bool) -> None:
     """UserError if a configuration differs from that of a checkpoint of `step` in what the checkpoint has decided."""
-    for key, there, here in differences(saved, config):
+    for key, there, here in differences(_with_data_seed(saved), _with_data_seed(config)):
         if key.startswith("trainer.callbacks") or _is_missing(saved, key) or _is_one_class(key, there, here):
             continue
         free = key.startswith(FREE) or (key.startswith("data.init_args.") and key.rpartition(".")[2] in FREE_DATA)
@@ -42,6 +42,21 @@ def refuse_changes(saved: Config, config: Config, step: int, *, same_place: bool
                 f"{where}. {SUMMARY}. For all else start a new run from the weights, with --model.init_from CHECKPOINT"
             )
     _refuse_callbacks(_callbacks(saved), _callbacks(config), step)
+
+
+def _with_data_seed(config: Config) -> Config:
+    """A configuration in which a `data.seed` of null, of our own data modules, is 0 if the run's seed is 0.
+
+    It then means the same. It does not with another seed of the run: null holds out the rows of seed 0 all the same.
+    """
+    seed, data = config.get("seed_everything"), config.get("data")
+    if type(seed) is not int or seed != 0 or not isinstance(data, dict):
+        return config
+    arguments = data.get("init_args", {})
+    is_ours = str(data.get("class_path")).startswith("mupscale.datamodules.")
+    if not is_ours or arguments.get("seed", 0) is not None:
+        return config
+    return {**config, "data": {**data, "init_args": {**arguments, "seed": 0}}}
 
 
 def shown(key: str) -> str:
