@@ -189,7 +189,7 @@ class ResidentLoader:
         return tuple(id(tensor) for tensor in self.tensors)
 
     @cached_property
-    def _order_without_seed(self) -> tuple[Hashable, ...]:
+    def _order_without_seed(self) -> tuple[Any, ...]:
         arguments = [(name, value) for name, value in self._order_depends_on.items() if name != "seed"]
         return type(self), self._made_of(), tuple(arguments), self.rank, self.world_size
 
