@@ -28,9 +28,11 @@ from mupscale.datamodules.resident import (
     ranks,
     refuse_bad_number,
     refuse_unfit_model,
+    seed_of_run,
     shuffles,
     training_device,
 )
+from mupscale.datamodules.shared import shared, version_of
 from mupscale.errors import UserError
 
 CLASSES, SIZE = 100, 32
@@ -54,16 +56,18 @@ class CIFAR100(LightningDataModule):
             0..99) or unpacked as cifar-100-python. With neither, the first start unpacks the cifar-100-python.tar.gz
             in this folder, or downloads it (169 MB).
         batch_size: Images per batch over all devices together; each of N devices takes one N-th.
-        seed: Determines the order of the batches, crops and flips.
+        seed: Determines the order of the batches, crops and flips. Left out: they follow `seed_everything`.
     """
 
-    def __init__(self, data_dir: str = "data", batch_size: int = 128, seed: int = 0) -> None:
+    def __init__(self, data_dir: str = "data", batch_size: int = 128, seed: int | None = None) -> None:
         super().__init__()
         refuse_bad_number("batch_size", batch_size)
-        refuse_bad_number("seed", seed, least=0)
+        if seed is not None:
+            refuse_bad_number("seed", seed, least=0)
         self.data_dir = data_dir
         self.batch_size = batch_size
         self.seed = seed
+        self._order_seed = seed
         self._train: tuple[Tensor, Tensor] | None = None
         self._test: tuple[Tensor, Tensor] | None = None
         self._table: Tensor | None = None
@@ -73,13 +77,15 @@ class CIFAR100(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         self.refuse_model(model_arguments(self.trainer))
+        if self._order_seed is None:
+            self._order_seed = seed_of_run()
         device = training_device(self.trainer)
         if self._train is not None and self._train[0].device == device:
             return
-        (images, labels), (test_images, test_labels) = read(self._folder())
-        self._table = normalisation_table(*channel_statistics(images)).to(device)
-        self._train = padded(images.to(device)), labels.to(device)
-        self._test = test_images.to(device), test_labels.to(device)
+        folder = self._folder()
+        key = type(self), version_of(_files(folder)), device
+        table, train_x, train_y, test_x, test_y = shared(key, lambda: _resident(folder, device))
+        self._table, self._train, self._test = table, (train_x, train_y), (test_x, test_y)
 
         if stage == "fit":
             self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
@@ -105,7 +111,8 @@ class CIFAR100(LightningDataModule):
 
     def _loader(self, kind: type["NormalisingLoader"], tensors: tuple[Tensor, ...], **options: bool) -> ResidentLoader:
         assert self._table is not None
-        return kind(self._table, tensors, self.batch_size, seed=self.seed, **options, **ranks(self.trainer))
+        assert self._order_seed is not None
+        return kind(self._table, tensors, self.batch_size, seed=self._order_seed, **options, **ranks(self.trainer))
 
     def _folder(self) -> Path:
         """The folder to read, with the set in it; if the download fails, a UserError says what to put where."""
@@ -216,6 +223,23 @@ def unpack(folder: Path) -> None:
         except OSError:
             if not (folder / Published.base_folder).is_dir():  # if it is there, another process was faster
                 raise
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that `read` reads."""
+    if (folder / NPZ).is_file():
+        return [folder / NPZ]
+    listed = [*Published.train_list, *Published.test_list, [Published.meta["filename"], Published.meta["md5"]]]
+    paths = [folder / Published.base_folder / name for name, _ in listed]
+    return [path for path in paths if path.is_file()]
+
+
+def _resident(folder: Path, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The table of normalised values; images and labels to train on, and to test on."""
+    (images, labels), (test_images, test_labels) = read(folder)
+    table = normalisation_table(*channel_statistics(images)).to(device)
+    train = padded(images.to(device)), labels.to(device)
+    return table, *train, test_images.to(device), test_labels.to(device)
 
 
 def read(folder: Path) -> list[tuple[Tensor, Tensor]]:

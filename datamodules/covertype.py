@@ -21,9 +21,11 @@ from mupscale.datamodules.resident import (
     ranks,
     refuse_bad_number,
     refuse_unfit_model,
+    seed_of_run,
     shuffles,
     training_device,
 )
+from mupscale.datamodules.shared import shared, version_of
 from mupscale.errors import UserError, needs_extra
 
 CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
@@ -49,16 +51,19 @@ class Covertype(LightningDataModule):
             first start makes it from the covtype.data.gz in this folder, as UCI publishes it, or downloads that
             (11 MB; needs the extra `data`). Left out: the embedded sample of 7,500 real rows.
         batch_size: Rows per batch over all devices together; each of N devices takes one N-th.
-        seed: Determines the split and the order of the batches.
+        seed: Determines the order of the batches and which rows are held out. Left out: the order follows
+            `seed_everything`, and the same rows are held out whatever the seed of the run, those of seed 0.
     """
 
-    def __init__(self, data_dir: str | None = None, batch_size: int = 2000, seed: int = 0) -> None:
+    def __init__(self, data_dir: str | None = None, batch_size: int = 2000, seed: int | None = None) -> None:
         super().__init__()
         refuse_bad_number("batch_size", batch_size)
-        refuse_bad_number("seed", seed, least=0)
+        if seed is not None:
+            refuse_bad_number("seed", seed, least=0)
         self.data_dir = data_dir
         self.batch_size = batch_size
         self.seed = seed
+        self._order_seed = seed
         self._train: tuple[Tensor, Tensor] | None = None
         self._held_out: tuple[Tensor, Tensor] | None = None
 
@@ -67,21 +72,16 @@ class Covertype(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         self.refuse_model(model_arguments(self.trainer))
+        if self._order_seed is None:
+            self._order_seed = seed_of_run()
         device = training_device(self.trainer)
         if self._train is not None and self._train[0].device == device:
             return
-        features, labels = _read(self._file())
-        held_out = stratified(labels, _held_out_rows(len(labels)), self.seed)
-        is_train = torch.ones(len(labels), dtype=torch.bool)
-        is_train[held_out] = False
-        x = features.float()
-        # in float64: over half a million rows of metres, float32 sums lose digits
-        continuous = features[:, :CONTINUOUS].double()
-        deviation, mean = torch.std_mean(continuous[is_train], dim=0, correction=0)
-        x[:, :CONTINUOUS] = ((continuous - mean) / deviation.where(deviation > 0, 1.0)).float()
-        self._train, self._held_out = (
-            (x[rows].to(device), labels[rows].to(device)) for rows in (is_train.nonzero().squeeze(1), held_out)
-        )
+        file = self._file()
+        split_seed = 0 if self.seed is None else self.seed
+        key = type(self), version_of([file]), split_seed, device
+        train_x, train_y, held_out_x, held_out_y = shared(key, lambda: _split(file, split_seed, device))
+        self._train, self._held_out = (train_x, train_y), (held_out_x, held_out_y)
 
         if stage == "fit":
             self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
@@ -106,8 +106,14 @@ class Covertype(LightningDataModule):
         return self._loader(self._held_out[:1])
 
     def _loader(self, tensors: tuple[Tensor, ...], *, shuffle: bool = False, drop_last: bool = False) -> ResidentLoader:
+        assert self._order_seed is not None
         return ResidentLoader(
-            tensors, self.batch_size, shuffle=shuffle, seed=self.seed, drop_last=drop_last, **ranks(self.trainer)
+            tensors,
+            self.batch_size,
+            shuffle=shuffle,
+            seed=self._order_seed,
+            drop_last=drop_last,
+            **ranks(self.trainer),
         )
 
     def _file(self) -> Path:
@@ -155,6 +161,21 @@ def stratified(labels: Tensor, rows: int, seed: int) -> Tensor:
 
 def _held_out_rows(rows: int) -> int:
     return -(-rows // 5)  # rounded up: of the full set 464,809 rows are left to train on, as in the paper
+
+
+def _split(file: Path, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Features and labels of the training rows, then of the held-out ones."""
+    features, labels = _read(file)
+    held_out = stratified(labels, _held_out_rows(len(labels)), seed)
+    is_train = torch.ones(len(labels), dtype=torch.bool)
+    is_train[held_out] = False
+    x = features.float()
+    # in float64: over half a million rows of metres, float32 sums lose digits
+    continuous = features[:, :CONTINUOUS].double()
+    deviation, mean = torch.std_mean(continuous[is_train], dim=0, correction=0)
+    x[:, :CONTINUOUS] = ((continuous - mean) / deviation.where(deviation > 0, 1.0)).float()
+    train = is_train.nonzero().squeeze(1)
+    return x[train].to(device), labels[train].to(device), x[held_out].to(device), labels[held_out].to(device)
 
 
 def _read(file: Path) -> tuple[Tensor, Tensor]:

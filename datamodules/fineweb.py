@@ -17,10 +17,12 @@ from mupscale.datamodules.resident import (
     model_arguments,
     ranks,
     refuse_bad_number,
+    seed_of_run,
     shuffles,
     training_device,
 )
-from mupscale.datamodules.shards import SPLITS, TOKEN, Index, MappedTokens, read_index
+from mupscale.datamodules.shards import INDEX, SPLITS, TOKEN, Index, MappedTokens, read_index
+from mupscale.datamodules.shared import once, shared, version_of
 from mupscale.errors import UserError
 
 JARGON = Path(__file__).with_name("jargon")
@@ -47,7 +49,7 @@ class FineWeb(LightningDataModule):
         order: random: crops of the training text. sequential: its windows one after another.
         resident: Keep the tokens on the training device. By default on a GPU if they take at most an eighth of its
             memory; otherwise batches are read from disk, by memory map.
-        seed: Determines the crops.
+        seed: Determines the crops. Left out: they follow `seed_everything`.
     """
 
     def __init__(
@@ -57,38 +59,43 @@ class FineWeb(LightningDataModule):
         context: int = 1024,
         order: Order = "random",
         resident: bool | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         refuse_bad_number("batch_size", batch_size)
         refuse_bad_number("context", context, least=None)
-        refuse_bad_number("seed", seed, least=0)
+        if seed is not None:
+            refuse_bad_number("seed", seed, least=0)
         self.data_dir = data_dir
         self.batch_size = batch_size
         self.context = context
         self.order: Order = order
         self.resident = resident
         self.seed = seed
+        self._order_seed = seed
         self._windows: dict[str, ResidentWindows | MappedWindows] = {}
 
     def prepare_data(self) -> None:
         index = self._index()
         with about_data_dir():
-            index.verify()
+            once(version_of(_files(index)), index.verify)
 
     def setup(self, stage: str | None = None) -> None:
         index, device = self._index(), training_device(self.trainer)
         self._refuse_context(index)
+        if self._order_seed is None:
+            self._order_seed = seed_of_run()
         self.refuse_model(model_arguments(self.trainer))
         if any(windows.device == device for windows in self._windows.values()):
             return
-        splits = {split: index.tokens(split) for split in SPLITS}
         resident = self.resident
         if resident is None:
-            size = sum(len(tokens) for tokens in splits.values()) * TOKEN.itemsize
+            size = sum(index.content[split]["tokens"] for split in SPLITS) * TOKEN.itemsize
             resident = device.type == "cuda" and size <= RESIDENT_SHARE * _memory(device)
         kind = ResidentWindows if resident else MappedWindows
-        self._windows = {split: kind(tokens, self.context + 1, device) for split, tokens in splits.items()}
+        key = type(self), version_of(_files(index)), kind, self.context, device
+        windows = shared(key, lambda: tuple(kind(index.tokens(split), self.context + 1, device) for split in SPLITS))
+        self._windows = dict(zip(SPLITS, windows, strict=True))
         if stage == "fit":
             self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
 
@@ -111,7 +118,7 @@ class FineWeb(LightningDataModule):
             self.batch_size,
             order=order,
             targets=targets,
-            seed=self.seed,
+            seed=self._order_seed,
             drop_last=drop_last,
             **ranks(self.trainer),
         )
@@ -152,6 +159,11 @@ def about_data_dir() -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"data_dir: {error}") from error
+
+
+def _files(index: Index) -> list[Path]:
+    """All files of a prepared folder."""
+    return [index.folder / name for name in (INDEX, *index.files())]
 
 
 def _memory(device: torch.device) -> int:

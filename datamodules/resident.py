@@ -1,6 +1,7 @@
 """Batches of tensors that already lie on the training device: one index operation each, no workers, no host copies."""
 
 import hashlib
+import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -188,7 +189,7 @@ class ResidentLoader:
         return tuple(id(tensor) for tensor in self.tensors)
 
     @cached_property
-    def _order_without_seed(self) -> tuple[Hashable, ...]:
+    def _order_without_seed(self) -> tuple[Any, ...]:
         arguments = [(name, value) for name, value in self._order_depends_on.items() if name != "seed"]
         return type(self), self._made_of(), tuple(arguments), self.rank, self.world_size
 
@@ -259,6 +260,11 @@ def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) ->
         return tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
     parts = first._batch(*(entries[position] for entries in plan))
     return _unpacked(tuple(part.unflatten(0, (len(loaders), -1)) for part in parts))
+
+
+def seed_of_run() -> int:
+    """The seed of the run, which `seed_everything` puts into the environment of all its processes; without one, 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def refuse_bad_number(key: str, value: Any, least: int | None = 1) -> None:

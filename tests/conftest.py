@@ -1,6 +1,7 @@
 """One thread a test process: the suite runs one process per core."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _same_random_numbers() -> None:
     """A test must not depend on those before it."""
     torch.manual_seed(0)
+    os.environ.pop("PL_GLOBAL_SEED", None)
 
 
 @pytest.fixture

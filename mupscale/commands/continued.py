@@ -32,7 +32,7 @@ SUMMARY = (
 def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -> None:
     """UserError if a configuration differs from that of a checkpoint of `step` in what the checkpoint has decided."""
     try:
-        found = differences(saved, _of_then(saved, config))
+        found = differences(_with_data_seed(saved), _with_data_seed(_of_then(saved, config)))
         callbacks = _callbacks(saved)
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError("the configuration in the checkpoint is damaged; take another checkpoint") from error
@@ -59,6 +59,21 @@ def _of_then(there: Any, here: Any) -> Any:
     if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         return [_of_then(a, b) for a, b in zip(there, here, strict=True)]
     return here
+
+
+def _with_data_seed(config: Config) -> Config:
+    """A configuration in which a `data.seed` of null, of our own data modules, is 0 if the run's seed is 0.
+
+    It then means the same. It does not with another seed of the run: null holds out the rows of seed 0 all the same.
+    """
+    seed, data = config.get("seed_everything"), config.get("data")
+    if type(seed) is not int or seed != 0 or not isinstance(data, dict):
+        return config
+    arguments = data.get("init_args", {})
+    is_ours = str(data.get("class_path")).startswith("mupscale.datamodules.")
+    if not is_ours or arguments.get("seed", 0) is not None:
+        return config
+    return {**config, "data": {**data, "init_args": {**arguments, "seed": 0}}}
 
 
 def _refuse_callbacks(there: list[Config], here: list[Config], step: int) -> None:

@@ -630,10 +630,10 @@ def test_by_position_batches_are_those_of_iteration(folder: str, draw: str, foll
     data = module(folder)
 
     def make(seed: int) -> ResidentLoader:
-        data.seed = seed
-        return getattr(data, f"{draw}_dataloader")()
+        return getattr(module(folder, seed=seed), f"{draw}_dataloader")()
 
     check_positions(make, follows_seed=follows_seed)
+    assert getattr(data, f"{draw}_dataloader")().order == make(0).order
 
 
 def test_joint_batches_keep_the_layout_of_images(folder: str):

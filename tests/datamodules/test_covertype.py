@@ -460,12 +460,13 @@ def test_processes_that_start_together_read_one_whole_file(tmp_path: Path, archi
 
 
 @pytest.mark.parametrize(("draw", "follows_seed"), [("train", True), ("val", False), ("predict", False)])
-def test_by_position_batches_are_those_of_iteration(data: Covertype, draw: str, follows_seed: bool):
+def test_by_position_batches_are_those_of_iteration(
+    data: Covertype, draw: str, follows_seed: bool, monkeypatch: pytest.MonkeyPatch
+):
     def make(seed: int) -> ResidentLoader:
-        data.seed = seed
-        return getattr(data, f"{draw}_dataloader")()
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
+        same_rows = Covertype()
+        same_rows.setup()
+        return getattr(same_rows, f"{draw}_dataloader")()
 
-    try:
-        check_positions(make, follows_seed=follows_seed)
-    finally:
-        data.seed = 0
+    check_positions(make, follows_seed=follows_seed)

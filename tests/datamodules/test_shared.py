@@ -1,0 +1,236 @@
+"""Data modules of one process hold their data together, and free it with the last of them."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from stand_ins import trainer_stub
+
+from mupscale.datamodules import cifar100, covertype, fineweb
+from mupscale.datamodules import shared as module
+from mupscale.datamodules.cifar100 import CIFAR100
+from mupscale.datamodules.covertype import SAMPLE, Covertype
+from mupscale.datamodules.fineweb import JARGON, FineWeb
+from mupscale.datamodules.shared import once, shared, version_of
+
+
+class Thing:
+    """Something that can be referred to weakly."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_held", {})
+    monkeypatch.setattr(module, "_verified", set())
+
+
+# ---- the functions
+
+
+def test_what_is_held_is_not_read_again():
+    first = shared("key", lambda: (Thing(), Thing()))
+    second = shared("key", lambda: pytest.fail("it is held"))
+    assert [a is b for a, b in zip(first, second, strict=True)] == [True, True]
+    assert shared("another key", lambda: (Thing(), Thing()))[0] is not first[0]
+
+
+def test_what_nobody_holds_is_freed_and_read_again():
+    reads = []
+
+    def read() -> tuple[Thing]:
+        reads.append(len(reads))
+        return (Thing(),)
+
+    shared("key", read)
+    assert module._held["key"][0]() is None
+    held = shared("key", read)
+    assert reads == [0, 1]
+    del held
+    shared("another key", read)
+    assert list(module._held) == ["another key"]
+
+
+def test_a_part_that_is_held_stays_itself():
+    kept, _ = shared("key", lambda: (Thing(), Thing()))
+    del _
+    again, other = shared("key", lambda: (Thing(), Thing()))
+    assert again is kept
+    assert shared("key", lambda: pytest.fail("it is held"))[1] is other
+
+
+def test_a_check_that_failed_is_made_again():
+    calls = []
+
+    def verify() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        once("key", verify)
+    for _ in range(3):
+        once("key", verify)
+    assert calls == [0, 1]
+
+
+def test_the_version_of_a_file_is_its_place_size_and_time(tmp_path: Path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_bytes(b"one")
+    link.symlink_to(file)
+    before = version_of([file])
+    assert version_of([link]) == before
+    status = file.stat()
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert version_of([file]) != before
+    file.write_bytes(b"four")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert version_of([file]) != before
+
+
+# ---- the data modules
+
+
+def covertype_folder(folder: Path) -> None:
+    shutil.copy(SAMPLE, folder / "covertype.npz")
+
+
+def cifar100_folder(folder: Path) -> None:
+    draw = np.random.default_rng(0)
+    arrays: dict[str, Any] = {}
+    for part, images in (("train", 20), ("test", 10)):
+        arrays[f"x_{part}"] = draw.integers(0, 256, (images, 32, 32, 3), dtype=np.uint8)
+        arrays[f"y_{part}"] = draw.integers(0, 100, images, dtype=np.uint8)
+    np.savez(folder / "cifar100.npz", **arrays)
+
+
+def fineweb_folder(folder: Path) -> None:
+    shutil.copytree(JARGON, folder, dirs_exist_ok=True)
+
+
+MODULES: dict[str, tuple[Callable[..., LightningDataModule], Callable[[Path], None], tuple[Any, str]]] = {
+    "Covertype": (Covertype, covertype_folder, (covertype, "_read")),
+    "CIFAR100": (CIFAR100, cifar100_folder, (cifar100, "read")),
+    "FineWeb, resident": (lambda **a: FineWeb(resident=True, **a), fineweb_folder, (fineweb.Index, "tokens")),
+    "FineWeb, mapped": (lambda **a: FineWeb(resident=False, **a), fineweb_folder, (fineweb.Index, "tokens")),
+}
+
+
+class Data:
+    """Data modules of one kind, on a folder of their own."""
+
+    def __init__(self, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.make, write, (owner, name) = MODULES[kind]
+        self.folder = folder
+        write(folder)
+        self.reads = 0
+        read = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.reads += 1
+            return read(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    def __call__(self, device: str = "cpu", folder: Path | None = None, **options: Any) -> LightningDataModule:
+        data = self.make(data_dir=str(folder or self.folder), **{"batch_size": 8, **options})
+        data.trainer = trainer_stub(device)  # type: ignore[assignment]
+        data.prepare_data()
+        data.setup()
+        return data
+
+
+@pytest.fixture(params=MODULES)
+def data(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Data:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return Data(request.param, folder, monkeypatch)
+
+
+def made_of(data: LightningDataModule) -> tuple[Any, ...]:
+    return tuple(
+        loader._made_of() for loader in (data.train_dataloader(), data.val_dataloader(), data.predict_dataloader())
+    )
+
+
+def test_data_modules_of_one_file_and_device_share_their_data(data: Data):
+    first = data()
+    reads = data.reads
+    others = [data(batch_size=batch_size) for batch_size in (8, 4)]
+    assert reads > 0
+    assert data.reads == reads
+    assert {made_of(first)} == {made_of(other) for other in others}
+    assert first.train_dataloader().order == others[0].train_dataloader().order
+    assert first.train_dataloader().order != others[1].train_dataloader().order
+
+
+def test_data_is_freed_after_its_last_data_module_and_loader(data: Data):
+    modules = [data(), data()]
+    reads = data.reads
+    modules.pop()
+    loaders = [modules[0].train_dataloader()]
+    (held,) = module._held.values()
+    assert all(reference() is not None for reference in held)
+    modules.pop()
+    # the loader holds what it draws from
+    assert 0 < sum(reference() is not None for reference in held) < len(held)
+    loaders.pop()
+    assert all(reference() is None for reference in held)
+    data()
+    assert data.reads == 2 * reads
+
+
+def test_data_of_another_file_version_or_device_is_another(data: Data, tmp_path: Path):
+    first = data()
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(data.folder, elsewhere)
+    of_file = data(folder=elsewhere)
+    of_device = data(device="meta")
+    for file in data.folder.iterdir():
+        status = file.stat()
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    of_version = data()
+    held = [first, of_file, of_device, of_version]
+    assert len({made_of(each) for each in held}) == len(held)
+
+
+def test_the_split_is_part_of_the_data(tmp_path: Path):
+    one, same, other = (Covertype(seed=seed) for seed in (0, 0, 1))
+    for each in (one, same, other):
+        each.setup()
+    assert made_of(one) == made_of(same) != made_of(other)
+
+
+def test_a_checked_folder_is_checked_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checks: list[Path] = []
+    verify = fineweb.Index.verify
+
+    def counted(index: fineweb.Index) -> None:
+        checks.append(index.folder)
+        verify(index)
+
+    monkeypatch.setattr(fineweb.Index, "verify", counted)
+    folder = tmp_path / "tokens"
+    shutil.copytree(JARGON, folder)
+    for _ in range(3):
+        FineWeb(str(folder)).prepare_data()
+    assert len(checks) == 1
+    file = next(folder.glob("train-*.tokens"))
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is damaged"):
+            FineWeb(str(folder)).prepare_data()
+    assert len(checks) == 3
+
+
+def test_another_table_of_values_is_another_order():
+    images, tables = torch.zeros(8, 32, 32, 3, dtype=torch.uint8), [torch.zeros(3, 256), torch.ones(3, 256)]
+    orders = [cifar100.NormalisingLoader(table, (images,), 4, shuffle=False).order for table in (*tables, tables[0])]
+    assert orders[0] == orders[2] != orders[1]
