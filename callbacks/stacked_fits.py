@@ -2,7 +2,7 @@
 
 import math
 import os
-import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,10 @@ from mupscale.models._lightning import (
     validation_loader,
 )
 from mupscale.models.base import WidthScalable
+from mupscale.stacking.captured import CapturedStack, batch_kind
 from mupscale.stacking.dropout import mixed
 from mupscale.stacking.optimizers import KINDS
 from mupscale.stacking.stack import Stack
-
-WARM_UP = 3
-"""Steps before a capture: the first ones make optimizer state, compile, and choose kernels."""
 
 INSIDE_A_STEP = (
     "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
@@ -118,8 +116,8 @@ class StackedFits:
         self._max_norm = trainer.gradient_clip_val
         self._draws = module.stacked_losses() is None  # in it, dropout may be
         self._seeds = torch.tensor([each.seed for each in awaited], device=module.device)
-        self._captured: Any = None
-        self._count = 0
+        self._captured: CapturedStack | None = None
+        self._kind: Any = None
 
     def is_of(self, awaited: list[Awaited]) -> bool:
         """Whether these fits, with the networks that they have now, are those of the stack."""
@@ -218,17 +216,20 @@ class StackedFits:
         """Takes a step of all fits; returns the losses, on their device."""
         if self._draws:
             self._stack.seeds.copy_(mixed(self._seeds, number))
-        self._count += 1
-        if self._captured is not None and self._captured.fits(batch, shared=shared):
-            return self._captured(batch)
-        context = self.awaited[0].trainer.precision_plugin.train_step_context
-        if self.awaited[0].cuda_graph and self._count > WARM_UP:
+        options: dict[str, Any] = {"shared": shared, "max_norm": self._max_norm, "context": self._context}
+        if not self.awaited[0].cuda_graph:
+            return self._stack.advance(batch, **options)
+        kind, before = (shared, batch_kind(batch)), self._kind
+        self._kind = kind
+        if kind != before:  # a graph is made for the second step in a row of a kind
             self._captured = None
-            from mupscale.stacking.capture import CapturedStack
+            return self._stack.advance(batch, **options)
+        if self._captured is None:
+            self._captured = CapturedStack(self._stack, batch, **options)
+        return self._captured(batch)
 
-            self._captured = CapturedStack(self._stack, batch, shared=shared, max_norm=self._max_norm, context=context)
-            return self._captured(batch)
-        return self._stack.advance(batch, shared=shared, max_norm=self._max_norm, context=context)
+    def _context(self) -> AbstractContextManager[Any]:
+        return self.awaited[0].trainer.precision_plugin.train_step_context()
 
     def _prepared(self, batch: Any) -> Any:
         trainer = self.awaited[0].trainer
@@ -305,11 +306,3 @@ def why_apart(trainer: Trainer) -> str | None:
         names = ", ".join(kind.__name__ for kind in KINDS)
         return f"{type(trainer.optimizers[0]).__name__} has no step for many models at once; {names} have"
     return None
-
-
-def most_in_stack(first: Awaited, size: int | str) -> int:
-    """How many fits like this one go into a stack: as many as the memory holds, or `size` of them.
-
-    UserError if the memory does not hold so many; Apart if more than one would not pay.
-    """
-    return sys.maxsize if size == "auto" else int(size)

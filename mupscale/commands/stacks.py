@@ -8,8 +8,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 
-from mupscale.callbacks.joint_steps import Apart, JointSteps
-from mupscale.callbacks.stacked_fits import most_in_stack
+from mupscale.callbacks.joint_steps import JointSteps
+from mupscale.callbacks.stack_room import room_in_stack
+from mupscale.callbacks.stacked_fits import Apart
 from mupscale.commands.arguments import Size
 from mupscale.commands.config import Config, class_name
 from mupscale.commands.runs import Progress, Result, Run, fitted, free_memory, known_result, make
@@ -122,7 +123,7 @@ class Workshop:
         clock = Progress()
         joint = JointSteps(
             jobs(),
-            most=lambda awaited: most_in_stack(awaited, self._size),
+            most=lambda awaited: room_in_stack(awaited, self._size),
             tell=self._tell,
             progress=lambda step, steps, count: clock.print(f"{len(mates)} runs", step, steps, f"{count} still on"),
         )

@@ -1,0 +1,66 @@
+"""How many fits one stack has room for."""
+
+import torch
+from lightning.pytorch import Trainer
+
+from mupscale.callbacks.stacked_fits import Apart, Awaited
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.device_memory import free_bytes
+from mupscale.errors import UserError
+from mupscale.models._lightning import callbacks_of, training_loader
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import Width
+from mupscale.stacking.memory import bytes_per_model
+
+SHARE = 0.9
+"""Of the free memory, how much a stack may take."""
+
+
+def room_in_stack(first: Awaited, size: int | str) -> int:
+    """How many fits like this one go into a stack: `size` of them, or as many as the memory holds for `auto`.
+
+    UserError if the memory does not hold `size` of them; Apart if it does not hold two.
+    """
+    free = SHARE * free_bytes(first.trainer.strategy.root_device)
+    width = widest(first.trainer, first.module)
+    each = bytes_of(first, width)
+    most = int(free // each)
+    if isinstance(size, str) and most < 2:
+        raise Apart(
+            f"the {free / 1e9:.1f} GB that are free hold one network of width {width}, with {each / 1e9:.1f} GB"
+        )
+    if isinstance(size, str):
+        return most
+    if size > most:
+        raise UserError(
+            f"--stack {size}: networks of width {width} take about {each / 1e9:.2g} GB each, and {free / 1e9:.2g} GB "
+            f"are free. Give at most {most}"
+        )
+    return size
+
+
+def widest(trainer: Trainer, module: WidthScalable) -> Width:
+    """The width at the end of a fit."""
+    swaps = [callback for callback in callbacks_of(trainer) if isinstance(callback, UpscaleCallback)]
+    last = max(swaps, key=lambda swap: swap.at_step, default=None)
+    return module.width if last is None else last.width
+
+
+def bytes_of(first: Awaited, width: Width) -> int:
+    """The memory that a fit takes in a stack, at this width."""
+    module, loader = first.module, training_loader(first.trainer)
+    batch = first.batch if loader is None else loader.batch_at(0, 0)
+    net = module.net
+    with torch.random.fork_rng(devices=[]):
+        module.net = module.network(width, meta=True)
+        try:
+            return bytes_per_model(
+                module,
+                type(first.trainer.optimizers[0]),
+                lambda model, inputs: model.mappable_loss(inputs),
+                first.trainer.precision_plugin.convert_input(batch),
+                shared=False,
+                losses=module.stacked_losses(),
+            )
+        finally:
+            module.net = net
