@@ -311,15 +311,12 @@ def adam_update(
     else:
         gradient = torch.addcmul(gradient, weight, decay)
     exp_avg.lerp_(gradient, new1)
-    change = gradient * new2
-    exp_avg_sq.mul_(beta2).addcmul_(change, gradient)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient * new2, gradient)
     second = exp_avg_sq
     if amsgrad:
         assert max_exp_avg_sq is not None
-        second = torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
-    change = torch.sqrt(second, out=change).div_(root).add_(eps)
-    change = torch.div(exp_avg, change, out=change)
-    weight.addcmul_(change, -size)
+        second = max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
+    weight.addcmul_(exp_avg / second.sqrt().div_(root).add_(eps), -size)
 
 
 def _update_all(
