@@ -77,7 +77,7 @@ class StackedOptimizer:
         self._update_all(
             self.update,
             weights,
-            [gradients[index] for index in moved],
+            [gradient for gradient in gradients if gradient is not None],
             [{key: value for key, value in state.items() if key != "step"} for state in states],
             factors,
             self._flags,
@@ -141,7 +141,7 @@ class StackedOptimizer:
 
     @staticmethod
     def update(
-        weight: Tensor, gradient: Tensor, state: dict[str, Tensor], factors: dict[str, Tensor], flags: dict[str, Any]
+        weight: Tensor, gradient: Tensor, state: dict[str, Any], factors: dict[str, Any], flags: dict[str, Any]
     ) -> None:
         """Moves one stacked weight; each of the factors multiplies a tensor of its shape."""
         raise NotImplementedError
@@ -220,7 +220,7 @@ class StackedSGD(StackedOptimizer):
 
     @staticmethod
     def update(
-        weight: Tensor, gradient: Tensor, state: dict[str, Tensor], factors: dict[str, Tensor], flags: dict[str, Any]
+        weight: Tensor, gradient: Tensor, state: dict[str, Any], factors: dict[str, Any], flags: dict[str, Any]
     ) -> None:
         sgd_update(weight, gradient, state.get("momentum_buffer"), **factors, **flags)
 
@@ -273,7 +273,7 @@ class StackedAdam(StackedOptimizer):
 
     @staticmethod
     def update(
-        weight: Tensor, gradient: Tensor, state: dict[str, Tensor], factors: dict[str, Tensor], flags: dict[str, Any]
+        weight: Tensor, gradient: Tensor, state: dict[str, Any], factors: dict[str, Any], flags: dict[str, Any]
     ) -> None:
         adam_update(weight, gradient, **state, **factors, **flags)
 
