@@ -41,11 +41,11 @@ def test_steps_are_of_one_kind_where_one_graph_can_take_them() -> None:
 # --- on a GPU
 
 
-def on_gpu(optimizer: str, compiled: bool = False) -> tuple[Stack, list[Any]]:
+def on_gpu(optimizer: str, dtype: torch.dtype, *, compiled: bool) -> tuple[Stack, list[Any]]:
     pairs = [made("mlp", optimizer, index) for index in range(5)]
-    data = [(x.float().cuda(), y.cuda()) for x, y in batches(pairs[0][0], 8)]
+    data = [(x.to("cuda", dtype), y.cuda()) for x, y in batches(pairs[0][0], 8)]
     for module, _ in pairs:
-        module.float().cuda()
+        module.to("cuda", dtype)
     pairs = [(module, module.configure_optimizers()) for module, _ in pairs]
     return stacked(pairs, compiled=compiled), data
 
@@ -66,8 +66,8 @@ AUTOCAST = partial(torch.autocast, "cuda", torch.bfloat16)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_captured_steps_are_eager_ones(context: Context, optimizer: str, compiled: bool) -> None:
-    stack, data = on_gpu(optimizer, compiled)
-    twin, _ = on_gpu(optimizer, compiled)
+    stack, data = on_gpu(optimizer, torch.float32, compiled=compiled)
+    twin, _ = on_gpu(optimizer, torch.float32, compiled=compiled)
     limits = torch.full((5,), 0.05, device="cuda")
     step = CapturedStack(stack, data[0], max_norm=limits, context=context)
     for tensor, other in zip(stack.changing(), twin.changing(), strict=True):
@@ -91,12 +91,13 @@ def test_captured_steps_are_eager_ones(context: Context, optimizer: str, compile
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "nesterov"])
 def test_compiled_steps_are_eager_ones_on_a_gpu(optimizer: str) -> None:
-    (stack, data), (twin, _) = on_gpu(optimizer, compiled=True), on_gpu(optimizer)
+    stack, data = on_gpu(optimizer, torch.float64, compiled=True)
+    twin, _ = on_gpu(optimizer, torch.float64, compiled=False)
     for batch in data:
         losses, expected = (each.step(batch, max_norm=0.05) for each in (stack, twin))
-        assert torch.allclose(losses, expected, rtol=1e-4)
+        assert torch.allclose(losses, expected, rtol=1e-10)
     for tensor, other in zip(stack.changing(), twin.changing(), strict=True):
-        assert torch.allclose(tensor.float(), other.float(), rtol=1e-3, atol=1e-5)
+        assert torch.allclose(tensor.double(), other.double(), rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.gpu
