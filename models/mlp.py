@@ -74,11 +74,14 @@ class MLP(Classifier):
         self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, Tensor], shared: bool
     ) -> Tensor:
         """By one matrix product for each layer; where one batch is for all, that of the first layer has no axis for
-        models."""
+        models on a GPU. On the CPU it has one, because the loss of a model then does not depend on the other models,
+        to the bit."""
         assert isinstance(self.net, MLPNet)
         x, labels = batch
         for index in range(len(self.net.layers)):
             weight, bias = (parameters[f"net.layers.{index}.{name}"] for name in ("weight", "bias"))
+            if x.ndim == 2 and not x.is_cuda:
+                x = x.expand(len(weight), -1, -1)
             if x.ndim == 2:
                 y = F.linear(x, weight.flatten(0, 1), bias.flatten())
                 x = y.unflatten(1, (len(weight), -1)).transpose(0, 1)

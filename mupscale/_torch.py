@@ -25,7 +25,6 @@ __all__ = [
     "has_step_hooks",
     "inner_schedulers",
     "is_failed_write",
-    "is_random_in_vmap",
     "is_too_large",
     "non_persistent_buffers",
     "tree_flatten",
@@ -33,6 +32,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "use_count",
+    "vmap_refusal",
 ]
 
 
@@ -78,9 +78,13 @@ def is_too_large(error: Exception) -> bool:
     return any(wording in str(error) for wording in wordings)
 
 
-def is_random_in_vmap(error: Exception) -> bool:
-    """Whether `torch.vmap` refused a random operation."""
-    return "called random operation while in randomness error mode" in str(error)
+def vmap_refusal(error: Exception) -> str | None:
+    """Why `torch.vmap` refused an operation; None for any other error."""
+    reasons = {
+        "called random operation while in randomness error mode": "it draws random numbers",
+        "vmap: we do not yet support": "torch.vmap does not know it",
+    }
+    return next((reason for wording, reason in reasons.items() if wording in str(error)), None)
 
 
 def is_failed_write(error: BaseException) -> bool:

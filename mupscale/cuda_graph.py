@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from mupscale._torch import tree_flatten, tree_unflatten
 from mupscale.errors import UserError
+from mupscale.stacking.captured import batch_kind
 
 _NOT_BAKED_IN = ("params", "param_names", "lr", "initial_lr")
 """What of a parameter group may change without a new capture: learning rates are read from memory."""
@@ -101,18 +102,7 @@ def step_kind(batch: Any, optimizer: Optimizer) -> tuple[Any, ...]:
 
     Shapes and precisions, whatever else is in a batch, and what an optimizer's step depends on beside its rates.
     """
-    leaves, structure = tree_flatten(batch)
-    parts = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
-    return structure, parts, [_constants(group) for group in optimizer.param_groups], id(optimizer.state)
-
-
-def _constant(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, int | float | str):
-        return leaf
-    raise UserError(
-        "a CUDA graph takes batches of tensors and numbers, in tuples, lists or dicts, but this has a "
-        f"{type(leaf).__name__}"
-    )
+    return batch_kind(batch), [_constants(group) for group in optimizer.param_groups], id(optimizer.state)
 
 
 def _constants(group: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class StackedClip:
         ]
         if not squares:
             return list(gradients)
-        total = torch.stack(squares).sum(0).sqrt()
+        total = torch.stack(squares, 1).sum(1).sqrt()
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch does
         return [None if gradient is None else gradient * along(scale, gradient) for gradient in gradients]
 

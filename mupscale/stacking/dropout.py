@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mupscale._torch import is_random_in_vmap
+from mupscale._torch import vmap_refusal
 from mupscale.errors import UserError
 
 ALPHA = 1.7580993408473766
@@ -21,7 +21,7 @@ ALPHA = 1.7580993408473766
 
 
 class StackedDropout(TorchFunctionMode):
-    """Inside of `torch.vmap`, makes dropout depend on a seed. Other functions that draw random numbers are refused."""
+    """Inside of `torch.vmap`, makes dropout depend on a seed; refuses other functions that draw random numbers."""
 
     def __init__(self, seed: Tensor) -> None:
         """
@@ -36,17 +36,18 @@ class StackedDropout(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", None) == "unflatten":
+            return _unflattened(*args, **kwargs)  # torch.compile cannot call it from here
         if func in RULES:
             return RULES[func](self.kept, *args, **kwargs)
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            if not is_random_in_vmap(error):
+            reason = vmap_refusal(error)
+            if reason is None:
                 raise
-            raise UserError(
-                f"{getattr(func, '__name__', func)} draws random numbers: it has no rule for many models at once; "
-                "dropout has one"
-            ) from None
+            name = getattr(func, "__name__", func)
+            raise UserError(f"{name} has no rule for many models at once: {reason}") from None
 
     def kept(self, shape: Iterable[int], p: float, device: torch.device) -> Tensor:
         """Which elements this call keeps: each of them with probability 1 - p."""
@@ -189,3 +190,8 @@ RULES: dict[Any, Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: _attention,
 }
 """The functions that draw random numbers and work for many models at once; each rule gets `kept` first."""
+
+
+def _unflattened(tensor: Tensor, dim: int, sizes: Iterable[int]) -> Tensor:
+    dim %= tensor.ndim
+    return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])

@@ -77,7 +77,7 @@ class StackedOptimizer:
         self._update_all(
             self.update,
             weights,
-            [gradients[index] for index in moved],
+            [gradient for gradient in gradients if gradient is not None],
             [{key: value for key, value in state.items() if key != "step"} for state in states],
             factors,
             self._flags,
@@ -141,7 +141,7 @@ class StackedOptimizer:
 
     @staticmethod
     def update(
-        weight: Tensor, gradient: Tensor, state: dict[str, Tensor], factors: dict[str, Tensor], flags: dict[str, Any]
+        weight: Tensor, gradient: Tensor, state: dict[str, Any], factors: dict[str, Any], flags: dict[str, Any]
     ) -> None:
         """Moves one stacked weight; each of the factors multiplies a tensor of its shape."""
         raise NotImplementedError
@@ -220,7 +220,7 @@ class StackedSGD(StackedOptimizer):
 
     @staticmethod
     def update(
-        weight: Tensor, gradient: Tensor, state: dict[str, Tensor], factors: dict[str, Tensor], flags: dict[str, Any]
+        weight: Tensor, gradient: Tensor, state: dict[str, Any], factors: dict[str, Any], flags: dict[str, Any]
     ) -> None:
         sgd_update(weight, gradient, state.get("momentum_buffer"), **factors, **flags)
 
@@ -273,7 +273,7 @@ class StackedAdam(StackedOptimizer):
 
     @staticmethod
     def update(
-        weight: Tensor, gradient: Tensor, state: dict[str, Tensor], factors: dict[str, Tensor], flags: dict[str, Any]
+        weight: Tensor, gradient: Tensor, state: dict[str, Any], factors: dict[str, Any], flags: dict[str, Any]
     ) -> None:
         adam_update(weight, gradient, **state, **factors, **flags)
 
@@ -311,15 +311,12 @@ def adam_update(
     else:
         gradient = torch.addcmul(gradient, weight, decay)
     exp_avg.lerp_(gradient, new1)
-    change = gradient * new2
-    exp_avg_sq.mul_(beta2).addcmul_(change, gradient)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient * new2, gradient)
     second = exp_avg_sq
     if amsgrad:
         assert max_exp_avg_sq is not None
-        second = torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
-    change = torch.sqrt(second, out=change).div_(root).add_(eps)
-    change = torch.div(exp_avg, change, out=change)
-    weight.addcmul_(change, -size)
+        second = max_exp_avg_sq.copy_(torch.maximum(max_exp_avg_sq, exp_avg_sq))
+    weight.addcmul_(exp_avg / second.sqrt().div_(root).add_(eps), -size)
 
 
 def _update_all(

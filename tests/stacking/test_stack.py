@@ -1,56 +1,19 @@
 """Models that take their steps together train as they do alone."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from stacks import MODELS, OPTIMIZERS, batches, loss_of, made, stacked
 from tiers import slow_except
-from tiny_modules import gpt2, mlp, resnet, rows
-from torch import Tensor
+from tiny_modules import mlp
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mupscale
 from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable
 from mupscale.stacking.stack import Stack
-
-MODELS: dict[str, tuple[Callable[..., WidthScalable], Any]] = {
-    "mlp": (mlp, 24),
-    "resnet": (resnet, 4),
-    "gpt2": (gpt2, 24),
-}
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "adamw": lambda p, i: torch.optim.AdamW(
-        p, lr=1e-2 * 2 ** (i % 3), betas=(0.9 - 0.05 * i, 0.99), eps=10.0 ** (-8 + i), weight_decay=0.1 * i
-    ),
-    "adam": lambda p, i: torch.optim.Adam(p, lr=1e-2 / (1 + i), weight_decay=0.01 * i, amsgrad=True),
-    "sgd": lambda p, i: torch.optim.SGD(
-        p, lr=0.1 / (1 + i), momentum=0.9 - 0.1 * i, dampening=0.1 * i, weight_decay=0.01 * i
-    ),
-    "nesterov": lambda p, i: torch.optim.SGD(p, lr=0.1, momentum=0.5 + 0.1 * i, nesterov=True),
-    "plain sgd": lambda p, i: torch.optim.SGD(p, lr=0.1 / (1 + i)),
-}
-
-
-def made(model: str, optimizer: str, index: int, width: Any = None) -> tuple[WidthScalable, Any]:
-    build = MODELS[model][0]
-    torch.manual_seed(index)
-    module = build(*([] if width is None else [width]), optimizer=lambda p: OPTIMIZERS[optimizer](p, index))
-    module.configure_model()
-    module.double()
-    return module, module.configure_optimizers()
-
-
-def loss_of(model: Any, batch: Any) -> Tensor:
-    return model.mappable_loss(batch)
-
-
-def batches(module: LightningModule, count: int) -> list[Any]:
-    data = rows(module, 8 * count, torch.float64)
-    parts = [tuple(tensor[8 * i : 8 * (i + 1)] for tensor in data) for i in range(count)]
-    return [part if len(part) > 1 else part[0] for part in parts]
 
 
 def grown(model: str, optimizer: str, index: int, pair: tuple[WidthScalable, Optimizer]) -> tuple[WidthScalable, Any]:
@@ -106,11 +69,6 @@ def together(
             set_rates(own, step)
         curve.append(stack.step(batch, max_norm=clip))
     return torch.stack(curve).T
-
-
-def stacked(pairs: list[tuple[WidthScalable, Optimizer]], kernel: bool = True) -> Stack:
-    modules, optimizers = zip(*pairs, strict=True)
-    return Stack(modules, optimizers, loss_of, modules[0].stacked_losses() if kernel else None)
 
 
 @pytest.mark.parametrize(
@@ -206,3 +164,116 @@ def test_what_does_not_stack_is_refused() -> None:
         stacked([(module, torch.optim.RMSprop(module.parameters()))])
     with pytest.raises(UserError, match="an optimizer for each model"):
         Stack([], [], loss_of)
+
+
+@pytest.mark.parametrize("optimizer", slow_except(["adamw", "sgd"], "adamw"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [8, 17])
+def test_the_mlp_trains_to_the_same_bits_in_any_stack(optimizer: str, dtype: torch.dtype, width: int) -> None:
+    """On the CPU with one thread: at any place of a stack of any size."""
+
+    def trained(*indices: int) -> dict[int, list[Tensor]]:
+        pairs = [made("mlp", optimizer, index, width) for index in indices]
+        for module, _ in pairs:
+            module.to(dtype)
+        stack = stacked(pairs)
+        for inputs, labels in batches(pairs[0][0], 6):
+            losses = stack.step((inputs.to(dtype)[:7], labels[:7]), max_norm=0.05)
+        return {
+            index: [*(tensor.clone() for tensor in module.state_dict().values()), loss]
+            for index, (module, _), loss in zip(indices, pairs, losses, strict=True)
+        }
+
+    alone = {index: trained(index)[index] for index in range(4)}
+    for indices in ((1, 0), (2, 3, 1), (3, 1, 2, 0, 3, 1, 2)):
+        for index, tensors in trained(*indices).items():
+            assert all(map(torch.equal, tensors, alone[index])), indices
+
+
+def test_a_step_reads_what_it_is_given() -> None:
+    pairs = [made("mlp", "adamw", index) for index in range(2)]
+    stack, data = stacked(pairs), batches(pairs[0][0], 2)
+    twin = stacked([made("mlp", "adamw", index) for index in range(2)])
+    stack.step(data[0])
+    twin.step(data[0])
+    for _, optimizer in pairs:
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.5 * group["lr"], 0.7
+    stack.advance(data[1])
+    twin.advance(data[1])
+    assert all(map(torch.equal, stack.parameters.values(), twin.parameters.values()))  # nothing was read
+    before = {name: tensor.detach().clone() for name, tensor in stack.parameters.items()}
+    for optimizer in twin.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+    stack.optimizer.read_rates()  # and no weight decay
+    stack.advance(data[0])
+    twin.step(data[0])
+    assert all(map(torch.equal, stack.parameters.values(), twin.parameters.values()))
+    assert not torch.equal(before["net.layers.0.weight"], stack.parameters["net.layers.0.weight"])
+    for optimizer in twin.optimizers:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.7
+    stack.optimizer.read_numbers()
+    stack.advance(data[1])
+    twin.step(data[1])
+    assert all(map(torch.equal, stack.parameters.values(), twin.parameters.values()))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_state_may_be_handed_out_before_the_first_step(optimizer: str) -> None:
+    pairs, others = ([made("mlp", optimizer, index) for index in range(3)] for _ in range(2))
+    stack, twin = stacked(pairs), stacked(others)
+    assert not any(own.state for _, own in pairs)
+    stack.optimizer.begin()
+    for batch in batches(pairs[0][0], 3):
+        assert torch.equal(stack.step(batch), twin.step(batch))
+    for (_, own), (_, other) in zip(pairs, others, strict=True):
+        for state, expected in zip(own.state.values(), other.state.values(), strict=True):
+            assert state.keys() == expected.keys()
+            assert all(torch.equal(value, expected[key]) for key, value in state.items())
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    def pair(index: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(index)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+
+    def loss(model: Any, batch: tuple[Tensor, bool]) -> Tensor:
+        inputs, uses_all = batch
+        return model[0](inputs).square().mean() + (model[1](inputs).mean() if uses_all else 0)
+
+    pairs, alone = [pair(0), pair(1)], [pair(0), pair(1)]
+    stack = Stack(*zip(*pairs, strict=True), loss)
+    for uses_all in (False, True, False):
+        batch = torch.randn(5, 4, dtype=torch.float64), uses_all
+        stack.step(batch)
+        for model, optimizer in alone:
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+    for (model, _), (other, _) in zip(pairs, alone, strict=True):
+        for tensor, expected in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(tensor, expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("model", slow_except(["mlp", "resnet", "gpt2"], "mlp", "resnet"))
+def test_evaluation_of_all_models(model: str) -> None:
+    pairs = [made(model, "adamw", index) for index in range(3)]
+    data = batches(pairs[0][0], 3)
+    stack = stacked(pairs)
+    for batch in data[:2]:
+        stack.step(batch)
+    buffers = {name: tensor.clone() for name, tensor in stack.buffers.items()}
+    measured = stack.evaluate(
+        lambda model, batch: {"loss": (loss := loss_of(model, batch)), "twice": 2 * loss}, data[2]
+    )
+    assert all(torch.equal(buffers[name], tensor) for name, tensor in stack.buffers.items())
+    assert all(module.training for own, _ in pairs for module in own.modules())
+    assert set(measured) == {"loss", "twice"}
+    assert not measured["loss"].requires_grad
+    for (module, _), loss, twice in zip(pairs, measured["loss"], measured["twice"], strict=True):
+        module.eval()
+        assert torch.allclose(loss_of(module, data[2]), loss, rtol=1e-12)
+        assert torch.allclose(2 * loss, twice)

@@ -1,0 +1,118 @@
+"""A whole step of a stack as one CUDA graph, launched at once instead of kernel by kernel."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mupscale._torch import tree_flatten, tree_unflatten
+from mupscale.errors import UserError
+from mupscale.stacking.stack import Context, Stack
+
+WARM_UP_STEPS = 3
+"""Steps before a capture, in which kernels are compiled and chosen. Their effects are undone."""
+
+
+class CapturedStack:
+    """A step of a stack, captured once and replayed for every further step of the same kind.
+
+    step = CapturedStack(stack, batch)
+    for batch in batches:
+        stack.optimizer.read_rates()
+        losses = step(batch)
+
+    Learning rates and the other numbers, the seeds of the stack, and `max_norm` where it is a tensor are read from
+    memory on the device, so they may change between steps. What else a step depends on is part of the graph, and of its
+    `kind`. Holds its gradients and activations for as long as it lives.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        batch: Any,
+        *,
+        shared: bool = True,
+        max_norm: Tensor | float | None = None,
+        context: Context = nullcontext,
+    ) -> None:
+        """
+        Args:
+            stack: On a CUDA device. It is as before afterwards: no step has been taken.
+            batch: One like those to come.
+            shared: Whether one batch is for all models; see `Stack.step`.
+            max_norm: As in `Stack.step`; a tensor must be on the device of the stack.
+            context: Makes the context of the losses, such as one of `torch.autocast`.
+        """
+        self.kind = stacked_kind(stack, batch, shared=shared, max_norm=max_norm)
+        self._stack, self._max_norm = stack, max_norm  # held, so that nothing else gets their ids
+        leaves, structure = tree_flatten(batch)
+        device = stack.seeds.device
+        self._inputs = [leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        inputs = tree_unflatten(self._inputs, structure)
+        stack.optimizer.begin()
+
+        def step() -> Tensor:
+            return stack.advance(inputs, shared=shared, max_norm=max_norm, context=context)
+
+        stream = torch.cuda.current_stream(device)
+        kept = [tensor.detach().cpu() for tensor in stack.changing()]  # the device may have no room for copies
+        side = torch.cuda.Stream(device)
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_STEPS):
+                step()
+        stream.wait_stream(side)
+        with torch.no_grad():
+            for tensor, before in zip(stack.changing(), kept, strict=True):
+                tensor.copy_(before)
+        del kept
+        self._graph = torch.cuda.CUDAGraph()
+        cause = None
+        try:
+            # thread_local: other threads, such as a loader's that pins memory, may go on with what they do
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                try:
+                    self._losses = step()
+                except Exception as error:
+                    cause = error  # the end of the capture will fail as well, with a less exact message
+                    raise
+        except Exception as error:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
+            cause = cause or error
+            raise RuntimeError(f"a step of a stack cannot be captured in a CUDA graph: {cause}") from cause
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Takes the step on a batch of the right kind; the losses before it, on the device. Nothing waits."""
+        for captured, leaf in zip(self._inputs, tree_flatten(batch)[0], strict=True):
+            if isinstance(leaf, Tensor):
+                captured.copy_(leaf, non_blocking=True)
+        self._graph.replay()
+        return self._losses.clone()
+
+
+def stacked_kind(
+    stack: Stack, batch: Any, *, shared: bool = True, max_norm: Tensor | float | None = None
+) -> tuple[Any, ...]:
+    """What the steps of one graph have in common; equal for steps that one graph can take.
+
+    Shapes and precisions, whatever else is in a batch, and what a step depends on beside numbers on the device.
+    """
+    limit = id(max_norm) if isinstance(max_norm, Tensor) else max_norm
+    modes = [module.training for module in stack.models[0].modules()]
+    return id(stack), batch_kind(batch), shared, limit, modes, stack.optimizer.constants()
+
+
+def batch_kind(batch: Any) -> tuple[Any, ...]:
+    """Structure, shapes, precisions and numbers of a batch."""
+    leaves, structure = tree_flatten(batch)
+    return structure, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
+
+
+def _constant(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, int | float | str):
+        return leaf
+    raise UserError(
+        "a CUDA graph takes batches of tensors and numbers, in tuples, lists or dicts, but this has a "
+        f"{type(leaf).__name__}"
+    )

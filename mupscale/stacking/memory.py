@@ -1,0 +1,129 @@
+"""The memory that a model of a stack needs, without a device."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from mupscale._torch import tree_leaves, tree_map
+from mupscale.errors import UserError
+from mupscale.stacking.stack import Losses, mapped
+
+STATES: dict[type[Optimizer], int] = {torch.optim.SGD: 1, torch.optim.Adam: 2, torch.optim.AdamW: 2}
+"""Tensors of the size of a weight that an optimizer keeps: SGD its momentum, Adam two moments."""
+
+
+class Saved(NamedTuple):
+    """What autograd saves for the backward pass, in bytes."""
+
+    total: int
+    largest: int
+
+
+def bytes_per_model(
+    model: nn.Module,
+    optimizer_class: type[Optimizer],
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    *,
+    shared: bool = True,
+    losses: Losses | None = None,
+    amsgrad: bool = False,
+) -> int:
+    """An upper estimate of the memory that one more model of a stack takes at the peak of a step, in bytes.
+
+    It has the weights, their gradients, the optimizer's state, what autograd saves, and temporaries of the backward
+    pass and of the update. Losses are computed with tensors that have shapes only. What does not depend on the model,
+    such as a shared batch, does not count. With `torch.autocast` a step of a network with large activations takes less.
+
+    bytes_per_model(model, torch.optim.AdamW, lambda model, batch: model.loss(batch), batch)
+
+    Args:
+        model: One of the models.
+        optimizer_class: SGD, Adam or AdamW of torch.
+        loss: As of `Stack`.
+        batch: As of a step: one model's part where it is not shared.
+        shared: Whether one batch is for all models.
+        losses: As of `Stack`.
+        amsgrad: Whether Adam has it, and so a third moment.
+    """
+    if optimizer_class not in STATES:
+        names = ", ".join(known.__name__ for known in STATES)
+        raise UserError(f"{optimizer_class.__name__} has no step for many models at once; those of {names} do")
+    trained = [_size(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    fixed = _bytes(model.buffers()) + _bytes(
+        parameter for parameter in model.parameters() if not parameter.requires_grad
+    )
+    weights = sum(trained)
+    states = STATES[optimizer_class] + amsgrad
+    saved = saved_per_model(model, loss, batch, shared=shared, losses=losses)
+    backward = saved.total + 2 * saved.largest  # the gradients that enter and leave an operation
+    update = weights + 2 * max(trained, default=0)  # clipped gradients, and the temporaries of one weight
+    own_batch = 0 if shared else _bytes(_tensors(batch))
+    return fixed + weights * (2 + states) + own_batch + max(backward, update)
+
+
+def saved_per_model(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    *,
+    shared: bool = True,
+    losses: Losses | None = None,
+) -> Saved:
+    """What autograd saves for the backward pass of one more model: the difference between stacks of three and two."""
+    seeds = torch.zeros(3, dtype=torch.int64, device="meta")
+
+    def measured(count: int) -> dict[int, int]:
+        run = losses or mapped(model, loss, seeds[:count])
+        parameters = {name: _stacked(tensor, count) for name, tensor in model.named_parameters()}
+        buffers = {name: _stacked(tensor, count) for name, tensor in model.named_buffers()}
+        inputs = tree_map(lambda leaf: _like(leaf, None if shared else count), batch)
+        known = {id(_storage(tensor)) for tensor in (*parameters.values(), *buffers.values(), *_tensors(inputs))}
+        found: dict[int, Any] = {}  # storages by id; they are held, so that no other gets it
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = _storage(tensor)
+            if id(storage) not in known:
+                found[id(storage)] = storage
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
+            result = run(parameters, buffers, inputs, shared)
+        del result
+        return {key: storage.nbytes() for key, storage in found.items()}
+
+    two, three = measured(2), measured(3)
+    total = sum(three.values()) - sum(two.values())
+    return Saved(total, -(-max(three.values(), default=0) // 3))
+
+
+def _storage(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(_size(tensor) for tensor in tensors)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _stacked(tensor: Tensor, count: int) -> Tensor:
+    made = torch.empty(count, *tensor.shape, dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _like(leaf: Any, count: int | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    shape = leaf.shape if count is None else (count, *leaf.shape)
+    return torch.empty(shape, dtype=leaf.dtype, device="meta")
