@@ -113,9 +113,9 @@ class Curves(Strides):
         elif len(self._recent) >= _MOST_RECENT or self._sees_bad_loss(trainer, pl_module.train_loss):
             self._check(trainer, pl_module)
 
-    def stride(self, trainer: Trainer, pl_module: LightningModule) -> float:
+    def stride(self, trainer: Trainer, step: int) -> float:
         every = log_interval(trainer)
-        return steps_to(every, trainer.global_step) if every else _MOST_RECENT
+        return steps_to(every, step) if every else _MOST_RECENT
 
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
         assert isinstance(pl_module, WidthScalable)

@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from mupscale.callbacks.company import Member, current_member
-from mupscale.callbacks.stacked_fits import INSIDE_A_STEP, TRANSFER, Awaited, free_steps
+from mupscale.callbacks.stack_rules import INSIDE_A_STEP, TRANSFER, free_steps
+from mupscale.callbacks.stacked_fits import Awaited, is_resident
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
@@ -120,7 +121,7 @@ class LeanEpochLoop(EpochLoop):
         progress.is_last_batch = data_fetcher.done
         if self.member is not None:
             batch = trainer.precision_plugin.convert_input(batch)
-        if not resident(batch, trainer.strategy.root_device):
+        if not is_resident(batch, trainer.strategy.root_device):
             batch = trainer.strategy.batch_to_device(batch)
         progress.increment_ready()
         connector.on_batch_start(batch)
@@ -240,12 +241,6 @@ def plain(trainer: Trainer) -> bool:
         and not is_overridden("on_train_batch_start", module)  # which may end the epoch
         and not any(is_overridden(hook, owner) for hook in TRANSFER for owner in (module, datamodule_of(trainer)))
     )
-
-
-def resident(batch: Any, device: torch.device) -> bool:
-    """Whether a batch lies on the device already."""
-    parts = batch if type(batch) in (tuple, list) else (batch,)
-    return all(isinstance(part, Tensor) and part.device == device for part in parts)
 
 
 def refuse_capture(trainer: Trainer, module: LightningModule) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mupscale.callbacks.company import Member
-from mupscale.callbacks.stacked_fits import Apart, Awaited, StackedFits, why_apart
+from mupscale.callbacks.stack_rules import why_apart
+from mupscale.callbacks.stacked_fits import Apart, Awaited, StackedFits
 from mupscale.errors import UserError
 from mupscale.models._lightning import steps_before_the_end
 
@@ -79,7 +80,7 @@ class JointSteps:
         group = [member for member in waiting if member.request.place == first.request.place]
         awaited: list[Awaited] = [member.request for member in group]
         least = first.request.step
-        self._progress(least, least + int(steps_before_the_end(first.request.trainer)) + 1, len(waiting))
+        end = least + int(steps_before_the_end(first.request.trainer)) + 1
         try:
             fits = self._together(awaited)
         except UserError as error:
@@ -88,11 +89,12 @@ class JointSteps:
                 self._turn(member, alone=True)
             return
         if awaited[0].batch is not None:
+            self._progress(least, end, len(waiting))
             for member, loss in zip(group, fits.take_one(), strict=True):
                 self._turn(member, loss)
             return
         ahead = [member.request.step - least for member in waiting if member.request.step > least]
-        fits.take_free(min(ahead, default=math.inf))
+        fits.take_free(min(ahead, default=math.inf), lambda step: self._progress(step, end, len(waiting)))
         for member, each in zip(group, awaited, strict=True):
             if each.free < 1 or each.trainer.should_stop:
                 self._turn(member, each.validated)
@@ -102,7 +104,7 @@ class JointSteps:
         if self._fits is None or not self._fits.is_of(awaited):
             self._fits = None  # its memory, before the next takes as much
             self._fits = StackedFits(awaited)
-        self._fits.awaited = awaited
+        self._fits.go_on(awaited)
         return self._fits
 
     def _turn(self, member: Member, answer: Any = None, *, alone: bool = False) -> None:

@@ -1,63 +1,38 @@
 """The steps of fits that go together, as those of one stack."""
 
-import math
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from mupscale._torch import has_step_hooks, tree_map
-from mupscale.callbacks.strides import Strides
+from mupscale.callbacks.strides import strides_of
 from mupscale.datamodules.resident import joint_batch
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
+    Place,
     batches_left,
-    callbacks_of,
-    datamodule_of,
-    detects_anomalies,
-    epochs_are_plain,
+    is_followed_by_validation,
     is_validation_due,
     pass_epoch,
     pass_steps,
     pass_validation,
     place_in_data,
-    profiler_of,
     step_by_hand,
-    steps_before_the_end,
-    steps_before_validation,
     steps_to_validation,
     training_loader,
-    validates,
     validation_loader,
 )
 from mupscale.models.base import WidthScalable
-from mupscale.stacking.captured import CapturedStack, batch_kind
+from mupscale.stacking.captured import CapturedScores, CapturedStack, batch_kind
 from mupscale.stacking.dropout import mixed
-from mupscale.stacking.optimizers import KINDS
 from mupscale.stacking.stack import Stack
-
-INSIDE_A_STEP = (
-    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
-    "backward", "optimizer_step", "optimizer_zero_grad",
-)  # fmt: skip
-"""Hooks of modules and callbacks that a captured step, or one of a stack, cannot call."""
-
-OF_STEPS = ("on_train_batch_start", "on_train_batch_end")
-
-OF_EPOCHS = (
-    "on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_end",
-    "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end",
-)  # fmt: skip
-
-TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Apart(UserError):
@@ -76,6 +51,8 @@ class Awaited:
     """Whether the last of the free steps was followed by a validation."""
 
     def __post_init__(self) -> None:
+        self.loader = training_loader(self.trainer)
+        self.strides = strides_of(self.trainer)
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # in the thread of the fit
 
     @property
@@ -109,14 +86,18 @@ class StackedFits:
             optimizers,
             lambda model, batch: model.mappable_loss(batch),
             module.stacked_losses(),
-            compiled=module.device.type == "cuda" and (module.hparams["compile"] or awaited[0].cuda_graph),
+            compiled=module.hparams["compile"],
+            fused=module.device.type == "cuda",
         )
         for optimizer in optimizers:
             step_by_hand(optimizer)
         self._max_norm = trainer.gradient_clip_val
         self._draws = module.stacked_losses() is None  # in it, dropout may be
         self._seeds = torch.tensor([each.seed for each in awaited], device=module.device)
+        self._device = trainer.strategy.root_device
+        self._is_unread = True
         self._captured: CapturedStack | None = None
+        self._evaluations: dict[str, CapturedScores] = {}
         self._kind: Any = None
 
     def is_of(self, awaited: list[Awaited]) -> bool:
@@ -126,89 +107,143 @@ class StackedFits:
         same = zip(awaited, self.awaited, self._networks, strict=True)
         return all(new.trainer is old.trainer and new.module.net is net for new, old, net in same)
 
+    def go_on(self, awaited: list[Awaited]) -> None:
+        """What the same fits wait for now; they may have changed their optimizers' numbers since."""
+        self.awaited = awaited
+        self._is_unread = True
+
     # --- a step with all hooks
 
     def take_one(self) -> list[Tensor]:
         """A step of each fit on its batch; returns the losses."""
-        loaders = [training_loader(each.trainer) for each in self.awaited]
-        batches = [each.batch for each in self.awaited]
-        shared = loaders[0] is not None and all(loader and loader.order == loaders[0].order for loader in loaders)
+        loaders, batches = [each.loader for each in self.awaited], [each.batch for each in self.awaited]
+        shared = loaders[0] is not None and all(loader.order == loaders[0].order for loader in loaders)
         self._stack.optimizer.read_numbers()
         batch = batches[0] if shared else tree_map(lambda *parts: torch.stack(parts), *batches)
         return list(self._step(batch, shared, self.awaited[0].step).double().cpu())
 
     # --- free steps
 
-    def take_free(self, limit: float) -> None:
-        """Free steps of all fits, up to the next after which one of them has something to do; at most `limit`."""
+    def take_free(self, limit: float, progress: Callable[[int], None]) -> None:
+        """Takes free steps of all fits until one of them has none left, or stops; at most `limit`.
+
+        On a GPU the next steps are under way while the fits are told of the last ones. Only a fit that diverges could
+        have taken steps, then, that it does not know of.
+        """
+        first = self.awaited[0].trainer
+        waits = self._device.type != "cuda" or bool(first.lr_scheduler_configs)
+        left = int(min(limit, *(each.free for each in self.awaited)))
+        place, step = place_in_data(first), first.global_step
+        under_way: Block | None = None
+        while left:
+            block = self._launched(place, step, left)
+            place, step, left = block.end, step + block.count, left - block.count
+            if int(first.num_training_batches) == place.position:
+                place = place.next_epoch()
+            if under_way is not None:
+                self._account_for(under_way)
+            under_way = block
+            progress(step)
+            if waits or not left:
+                self._account_for(under_way)
+                under_way = None
+            if any(each.trainer.should_stop for each in self.awaited):
+                break
+        if under_way is not None:
+            self._account_for(under_way)
+
+    def _launched(self, place: Place, step: int, most: int) -> "Block":
+        """Launches steps, up to the next after which a fit has something to do."""
         trainers = [each.trainer for each in self.awaited]
-        least = min(limit, *(min(each.free, stride(each.trainer)) for each in self.awaited))
-        count = int(min(least, steps_to_validation(trainers[0])))
-        loaders = [training_loader(trainer) for trainer in trainers]
+        strides = [callback.stride(each.trainer, step) for each in self.awaited for callback in each.strides]
+        count = int(min([most, steps_to_validation(trainers[0], place), *strides]))
+        loaders = [each.loader for each in self.awaited]
         shared = all(loader.order == loaders[0].order for loader in loaders)
-        (epoch, position), start = place_in_data(trainers[0]), trainers[0].global_step
         scheduled = bool(trainers[0].lr_scheduler_configs)
-        self._stack.optimizer.read_numbers()
+        if self._is_unread:
+            self._stack.optimizer.read_numbers()
+            self._is_unread = False
         losses, batch = [], None
         for index in range(count):
-            place = epoch, position + index
-            batch = self._prepared(loaders[0].batch_at(*place) if shared else joint_batch(loaders, *place))
-            losses.append(self._step(batch, shared, start + index))
+            where = place.epoch, place.position + index
+            batch = self._prepared(loaders[0].batch_at(*where) if shared else joint_batch(loaders, *where))
+            losses.append(self._step(batch, shared, step + index))
             if scheduled:
                 for trainer in trainers:
                     pass_steps(trainer, 1)
                 self._stack.optimizer.read_rates()
-        table = torch.stack(losses).double().cpu().T.contiguous()
         like_theirs = batch if shared else tree_map(lambda part: part[0], batch)
-        for each, loader, row in zip(self.awaited, loaders, table, strict=True):
-            if not scheduled:
-                pass_steps(each.trainer, count)
-            loader.go_to(epoch, position + count)
-            each.free -= count
+        end = place.after(count)
+        scores = self._scores() if is_followed_by_validation(trainers[0], end) else None
+        return Block(count, end, like_theirs, OnItsWay({"loss": torch.stack(losses, dim=1)}), scores)
+
+    def _account_for(self, block: "Block") -> None:
+        """Counts the steps of a block in all fits that are still on, and lets their callbacks know of them."""
+        losses = block.losses.arrived()["loss"]
+        scores = None if block.scores is None else block.scores.arrived()
+        for index, each in enumerate(self.awaited):
+            trainer, module = each.trainer, each.module
+            if trainer.should_stop:
+                continue
+            if not trainer.lr_scheduler_configs:
+                pass_steps(trainer, block.count)
+            each.loader.go_to(block.end.epoch, block.end.position)
+            each.free -= block.count
             each.validated = False
-            each.module.train_loss = row[-1]
-            for callback in strides_of(each.trainer):
-                callback.on_steps(each.trainer, each.module, like_theirs, row.tolist())
-        self._validate()
-        for each in self.awaited:
-            if batches_left(each.trainer) == 0 and each.free >= 1 and not each.trainer.should_stop:
-                pass_epoch(each.trainer)
+            module.train_loss = losses[index, -1]
+            values = losses[index].tolist()
+            for callback in each.strides:
+                callback.on_steps(trainer, module, block.batch, values)
+            if scores is not None and not trainer.should_stop:  # otherwise Lightning validates it, at its end
+                self._score(each, {name: float(means[index]) for name, means in scores.items()})
+            if batches_left(trainer) == 0 and each.free >= 1 and not trainer.should_stop:
+                pass_epoch(trainer)
 
-    def _validate(self) -> None:
-        """Validates the fits for which it is time, but not those that end here: Lightning does that."""
-        due = [each for each in self.awaited if not each.trainer.should_stop and is_validation_due(each.trainer)]
-        if not due:
-            return
-        scores = self._scores()
-        for each in due:
-            pass_validation(each.trainer, *scores[each.trainer])
-            each.validated = True
-            for callback in strides_of(each.trainer):
-                callback.on_scores(each.trainer, each.module)
-
-    def _scores(self) -> dict[Trainer, tuple[int, dict[str, float]]]:
-        """How many batches the validation has, and its results, for each fit."""
-        trainer, module = self.awaited[0].trainer, self.awaited[0].module
-        found, scoring = validation_loader(trainer), module.joint_scores()
-        assert found is not None
+    def _score(self, each: Awaited, means: dict[str, float]) -> None:
+        scoring = each.module.joint_scores()
+        assert is_validation_due(each.trainer)
         assert scoring is not None
-        loader, batches = found
+        pass_validation(each.trainer, self._validation[1], scoring.finished(means))
+        each.validated = True
+        for callback in each.strides:
+            callback.on_scores(each.trainer, each.module)
+
+    def _scores(self) -> "OnItsWay":
+        """Launches a validation of all fits."""
+        module = self.awaited[0].module
+        scoring = module.joint_scores()
+        assert scoring is not None
+        loaders, batches = self._validation
+        shared = all(loader.order == loaders[0].order for loader in loaders)
         sums: dict[str, Tensor] = {}
         samples = 0
         for position in range(batches):
-            batch = self._prepared(loader.batch_at(0, position))
-            size = module.batch_size(batch)
+            batch = self._prepared(loaders[0].batch_at(0, position) if shared else joint_batch(loaders, 0, position))
+            size = module.batch_size(batch if shared else tree_map(lambda part: part[0], batch))
             samples += size
-            with trainer.precision_plugin.val_step_context():
-                means = self._stack.evaluate(scoring.of_batch, batch)
-            for name, mean in means.items():
+            for name, mean in self._evaluated(scoring.of_batch, batch, shared).items():
                 total = mean.double() * size
                 sums[name] = sums[name] + total if name in sums else total
-        table = {name: (total / samples).tolist() for name, total in sums.items()}
-        return {
-            each.trainer: (batches, scoring.finished({name: values[index] for name, values in table.items()}))
-            for index, each in enumerate(self.awaited)
-        }
+        return OnItsWay({name: total / samples for name, total in sums.items()})
+
+    @cached_property
+    def _validation(self) -> tuple[list[Any], int]:
+        """The loaders of the validation batches of each fit, and how many batches count."""
+        found = [validation_loader(each.trainer) for each in self.awaited]
+        loaders = [loader for loader, _ in filter(None, found)]
+        assert len(loaders) == len(found)
+        assert found[0] is not None
+        return loaders, found[0][1]
+
+    def _evaluated(self, function: Any, batch: Any, shared: bool) -> dict[str, Tensor]:
+        context = self.awaited[0].trainer.precision_plugin.val_step_context
+        if not self.awaited[0].cuda_graph:
+            with context():
+                return self._stack.evaluate(function, batch, shared=shared)
+        kind = str((shared, batch_kind(batch)))
+        if kind not in self._evaluations:
+            self._evaluations[kind] = CapturedScores(self._stack, function, batch, shared=shared, context=context)
+        return self._evaluations[kind](batch)
 
     # --- the step
 
@@ -232,77 +267,45 @@ class StackedFits:
         return self.awaited[0].trainer.precision_plugin.train_step_context()
 
     def _prepared(self, batch: Any) -> Any:
+        """A batch on the device, in the precision of the fits."""
         trainer = self.awaited[0].trainer
-        return trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+        batch = trainer.precision_plugin.convert_input(batch)
+        return batch if is_resident(batch, self._device) else trainer.strategy.batch_to_device(batch)
 
 
-def strides_of(trainer: Trainer) -> list[Strides]:
-    return [callback for callback in callbacks_of(trainer) if isinstance(callback, Strides)]
+class Block(NamedTuple):
+    """Steps that are launched: how many, where in the data they end, and what will be known of them."""
+
+    count: int
+    end: Place
+    batch: Any
+    losses: "OnItsWay"
+    scores: "OnItsWay | None"
 
 
-def stride(trainer: Trainer) -> float:
-    """After how many steps a callback must be called at the latest."""
-    module = trainer.lightning_module
-    return min((callback.stride(trainer, module) for callback in strides_of(trainer)), default=math.inf)
+class OnItsWay:
+    """Tensors that are copied to the CPU, in float64, while the device goes on."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensors = {name: tensor.double() for name, tensor in tensors.items()}
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            self._tensors = {name: _pinned_copy(tensor) for name, tensor in self._tensors.items()}
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def arrived(self) -> dict[str, Tensor]:
+        """The tensors on the CPU; waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
 
 
-def free_steps(trainer: Trainer) -> float:
-    """How many of the next steps of a fit need no hooks, validations and ends of epochs among them."""
-    module = trainer.lightning_module
-    if training_loader(trainer) is None or any(is_overridden(hook, module) for hook in OF_STEPS):
-        return 0
-    others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
-    if any(is_overridden(hook, callback) for hook in OF_STEPS for callback in others):
-        return 0
-    steps = steps_before_the_end(trainer)
-    has_hooks = any(is_overridden(hook, owner) for hook in OF_EPOCHS for owner in (module, *others))
-    is_alone = validates(trainer) and not is_scored_jointly(trainer)
-    if has_hooks or is_alone or not epochs_are_plain(trainer):
-        steps = min(steps, steps_before_validation(trainer))
-    return max(0, min([steps, *(callback.free_steps(trainer, module) for callback in strides_of(trainer))]))
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def is_scored_jointly(trainer: Trainer) -> bool:
-    """Whether the validation of a fit can be made for many of them at once."""
-    module = trainer.lightning_module
-    return (
-        isinstance(module, WidthScalable)
-        and module.joint_scores() is not None
-        and validation_loader(trainer) is not None
-    )
-
-
-def why_apart(trainer: Trainer) -> str | None:
-    """Why a fit cannot take its steps together with others; None if it can."""
-    module, plugin = trainer.lightning_module, trainer.precision_plugin
-    if not isinstance(module, WidthScalable):
-        return f"the model is a {type(module).__name__}, and not a WidthScalable"
-    name = type(module).__name__
-    if type(trainer.strategy) is not SingleDeviceStrategy:
-        return "a trial runs on several devices"
-    if trainer.accumulate_grad_batches != 1:
-        return f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}"
-    if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value":
-        return "trainer.gradient_clip_algorithm is value"
-    if not isinstance(profiler_of(trainer), PassThroughProfiler):
-        return "trainer.profiler watches single steps"
-    if detects_anomalies(trainer):
-        return "trainer.detect_anomaly watches single steps"
-    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        return "trainer.precision is 16-mixed, which scales each loss; use bf16-mixed"
-    if type(module).training_step is not WidthScalable.training_step:
-        return f"{name} has a training_step of its own"
-    for method in ("configure_gradient_clipping", "on_train_batch_start", *TRANSFER):
-        if getattr(type(module), method) is not getattr(WidthScalable, method):
-            return f"{name} has a {method} of its own"
-    owners = [(callback, Callback) for callback in callbacks_of(trainer)] + [(module, LightningModule)]
-    for owner, kind in owners:
-        for hook in INSIDE_A_STEP:
-            if hasattr(kind, hook) and is_overridden(hook, owner, kind):
-                return f"{type(owner).__name__} has a hook inside of steps, {hook}"
-    if any(is_overridden(hook, datamodule_of(trainer)) for hook in TRANSFER):
-        return f"{type(datamodule_of(trainer)).__name__} has a hook that transfers batches"
-    if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in KINDS:
-        names = ", ".join(kind.__name__ for kind in KINDS)
-        return f"{type(trainer.optimizers[0]).__name__} has no step for many models at once; {names} have"
-    return None
+def is_resident(batch: Any, device: torch.device) -> bool:
+    """Whether a batch lies on the device already."""
+    parts = batch if type(batch) in (tuple, list) else (batch,)
+    return all(isinstance(part, Tensor) and part.device == device for part in parts)

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 
-from mupscale.models._lightning import log_interval, log_rates
+from mupscale.models._lightning import callbacks_of, log_interval, rates_of
 
 
 class Strides(Callback):
@@ -22,8 +22,8 @@ class Strides(Callback):
         """How many of the next steps may be taken without its hooks; the one after them has all hooks again."""
         return math.inf
 
-    def stride(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        """After how many of the free steps, at the latest, `on_steps` must be called; at least 1."""
+    def stride(self, trainer: Trainer, step: int) -> float:
+        """How many of the free steps after `step` may be taken, at most, before `on_steps` is called; at least 1."""
         return math.inf
 
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
@@ -36,20 +36,38 @@ class Strides(Callback):
 class RateMonitor(LearningRateMonitor, Strides):
     """A LearningRateMonitor that can follow a run by many steps at once."""
 
-    def stride(self, trainer: Trainer, pl_module: LightningModule) -> float:
+    _names: tuple[Any, list[str]] | None = None
+    """An optimizer, and the names of the rates of its groups."""
+
+    def stride(self, trainer: Trainer, step: int) -> float:
         every = log_interval(trainer)
         if not every or self.logging_interval == "epoch":
             return math.inf
-        return (self._last(trainer) - trainer.global_step - 1) % every + 1
+        return (self._last(trainer) - step - 1) % every + 1
 
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
         every = log_interval(trainer)
         if every and self.logging_interval != "epoch" and (trainer.global_step - self._last(trainer)) % every == 0:
-            log_rates(self, trainer, trainer.global_step - 1 - self._last(trainer))
+            rates = self._rates(trainer)
+            for logger in trainer.loggers:
+                logger.log_metrics(rates, step=trainer.global_step - 1 - self._last(trainer))
+
+    def _rates(self, trainer: Trainer) -> dict[str, float]:
+        optimizer = trainer.optimizers[0]
+        if self._names is None or self._names[0] is not optimizer:
+            self._names = optimizer, list(rates_of(self, trainer))
+        names = self._names[1]
+        if len(trainer.optimizers) > 1 or len(names) != len(optimizer.param_groups):
+            return rates_of(self, trainer)
+        return dict(zip(names, (float(group["lr"]) for group in optimizer.param_groups), strict=True))
 
     def _last(self, trainer: Trainer) -> int:
         """-1 if rates change: then they are those before the last step of an interval, otherwise those after it."""
         return -1 if trainer.lr_scheduler_configs else 0
+
+
+def strides_of(trainer: Trainer) -> list[Strides]:
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, Strides)]
 
 
 def steps_to(multiple: int, step: int) -> int:

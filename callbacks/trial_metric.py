@@ -183,8 +183,8 @@ class TrialMetric(Strides):
         assert isinstance(pl_module, WidthScalable)
         return math.inf if pl_module.width == self._width else 0  # the first step of a width
 
-    def stride(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        return steps_to(self._interval, trainer.global_step)
+    def stride(self, trainer: Trainer, step: int) -> float:
+        return steps_to(self._interval, step)
 
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
         for step, loss in enumerate(losses, trainer.global_step - len(losses)):

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -227,11 +227,9 @@ def finish_loaded_step(trainer: Trainer) -> None:
 # --- many steps at once
 
 
-def log_rates(monitor: LearningRateMonitor, trainer: Trainer, step: int) -> None:
-    """Logs the learning rates as they are, as those of a step."""
-    rates = monitor._extract_stats(trainer, "step")
-    for logger in trainer.loggers:
-        logger.log_metrics(rates, step=step)
+def rates_of(monitor: LearningRateMonitor, trainer: Trainer) -> dict[str, float]:
+    """The learning rates as they are, by the names that Lightning gives them; it takes its time."""
+    return monitor._extract_stats(trainer, "step")
 
 
 def request_end(trainer: Trainer) -> None:
@@ -257,11 +255,6 @@ def validation_loader(trainer: Trainer) -> tuple[Any, int] | None:
     return None if loader is None else (loader, int(loop.max_batches[0]))
 
 
-def place_in_data(trainer: Trainer) -> tuple[int, int]:
-    """The epoch and the position of the next training batch."""
-    return trainer.fit_loop.epoch_progress.current.processed, trainer.fit_loop.epoch_loop.batch_progress.current.ready
-
-
 def batches_left(trainer: Trainer) -> int:
     """How many batches of this epoch are still to come."""
     return int(trainer.num_training_batches) - trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -272,18 +265,46 @@ def validates(trainer: Trainer) -> bool:
     return bool(trainer.enable_validation and trainer.fit_loop.epoch_loop.val_loop._max_batches)
 
 
-def steps_to_validation(trainer: Trainer) -> int:
+class Place(NamedTuple):
+    """Where in its data a run is: the epoch, the batches of it that were taken, and those of all epochs."""
+
+    epoch: int
+    position: int
+    total: int
+
+    def after(self, steps: int) -> "Place":
+        return Place(self.epoch, self.position + steps, self.total + steps)
+
+    def next_epoch(self) -> "Place":
+        return Place(self.epoch + 1, 0, self.total)
+
+
+def place_in_data(trainer: Trainer) -> Place:
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return Place(trainer.fit_loop.epoch_progress.current.processed, progress.current.ready, progress.total.ready)
+
+
+def steps_to_validation(trainer: Trainer, place: Place) -> int:
     """How many steps it is to the next that may be followed by a validation, or by the end of the epoch."""
-    progress, left, every = trainer.fit_loop.epoch_loop.batch_progress, batches_left(trainer), trainer.val_check_batch
+    left, every = int(trainer.num_training_batches) - place.position, trainer.val_check_batch
     if not isinstance(every, int) or not validates(trainer):
         return left
-    done = progress.total.ready if trainer.check_val_every_n_epoch is None else progress.current.ready
+    done = place.total if trainer.check_val_every_n_epoch is None else place.position
     return min(left, every - done % every)
 
 
 def steps_before_validation(trainer: Trainer) -> int:
     """How many of the next steps are followed by neither a validation nor the end of an epoch."""
-    return steps_to_validation(trainer) - 1
+    return steps_to_validation(trainer, place_in_data(trainer)) - 1
+
+
+def is_followed_by_validation(trainer: Trainer, place: Place) -> bool:
+    """Whether the step that leads to this place is followed by a validation, as Lightning decides it."""
+    every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
+    if not isinstance(every, int) or not validates(trainer):
+        return False
+    done = place.total if epochs is None else place.position
+    return done % every == 0 and (epochs is None or (place.epoch + 1) % epochs == 0)
 
 
 def steps_before_the_end(trainer: Trainer) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mupscale._torch import tree_flatten, tree_unflatten
 from mupscale.errors import UserError
-from mupscale.stacking.stack import Context, Stack
+from mupscale.stacking.stack import Context, Scoring, Stack
 
 WARM_UP_STEPS = 3
 """Steps before a capture, in which kernels are compiled and chosen. Their effects are undone."""
@@ -89,6 +89,48 @@ class CapturedStack:
                 captured.copy_(leaf, non_blocking=True)
         self._graph.replay()
         return self._losses.clone()
+
+
+class CapturedScores:
+    """What a function measures of all models of a stack (`Stack.evaluate`), captured once and replayed for batches."""
+
+    def __init__(
+        self, stack: Stack, function: Scoring, batch: Any, *, shared: bool = True, context: Context = nullcontext
+    ) -> None:
+        """
+        Args:
+            stack: On a CUDA device.
+            function: As of `Stack.evaluate`.
+            batch: One like those to come.
+            shared: Whether one batch is for all models.
+            context: Makes the context in which the function is called.
+        """
+        self._stack = stack  # held, with the memory that the graph reads
+        leaves, structure = tree_flatten(batch)
+        device = stack.seeds.device
+        self._inputs = [leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        inputs = tree_unflatten(self._inputs, structure)
+
+        def evaluate() -> dict[str, Tensor]:
+            with context():
+                return stack.evaluate(function, inputs, shared=shared)
+
+        stream, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            evaluate()
+        stream.wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._scores = evaluate()
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """The scores of a batch of the right kind; the next call overwrites them. Nothing waits."""
+        for captured, leaf in zip(self._inputs, tree_flatten(batch)[0], strict=True):
+            if isinstance(leaf, Tensor):
+                captured.copy_(leaf, non_blocking=True)
+        self._graph.replay()
+        return self._scores
 
 
 def stacked_kind(

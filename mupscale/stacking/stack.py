@@ -29,6 +29,9 @@ batch is for all of them; otherwise its tensors have a leading axis too."""
 Context = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which losses are computed, such as one of `torch.autocast`."""
 
+Scoring = Callable[[nn.Module, Any], dict[str, Tensor]]
+"""What is measured of a model on a batch, by name."""
+
 
 class Stack:
     """Models of one architecture that take their steps together.
@@ -49,6 +52,7 @@ class Stack:
         losses: Losses | None = None,
         *,
         compiled: bool = False,
+        fused: bool | None = None,
     ) -> None:
         """
         Args:
@@ -57,6 +61,7 @@ class Stack:
             loss: The loss of one model on a batch.
             losses: The losses of all of them, where there is a faster way than `torch.vmap` of `loss`.
             compiled: Compile the losses and the update of the weights with `torch.compile`.
+            fused: Compile the update of the weights, or not; by default as the losses.
         """
         refuse_unlike(models, optimizers)
         self.models, self.optimizers = list(models), list(optimizers)
@@ -66,7 +71,9 @@ class Stack:
         for name in self.trained:
             self.parameters[name].requires_grad_()
         trained = {name: self.parameters[name] for name in self.trained}
-        self.optimizer: StackedOptimizer = stacked_optimizer(trained, models, optimizers, compiled=compiled)
+        self.optimizer: StackedOptimizer = stacked_optimizer(
+            trained, models, optimizers, compiled=compiled if fused is None else fused
+        )
         self.clip = StackedClip(models[0], self.trained)
         device = next(iter(self.parameters.values())).device
         self.seeds = torch.zeros(len(models), dtype=torch.int64, device=device)
@@ -120,9 +127,7 @@ class Stack:
         """The losses of all models on a batch: one for all, or with a leading axis one for each."""
         return self._losses(self.parameters, self.buffers, batch, shared)
 
-    def evaluate(
-        self, function: Callable[[nn.Module, Any], dict[str, Tensor]], batch: Any, *, shared: bool = True
-    ) -> dict[str, Tensor]:
+    def evaluate(self, function: Scoring, batch: Any, *, shared: bool = True) -> dict[str, Tensor]:
         """What the function measures of each model on a batch, with all modules in eval mode; no weight changes.
 
         stack.evaluate(lambda model, batch: {"loss": model.loss(batch)}, batch)["loss"]     # one for each model

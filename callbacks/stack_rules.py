@@ -1,0 +1,100 @@
+"""Which fits can take their steps together, and which of their steps need no hooks."""
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from mupscale.callbacks.strides import Strides, strides_of
+from mupscale.models._lightning import (
+    callbacks_of,
+    datamodule_of,
+    detects_anomalies,
+    epochs_are_plain,
+    profiler_of,
+    steps_before_the_end,
+    steps_before_validation,
+    training_loader,
+    validates,
+    validation_loader,
+)
+from mupscale.models.base import WidthScalable
+from mupscale.stacking.optimizers import KINDS
+
+INSIDE_A_STEP = (
+    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "backward", "optimizer_step", "optimizer_zero_grad",
+)  # fmt: skip
+"""Hooks of modules and callbacks that a captured step, or one of a stack, cannot call."""
+
+OF_STEPS = ("on_train_batch_start", "on_train_batch_end")
+
+OF_EPOCHS = (
+    "on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_end",
+    "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end",
+)  # fmt: skip
+
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def free_steps(trainer: Trainer) -> float:
+    """How many of the next steps of a fit need no hooks, validations and ends of epochs among them."""
+    module = trainer.lightning_module
+    if training_loader(trainer) is None or any(is_overridden(hook, module) for hook in OF_STEPS):
+        return 0
+    others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
+    if any(is_overridden(hook, callback) for hook in OF_STEPS for callback in others):
+        return 0
+    steps = steps_before_the_end(trainer)
+    has_hooks = any(is_overridden(hook, owner) for hook in OF_EPOCHS for owner in (module, *others))
+    is_alone = validates(trainer) and not is_scored_jointly(trainer)
+    if has_hooks or is_alone or not epochs_are_plain(trainer):
+        steps = min(steps, steps_before_validation(trainer))
+    return max(0, min([steps, *(callback.free_steps(trainer, module) for callback in strides_of(trainer))]))
+
+
+def is_scored_jointly(trainer: Trainer) -> bool:
+    """Whether the validation of a fit can be made for many of them at once."""
+    module = trainer.lightning_module
+    return (
+        isinstance(module, WidthScalable)
+        and module.joint_scores() is not None
+        and validation_loader(trainer) is not None
+    )
+
+
+def why_apart(trainer: Trainer) -> str | None:
+    """Why a fit cannot take its steps together with others; None if it can."""
+    module, plugin = trainer.lightning_module, trainer.precision_plugin
+    if not isinstance(module, WidthScalable):
+        return f"the model is a {type(module).__name__}, and not a WidthScalable"
+    name = type(module).__name__
+    if type(trainer.strategy) is not SingleDeviceStrategy:
+        return "a trial runs on several devices"
+    if trainer.accumulate_grad_batches != 1:
+        return f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}"
+    if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value":
+        return "trainer.gradient_clip_algorithm is value"
+    if not isinstance(profiler_of(trainer), PassThroughProfiler):
+        return "trainer.profiler watches single steps"
+    if detects_anomalies(trainer):
+        return "trainer.detect_anomaly watches single steps"
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        return "trainer.precision is 16-mixed, which scales each loss; use bf16-mixed"
+    if type(module).training_step is not WidthScalable.training_step:
+        return f"{name} has a training_step of its own"
+    for method in ("configure_gradient_clipping", "on_train_batch_start", *TRANSFER):
+        if getattr(type(module), method) is not getattr(WidthScalable, method):
+            return f"{name} has a {method} of its own"
+    owners = [(callback, Callback) for callback in callbacks_of(trainer)] + [(module, LightningModule)]
+    for owner, kind in owners:
+        for hook in INSIDE_A_STEP:
+            if hasattr(kind, hook) and is_overridden(hook, owner, kind):
+                return f"{type(owner).__name__} has a hook inside of steps, {hook}"
+    if any(is_overridden(hook, datamodule_of(trainer)) for hook in TRANSFER):
+        return f"{type(datamodule_of(trainer)).__name__} has a hook that transfers batches"
+    if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in KINDS:
+        names = ", ".join(kind.__name__ for kind in KINDS)
+        return f"{type(trainer.optimizers[0]).__name__} has no step for many models at once; {names} have"
+    return None
