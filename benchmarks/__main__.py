@@ -10,6 +10,7 @@ NAMES = {
     "upscale": "`upscale` at up to 2.3 B parameters, and its pause inside a fit",
     "spectral": "the spectral norms of a ResNet-18",
     "data": "the data modules, beside a plain DataLoader",
+    "stack": "many trials as one program, beside one after another",
 }
 
 
