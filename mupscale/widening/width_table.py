@@ -11,6 +11,7 @@ from mup import InfDim, InfShape
 from torch import Tensor, nn
 
 from mupscale.widening.modules import Side
+from mupscale.widening.sharding import is_sharded
 
 _ATTRIBUTE = "_mupscale_table"
 
@@ -28,6 +29,15 @@ class WidthFactors:
 
     def relative_scale(self, side: Side, like: Tensor) -> Tensor:
         """The relative factors of that side, broadcastable to the parameter."""
+        if is_sharded(like):
+            return self._relative_scale(side, like)
+        made = self.__dict__.setdefault("_made", {})  # every step needs them, and a captured one cannot make them
+        key = side, like.dtype, like.device, like.ndim
+        if key not in made:
+            made[key] = self._relative_scale(side, like)
+        return made[key]
+
+    def _relative_scale(self, side: Side, like: Tensor) -> Tensor:
         scale = like.new_ones([1] * like.ndim)
         for axis, axis_side, row in self.relative:
             if axis_side == side:

@@ -1,0 +1,152 @@
+"""Axes that grow by a factor that is not whole: what is exact about it, and what is refused.
+
+Units get unequal numbers of copies (`layout.evenly`), each consumed with 1 / copies, and the optimizer steps entry by
+entry in the units of the axis (`mixed_axes.py`). So everything is exact that a unit goes through alone: layers,
+activations, norms over samples. What adds up or averages over units without weights of its own would weigh them by
+their copies: a norm over the width, the product of queries and keys inside a head.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+
+from torch import nn
+
+from mupscale.errors import UserError
+from mupscale.widening import modules
+from mupscale.widening.layout import LayoutSpec, is_fractional, is_mixed, narrow_length, wide_length
+from mupscale.widening.survey import Survey
+from mupscale.widening.tensor_plan import TensorPlan
+
+
+def as_text(factor: float) -> str:
+    """A factor as a user writes it: 2, 5/3."""
+    return str(Fraction(factor).limit_denominator(10**6))
+
+
+def described(entries: Mapping[str, TensorPlan]) -> Iterator[str]:
+    """One line for each factor that is not whole: who grows by it, and what is exact."""
+    for factor in sorted({ratio(entry, axis) for entry in entries.values() for axis in entry.fractional_axes}):
+        grown = [(entry, axis) for entry in entries.values() for axis in entry.fractional_axes]
+        grown = [(entry, axis) for entry, axis in grown if ratio(entry, axis) == factor]
+        copies = {piece.factor for entry, axis in grown for piece in entry.layouts[axis]}
+        rates = [float(number / factor) for number in (min(copies), max(copies))]
+        yield (
+            f"fractional: {len({entry.name for entry, _ in grown})} parameters grow by {factor}, with {min(copies)} to "
+            f"{max(copies)} copies of a unit. Function and training are exact: the optimizer of the upscale has a rate "
+            f"for each entry. With one rate for all, rates would be {rates[0]:.2f} to {rates[1]:.2f} times the exact "
+            "ones"
+        )
+
+
+def ratio(entry: TensorPlan, axis: int) -> Fraction:
+    return Fraction(entry.wide_shape[axis], entry.narrow_shape[axis])
+
+
+def refuse(survey: Survey, entries: Mapping[str, TensorPlan], given: Mapping[str, set[int]]) -> None:
+    """UserError where a fractional growth would not be exact. `given` are the axes whose pieces the caller gives."""
+    produced, read = _produced_and_read(entries)
+    for entry in entries.values():
+        for axis in entry.fractional_axes:
+            factor = ratio(entry, axis)
+            if axis in given.get(entry.name, ()):
+                continue
+            if factor not in read:
+                raise _no_whole_factor(entry, axis, "nothing reads")
+            if factor not in produced:
+                raise _no_whole_factor(entry, axis, "nothing produces")
+    if produced:
+        _refuse_norms(survey, entries)
+        _refuse_larger_heads(survey, entries)
+
+
+def refuse_buffer(buffer: TensorPlan, entries: Mapping[str, TensorPlan], given: Mapping[int, LayoutSpec]) -> None:
+    """UserError for a buffer that grows by a fraction by which no units grow."""
+    known = {ratio(entry, axis) for entry in entries.values() for axis in entry.fractional_axes}
+    for axis in buffer.fractional_axes:
+        if axis not in given and ratio(buffer, axis) not in known:
+            raise _no_whole_factor(buffer, axis, "no parameter has")
+
+
+def in_whole_groups(norm: nn.GroupNorm, entry: TensorPlan) -> bool:
+    """Whether the groups of a GroupNorm are duplicated as wholes, so that each is normalised as before."""
+    channels = norm.num_channels // norm.num_groups
+    return all(piece.block == channels for piece in entry.layouts[0])
+
+
+def _produced_and_read(entries: Mapping[str, TensorPlan]) -> tuple[set[Fraction], set[Fraction]]:
+    """The fractional factors by which units grow that some parameter produces, and that some parameter reads.
+
+    A factor on one side alone is no width: an axis of width beside fixed features grows by a fraction of its own.
+    """
+    produced, read = set(), set()
+    for entry in entries.values():
+        for axis in entry.fractional_axes:
+            is_read = axis in entry.summed_axes
+            tied = entry.role == "mu_readout" and not is_read
+            if is_read or tied:
+                read.add(ratio(entry, axis))
+            if not is_read and entry.sides[axis] == "out":
+                produced.add(ratio(entry, axis))
+    return produced, read
+
+
+def _no_whole_factor(entry: TensorPlan, axis: int, missing: str) -> UserError:
+    narrow, wide = entry.narrow_shape, entry.wide_shape
+    return UserError(
+        f"{entry.name!r} {narrow} → {wide}: axis {axis} does not grow by a whole factor ({wide[axis]} / "
+        f"{narrow[axis]}), and {missing} units that grow so. Choose a multiple of {narrow[axis]}, "
+        f'or give the pieces of the axis: blocks={{"{entry.name}": {{{axis}: [(length, block, factor), ...]}}}}'
+    )
+
+
+def _refuse_norms(survey: Survey, entries: Mapping[str, TensorPlan]) -> None:
+    for name, before, after in survey.modules:
+        if isinstance(before, nn.LayerNorm | nn.RMSNorm):
+            for n, w in zip(before.normalized_shape, after.normalized_shape, strict=True):  # type: ignore[arg-type]
+                if w % n:
+                    raise _weighs_by_copies(name, before, n, w)
+        elif isinstance(before, nn.GroupNorm):
+            if modules.channels_of_a_group(after) % modules.channels_of_a_group(before):
+                raise _weighs_by_copies(name, before, before.num_channels, after.num_channels)  # type: ignore[arg-type]
+        elif modules.normalises_width(before):
+            for attribute, _ in before.named_parameters(recurse=False):
+                entry = entries.get(f"{name}.{attribute}".removeprefix("."))
+                for layout in entry.layouts if entry is not None else ():
+                    if is_fractional(layout) and is_mixed(layout):
+                        raise _weighs_by_copies(name, before, narrow_length(layout), wide_length(layout))
+
+
+def _weighs_by_copies(name: str, module: nn.Module, narrow: int, wide: int) -> UserError:
+    few = wide // narrow
+    return UserError(
+        f"module {name or '(the model)'!r} ({type(module).__name__}) normalises over a width that grows by "
+        f"{Fraction(wide, narrow)} ({narrow} → {wide}): units with {few + 1} copies would weigh {few + 1} / {few} "
+        f"times as much as units with {few}. Grow this width by a whole factor, such as to {narrow * (few + 1)}. "
+        "Feed-forward units, the number of heads, and channels under BatchNorm may grow by any factor"
+    )
+
+
+_QUERIES_AND_KEYS = {"q", "k", "wq", "wk", "qk", "kv", "qkv", "wqkv", "query", "key", "attn"}
+
+
+def _refuse_larger_heads(survey: Survey, entries: Mapping[str, TensorPlan]) -> None:
+    """UserError where heads stay and their size grows by a fraction: a logit would weigh entries by their copies."""
+    for name, before, after in survey.modules:
+        heads = modules.kept_heads(before, after)
+        if heads is None:
+            continue
+        for entry in entries.values():
+            if not entry.name.startswith(f"{name}." if name else ""):
+                continue
+            layer = entry.name.split(".")[-2:-1]
+            words = set(re.split(r"_|(?<=[a-z])(?=[A-Z])", layer[0])) if layer else set()
+            queries = {word.lower() for word in words} & _QUERIES_AND_KEYS
+            for axis in entry.fractional_axes:
+                if queries and entry.sides[axis] == "out" and entry.layouts[axis][0].block == 1:
+                    raise UserError(
+                        f"module {name or '(the model)'!r} ({type(before).__name__}) keeps its {heads}, and their size "
+                        f"grows by {ratio(entry, axis)} ({entry.name!r}): the product of queries and keys would weigh "
+                        "entries by their copies. Grow the number of heads, in blocks of whole heads, or their size by "
+                        "a whole factor"
+                    )
