@@ -44,7 +44,7 @@ def ratio(entry: TensorPlan, axis: int) -> Fraction:
 
 
 def refuse(survey: Survey, entries: Mapping[str, TensorPlan], given: Mapping[str, set[int]]) -> None:
-    """UserError where a fractional growth would not be exact. `given` are the axes whose pieces the caller gives."""
+    """UserError where a fractional growth would not be exact. `given` are the axes whose pieces are given, by name."""
     produced, read = _produced_and_read(entries)
     for entry in entries.values():
         for axis in entry.fractional_axes:
@@ -56,7 +56,7 @@ def refuse(survey: Survey, entries: Mapping[str, TensorPlan], given: Mapping[str
             if factor not in produced:
                 raise _no_whole_factor(entry, axis, "nothing produces")
     if produced:
-        _refuse_norms(survey, entries)
+        _refuse_norms(survey, entries, given)
         _refuse_larger_heads(survey, entries)
 
 
@@ -100,8 +100,11 @@ def _no_whole_factor(entry: TensorPlan, axis: int, missing: str) -> UserError:
     )
 
 
-def _refuse_norms(survey: Survey, entries: Mapping[str, TensorPlan]) -> None:
+def _refuse_norms(survey: Survey, entries: Mapping[str, TensorPlan], given: Mapping[str, set[int]]) -> None:
     for name, before, after in survey.modules:
+        own = [f"{name}.{attribute}".removeprefix(".") for attribute, _ in before.named_parameters(recurse=False)]
+        if any(given.get(parameter) and not parameter.endswith("bias") for parameter in own):
+            continue
         if isinstance(before, nn.LayerNorm | nn.RMSNorm):
             for n, w in zip(before.normalized_shape, after.normalized_shape, strict=True):  # type: ignore[arg-type]
                 if w % n:
@@ -110,9 +113,8 @@ def _refuse_norms(survey: Survey, entries: Mapping[str, TensorPlan]) -> None:
             if modules.channels_of_a_group(after) % modules.channels_of_a_group(before):
                 raise _weighs_by_copies(name, before, before.num_channels, after.num_channels)  # type: ignore[arg-type]
         elif modules.normalises_width(before):
-            for attribute, _ in before.named_parameters(recurse=False):
-                entry = entries.get(f"{name}.{attribute}".removeprefix("."))
-                for layout in entry.layouts if entry is not None else ():
+            for parameter in own:
+                for layout in entries[parameter].layouts if parameter in entries else ():
                     if is_fractional(layout) and is_mixed(layout):
                         raise _weighs_by_copies(name, before, narrow_length(layout), wide_length(layout))
 

@@ -69,13 +69,15 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
     sides = all_sides(survey, role_of)
     entries: dict[str, TensorPlan] = {}
     layouts: dict[str, tuple[Layout, ...]] = {}
+    in_pieces: dict[str, set[int]] = {}
     weights_first = sorted(survey.uses, key=lambda use: "bias" in use.owners[0][3])
     for use in weights_first:  # a bias follows the layout of its weight
         spec = {**_inherited(survey, layouts, sides, use), **_merge(block_of, use.names)}
         layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec)
+        in_pieces[use.name] = {axis for axis, row in spec.items() if not isinstance(row, int)}
     for use in survey.uses:
         entries[use.name] = _entry(use, *sides[use.name], layouts[use.name])
-    fractional_growth.refuse(survey, entries, _in_pieces(block_of))
+    fractional_growth.refuse(survey, entries, in_pieces)
     for use in survey.uses:
         _refuse_entry(use, entries[use.name])
 
@@ -179,11 +181,6 @@ def _read_alone(entry: TensorPlan) -> bool:
     """Whether a muP readout's mixed axes are only read: a tied embedding would produce them too."""
     mixed = {axis for axis, layout in enumerate(entry.layouts) if is_mixed(layout)}
     return mixed <= set(entry.summed_axes)
-
-
-def _in_pieces(block_of: Mapping[str, Mapping[int, LayoutSpec]]) -> dict[str, set[int]]:
-    """The axes whose pieces are given, by parameter name."""
-    return {name: {axis for axis, spec in axes.items() if not isinstance(spec, int)} for name, axes in block_of.items()}
 
 
 def _layouts(
