@@ -274,6 +274,10 @@ class WidthScalable(LightningModule):
         if bad is not None:
             raise UserError(f"it has NaN or infinite entries in {bad}; take an earlier checkpoint")
         load_weights(self.net, checkpoint)
+        mixed = checkpoint[CHECKPOINT_KEY]["mixed_widths"]
+        if mixed:
+            restore_mixed_widths(self.net, mixed)
+            self.trainer.strategy.setup_optimizers(self.trainer)  # whose rates follow these widths, entry by entry
         self._renew_averages()
         load_optimizer_state(self, self.trainer.optimizers, checkpoint)
 

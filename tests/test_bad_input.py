@@ -35,7 +35,7 @@ FAST = {
     "a typo": ("upscale mlp.ckpt --width 16 --out o --noies 1", "Did you mean --noise"),
     "a width that is no number": ("upscale mlp.ckpt --width wide --out o", "invalid int value: 'wide'"),
     "width 0": ("upscale mlp.ckpt --width 0 --out o", "--width must be a whole number of at least 1"),
-    "the same width": ("upscale mlp.ckpt --width 8 --out o", "give a multiple of it"),
+    "the same width": ("upscale mlp.ckpt --width 8 --out o", "give a larger one"),
     "a narrower width": ("upscale mlp.ckpt --width 4 --out o", "is narrower in the wide model"),
     "a huge width": ("upscale mlp.ckpt --width 99999999999 --out o", "does not fit into memory; take less"),
     "two widths for three layers": ("upscale mlp.ckpt --width 16 16 --out o", "Build both with the same depth"),

@@ -43,21 +43,31 @@ def ratio(entry: TensorPlan, axis: int) -> Fraction:
     return Fraction(entry.wide_shape[axis], entry.narrow_shape[axis])
 
 
-def refuse(survey: Survey, entries: Mapping[str, TensorPlan], given: Mapping[str, set[int]]) -> None:
-    """UserError where a fractional growth would not be exact. `given` are the axes whose pieces are given, by name."""
-    produced, read = _produced_and_read(entries)
-    for entry in entries.values():
-        for axis in entry.fractional_axes:
-            factor = ratio(entry, axis)
-            if axis in given.get(entry.name, ()):
-                continue
-            if factor not in read:
-                raise _no_whole_factor(entry, axis, "nothing reads")
-            if factor not in produced:
-                raise _no_whole_factor(entry, axis, "nothing produces")
-    if produced:
+def refuse_averages(survey: Survey, entries: Mapping[str, TensorPlan], given: Mapping[str, set[int]]) -> None:
+    """UserError where something would weigh units by their copies. `given` are axes whose pieces are given, by name."""
+    if any(entry.fractional_axes for entry in entries.values()):
         _refuse_norms(survey, entries, given)
         _refuse_larger_heads(survey, entries)
+
+
+def refuse_one_sided(entries: Mapping[str, TensorPlan], given: Mapping[str, set[int]]) -> None:
+    """UserError for an axis that grows by a fraction by which no units grow that are produced and read.
+
+    It is no width: an axis of width beside fixed features grows by a fraction of its own.
+    """
+    produced, read = set(), set()
+    for entry in entries.values():
+        for axis in entry.fractional_axes:
+            if axis in entry.summed_axes:
+                read.add(ratio(entry, axis))
+            elif entry.sides[axis] == "out":
+                produced.add(ratio(entry, axis))
+    for entry in entries.values():
+        for axis in set(entry.fractional_axes) - given.get(entry.name, set()):
+            if ratio(entry, axis) not in read:
+                raise _no_whole_factor(entry, axis, "nothing reads")
+            if ratio(entry, axis) not in produced:
+                raise _no_whole_factor(entry, axis, "nothing produces")
 
 
 def refuse_buffer(buffer: TensorPlan, entries: Mapping[str, TensorPlan], given: Mapping[int, LayoutSpec]) -> None:
@@ -72,23 +82,6 @@ def in_whole_groups(norm: nn.GroupNorm, entry: TensorPlan) -> bool:
     """Whether the groups of a GroupNorm are duplicated as wholes, so that each is normalised as before."""
     channels = norm.num_channels // norm.num_groups
     return all(piece.block == channels for piece in entry.layouts[0])
-
-
-def _produced_and_read(entries: Mapping[str, TensorPlan]) -> tuple[set[Fraction], set[Fraction]]:
-    """The fractional factors by which units grow that some parameter produces, and that some parameter reads.
-
-    A factor on one side alone is no width: an axis of width beside fixed features grows by a fraction of its own.
-    """
-    produced, read = set(), set()
-    for entry in entries.values():
-        for axis in entry.fractional_axes:
-            is_read = axis in entry.summed_axes
-            tied = entry.role == "mu_readout" and not is_read
-            if is_read or tied:
-                read.add(ratio(entry, axis))
-            if not is_read and entry.sides[axis] == "out":
-                produced.add(ratio(entry, axis))
-    return produced, read
 
 
 def _no_whole_factor(entry: TensorPlan, axis: int, missing: str) -> UserError:

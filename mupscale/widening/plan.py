@@ -77,9 +77,11 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
         in_pieces[use.name] = {axis for axis, row in spec.items() if not isinstance(row, int)}
     for use in survey.uses:
         entries[use.name] = _entry(use, *sides[use.name], layouts[use.name])
-    fractional_growth.refuse(survey, entries, in_pieces)
+    fractional_growth.refuse_averages(survey, entries, in_pieces)
     for use in survey.uses:
+        _refuse_tied(use, entries[use.name])
         _refuse_entry(use, entries[use.name])
+    fractional_growth.refuse_one_sided(entries, in_pieces)
 
     buffers: dict[str, TensorPlan] = {}
     for name, source, target in survey.buffers:
@@ -148,6 +150,18 @@ def _summed_axes(use: Use, role: Role, sides: tuple[Side, ...]) -> tuple[int, ..
     return tuple(sorted(summed))
 
 
+def _refuse_tied(use: Use, entry: TensorPlan) -> None:
+    """UserError for an embedding tied to a muP readout whose units have unequal numbers of copies."""
+    mixed = {axis for axis, layout in enumerate(entry.layouts) if is_mixed(layout)}
+    is_read = any(modules.is_readout(module) and attribute == "weight" for _, module, _, attribute in use.owners)
+    if is_read and not mixed <= set(entry.summed_axes):
+        raise UserError(
+            f"readout {use.name!r} {use.narrow_shape} → {use.wide_shape} is tied to an embedding, and the units that "
+            "it reads grow by different factors: an embedding repeats its entries, a readout divides them by their "
+            "number of copies. Untie the two, or grow this width by a whole factor"
+        )
+
+
 def _refuse_entry(use: Use, entry: TensorPlan) -> None:
     _, owner, _, _ = use.owners[0]
     if entry.k_in > 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
@@ -162,12 +176,6 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
             "elsewhere, and cannot be widened with it. Take the model as it was before, in floating point, and "
             "quantise the wide one"
         )
-    if entry.mixed and entry.role == "mu_readout" and not _read_alone(entry):
-        raise UserError(
-            f"readout {use.name!r} {use.narrow_shape} → {use.wide_shape} is tied to an embedding, and the units that "
-            "it reads grow by different factors: an embedding repeats its entries, a readout divides them by their "
-            "number of copies. Untie the two, or grow this width by a whole factor"
-        )
     whole_groups = isinstance(owner, nn.GroupNorm) and fractional_growth.in_whole_groups(owner, entry)
     if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) and not whole_groups:
         raise UserError(
@@ -175,12 +183,6 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
             "would weigh them "
             "anew. Normalise the pieces apart"
         )
-
-
-def _read_alone(entry: TensorPlan) -> bool:
-    """Whether a muP readout's mixed axes are only read: a tied embedding would produce them too."""
-    mixed = {axis for axis, layout in enumerate(entry.layouts) if is_mixed(layout)}
-    return mixed <= set(entry.summed_axes)
 
 
 def _layouts(
