@@ -254,6 +254,9 @@ class WidthScalable(LightningModule):
         assert self.net is not None
         refuse_other_architecture(self.net, self.hparams, checkpoint)
         restore_mixed_widths(self.net, checkpoint[CHECKPOINT_KEY]["mixed_widths"])
+        trainer = trainer_of(self)
+        for optimizer in trainer.optimizers if trainer is not None else ():
+            keep_reference_units(self.net, optimizer)  # a sharded checkpoint is read after they were made
 
     def on_fit_start(self) -> None:
         path = self.hparams["init_from"]

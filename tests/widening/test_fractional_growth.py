@@ -269,12 +269,12 @@ def test_the_optimizer_needs_its_rates_by_entry(monkeypatch: pytest.MonkeyPatch)
 def test_rates_are_those_of_mup():
     """So that an optimizer made for the wide model continues the run, and base constants mean what they meant."""
     torch.manual_seed(0)
-    narrow, wide = (mup(mlp, width).double() for width in (12, 20))
+    narrow, wide = (mup(mlp, width).double() for width in (13, 15))
     optimizers = [mupscale.MuAdamW(model, lr=0.01, weight_decay=0.1) for model in (narrow, wide)]
     train(narrow, optimizers[0], features)
     report = mupscale.upscale(narrow, wide, *optimizers)
     assert report.notes == ()
-    assert {name: width.m_in for name, width in merged_table(wide).items()}["layers.1.weight"] == 5.0  # exactly
+    assert {name: width.m_in for name, width in merged_table(wide).items()}["layers.1.weight"] == 15 / 4  # exactly
     for _ in range(3):
         losses = [
             float(backward(model, optimizer)) for model, optimizer in zip((narrow, wide), optimizers, strict=True)
