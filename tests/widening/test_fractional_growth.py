@@ -52,17 +52,17 @@ def test_an_axis_that_holds_the_units_several_times_over_agrees():
 
 def test_many_pieces_are_centred_as_few_are():
     torch.manual_seed(0)
-    layouts = [evenly(3, 5), evenly(40, 60), evenly(4, 6, 2)]
-    few = torch.randn(5, 60, 6, dtype=torch.float64)
+    layouts = [evenly(5, 7), evenly(40, 60), evenly(4, 6, 2)]
+    few = torch.randn(7, 60, 6, dtype=torch.float64)
     many = few.clone()
     centre_(many, layouts, [1, 2])
-    blocks = [few[row].unsqueeze(0) for row in range(5)]  # row by row it is not many
+    blocks = [few[row].unsqueeze(0) for row in range(7)]  # row by row it is not many
     for block in blocks:
         centre_(block, [parse_layout(1, 1, 1), *layouts[1:]], [1, 2])
     torch.testing.assert_close(many, torch.cat(blocks))
     assert few.abs().max() > 0
-    sums = many.new_zeros(5, 40, 6).index_add_(1, source_index(layouts[1]), many)
-    assert sums.new_zeros(5, 40, 4).index_add_(2, source_index(layouts[2]), sums).abs().max() < 1e-14
+    sums = many.new_zeros(7, 40, 6).index_add_(1, source_index(layouts[1]), many)
+    assert sums.new_zeros(7, 40, 4).index_add_(2, source_index(layouts[2]), sums).abs().max() < 1e-14
 
 
 # --- architectures
@@ -418,6 +418,40 @@ def test_verify_finds_a_norm_that_no_module_shows():
     assert not found.passed
     assert found.activation_drift > 1e-3
     assert verdict(UnseenNorm, 6, 12).passed
+
+
+class ByPlace(nn.Module):
+    """Treats heads by their place, which growing changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.arange(1.0, x.shape[1] + 1).to(x)[:, None]
+
+
+class Heads(nn.Module):
+    """Heads of 4 on an axis of their own, and a concatenation with fixed features that nothing reads."""
+
+    def __init__(self, width: int, kind: type[nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(4, width), nn.Linear(width, 3)
+        self.by_head, self.beside = kind(), nn.Identity()
+
+    @property
+    def width_blocks(self) -> dict[str, dict[int, int]]:
+        return {"inputs.weight": {0: 4}, "outputs.weight": {1: 4}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.by_head(self.inputs(x).unflatten(-1, (-1, 4))).flatten(1)
+        self.beside(torch.cat([y, x[:, :3]], -1))
+        return self.outputs(y)
+
+
+def test_verify_compares_heads_on_an_axis_of_their_own():
+    for wide in (24, 32):
+        found = verdict(Heads, 16, wide)
+        assert found.passed, found
+        found = verdict(partial(Heads, kind=ByPlace), 16, wide)
+        assert found.first_divergent == "by_head"
+        assert "although its input agrees" in str(found.reason)
 
 
 # --- what is refused
