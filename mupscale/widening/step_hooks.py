@@ -37,7 +37,7 @@ def _registered(optimizer: Optimizer, pairs: dict[str, tuple[Callable[[], None],
             enter()
 
     def leave_all(*_: Any) -> None:
-        for _, leave in reversed(pairs.values()):
+        for _enter, leave in reversed(pairs.values()):
             leave()
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
