@@ -25,7 +25,7 @@ from mupscale.widening.weights import widen_
 from mupscale.widening.width_table import merged_table
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2)
+SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=1e-2)
 
 
 # --- the rule
@@ -266,7 +266,7 @@ def test_every_optimizer_goes_on_exactly(optimizer: str):
 def test_the_optimizer_needs_its_rates_by_entry(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mupscale.widening.upscale.keep_reference_units", lambda *_: None)
     for optimizer in (ADAMW, SGD):
-        assert Grown(name, optimizer, is_mup=True).drift(steps=5) > 1e-6
+        assert Grown(name, optimizer, is_mup=True).drift() > 1e-5
 
 
 def test_rates_are_those_of_mup():
