@@ -14,7 +14,14 @@ from torch import nn
 
 from mupscale.errors import UserError
 from mupscale.widening import modules
-from mupscale.widening.layout import LayoutSpec, is_fractional, is_mixed, narrow_length, wide_length
+from mupscale.widening.layout import (
+    LayoutSpec,
+    is_fractional,
+    is_mixed,
+    is_unit_by_unit,
+    narrow_length,
+    wide_length,
+)
 from mupscale.widening.survey import Survey
 from mupscale.widening.tensor_plan import TensorPlan
 
@@ -26,16 +33,19 @@ def as_text(factor: float) -> str:
 
 def described(entries: Mapping[str, TensorPlan]) -> Iterator[str]:
     """One line for each factor that is not whole: who grows by it, and what is exact."""
-    for factor in sorted({ratio(entry, axis) for entry in entries.values() for axis in entry.fractional_axes}):
-        grown = [(entry, axis) for entry in entries.values() for axis in entry.fractional_axes]
-        grown = [(entry, axis) for entry, axis in grown if ratio(entry, axis) == factor]
-        copies = {piece.factor for entry, axis in grown for piece in entry.layouts[axis]}
-        rates = [float(number / factor) for number in (min(copies), max(copies))]
+    grown: dict[Fraction, list[tuple[TensorPlan, int]]] = {}
+    for entry in entries.values():
+        for axis in entry.fractional_axes:
+            if is_unit_by_unit(entry.layouts[axis]):  # other pieces are named in the table
+                grown.setdefault(ratio(entry, axis), []).append((entry, axis))
+    for factor, places in sorted(grown.items()):
+        copies = {piece.factor for entry, axis in places for piece in entry.layouts[axis]}
+        few, many = min(copies), max(copies)
         yield (
-            f"fractional: {len({entry.name for entry, _ in grown})} parameters grow by {factor}, with {min(copies)} to "
-            f"{max(copies)} copies of a unit. Function and training are exact: the optimizer of the upscale has a rate "
-            f"for each entry. With one rate for all, rates would be {rates[0]:.2f} to {rates[1]:.2f} times the exact "
-            "ones"
+            f"fractional: {len({entry.name for entry, _ in places})} parameters grow by {factor}, with {few} to {many} "
+            "copies of a unit. Function and training are exact: the optimizer of the upscale has a rate for each "
+            f"entry. With one rate for all, rates would be {float(few / factor):.2f} to {float(many / factor):.2f} times the "
+            "exact ones"
         )
 
 
@@ -63,7 +73,7 @@ def refuse_one_sided(entries: Mapping[str, TensorPlan], given: Mapping[str, set[
             elif entry.sides[axis] == "out":
                 produced.add(ratio(entry, axis))
     for entry in entries.values():
-        for axis in set(entry.fractional_axes) - given.get(entry.name, set()):
+        for axis in sorted(set(entry.fractional_axes) - given.get(entry.name, set())):
             if ratio(entry, axis) not in read:
                 raise _no_whole_factor(entry, axis, "nothing reads")
             if ratio(entry, axis) not in produced:
@@ -122,26 +132,28 @@ def _weighs_by_copies(name: str, module: nn.Module, narrow: int, wide: int) -> U
     )
 
 
-_QUERIES_AND_KEYS = {"q", "k", "wq", "wk", "qk", "kv", "qkv", "wqkv", "query", "key", "attn"}
-
-
 def _refuse_larger_heads(survey: Survey, entries: Mapping[str, TensorPlan]) -> None:
     """UserError where heads stay and their size grows by a fraction: a logit would weigh entries by their copies."""
     for name, before, after in survey.modules:
         heads = modules.kept_heads(before, after)
-        if heads is None:
-            continue
-        for entry in entries.values():
-            if not entry.name.startswith(f"{name}." if name else ""):
-                continue
-            layer = entry.name.split(".")[-2:-1]
-            words = set(re.split(r"_|(?<=[a-z])(?=[A-Z])", layer[0])) if layer else set()
-            queries = {word.lower() for word in words} & _QUERIES_AND_KEYS
+        inside = [entry for entry in entries.values() if entry.name.startswith(f"{name}." if name else "")]
+        for entry in inside if heads is not None else ():
             for axis in entry.fractional_axes:
-                if queries and entry.sides[axis] == "out" and entry.layouts[axis][0].block == 1:
+                by_entries = entry.sides[axis] == "out" and entry.layouts[axis][0].block == 1
+                if by_entries and _produces_queries_or_keys(entry):
                     raise UserError(
                         f"module {name or '(the model)'!r} ({type(before).__name__}) keeps its {heads}, and their size "
                         f"grows by {ratio(entry, axis)} ({entry.name!r}): the product of queries and keys would weigh "
                         "entries by their copies. Grow the number of heads, in blocks of whole heads, or their size by "
                         "a whole factor"
                     )
+
+
+_QUERIES_AND_KEYS = {"q", "k", "wq", "wk", "qk", "kv", "qkv", "wqkv", "query", "key", "attn"}
+"""Words in the names of layers that produce them."""
+
+
+def _produces_queries_or_keys(entry: TensorPlan) -> bool:
+    layer = entry.name.rpartition(".")[0].rpartition(".")[2]
+    words = re.split(r"_|(?<=[a-z])(?=[A-Z])", layer)
+    return any(word.lower() in _QUERIES_AND_KEYS for word in words)

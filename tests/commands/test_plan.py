@@ -28,9 +28,7 @@ def test_the_plan_of_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--config", small(Path("c.yaml"), upscale(3, 20))])
     printed = capsys.readouterr().out
     assert "dup · 5/2 / copies" in printed
-    assert (
-        "fractional: 7 parameters grow by 5/2, with 2 to 3 copies of a unit. Function and training" in printed
-    )
+    assert "fractional: 7 parameters grow by 5/2, with 2 to 3 copies of a unit. Function and training" in printed
 
 
 def test_the_plan_of_a_method(capsys: pytest.CaptureFixture[str]) -> None:
