@@ -41,11 +41,11 @@ def described(entries: Mapping[str, TensorPlan]) -> Iterator[str]:
     for factor, places in sorted(grown.items()):
         copies = {piece.factor for entry, axis in places for piece in entry.layouts[axis]}
         few, many = min(copies), max(copies)
+        rates = f"{float(few / factor):.2f} to {float(many / factor):.2f}"
         yield (
             f"fractional: {len({entry.name for entry, _ in places})} parameters grow by {factor}, with {few} to {many} "
             "copies of a unit. Function and training are exact: the optimizer of the upscale has a rate for each "
-            f"entry. With one rate for all, rates would be {float(few / factor):.2f} to {float(many / factor):.2f} times the "
-            "exact ones"
+            f"entry. With one rate for all, rates would be {rates} times the exact ones"
         )
 
 
