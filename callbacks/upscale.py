@@ -68,7 +68,7 @@ class UpscaleCallback(Strides):
         """
         Args:
             at_step: Optimizer steps before the swap; 0 upscales before the first.
-            width: The target width, a multiple of the width before.
+            width: The target width, any larger one; under a norm over the width, a multiple of the width before.
             noise: Symmetry-breaking noise; none leaves the loss curve as it was.
             lr: The base learning rate from there on; by default the one so far.
             transfer_state: What becomes of the optimizer state: `true` or `carry` moves it, `false` or `reset` starts

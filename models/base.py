@@ -268,6 +268,9 @@ class WidthScalable(LightningModule):
         assert self.net is not None
         refuse_other_architecture(self.net, self.hparams, checkpoint)
         restore_mixed_widths(self.net, checkpoint[CHECKPOINT_KEY]["mixed_widths"])
+        trainer = trainer_of(self)
+        for optimizer in trainer.optimizers if trainer is not None else ():
+            keep_reference_units(self.net, optimizer)  # a sharded checkpoint is read after they were made
 
     def on_fit_start(self) -> None:
         path = self.hparams["init_from"]
@@ -288,6 +291,10 @@ class WidthScalable(LightningModule):
         if bad is not None:
             raise UserError(f"it has NaN or infinite entries in {bad}; take an earlier checkpoint")
         load_weights(self.net, checkpoint)
+        mixed = checkpoint[CHECKPOINT_KEY]["mixed_widths"]
+        if mixed:
+            restore_mixed_widths(self.net, mixed)
+            self.trainer.strategy.setup_optimizers(self.trainer)  # whose rates follow these widths, entry by entry
         self._renew_averages()
         load_optimizer_state(self, self.trainer.optimizers, checkpoint)
 

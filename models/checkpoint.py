@@ -217,10 +217,6 @@ def non_finite_in(checkpoint: dict[str, Any], parameters: Iterable[str] = ()) ->
 @torch.no_grad()
 def load_weights(net: nn.Module, checkpoint: dict[str, Any]) -> None:
     """Writes a checkpoint's weights and buffers into the network, sharded or not."""
-    if checkpoint[CHECKPOINT_KEY]["mixed_widths"]:
-        raise UserError(
-            "some of its parameters are made of pieces that grew by different factors; it can only be resumed"
-        )
     for name, tensor in net.state_dict().items():
         with whole(tensor) as target:
             target.copy_(checkpoint["state_dict"][f"net.{name}"])

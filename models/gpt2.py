@@ -1,6 +1,6 @@
 """GPT-2 under muP: attention logits scaled by c / head_dim, a readout that averages over the width, tied or not.
 
-Shapes: B batch, T positions, D model width, H heads, E head_dim = D / H, V vocabulary.
+Shapes: B batch, T positions, D model width, A attention width, H heads, E head_dim = A / H, V vocabulary.
 """
 
 import math
@@ -33,14 +33,18 @@ HEADS = 12
 
 
 class CausalAttention(nn.Module):
-    """With `grows_by_heads`, a wider one has more heads of the same size; otherwise larger heads."""
+    """With `grows_by_heads`, a wider one has more heads of the same size; otherwise larger heads.
 
-    def __init__(self, width: int, heads: int, grows_by_heads: bool = False) -> None:
+    All heads together have the width `inner`; by default that of the model.
+    """
+
+    def __init__(self, width: int, heads: int, grows_by_heads: bool = False, inner: int | None = None) -> None:
         super().__init__()
+        inner = width if inner is None else inner
         self.heads = heads
         self.grows_by_heads = grows_by_heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * inner)
+        self.project = nn.Linear(inner, width)
 
     @property
     def width_blocks(self) -> dict[str, dict[int, int]]:
@@ -66,12 +70,20 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, grows_by_heads: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        grows_by_heads: bool = False,
+        attention_width: int | None = None,
+        feed_forward: int | None = None,
+    ) -> None:
         super().__init__()
+        units = 4 * width if feed_forward is None else feed_forward
         self.ln_1 = nn.LayerNorm(width)
-        self.attention = CausalAttention(width, heads, grows_by_heads)
+        self.attention = CausalAttention(width, heads, grows_by_heads, attention_width)
         self.ln_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, units), nn.GELU(approximate="tanh"), nn.Linear(units, width))
 
     @property
     def width_groups(self) -> dict[str, dict[str, int]]:
@@ -128,6 +140,9 @@ class Head(nn.Module):
 class GPT2Net(nn.Module):
     """GPT-2 that keeps its number of `heads` as its width grows, or its `head_dim`: give one of the two.
 
+    All heads of a block together have `attention_width`, by default the width of the model; `feed_forward` is the
+    number of units between its other two layers, by default four times that.
+
     Weights are drawn with std 0.02 (0.02 / sqrt(2 · layers) into the residual stream) whatever the width: pass
     init="constant" to `set_base_shapes`.
     """
@@ -142,21 +157,25 @@ class GPT2Net(nn.Module):
         vocabulary: int = 50304,
         context: int = 1024,
         tied: bool = True,
+        attention_width: int | None = None,
+        feed_forward: int | None = None,
     ) -> None:
         super().__init__()
+        inner, what = (width, "width") if attention_width is None else (attention_width, "an attention width of")
         if (heads is None) == (head_dim is None):
             raise UserError(f"give either heads or head_dim, got heads = {heads} and head_dim = {head_dim}")
         grows_by_heads = heads is None
         if head_dim is not None:
-            if width % head_dim:
-                raise UserError(f"width {width} is not divisible by a head_dim of {head_dim}")
-            heads = width // head_dim
+            if inner % head_dim:
+                raise UserError(f"{what} {inner} is not divisible by a head_dim of {head_dim}")
+            heads = inner // head_dim
         assert heads is not None
-        if width % heads:
-            raise UserError(f"width {width} is not divisible by {heads} heads")
+        if inner % heads:
+            raise UserError(f"{what} {inner} is not divisible by {heads} heads")
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads, grows_by_heads) for _ in range(layers)))
+        shape = width, heads, grows_by_heads, attention_width, feed_forward
+        self.blocks = nn.Sequential(*(Block(*shape) for _ in range(layers)))
         self.head = Head(width, vocabulary)
         if tied:
             self.head.readout.weight = self.wte.weight
@@ -190,8 +209,8 @@ class GPT2(WidthScalable):
 
     def __init__(
         self,
-        width: int,
-        base_width: int | None = None,
+        width: int | list[int],
+        base_width: int | list[int] | None = None,
         layers: int = 12,
         heads: int | None = None,
         vocabulary: int = 50304,
@@ -202,7 +221,8 @@ class GPT2(WidthScalable):
     ) -> None:
         """
         Args:
-            width: d_model; a multiple of `heads` or of `head_dim`, whichever stays.
+            width: d_model; a multiple of `heads` or of `head_dim`, whichever stays. Or a list of three: d_model, the
+                width of all heads together, and the feed-forward units; 256 is [256, 256, 1024].
             base_width: The width at which the optimizer's hyperparameters mean what they say; by default 2 per head,
                 or one head of `head_dim`.
             layers: Transformer blocks.
@@ -226,16 +246,23 @@ class GPT2(WidthScalable):
             base_width = 2 * kept if head_dim is None else kept
         for name, value in (("width", width), ("base_width", base_width)):
             refuse_bad_width(f"model.{name}", value)
-            if isinstance(value, list):
-                raise UserError(f"model.{name} of a GPT2 is one number, got {value}")
-            if value % kept:
+            if isinstance(value, list) and len(value) != 3:
+                raise UserError(
+                    f"model.{name} of a GPT2 is one number, or three: d_model, the width of all heads together, and "
+                    f"the feed-forward units; got {value}"
+                )
+            if (value[1] if isinstance(value, list) else value) % kept:
                 raise UserError(f"model.{name} = {value} is not divisible by model.{key} = {kept}")
         super().__init__(width, base_width, **kwargs)
         self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
 
-    def build(self, width: int) -> nn.Module:
+    def build(self, width: int | list[int]) -> nn.Module:
         shape = {name: self.hparams[name] for name in ("layers", "heads", "head_dim", "vocabulary", "context", "tied")}
-        return GPT2Net(width, **shape)
+        if not isinstance(width, list):
+            return GPT2Net(width, **shape)
+        if len(width) != 3:
+            raise UserError(f"give one width, or three: d_model, that of all heads, feed-forward units; got {width}")
+        return GPT2Net(width[0], attention_width=width[1], feed_forward=width[2], **shape)
 
     def shard(self, net: nn.Module, mesh: Any) -> None:
         from torch.distributed.fsdp import fully_shard

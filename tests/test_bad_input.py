@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from command_line import small, upscale
-from saved import Change, save_changed, save_mlp
+from saved import Change, save_changed, save_gpt2, save_mlp
 from torch import nn
 from training_runs import LIGHTNING_WARNINGS
 
@@ -35,7 +35,7 @@ FAST = {
     "a typo": ("upscale mlp.ckpt --width 16 --out o --noies 1", "Did you mean --noise"),
     "a width that is no number": ("upscale mlp.ckpt --width wide --out o", "invalid int value: 'wide'"),
     "width 0": ("upscale mlp.ckpt --width 0 --out o", "--width must be a whole number of at least 1"),
-    "the same width": ("upscale mlp.ckpt --width 8 --out o", "give a multiple of it"),
+    "the same width": ("upscale mlp.ckpt --width 8 --out o", "give a larger one"),
     "a narrower width": ("upscale mlp.ckpt --width 4 --out o", "is narrower in the wide model"),
     "a huge width": ("upscale mlp.ckpt --width 99999999999 --out o", "does not fit into memory; take less"),
     "two widths for three layers": ("upscale mlp.ckpt --width 16 16 --out o", "Build both with the same depth"),
@@ -58,7 +58,10 @@ FAST = {
     "noise nan": ("upscale mlp.ckpt --width 16 --out o --noise nan", "std must be a finite number of at least 0"),
     "no noise file": ("upscale mlp.ckpt --width 16 --out o --recorded-noise text.txt", "cannot be read as recorded"),
     "noise below 0": ("upscale mlp.ckpt --width 16 --out o --noise -1", "std must be a finite number of at least 0"),
-    "no whole factor": ("upscale mlp.ckpt --width 12 --out o", "Choose a multiple of 8"),
+    "no whole factor": ("upscale gpt2.ckpt --width 12 --out o", "Grow this width by a whole factor, such as to 16"),
+    "half a head": ("upscale gpt2.ckpt --width 8 10 32 --out o", "10 is not divisible by a head_dim of 4"),
+    "two widths of GPT-2": ("upscale gpt2.ckpt --width 8 12 --out o", "give one width, or three"),
+    "fewer units": ("upscale gpt2.ckpt --width 8 12 24 --out o", "is narrower in the wide model"),
     "no checkpoint": ("upscale no.ckpt --width 16 --out o", "name a file that exists"),
     "half a checkpoint": ("upscale half.ckpt --width 16 --out o", "half.ckpt is not a checkpoint, or a damaged one"),
     "a checkpoint that is a folder": ("upscale folder --width 16 --out o", "name a checkpoint file"),
@@ -116,7 +119,7 @@ COMMANDS = {
     "plan: a typo": ("plan --config c.yaml --model.wdith=3", "Did you mean width?"),
     "plan: batch size 0": ("plan --config c.yaml --data.batch_size=0", "data.batch_size must be a whole number"),
     "plan: no growth": ("plan --config grown.yaml --model.width=48", "is not wider than the width before it, 48"),
-    "plan: no factor": ("plan --config grown.yaml --model.width=7", "Choose a multiple of 7"),
+    "plan: no factor": ("plan --config gpt2.yaml", "Grow this width by a whole factor, such as to 16"),
     "plan: never reached": ("plan --config grown.yaml --trainer.max_steps=3", "UpscaleCallback.at_step = 5 is never"),
     "plan: Adadelta": ("plan --config c.yaml --model.optimizer=Adadelta", "train with one of Adagrad, Adam"),
     "plan: a checkpoint": ("plan --config c.yaml --ckpt_path mlp.ckpt", "--help lists the options"),
@@ -232,6 +235,15 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def normed(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
+
+
+def by_muon() -> mupscale.UpscaleReport:
+    narrow, wide = (nn.Sequential(nn.Linear(4, n, bias=False), nn.Linear(n, 3, bias=False)) for n in (8, 12))
+    return mupscale.upscale(narrow, wide, torch.optim.Muon(narrow.parameters()))
+
+
 def with_rate(rate: float) -> mupscale.UpscaleReport:
     narrow = net()
     optimizer = adam(narrow)
@@ -306,6 +318,15 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: mupscale.plan(EightBits(8, torch.float8_e4m3fn), EightBits(16, torch.float8_e4m3fn)),
         "Take the model as it was before",
     ),
+    "plan of a fraction under a norm": (
+        lambda: mupscale.plan(normed(8), normed(12)),
+        "by a whole factor, such as to 16",
+    ),
+    "plan of a fraction that nothing reads": (
+        lambda: mupscale.plan(nn.Linear(4, 8), nn.Linear(4, 12)),
+        "Choose a multiple of 8, or give the pieces",
+    ),
+    "upscale by a fraction with Muon": (by_muon, "give it to AdamW in a second optimizer"),
     "plan of packed weights": (lambda: mupscale.plan(Packed(8), Packed(16)), "Take the model as it was before"),
     "plan of quantised tensors": (lambda: mupscale.plan(affine(8), affine(16)), "Take the model as it was before"),
     "roles that are a number": (lambda: mupscale.plan(net(), net(16), roles=3), "must map name patterns"),
@@ -369,11 +390,15 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_mlp(folder / "mlp.ckpt")
     for name, (change, _) in CHECKPOINTS.items():
         save_changed(folder / "mlp.ckpt", folder / f"{name}.ckpt", change)
+    save_gpt2(folder / "gpt2.ckpt")
     (folder / "link.ckpt").symlink_to("mlp.ckpt")
     whole = (folder / "mlp.ckpt").read_bytes()
     (folder / "half.ckpt").write_bytes(whole[: len(whole) // 2])
     small(folder / "c.yaml")
     small(folder / "grown.yaml", upscale(5, 16))
+    by_a_fraction = yaml.safe_load(Path(small(folder / "gpt2.yaml", upscale(5, 12))).read_text())
+    by_a_fraction["model"] = {"class_path": "GPT2", "init_args": {"width": 8, "layers": 1, "head_dim": 4}}
+    (folder / "gpt2.yaml").write_text(yaml.safe_dump(by_a_fraction))
     noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
     right = {"protocol": "upscale", "config": "c.yaml", "small": [8, 16], "target": [16, 32], "seeds": [0]}
     for name, change in EXPERIMENTS.items():

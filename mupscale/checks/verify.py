@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import islice, product
 from typing import Any
 
@@ -23,7 +24,16 @@ from mupscale.arguments import (
 from mupscale.checks.recording import Call, Recorder, buffers_kept
 from mupscale.errors import UserError
 from mupscale.widening.clip import clip_grad_norm_
-from mupscale.widening.layout import Layout, Piece, duplicate, duplicate_, narrow_length, wide_length
+from mupscale.widening.layout import (
+    Layout,
+    Piece,
+    duplicate,
+    duplicate_,
+    evenly,
+    is_unit_by_unit,
+    narrow_length,
+    wide_length,
+)
 from mupscale.widening.plan import Blocks, Plan, TensorPlan
 from mupscale.widening.roles import Roles
 from mupscale.widening.survey import refuse_unless_model
@@ -337,14 +347,17 @@ class _Comparison:
 
     def _candidates(self, narrow: torch.Size, wide: torch.Size) -> Iterator[tuple[tuple[Layout, ...], float]]:
         planned = {layout for entry in self.plan.parameters.values() for layout in entry.layouts}
+        by_units = [layout for layout in planned if is_unit_by_unit(layout)]
+        fractions = {Fraction(wide_length(layout), narrow_length(layout)) for layout in by_units if layout[0].length}
         axes: list[list[Layout]] = []
         for n, w in zip(narrow, wide, strict=True):
             if n == w:
                 axes.append([(Piece(n, max(n, 1), 1),)])
                 continue
             options = [x for x in planned if narrow_length(x) == n and wide_length(x) == w]
-            if n and w % n == 0:
-                options += [x for b in range(1, n + 1) if n % b == 0 and (x := (Piece(n, b, w // n),)) not in options]
+            if n and (w % n == 0 or Fraction(w, n) in fractions):
+                blocks = [block for block in range(1, n + 1) if n % block == 0 and w % block == 0]
+                options += [x for block in blocks if (x := evenly(n, w, block)) not in options]
             axes.append(options)
         # the output of a norm in role `readout` carries the 1/k of the readout behind it
         scales = {1.0} | {1 / e.k_in for e in self.plan.parameters.values() if e.role == "readout" and e.kind == "gain"}

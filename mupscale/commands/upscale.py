@@ -27,6 +27,7 @@ from mupscale.models.checkpoint import (
     optimizer_names,
     refuse_malformed,
     refuse_malformed_optimizers,
+    restore_mixed_widths,
 )
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import METHODS, Duplication, GrowthMethod
@@ -92,7 +93,7 @@ def main(command: str, arguments: list[str]) -> None:
     checkpoint = load_checkpoint(options.checkpoint)
     module = module_of(checkpoint, options.model)
     if module.width == width:
-        raise UserError(f"--width {width} is the width of the checkpoint already; give a multiple of it")
+        raise UserError(f"--width {width} is the width of the checkpoint already; give a larger one")
     method, with_state = METHODS[options.method](), not options.no_optimizer
     report = upscale_checkpoint(checkpoint, module, width, noise, options.seed, optimizer=with_state, method=method)
     with replacing(options.out) as new:
@@ -137,6 +138,7 @@ def upscale_checkpoint(
     averaged = "current_model_state" in checkpoint  # of an EMA run: "state_dict" is the average
     key = "current_model_state" if averaged else "state_dict"
     narrow, wide = _networks(module, width, checkpoint.get(key, {}))
+    restore_mixed_widths(narrow, saved.get("mixed_widths", {}))
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
     narrow_opts = [_saved_optimizer(narrow, *row) for row in rows]
     wide_opts = [_fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]

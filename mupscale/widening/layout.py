@@ -3,11 +3,14 @@
 An axis of a narrow tensor is a row of pieces `(length, block, factor)`: each run of `block` consecutive entries of the
 piece is repeated `factor` times. Block 1 is `repeat_interleave`; a block of head_dim repeats whole heads; factor 1
 copies.
+
+An axis may grow by any factor of at least 1. Where it is not whole, units have unequal numbers of copies, and every
+unit is a piece of its own (`evenly`).
 """
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -33,12 +36,25 @@ def interleaved(length: int, factor: int) -> Layout:
     return (Piece(length, 1, factor),)
 
 
+def evenly(narrow: int, wide: int, block: int = 1) -> Layout:
+    """The layout of an axis whose units, `block` entries each, grow by wide / narrow, whole or not.
+
+    The extra copies are spread evenly: of n units that become w, unit i (from 0) has ⌊(i + 1) w/n⌋ - ⌊i w/n⌋ copies.
+    This depends on the ratio alone, and repeats after as many units as its denominator says. So all axes of the same
+    units agree, also where an axis holds them several times over: the three sections of a fused QKV, the gates of an
+    LSTM, the groups of a convolution. `evenly(12, 20)` gives copies 1, 2, 2, 1, 2, 2, ...
+    """
+    units, copies = narrow // block, wide // block
+    if copies % units == 0:
+        return (Piece(narrow, block, copies // units),)
+    ends = [unit * copies // units for unit in range(units + 1)]
+    return tuple(Piece(block, block, end - start) for start, end in pairwise(ends))
+
+
 def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
     """The layout that a user's `spec` means for an axis of `narrow` → `wide` entries; UserError if it does not fit."""
     if isinstance(spec, int) and not isinstance(spec, bool):
-        if narrow == 0 or wide % narrow:
-            raise UserError(f"{wide} is not a multiple of {narrow}")
-        pieces: Layout = (Piece(narrow, spec, wide // narrow),)
+        pieces: Layout = _parse_block(spec, narrow, wide)
     else:
         if not isinstance(spec, list | tuple) or not all(_is_piece(row) for row in spec):
             raise UserError(f"give a block length, or a list of (length, block, factor) in whole numbers; got {spec!r}")
@@ -56,6 +72,17 @@ def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
     return pieces
 
 
+def _parse_block(block: int, narrow: int, wide: int) -> Layout:
+    if block < 1:
+        raise UserError(f"a block must have at least 1 entry, got {block}")
+    if narrow == 0 or wide < narrow:
+        raise UserError(f"{wide} is not a multiple of {narrow}")
+    for length in (narrow, wide):
+        if length % block:
+            raise UserError(f"a block of {block} does not divide {length} entries")
+    return evenly(narrow, wide, block)
+
+
 def _is_piece(row: object) -> bool:
     return isinstance(row, list | tuple) and len(row) == 3 and all(isinstance(number, int) for number in row)
 
@@ -68,16 +95,33 @@ def wide_length(layout: Layout) -> int:
     return sum(piece.length * piece.factor for piece in layout)
 
 
-def reference_factor(layout: Layout) -> int:
+def whole_factor(layout: Layout) -> float:
+    """By how much the axis grows as a whole; an int where that is a whole number."""
+    narrow, wide = narrow_length(layout), wide_length(layout)
+    if narrow == 0:
+        return 1
+    return wide // narrow if wide % narrow == 0 else wide / narrow
+
+
+def reference_factor(layout: Layout) -> float:
     """The factor of the axis; of unlike pieces, the largest: fixed features beside width have factor 1.
 
     Where every unit is a piece of its own, with a number of copies of its own, it is that of the axis as a whole.
     """
-    narrow, wide = narrow_length(layout), wide_length(layout)
-    unit_by_unit = len({(piece.length, piece.block) for piece in layout}) == 1 and layout[0].length == layout[0].block
-    if is_mixed(layout) and unit_by_unit and wide % narrow == 0:
-        return wide // narrow
+    if is_mixed(layout) and is_unit_by_unit(layout):
+        return whole_factor(layout)
     return max(piece.factor for piece in layout)
+
+
+def is_unit_by_unit(layout: Layout) -> bool:
+    """Whether every unit is a piece of its own, all of one size."""
+    return len({(piece.length, piece.block) for piece in layout}) == 1 and layout[0].length == layout[0].block
+
+
+def is_fractional(layout: Layout) -> bool:
+    """Whether the axis grows, as a whole, by a factor that is not whole."""
+    narrow = narrow_length(layout)
+    return narrow > 0 and wide_length(layout) % narrow != 0
 
 
 def is_mixed(layout: Layout) -> bool:
@@ -126,9 +170,8 @@ def _duplicate_by_index_(
         if len(layout) == 1 and layout[0].factor == 1 and axis_scales[0] == 1.0:
             continue
         if any(number != 1.0 for number in axis_scales):
-            rows = [torch.full((p.length,), s, dtype=dtype) for p, s in zip(layout, axis_scales, strict=True)]
             shape = [-1 if other == axis else 1 for other in range(len(layouts))]
-            result = result.to(dtype) * torch.cat(rows).to(result.device).view(shape)
+            result = result.to(dtype) * by_entry(layout, axis_scales).to(result.device, dtype).view(shape)
         result = result.index_select(axis, source_index(layout).to(result.device))
     target.copy_(result)
 
@@ -139,21 +182,42 @@ _MANY_CELLS = 256
 
 def source_index(layout: Layout) -> Tensor:
     """The narrow entry that each wide entry of an axis is a copy of."""
-    rows, at = [], 0
-    for piece in layout:
-        entries = torch.arange(at, at + piece.length).view(-1, 1, piece.block)
-        rows.append(entries.expand(-1, piece.factor, -1).flatten())
-        at += piece.length
-    return torch.cat(rows)
+    runs = _runs(layout)
+    return (runs.source - runs.start).repeat_interleave(runs.length) + torch.arange(wide_length(layout))
 
 
 def copy_index(layout: Layout) -> Tensor:
     """Which copy of its narrow entry each wide entry of an axis is: 0 for the first."""
-    rows = []
-    for piece in layout:
-        copies = torch.arange(piece.factor).view(1, -1, 1)
-        rows.append(copies.expand(piece.length // piece.block, -1, piece.block).flatten())
-    return torch.cat(rows)
+    runs = _runs(layout)
+    return runs.copy.repeat_interleave(runs.length)
+
+
+def by_entry(layout: Layout, values: Sequence[float]) -> Tensor:
+    """A number for each narrow entry of an axis, from one for each piece."""
+    lengths = torch.tensor([piece.length for piece in layout])
+    return torch.tensor(values, dtype=torch.float64).repeat_interleave(lengths)
+
+
+class _Runs(NamedTuple):
+    """The copies of all blocks of an axis, in the order of the wide axis; one number for each copy."""
+
+    source: Tensor
+    """Where the block begins in the narrow axis."""
+    start: Tensor
+    """Where its copy begins in the wide axis."""
+    length: Tensor
+    copy: Tensor
+    """Which copy of the block it is."""
+
+
+def _runs(layout: Layout) -> _Runs:
+    lengths, blocks, factors = (torch.tensor(column) for column in zip(*layout, strict=True))
+    count = lengths // blocks
+    length, copies = blocks.repeat_interleave(count), factors.repeat_interleave(count)
+    source = length.cumsum(0) - length
+    first = (copies.cumsum(0) - copies).repeat_interleave(copies)
+    source, length = source.repeat_interleave(copies), length.repeat_interleave(copies)
+    return _Runs(source, length.cumsum(0) - length, length, torch.arange(len(first)) - first)
 
 
 def duplicate(source: Tensor, layouts: Sequence[Layout]) -> Tensor:
@@ -170,6 +234,9 @@ def centre_(tensor: Tensor, layouts: Sequence[Layout], axes: Collection[int]) ->
     `axes` sum to zero, so that a layer that sums over these axes maps duplicated inputs to zero. Centring leaves the
     share 1 - 1/k of the variance; the entries are divided by its root. An entry with a single copy becomes zero.
     """
+    if math.prod(len(layout) for layout in layouts) > _MANY_CELLS:
+        _centre_by_index_(tensor, layouts, axes)
+        return
     ones = [[1.0] * len(layout) for layout in layouts]
     for _, wide_slices, pieces, _ in _cells(layouts, ones):
         shape: list[int] = []
@@ -186,6 +253,23 @@ def centre_(tensor: Tensor, layouts: Sequence[Layout], axes: Collection[int]) ->
             copies.zero_()
         else:
             copies.sub_(copies.mean(copies_at, keepdim=True)).div_(math.sqrt(1 - 1 / count))
+
+
+def _centre_by_index_(tensor: Tensor, layouts: Sequence[Layout], axes: Collection[int]) -> None:
+    """The same for axes of many pieces, with temporaries."""
+    mean = tensor
+    count = tensor.new_ones([1] * tensor.ndim)
+    for axis in axes:
+        index = source_index(layouts[axis]).to(tensor.device)
+        copies = torch.bincount(index).to(tensor)
+        sums_shape = [len(copies) if other == axis else size for other, size in enumerate(mean.shape)]
+        shape = [-1 if other == axis else 1 for other in range(tensor.ndim)]
+        sums = mean.new_zeros(sums_shape).index_add_(axis, index, mean)
+        mean = (sums / copies.view(shape)).index_select(axis, index)
+        count = count * copies[index].view(shape)
+    tensor.sub_(mean)
+    # of an entry with a single copy nothing is left
+    tensor.mul_(torch.where(count > 1, (1 - 1 / count).rsqrt(), 0.0))
 
 
 def _cells(

@@ -30,7 +30,16 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.errors import UserError
-from mupscale.widening.layout import Layout, copy_index, duplicate_, narrow_length, source_index
+from mupscale.widening.layout import (
+    Layout,
+    copy_index,
+    duplicate_,
+    is_unit_by_unit,
+    narrow_length,
+    source_index,
+    whole_factor,
+)
+from mupscale.widening.modules import normalises_width
 from mupscale.widening.new_copies import StateRule, check_state_rule, new_copies
 from mupscale.widening.noise import Noise, init_scale, is_noisy, refuse_inert
 from mupscale.widening.plan import Blocks, Plan, TensorPlan
@@ -157,19 +166,10 @@ class Net2Net(GrowthMethod):
             )
         generator = torch.Generator().manual_seed(self.seed)
         mapped: dict[str, dict[int, list[tuple[int, int, int]]]] = {}
-        averaged = []
         for group, axes in groups.items():
             members = _members(plain, group, axes)
-            if any(plain.parameters[name].role == "mu_readout" for name in members):
-                averaged.append(group)  # has one multiplier for all of its inputs
-                continue
             for name, row in _random_layouts(plain, group, members, generator).items():
                 mapped.setdefault(name, {})[members[name]] = row
-        if not mapped:
-            raise UserError(
-                f"Net2Net: none of the groups {some_names(list(groups))} can be mapped at random, because muP readouts "
-                f"read {some_names(averaged)}. Give other groups, or use a plain readout"
-            )
         return make_plan(narrow, wide, roles=roles, blocks={**(blocks or {}), **mapped})
 
     def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
@@ -210,7 +210,7 @@ class ZeroPadding(GrowthMethod):
         grown = {name for name, entry in plan.parameters.items() if entry.grows}
         kept = True
         for prefix, module in narrow.named_modules():
-            if _normalises_width(module):
+            if normalises_width(module):
                 kept &= not any(f"{prefix}.{name}".removeprefix(".") in grown for name, _ in module.named_parameters())
         return Claim(kept, kept and self._follows_the_rules())
 
@@ -302,12 +302,6 @@ METHODS: dict[str, Callable[[], GrowthMethod]] = {
 """As published, by the names of the command line."""
 
 
-def _normalises_width(module: nn.Module) -> bool:
-    """Whether a module averages over its units; one of another library is known by its name."""
-    kind = type(module).__name__.lower()
-    return "norm" in kind and "batchnorm" not in kind and "instancenorm" not in kind
-
-
 def _grows(layout: Layout) -> bool:
     return any(piece.factor > 1 for piece in layout)
 
@@ -360,14 +354,14 @@ def _random_layouts(
     times over, as the three sections of a fused QKV do.
     """
     layouts = {name: plan.parameters[name].layouts[axis] for name, axis in members.items()}
-    in_pieces = [name for name, layout in layouts.items() if len(layout) > 1]
+    in_pieces = [name for name, layout in layouts.items() if len(layout) > 1 and not is_unit_by_unit(layout)]
     if in_pieces:
         raise UserError(
             f"Net2Net: {in_pieces[0]!r} of the group {group!r} is made of pieces already. Give other groups"
         )
-    pieces = {name: layout[0] for name, layout in layouts.items()}
-    counted = {name: piece.length // piece.block for name, piece in pieces.items()}
-    units, factors = min(counted.values()), {piece.factor for piece in pieces.values()}
+    blocks = {name: layout[0].block for name, layout in layouts.items()}
+    counted = {name: narrow_length(layout) // blocks[name] for name, layout in layouts.items()}
+    units, factors = min(counted.values()), {whole_factor(layout) for layout in layouts.values()}
     if len(factors) > 1 or any(count % units for count in counted.values()):
         raise UserError(
             f"Net2Net: the axes of the group {group!r} are not one: {some_names(list(members))} have {counted} units, "
@@ -376,9 +370,9 @@ def _random_layouts(
     factor = factors.pop()
     if factor == 1:
         return {}
-    extra = torch.randint(units, (units * (factor - 1),), generator=generator)
+    extra = torch.randint(units, (round(units * factor) - units,), generator=generator)
     copies = (1 + torch.bincount(extra, minlength=units)).tolist()
     answer = {}
-    for name, piece in pieces.items():
-        answer[name] = [(piece.block, piece.block, count) for count in copies] * (counted[name] // units)
+    for name, block in blocks.items():
+        answer[name] = [(block, block, count) for count in copies] * (counted[name] // units)
     return answer

@@ -114,6 +114,18 @@ def group_count(module: nn.Module) -> int:
     return module.num_groups if isinstance(module, nn.GroupNorm) else 1
 
 
+def channels_of_a_group(module: nn.Module) -> int:
+    """Of a GroupNorm."""
+    assert isinstance(module, nn.GroupNorm)
+    return module.num_channels // module.num_groups
+
+
+def normalises_width(module: nn.Module) -> bool:
+    """Whether a module averages over its units; one of another library is known by its name."""
+    kind = type(module).__name__.lower()
+    return "norm" in kind and "batchnorm" not in kind and "instancenorm" not in kind
+
+
 def own_blocks(narrow: nn.Module, wide: nn.Module) -> dict[str, dict[int, LayoutSpec]]:
     """The block lengths that a module type itself implies, by parameter name: whole heads, whole groups."""
     if (
@@ -139,8 +151,7 @@ def _group_channels(module: nn.Module) -> tuple[int, int]:
     """Input and output channels of one group."""
     if isinstance(module, ConvNd):
         return module.in_channels // module.groups, module.out_channels // module.groups
-    assert isinstance(module, nn.GroupNorm)
-    return (module.num_channels // module.num_groups,) * 2
+    return (channels_of_a_group(module),) * 2
 
 
 def why_reparametrised(name: str, module: nn.Module) -> str | None:
@@ -220,6 +231,15 @@ def growing_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
             before, after = getattr(before_owner, attribute, None), getattr(after_owner, attribute, None)
             if isinstance(before, int) and isinstance(after, int) and after > before:
                 return f"{attribute} grows {before} → {after}"
+    return None
+
+
+def kept_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
+    """The heads of an attention module that has as many in the wide model, such as "4 heads"."""
+    for attribute in _HEAD_COUNTS:
+        before, after = getattr(narrow, attribute, None), getattr(wide, attribute, None)
+        if isinstance(before, int) and before == after:
+            return f"{before} heads"
     return None
 
 

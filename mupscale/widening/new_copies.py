@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.widening.layout import copy_index
-from mupscale.widening.plan import Plan, TensorPlan
+from mupscale.widening.plan import TensorPlan
 from mupscale.widening.rules import Group, OptimizerRule, rule_of
 from mupscale.widening.step_hooks import around_step, leave_alone
 
@@ -56,17 +56,6 @@ def check_own_count(optimizer: Optimizer) -> None:
             f"reset_new_copies: how {type(optimizer).__name__} depends on its step count is not known, so new copies "
             "cannot have one of their own. Use carry or reset, or train with SGD, Adam, AdamW, Adamax, Adagrad or "
             "RMSprop"
-        )
-
-
-def check_reset(plan: Plan, optimizer: Optimizer) -> None:
-    """UserError where the state of new copies cannot start anew by itself."""
-    check_own_count(optimizer)
-    mixed = [name for name, entry in plan.parameters.items() if entry.mixed]
-    if mixed:
-        raise UserError(
-            f"reset_new_copies: parameter {mixed[0]!r} is made of pieces that grow by different factors, and its steps "
-            "are taken in other units. Use carry or reset"
         )
 
 

@@ -18,7 +18,7 @@ from mupscale.widening.new_copies import (
     NEW_COPIES,
     REWARM_STEPS,
     StateRule,
-    check_reset,
+    check_own_count,
     new_copies,
     rewarm_new_copies,
 )
@@ -41,7 +41,7 @@ def check_transfer(
     rule = rule_of(narrow_opt)
     refuse_bad_levels(narrow_opt)
     if state == "reset_new_copies":
-        check_reset(plan, narrow_opt)
+        check_own_count(narrow_opt)
     names = names_by_id(narrow)
     for group in narrow_opt.param_groups:
         for parameter in group["params"]:

@@ -9,87 +9,29 @@ carries them.
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
 from mupscale.errors import UserError
-from mupscale.widening import modules
-from mupscale.widening.layout import Layout, LayoutSpec, Piece, interleaved, is_mixed, parse_layout, reference_factor
-from mupscale.widening.modules import Kind, Side
+from mupscale.widening import fractional_growth, modules
+from mupscale.widening.layout import (
+    Layout,
+    LayoutSpec,
+    Piece,
+    evenly,
+    is_fractional,
+    is_mixed,
+    is_unit_by_unit,
+    parse_layout,
+    whole_factor,
+)
+from mupscale.widening.modules import Side
 from mupscale.widening.roles import Role, Roles, all_sides, declared, given_pairs, match_roles, matches
-from mupscale.widening.rules import Factors
 from mupscale.widening.survey import Survey, Use, some_names
+from mupscale.widening.tensor_plan import TensorPlan
 
 Blocks = Mapping[str, Mapping[int, LayoutSpec]]
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """How one parameter or buffer grows. `k_out`, `k_in` are the factors of the axes it produces and sums over."""
-
-    names: tuple[str, ...]
-    """Its name, and the further names of a tied parameter."""
-    narrow_shape: tuple[int, ...]
-    wide_shape: tuple[int, ...]
-    role: Role | Literal["buffer"]
-    kind: Kind | Literal["buffer"]
-    sides: tuple[Side, ...]
-    layouts: tuple[Layout, ...]
-    fan_in: int
-    """Entries of the summed width axes at the wide width: N_in of the muP initialisation; 1 without one."""
-    matrix_axes: tuple[int, int] | None
-    """The two axes that make a matrix, the others counting kernel positions; None means flatten to width × rest."""
-    zero_initialised: bool = False
-    summed_axes: tuple[int, ...] = ()
-    """The width axes that every use of the parameter sums over. A muP readout's counts; that of an embedding which is
-    tied to it does not."""
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def k_out(self) -> int:
-        return math.prod(reference_factor(x) for x, side in zip(self.layouts, self.sides, strict=True) if side == "out")
-
-    @property
-    def k_in(self) -> int:
-        return math.prod(reference_factor(x) for x, side in zip(self.layouts, self.sides, strict=True) if side == "in")
-
-    @property
-    def factors(self) -> Factors:
-        """What Table 1 is a function of."""
-        return Factors(self.k_out, self.k_in, self.narrow_shape, self.wide_shape)
-
-    @property
-    def copies_summed(self) -> int:
-        """The largest number of copies of one input unit that the layer adds up; 1 where it adds up none."""
-        return math.prod(reference_factor(self.layouts[axis]) for axis in self.summed_axes)
-
-    @property
-    def grows(self) -> bool:
-        return self.narrow_shape != self.wide_shape
-
-    @property
-    def mixed(self) -> bool:
-        """Whether pieces of one axis grow by different factors, so that no single learning rate is right for all."""
-        return any(is_mixed(layout) for layout, side in zip(self.layouts, self.sides, strict=True) if side)
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether an axis is duplicated in blocks of several entries: whole heads, groups or positions."""
-        pieces = [piece for layout in self.layouts for piece in layout]
-        return any(piece.block > 1 and piece.factor > 1 for piece in pieces)
-
-    def scales(self, out_power: int, in_power: int) -> list[list[float]]:
-        """k_out^out_power · k_in^in_power, spelled out per axis and piece, as `layout.duplicate_` takes it."""
-        power = {"out": out_power, "in": in_power, None: 0}
-        return [
-            [float(piece.factor) ** power[side] for piece in layout]
-            for layout, side in zip(self.layouts, self.sides, strict=True)
-        ]
 
 
 @dataclass(frozen=True)
@@ -109,6 +51,7 @@ class Plan:
         after = sum(math.prod(e.wide_shape) for e in self.parameters.values())
         lines.insert(1, "-" * max(map(len, lines)))
         lines.append(f"{before:,} → {after:,} parameters")
+        lines += fractional_growth.described(self.parameters)
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -126,13 +69,19 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
     sides = all_sides(survey, role_of)
     entries: dict[str, TensorPlan] = {}
     layouts: dict[str, tuple[Layout, ...]] = {}
+    in_pieces: dict[str, set[int]] = {}
     weights_first = sorted(survey.uses, key=lambda use: "bias" in use.owners[0][3])
     for use in weights_first:  # a bias follows the layout of its weight
         spec = {**_inherited(survey, layouts, sides, use), **_merge(block_of, use.names)}
         layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec)
+        in_pieces[use.name] = {axis for axis, row in spec.items() if not isinstance(row, int)}
     for use in survey.uses:
         entries[use.name] = _entry(use, *sides[use.name], layouts[use.name])
+    fractional_growth.refuse_averages(survey, entries, in_pieces)
+    for use in survey.uses:
+        _refuse_tied(use, entries[use.name])
         _refuse_entry(use, entries[use.name])
+    fractional_growth.refuse_one_sided(entries, in_pieces)
 
     buffers: dict[str, TensorPlan] = {}
     for name, source, target in survey.buffers:
@@ -149,6 +98,7 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
         buffers[name] = TensorPlan(
             (name,), *shapes, "buffer", "buffer", (None,) * source.ndim, _layouts(name, *shapes, spec), 1, None
         )
+        fractional_growth.refuse_buffer(buffers[name], entries, block_of.get(name, {}))
     in_blocks = [name for name, entry in entries.items() if entry.in_blocks]
     return Plan(entries, buffers, (*survey.caveats(in_blocks), *_guesses(survey, role_of)))
 
@@ -200,6 +150,18 @@ def _summed_axes(use: Use, role: Role, sides: tuple[Side, ...]) -> tuple[int, ..
     return tuple(sorted(summed))
 
 
+def _refuse_tied(use: Use, entry: TensorPlan) -> None:
+    """UserError for an embedding tied to a muP readout whose units have unequal numbers of copies."""
+    mixed = {axis for axis, layout in enumerate(entry.layouts) if is_mixed(layout)}
+    is_read = any(modules.is_readout(module) and attribute == "weight" for _, module, _, attribute in use.owners)
+    if is_read and not mixed <= set(entry.summed_axes):
+        raise UserError(
+            f"readout {use.name!r} {use.narrow_shape} → {use.wide_shape} is tied to an embedding, and the units that "
+            "it reads grow by different factors: an embedding repeats its entries, a readout divides them by their "
+            "number of copies. Untie the two, or grow this width by a whole factor"
+        )
+
+
 def _refuse_entry(use: Use, entry: TensorPlan) -> None:
     _, owner, _, _ = use.owners[0]
     if entry.k_in > 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
@@ -214,13 +176,8 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
             "elsewhere, and cannot be widened with it. Take the model as it was before, in floating point, and "
             "quantise the wide one"
         )
-    if entry.mixed and entry.role == "mu_readout":
-        raise UserError(
-            f"readout {use.name!r} {use.narrow_shape} → {use.wide_shape} averages over pieces that grow by different "
-            "factors, with one "
-            "multiplier for all. Read the pieces with two readouts"
-        )
-    if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+    whole_groups = isinstance(owner, nn.GroupNorm) and fractional_growth.in_whole_groups(owner, entry)
+    if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) and not whole_groups:
         raise UserError(
             f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors: its average "
             "would weigh them "
@@ -244,14 +201,13 @@ def _layouts(
             raise UserError(
                 f"{name!r} {narrow} → {wide}: axis {axis} is narrower in the wide model ({w} < {n}); swap the models?"
             )
-        elif n == 0 or w % n:
+        elif n == 0:
             raise UserError(
-                f"{name!r} {narrow} → {wide}: axis {axis} does not grow by a whole factor ({w} / {n}). Choose a "
-                f"multiple of {n}, "
-                f'or give the pieces of the axis: blocks={{"{name}": {{{axis}: [(length, block, factor), ...]}}}}'
+                f"{name!r} {narrow} → {wide}: axis {axis} is empty in the narrow model, so it has nothing to copy. "
+                "Keep it empty, or give both models units there"
             )
         else:
-            answer.append(interleaved(n, w // n))
+            answer.append(evenly(n, w))
     return tuple(answer)
 
 
@@ -313,8 +269,12 @@ def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks | None) ->
 
 def _row(entry: TensorPlan) -> tuple[str, ...]:
     shapes = f"{_shape(entry.narrow_shape)} → {_shape(entry.wide_shape)}" if entry.grows else _shape(entry.narrow_shape)
-    weight = "copy" if not entry.grows else "dup" if entry.k_in == 1 else f"dup / {entry.k_in}"
-    return " = ".join(entry.names), entry.role, shapes, str(entry.k_out), str(entry.k_in), weight, _layout_text(entry)
+    k_out, k_in = fractional_growth.as_text(entry.k_out), fractional_growth.as_text(entry.k_in)
+    by_copies = any(is_mixed(layout) for axis, layout in enumerate(entry.layouts) if entry.relative_side(axis) == "in")
+    weight = "copy" if not entry.grows else "dup" if entry.k_in == 1 else f"dup / {k_in}"
+    if by_copies and entry.fractional_axes:
+        weight = f"dup · {k_out} / copies" if entry.role == "mu_readout" else "dup / copies"
+    return " = ".join(entry.names), entry.role, shapes, k_out, k_in, weight, _layout_text(entry)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -324,7 +284,10 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _layout_text(entry: TensorPlan) -> str:
     texts = []
     for axis, layout in enumerate(entry.layouts):
-        if len(layout) > 1:
+        if is_fractional(layout) and is_unit_by_unit(layout):
+            factor = fractional_growth.as_text(whole_factor(layout))
+            texts.append(f"axis {axis} ×{factor}" + f" in blocks of {layout[0].block}" * (layout[0].block > 1))
+        elif len(layout) > 1:
             texts.append(f"axis {axis}: " + " + ".join(f"{p.length}·{p.factor} by {p.block}" for p in layout))
         elif layout[0].factor > 1:
             texts.append(

@@ -16,6 +16,14 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def replicated(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank has whole, to compute with a sharded one."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
 @contextmanager
 def whole(target: Tensor) -> Iterator[Tensor]:
     """A whole tensor to write into: `target` itself, or a temporary whose shards are put into it at the end.

@@ -1,7 +1,9 @@
 """Weights and buffers (Step 1 of the paper's meta-algorithm): duplicated along width axes, weights divided by k_in."""
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch.optim import Optimizer
 
 from mupscale._torch import use_count
 from mupscale.errors import UserError
-from mupscale.widening.layout import duplicate, duplicate_, reference_factor
+from mupscale.widening.layout import by_entry, duplicate, duplicate_
 from mupscale.widening.modules import Side
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.rules import Factors
@@ -96,23 +98,26 @@ def remember_widths(
     for name, entry in plan.parameters.items():
         old, factors = before.get(name, WidthFactors()), factors_of(entry)
         relative = _relative(entry, old) if entrywise else ()
-        grown = WidthFactors(old.m_out * factors.k_out, old.m_in * factors.k_in, old.base, relative)
-        width = after[name] if name in after and not grown.relative else grown
+        width = WidthFactors(old.m_out * factors.k_out, old.m_in * factors.k_in, old.base, relative)
+        if name in after and (not relative or _same_widths(width, after[name])):
+            width = replace(after[name], relative=relative) if relative else after[name]
         widths.update(dict.fromkeys(entry.names, width))
     if any(widths[name] is not after.get(name) for name in widths):
         store_table(wide, Table(bool(after) or bool(merged_table(narrow, mup_only=True)), widths))
+
+
+def _same_widths(one: WidthFactors, other: WidthFactors) -> bool:
+    """Up to the rounding of factors such as 5/3."""
+    return math.isclose(one.m_out, other.m_out) and math.isclose(one.m_in, other.m_in)
 
 
 def _relative(entry: TensorPlan, old: WidthFactors) -> tuple[tuple[int, Side, tuple[float, ...]], ...]:
     """The per-entry factors of mixed axes after this growth, on top of those of an earlier one."""
     earlier = {axis: torch.tensor(row, dtype=torch.float64) for axis, _, row in old.relative}
     answer = []
-    for axis, (layout, side) in enumerate(zip(entry.layouts, entry.sides, strict=True)):
-        reference = reference_factor(layout)
-        now = torch.cat(
-            [torch.full((piece.length,), piece.factor / reference, dtype=torch.float64) for piece in layout]
-        )
-        now = now * earlier.get(axis, 1.0)
+    for axis, layout in enumerate(entry.layouts):
+        side, reference = entry.relative_side(axis), entry.reference(axis)
+        now = by_entry(layout, [piece.factor / reference for piece in layout]) * earlier.get(axis, 1.0)
         if side and not bool((now == 1).all()):
             answer.append((axis, side, tuple(duplicate(now, [layout]).tolist())))
     return tuple(answer)

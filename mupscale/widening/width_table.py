@@ -7,10 +7,12 @@ mup keeps the same knowledge as an attribute of each Parameter, which deepcopy, 
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from mup import InfDim, InfShape
 from torch import Tensor, nn
 
 from mupscale.widening.modules import Side
+from mupscale.widening.sharding import is_sharded, replicated
 
 _ATTRIBUTE = "_mupscale_table"
 
@@ -28,11 +30,16 @@ class WidthFactors:
 
     def relative_scale(self, side: Side, like: Tensor) -> Tensor:
         """The relative factors of that side, broadcastable to the parameter."""
-        scale = like.new_ones([1] * like.ndim)
-        for axis, axis_side, row in self.relative:
-            if axis_side == side:
-                scale = scale * like.new_tensor(row).reshape([-1 if i == axis else 1 for i in range(like.ndim)])
-        return scale
+        made = self.__dict__.setdefault("_made", {})  # every step needs them, and a captured one cannot make them
+        key = side, like.dtype, like.device, like.ndim
+        if key not in made:
+            scale = torch.ones([1] * like.ndim, dtype=torch.float64)
+            for axis, axis_side, row in self.relative:
+                if axis_side == side:
+                    shape = [-1 if other == axis else 1 for other in range(like.ndim)]
+                    scale = scale * torch.tensor(row, dtype=torch.float64).reshape(shape)
+            made[key] = scale.to(like.device, like.dtype)
+        return replicated(made[key], like) if is_sharded(like) else made[key]
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,18 @@ def test_on_two_processes_checkpoints_resume_exactly(distributed: list[dict[Any,
                     assert_identical(resumed[part], whole[part])
 
 
+def test_on_two_processes_by_a_fraction(distributed: list[dict[Any, Any]]) -> None:
+    for rank in distributed:
+        for kind in ("ddp", "fsdp", "fsdp, whole checkpoints"):
+            narrow = rank[kind.partition(",")[0], "mlp", "narrow"]
+            wide, resumed = (rank[kind, "mlp", name] for name in ("fraction", "fraction, resumed"))
+            assert wide["width"] == 20
+            assert float((narrow["losses"] - wide["losses"]).abs().max()) < 1e-6
+            assert torch.equal(resumed["losses"], wide["losses"][-5:])
+            for part in ("weights", "state"):
+                assert_identical(resumed[part], wide[part])
+
+
 def test_on_two_processes_from_a_base(distributed: list[dict[Any, Any]]) -> None:
     base = distributed[0]["ddp", "mlp", "narrow"]
     ddp, fsdp = (distributed[0][kind, "mlp", "from base"] for kind in ("ddp", "fsdp"))

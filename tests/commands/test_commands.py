@@ -147,7 +147,7 @@ def test_saved_configuration_is_what_was_given(tmp_path: Path) -> None:
         (["--model.nope=3"], ["model", "nope"]),
         (["--trainer.max_steps=many"], ["trainer.max_steps", "many"]),
         (["--trainer.max_steps=100"], ["UpscaleCallback.at_step", "300", "trainer.max_steps"]),
-        (["--model.width=48"], ["UpscaleCallback.width", "256", "48"]),
+        (["--model.width=300"], ["UpscaleCallback.width", "256", "300"]),
         (
             [
                 "--model.lr_scheduler=CosineAnnealingLR",

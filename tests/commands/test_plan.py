@@ -21,14 +21,21 @@ def test_the_plan_of_every_growth_is_printed(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_width_that_does_not_fit_is_refused() -> None:
-    assert "multiple" in refused("plan", "--config", small(Path("c.yaml"), upscale(3, 20)))
+    assert "is not wider than" in refused("plan", "--config", small(Path("c.yaml"), upscale(3, 4)))
+
+
+def test_the_plan_of_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--config", small(Path("c.yaml"), upscale(3, 20))])
+    printed = capsys.readouterr().out
+    assert "dup · 5/2 / copies" in printed
+    assert "fractional: 7 parameters grow by 5/2, with 2 to 3 copies of a unit. Function and training" in printed
 
 
 def test_the_plan_of_a_method(capsys: pytest.CaptureFixture[str]) -> None:
-    """The units of a hidden layer have numbers of copies of their own; those before the muP readout have not."""
+    """The units of a hidden layer have numbers of copies of their own; those before the muP readout too."""
     swap = upscale(3, 16)
     swap["init_args"]["method"] = {"class_path": "mupscale.Net2Net"}
     main(["plan", "--config", small(Path("c.yaml"), swap)])
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert "axis 0: 1·" in rows["layers.0.weight"]
-    assert rows["readout.weight"].endswith("axis 1 ×2")
+    assert "axis 1: 1·" in rows["readout.weight"]

@@ -173,14 +173,5 @@ def test_mixed_widths_survive_as_primitives(tmp_path: Path) -> None:
     assert mixed_widths(narrow) == {}
 
 
-def test_weights_of_mixed_widths_can_only_be_resumed() -> None:
-    module = built(mlp())
-    assert module.net is not None
-    saved = checkpoint(module)
-    saved[CHECKPOINT_KEY]["mixed_widths"] = {"layers.0.weight": (1.0, 1.0, (), ())}
-    with pytest.raises(UserError, match="it can only be resumed"):
-        load_weights(module.net, saved)
-
-
 def test_class_paths() -> None:
     assert class_path(nn.Linear(1, 1)) == "torch.nn.modules.linear.Linear"

@@ -57,13 +57,14 @@ def fit(
     *callbacks: Callback,
     grow: bool,
     noise: float = 0.0,
+    to: int | None = None,
     ckpt: Path | None = None,
     **arguments: Any,
 ) -> tuple[dict[str, Any], Trainer]:
     seed_everything(1, verbose=False)
     make, target, optimizer = MAKE[model]
     module, record = make(optimizer=optimizer, **arguments), Record()
-    growth = UpscaleCallback(6, target, noise=mupscale.AdditiveNoise(noise) if noise else None)
+    growth = UpscaleCallback(6, to or target, noise=mupscale.AdditiveNoise(noise) if noise else None)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -128,6 +129,17 @@ def main(folder: Path) -> None:
             answers[kind, "mlp", name], _ = fit(
                 kind, "mlp", folder / "again", **RUNS["noisy"], width=width, ckpt=folder / kind / f"{name}.ckpt"
             )
+        fraction: dict[str, Any] = {"grow": True, "to": 20}
+        saver = ModelCheckpoint(folder / f"{kind} fraction", "{step}", every_n_train_steps=11)
+        answers[kind, "mlp", "fraction"], _ = fit(kind, "mlp", folder / kind, saver, **fraction)
+        answers[kind, "mlp", "fraction, resumed"], _ = fit(
+            kind,
+            "mlp",
+            folder / "again",
+            **fraction,
+            width=8 if kind == "ddp" else 20,
+            ckpt=folder / f"{kind} fraction" / "step=11.ckpt",
+        )
     torch.save(answers, folder / f"{os.environ['RANK']}.pt")
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of a small MLP, as a run saves it, and changed copies of it."""
+"""Checkpoints of a small MLP, as a run saves it, and of a GPT-2, and changed copies of them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
+from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 
 Change = Callable[[dict[str, Any]], Any]
@@ -31,6 +33,15 @@ def save_mlp(path: Path) -> Path:
     trainer.fit(module, ResidentLoader(rows, 16, shuffle=True))
     trainer.save_checkpoint(path)
     return path
+
+
+def save_gpt2(path: Path) -> None:
+    """Writes a checkpoint of a GPT-2 of two heads of 4, without an optimizer."""
+    module = GPT2(8, layers=1, head_dim=4, vocabulary=11, context=8)
+    module.configure_model()
+    arguments = {key: value for key, value in module.hparams.items() if not key.startswith("_")}
+    ours = our_part(module, module.net, [])
+    torch.save({"state_dict": module.state_dict(), "hyper_parameters": arguments, CHECKPOINT_KEY: ours}, path)
 
 
 def save_changed(source: Path, target: Path, change: Change) -> None:

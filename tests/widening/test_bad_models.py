@@ -33,11 +33,18 @@ def quietly(build: Callable[[], nn.Module]) -> nn.Module:
     "'0.weight' (4, 4) → (6, 4)",
     "axis 0",
     "6 / 4",
+    "nothing reads units that grow so",
     "Choose a multiple of 4",
     'blocks={"0.weight": {0: [(length, block, factor), ...]}}',
 )
-def indivisible_widths() -> Input:
-    return *linear(4, 6), {}
+def indivisible_outputs() -> Input:
+    return nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 6)), {}
+
+
+@bad("'1.weight' (3, 7) → (3, 11)", "axis 1", "11 / 7", "nothing produces units that grow so", "Choose a multiple of 7")
+def width_beside_fixed_features() -> Input:
+    models = [nn.Sequential(nn.Linear(4, width), nn.Linear(width + 3, 3)) for width in (4, 8)]
+    return models[0], models[1], {}
 
 
 @bad("'0.weight' (8, 4) → (4, 4)", "axis 0 is narrower", "4 < 8", "swap the models?")
@@ -344,9 +351,9 @@ def block_that_does_not_divide() -> Input:
     return *linear(4, 8), {"blocks": {"0.weight": {0: 3}}}
 
 
-@bad("axis 0 of '0.weight' (4, 4) → (6, 4)", "6 is not a multiple of 4")
+@bad("axis 0 of '0.weight' (4, 4) → (7, 4)", "a block of 2 does not divide 7 entries")
 def block_of_an_indivisible_axis() -> Input:
-    return *linear(4, 6), {"blocks": {"0.weight": {0: 2}}}
+    return *linear(4, 7), {"blocks": {"0.weight": {0: 2}}}
 
 
 @bad("axis 0 of '0.weight' (4, 4) → (8, 4)", "[(2, 1, 2), (2, 1, 1)] cover 4 → 6 entries, the axis has 4 → 8")
@@ -387,7 +394,7 @@ def test_a_buffer_without_width_may_hold_infinities_but_no_nan():
 
 def test_the_plan_refuses_the_same_models():
     cases = (
-        indivisible_widths, deeper_target, spectral_norm, embedding_tied_to_a_plain_readout, unknown_role,
+        indivisible_outputs, deeper_target, spectral_norm, embedding_tied_to_a_plain_readout, unknown_role,
         eight_bit_weights_that_would_only_be_repeated, quantised_modules, no_parameters,
     )  # fmt: skip
     for case in cases:

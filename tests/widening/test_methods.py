@@ -1,6 +1,7 @@
 """Growth methods: their maps, their weights, and what they refuse."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,10 +81,32 @@ def test_net2net_has_entrywise_rates_unless_they_stay(hyperparameters: Any):
     assert bool(update.max() > 1.1 * update.min()) == (hyperparameters == "table")
 
 
-def test_net2net_leaves_what_a_mup_readout_averages_over():
-    plan = grown(Net2Net(), mup(mlp, 8), mup(mlp, 24)).plan
-    assert not plan.parameters["readout.weight"].mixed
-    assert plan.parameters["layers.1.weight"].mixed
+def test_net2net_maps_what_a_mup_readout_averages_over():
+    """Its one multiplier is for the width as a whole; weights and rates make up for it."""
+    narrow, wide = mup(mlp, 8).double(), mup(mlp, 24).double()
+    entry = grown(Net2Net(), narrow, wide).plan.parameters["readout.weight"]
+    assert entry.mixed
+    copies = torch.tensor([piece.factor for piece in entry.layouts[1]])
+    expected = (narrow.readout.weight * 3 / copies).repeat_interleave(copies, 1)
+    torch.testing.assert_close(wide.readout.weight, expected, rtol=1e-15, atol=0)
+    check = mupscale.check_claim(
+        mup(mlp, 8),
+        mup(mlp, 24),
+        Net2Net(),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        batches=[features() for _ in range(3)],
+        loss=lambda model, batch: model(batch).square().mean(),
+    )
+    assert check.holds, check
+
+
+@pytest.mark.parametrize("is_mup", [False, True])
+def test_net2net_maps_at_random_to_any_width(is_mup: bool):
+    narrow, wide = (mup(mlp, width) if is_mup else mlp(width) for width in (8, 20))
+    entry = grown(Net2Net(), narrow, wide).plan.parameters["layers.1.weight"]
+    assert [sum(piece.factor for piece in layout) for layout in entry.layouts] == [20, 20]
+    assert (entry.k_out, entry.k_in) == (2.5, 2.5)
+    assert {piece.factor for piece in entry.layouts[0]} > {2, 3}  # which duplication would give
 
 
 def test_zero_padding_leaves_the_new_units_at_zero():
@@ -180,12 +203,6 @@ def pieces() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
 )
 def test_bad_input_is_refused_before_anything_is_written(build: Callable[[], Any], fragments: tuple[str, ...]):
     assert_refused(build, fragments)
-
-
-def test_a_mup_readout_alone_cannot_be_mapped_at_random():
-    method = Net2Net(groups={"last": {"layers.1.weight": 0, "readout.weight": 1}})
-    with pytest.raises(UserError, match=r"Net2Net: none of the groups .* muP readouts read 'last'"):
-        grown(method, mup(mlp, 8), mup(mlp, 16))
 
 
 @pytest.mark.parametrize(

@@ -165,14 +165,6 @@ def refused_optimizer(make: Callable[[Any], Optimizer]) -> Callable[[], Any]:
     return build
 
 
-def mixed() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
-    narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)) for n in (5, 9))
-    pieces = [(4, 1, 2), (1, 1, 1)]
-    blocks = {"0.*": {0: pieces}, "1.weight": {1: pieces}}
-    optimizer = stepped(narrow, torch.optim.SGD(narrow.parameters(), lr=0.1))
-    return narrow, wide, {"narrow_opt": optimizer, "blocks": blocks, "state": "reset_new_copies"}
-
-
 @pytest.mark.parametrize(
     ("build", "fragments"),
     [
@@ -184,7 +176,6 @@ def mixed() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
         ),
         (refused_optimizer(torch.optim.NAdam), ("NAdam", "not known", "Use carry or reset")),
         (refused_optimizer(lambda params: torch.optim.RAdam(params)), ("RAdam", "not known")),
-        (mixed, ("'0.weight'", "different factors", "Use carry or reset")),
     ],
 )
 def test_bad_input_is_refused(build: Callable[[], Any], fragments: tuple[str, ...]):

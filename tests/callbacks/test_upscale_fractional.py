@@ -1,0 +1,150 @@
+"""Growth by fractions inside `Trainer.fit`: the curve goes on, checkpoints resume, and start another run."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from tiers import slow_except
+from tiny_modules import ADAMW, OPTIMIZERS, SCHEDULES, SGD, mlp, resnet
+from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+
+import mupscale
+from mupscale.__main__ import main
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.models.gpt2 import GPT2
+from mupscale.models.mlp import MLP
+from mupscale.widening.methods import Net2Net
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+
+
+def gpt2(width: Any = 8, **kwargs: Any) -> GPT2:
+    return GPT2(width, base_width=4, layers=2, head_dim=2, vocabulary=11, context=8, **kwargs)
+
+
+MODELS: dict[str, Any] = {
+    "mlp": (partial(mlp, 12), 20, 30),
+    "mlp of unequal widths": (partial(mlp, [8, 4, 12]), [12, 4, 18], [20, 6, 18]),
+    "resnet18": (resnet, 3, 5),
+    # heads 4 → 6 → 15 and feed-forward units by 3/2; the stream stays, then doubles
+    "gpt2": (gpt2, [8, 12, 48], [16, 30, 72]),
+}
+"""Each with two widths that it grows to."""
+
+
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
+@pytest.mark.parametrize("name", slow_except(MODELS, "mlp", "gpt2"))
+def test_the_curve_goes_on_as_if_nothing_had_happened(name: str, optimizer: str, tmp_path: Path) -> None:
+    make, first, second = MODELS[name]
+    make = partial(make, optimizer=OPTIMIZERS[optimizer], lr_scheduler=SCHEDULES["LambdaLR"])
+    settings: Any = {"steps": 30, "gradient_clip_val": 0.05}
+    narrow = fit(make(), tmp_path, **settings)
+    wide = fit(make(), tmp_path, UpscaleCallback(5, first), UpscaleCallback(15, second), **settings)
+    assert wide.module.width == second
+    assert narrow.losses.std() > 0.01, "something must happen"
+    assert gap(narrow, wide) < 1e-11
+
+
+@pytest.mark.parametrize("name", slow_except(["mlp", "mlp of unequal widths", "gpt2"], "mlp"))
+def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(name: str, tmp_path: Path) -> None:
+    make, first, second = MODELS[name]
+    settings: Any = {"precision": "32-true", "steps": 14}
+
+    def callbacks() -> list[Any]:
+        noise = mupscale.AdditiveNoise(0.1, centred=True)
+        method = Net2Net() if name == "mlp of unequal widths" else None
+        swaps = [UpscaleCallback(4, first, noise=noise), UpscaleCallback(9, second, noise=noise, method=method)]
+        return [*swaps, EMAWeightAveraging(decay=0.8)]
+
+    whole = fit(make(), tmp_path, *callbacks(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
+    for saved in ("pre-upscale-4", "step=6", "pre-upscale-9", "step=12"):
+        path = tmp_path / f"{saved}.ckpt"
+        resumed = fit(make(), tmp_path / "again", *callbacks(), ckpt=path, **settings)
+        assert torch.equal(resumed.losses, whole.losses[torch.load(path, weights_only=True)["global_step"] :])
+        assert_identical(state(resumed), state(whole))
+        assert rates(resumed) == rates(whole)
+
+
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
+@pytest.mark.parametrize("method", [None, Net2Net()])
+def test_init_from_a_network_that_grew_by_a_fraction(method: Any, optimizer: str, tmp_path: Path) -> None:
+    """Which the entries' own rates must survive, through another growth too."""
+    make = partial(mlp, optimizer=OPTIMIZERS[optimizer], lr_scheduler=SCHEDULES["CosineAnnealingLR"])
+    settings: Any = {"gradient_clip_val": 0.05}
+    paths = {width: tmp_path / f"{width}.ckpt" for width in (12, 20)}
+    fit(make(12), tmp_path, steps=10, **settings).trainer.save_checkpoint(paths[12])
+    swap = UpscaleCallback(5, 20, method=method)
+    fit(make(12), tmp_path, swap, steps=10, **settings).trainer.save_checkpoint(paths[20])
+    narrow = fit(make(12, init_from=str(paths[12])), tmp_path, steps=20, **settings)
+    wide = fit(make(20, init_from=str(paths[20])), tmp_path, UpscaleCallback(10, 30), steps=20, **settings)
+    assert gap(narrow, wide) < 1e-11
+    assert narrow.losses.std() > 0.01
+
+
+@pytest.mark.slow
+def test_a_checkpoint_grows_offline_by_fractions(tmp_path: Path) -> None:
+    make = partial(mlp, optimizer=SGD, lr_scheduler=SCHEDULES["CosineAnnealingLR"])
+    fit(make(12), tmp_path, steps=10).trainer.save_checkpoint(tmp_path / "12.ckpt")
+    for before, after in ((12, 20), (20, 30)):
+        main(["upscale", f"{tmp_path}/{before}.ckpt", "--width", str(after), "--out", f"{tmp_path}/{after}.ckpt"])
+    for key in ("init_from", "ckpt"):
+        runs = []
+        for width in (12, 30):
+            path = tmp_path / f"{width}.ckpt"
+            runs.append(
+                fit(make(width, init_from=str(path)), tmp_path, steps=20)
+                if key == "init_from"
+                else fit(make(width), tmp_path, ckpt=path, steps=20)
+            )
+        assert gap(*runs) < 1e-11
+
+
+@pytest.mark.slow
+def test_new_copies_that_start_anew_are_resumed(tmp_path: Path) -> None:
+    make, settings = partial(mlp, 12, optimizer=ADAMW), {"precision": "32-true", "steps": 12}
+    swap = partial(UpscaleCallback, 4, 20, transfer_state="reset_new_copies", rewarm_steps=4)
+    whole = fit(make(), tmp_path, swap(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
+    for step in (4, 6, 10):
+        resumed = fit(make(), tmp_path / "again", swap(), ckpt=tmp_path / f"step={step}.ckpt", **settings)
+        assert torch.equal(resumed.losses, whole.losses[step:])
+        assert_identical(state(resumed), state(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
+def test_the_average_of_an_ema_goes_on(tmp_path: Path) -> None:
+    make = partial(resnet, optimizer=SGD)
+    narrow = fit(make(), tmp_path, EMAWeightAveraging(decay=0.8), steps=20)
+    wide = fit(make(), tmp_path, UpscaleCallback(8, 3), EMAWeightAveraging(decay=0.8), steps=20)
+    final = wide.module.network(3).double()
+    mupscale.upscale(narrow.module.net, final)  # at the end of a run the module holds the average
+    for (name, ours), theirs in zip(final.state_dict().items(), wide.module.net.state_dict().values(), strict=True):
+        assert ours.allclose(theirs, rtol=0, atol=1e-10), name
+
+
+def test_a_fraction_that_is_not_possible_is_refused_before_training(tmp_path: Path) -> None:
+    def refused(message: str, module: Any, width: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            fit(module, tmp_path, UpscaleCallback(5, width), steps=10)
+        assert module.trainer.global_step == 0
+
+    refused(
+        r"UpscaleCallback.width = 12 does not fit the width before it, 8: module 'blocks.0.ln_1' \(LayerNorm\) "
+        "normalises over a width that grows by 3/2 .* Grow this width by a whole factor, such as to 16",
+        gpt2(),
+        12,
+    )
+    by_size = GPT2(8, base_width=4, layers=1, heads=2, vocabulary=11, context=8)
+    refused(
+        r"UpscaleCallback.width = \[8, 12, 32\] .*keeps its 2 heads.* Grow the number of heads", by_size, [8, 12, 32]
+    )
+    refused(r"UpscaleCallback.width = \[8, 12\] does not fit .*give one width, or three", gpt2(), [8, 12])
+    refused(r"UpscaleCallback.width = \[12, 6, 12\] .*is narrower in the wide model", mlp([8, 8, 8]), [12, 6, 12])
+    with pytest.raises(ValueError, match=r"model.width of a GPT2 is one number, or three: .* got \[8, 8\]"):
+        gpt2([8, 8])
+    with pytest.raises(ValueError, match=r"model.width = \[8, 9, 32\] is not divisible by model.head_dim = 2"):
+        gpt2([8, 9, 32])
+    assert MLP(20, base_width=12).network(20).readout.multiplier == 12 / 20

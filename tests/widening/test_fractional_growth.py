@@ -1,0 +1,554 @@
+"""Axes that grow by any factor: unequal numbers of copies, training that goes on exactly, and what is refused."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from architectures import Case, ConvNet, Llama, Recurrent, cross_entropy, rotate
+from bad_input import Input, assert_refused, linear, registry, stepped
+from nets import OPTIMIZERS, features, mlp, mup, train
+from tiers import slow_except
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import mupscale
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
+from mupscale.models.resnet import ResNet18Net
+from mupscale.widening.layout import centre_, copy_index, duplicate, evenly, parse_layout, source_index
+from mupscale.widening.new_copies import new_copies
+from mupscale.widening.noise import Noise
+from mupscale.widening.weights import widen_
+from mupscale.widening.width_table import merged_table
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=1e-2)
+
+
+# --- the rule
+
+
+def copies(narrow: int, wide: int, block: int = 1) -> list[int]:
+    return torch.bincount(source_index(evenly(narrow, wide, block)))[::block].tolist()
+
+
+def test_extra_copies_are_spread_evenly():
+    assert copies(12, 20) == [1, 2, 2] * 4
+    assert copies(4, 6) == [1, 2, 1, 2]
+    assert copies(4, 10) == [2, 3, 2, 3]
+    assert copies(5, 7) == [1, 1, 2, 1, 2]
+    assert evenly(4, 12) == parse_layout(1, 4, 12)
+
+
+def test_an_axis_that_holds_the_units_several_times_over_agrees():
+    assert copies(36, 60) == copies(12, 20) * 3
+    assert copies(48, 72, 4) == copies(4, 6) * 3  # the three sections of a fused QKV, heads of 4
+    assert duplicate(torch.arange(6), [evenly(6, 8, 2)]).tolist() == [0, 1, 2, 3, 4, 5, 4, 5]
+    assert copy_index(evenly(6, 10, 2)).tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_many_pieces_are_centred_as_few_are():
+    torch.manual_seed(0)
+    layouts = [evenly(5, 7), evenly(40, 60), evenly(4, 6, 2)]
+    few = torch.randn(7, 60, 6, dtype=torch.float64)
+    many = few.clone()
+    centre_(many, layouts, [1, 2])
+    blocks = [few[row].unsqueeze(0) for row in range(7)]  # row by row it is not many
+    for block in blocks:
+        centre_(block, [parse_layout(1, 1, 1), *layouts[1:]], [1, 2])
+    torch.testing.assert_close(many, torch.cat(blocks))
+    assert few.abs().max() > 0
+    sums = many.new_zeros(7, 40, 6).index_add_(1, source_index(layouts[1]), many)
+    assert sums.new_zeros(7, 40, 4).index_add_(2, source_index(layouts[2]), sums).abs().max() < 1e-14
+
+
+# --- architectures
+
+
+class Attention(nn.Module):
+    """Rotary positions, grouped queries, and a gated feed-forward layer whose two halves are one matrix.
+
+    The stream keeps its width, and has a norm; heads of 4 and feed-forward units grow in number.
+    """
+
+    def __init__(self, size: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, hidden = size
+        self.embed, self.norm_1, self.norm_2 = nn.Embedding(30, 8), nn.LayerNorm(8), nn.RMSNorm(8)
+        self.q_proj = nn.Linear(8, 4 * self.heads)
+        self.kv_proj = nn.Linear(8, 2 * 4 * self.kv_heads)
+        self.o_proj = nn.Linear(4 * self.heads, 8)
+        self.gate_up, self.down = nn.Linear(8, 2 * hidden), nn.Linear(hidden, 8)
+        self.head = nn.Linear(8, 30)
+
+    @property
+    def width_blocks(self) -> dict[str, dict[int, int]]:
+        group = 4 * self.heads // self.kv_heads
+        return {"q_proj.weight": {0: group}, "kv_proj.weight": {0: 4}, "o_proj.weight": {1: group}}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        y = self.norm_1(x)
+        k, v = self.kv_proj(y).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in (self.q_proj(y), k, v))
+        k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (rotate(k), v))
+        y = F.scaled_dot_product_attention(rotate(q), k, v, is_causal=True)
+        x = x + self.o_proj(y.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
+        return self.head(x + self.down(F.silu(gate) * up))
+
+
+class PairedConvNet(ConvNet):
+    """Channels grow in pairs from the stem on: the groups of its GroupNorm, which grow in number."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.GroupNorm(width // 2, width)
+
+    @property
+    def width_blocks(self) -> dict[str, dict[int, int]]:
+        pairs, fours = {0: 2}, {0: 4}
+        return super().width_blocks | {
+            "stem.*": pairs,
+            "depthwise.*": fours,
+            "prelu.weight": fours,
+            "fixed_groups.weight": {0: 2, 1: 4},
+        }
+
+
+def gpt2(size: tuple[int, int, int]) -> nn.Module:
+    width, attention, units = size
+    shape: Any = {"layers": 2, "head_dim": 4, "vocabulary": 30, "context": 11}
+    return GPT2Net(width, attention_width=attention, feed_forward=units, **shape)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    rows = torch.randint(30, (4, 9))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 3, 8, 8), torch.randint(5, (6,))
+
+
+def labelled() -> tuple[Tensor, Tensor]:
+    return torch.randn(16, 10), torch.randint(5, (16,))
+
+
+CASES = {
+    "mlp": (
+        Case(lambda n: MLPNet(10, (n, n, 2 * n), 5, readout_zero_init=False), 4, 12, 20, labelled),
+        30,
+    ),
+    # heads 4 → 6 → 9 and feed-forward units by 3/2; the stream keeps its width, then doubles
+    "gpt2": (
+        Case(gpt2, (8, 8, 32), (16, 16, 64), (16, 24, 96), tokens, {"head.ln_f.*": "readout"}, init="constant"),
+        (32, 36, 144),
+    ),
+    "grouped queries": (Case(Attention, (2, 1, 4), (4, 2, 6), (6, 3, 9), tokens), (8, 4, 15)),
+    "resnet18": (Case(lambda n: ResNet18Net(n, 5, readout_zero_init=False), 1, 2, 3, images), 5),
+    "convnet": (Case(PairedConvNet, 4, 8, 12, images), 20),
+    "recurrent": (Case(Recurrent, 2, 3, 5, tokens), 7),
+}
+"""Each grows by a fraction, and by another one to a third size."""
+
+
+class Bag(nn.Module):
+    """The mean of embeddings, read by the same weights; no norm in between."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.readout = nn.Embedding(30, width), mupscale.Readout(width, 30, bias=False)
+        self.readout.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.readout(self.embed(tokens).mean(-2))
+
+
+class Normed(nn.Module):
+    """A norm over the width between two layers."""
+
+    def __init__(self, width: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.inputs, self.norm, self.outputs = nn.Linear(4, width), norm(width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outputs(self.norm(self.inputs(x)))
+
+
+class UnseenNorm(nn.Module):
+    """A norm that no module shows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inputs, self.hidden, self.outputs = nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outputs(F.layer_norm(self.hidden(self.inputs(x).tanh()), (self.hidden.out_features,)))
+
+
+def built(case: Case, size: Any, *, is_mup: bool) -> nn.Module:
+    model = case.build(size)
+    if is_mup:
+        bigger = case.wide if size != case.wide else case.narrow
+        mupscale.set_base_shapes(model, case.build(case.base), case.build(bigger), init=case.init)
+    return model.double()
+
+
+class Grown:
+    """A model after a few steps, and its growth by one factor or two."""
+
+    def __init__(
+        self, name: str, make_optimizer: Callable[..., Optimizer], *, is_mup: bool, growths: int = 2, **settings: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.case, third = CASES[name]
+        sizes = (self.case.narrow, self.case.wide, third)[: growths + 1]
+        self.models = [built(self.case, size, is_mup=is_mup) for size in sizes]
+        self.clipped = 0
+        self.batches = [(x.double() if x.is_floating_point() else x, y) for x, y in self.case.batches()]
+        self.optimizers = [make_optimizer(self.models[0].parameters())]
+        if is_mup:
+            mupscale.apply_mup(self.optimizers[0], self.models[0])
+        for index in range(5):
+            self.step(0, index)
+        roles = None if is_mup else self.case.plain_roles
+        self.reports = []
+        for growth in range(growths):
+            report = mupscale.upscale(
+                self.models[growth], self.models[growth + 1], self.optimizers[growth], roles=roles, **settings
+            )
+            self.reports.append(report)
+            self.optimizers.append(report.optimizer)
+
+    def loss(self, which: int, index: int) -> Tensor:
+        return cross_entropy(self.models[which], self.batches[index % len(self.batches)])
+
+    def step(self, which: int, index: int) -> float:
+        self.models[which].zero_grad()
+        loss = self.loss(which, index)
+        loss.backward()
+        self.clipped += bool(mupscale.clip_grad_norm_(self.models[which], 0.05) > 0.05)
+        self.optimizers[which].step()
+        return loss.item()
+
+    def drift(self, steps: int = 20) -> float:
+        """The largest deviation of a loss from the narrow run's, relative."""
+        worst = 0.0
+        for index in range(5, 5 + steps):
+            narrow, *wide = (self.step(which, index) for which in range(len(self.models)))
+            worst = max(worst, *(abs(loss / narrow - 1) for loss in wide))
+        return worst
+
+
+@pytest.mark.parametrize(("optimizer", "is_mup"), [(ADAMW, False), (SGD, True)])
+@pytest.mark.parametrize("name", slow_except(CASES, "mlp", "gpt2"))
+def test_training_goes_on_exactly(name: str, optimizer: Callable[..., Optimizer], is_mup: bool):
+    """Through two growths by different fractions, with weight decay, momentum and clipping."""
+    grown = Grown(name, optimizer, is_mup=is_mup)
+    for report in grown.reports:
+        assert any(entry.fractional_axes for entry in report.plan.parameters.values())
+    assert grown.drift() <= 1e-12
+    assert grown.clipped > 10
+
+
+@pytest.mark.parametrize(("optimizer", "is_mup"), [(ADAMW, True), (SGD, False)])
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_training_goes_on_exactly_with_mup_and_without(name: str, optimizer: Callable[..., Optimizer], is_mup: bool):
+    assert Grown(name, optimizer, is_mup=is_mup).drift() <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_goes_on_exactly(optimizer: str):
+    assert Grown("mlp", OPTIMIZERS[optimizer], is_mup=True).drift() <= 1e-11
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "grouped queries"])
+def test_the_optimizer_needs_its_rates_by_entry(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mupscale.widening.upscale.keep_reference_units", lambda *_: None)
+    for optimizer in (ADAMW, SGD):
+        assert Grown(name, optimizer, is_mup=True).drift() > 1e-5
+
+
+def test_rates_are_those_of_mup():
+    """So that an optimizer made for the wide model continues the run, and base constants mean what they meant."""
+    torch.manual_seed(0)
+    narrow, wide = (mup(mlp, width).double() for width in (13, 15))
+    optimizers = [mupscale.MuAdamW(model, lr=0.01, weight_decay=0.1) for model in (narrow, wide)]
+    train(narrow, optimizers[0], features)
+    report = mupscale.upscale(narrow, wide, *optimizers)
+    assert report.notes == ()
+    assert {name: width.m_in for name, width in merged_table(wide).items()}["layers.1.weight"] == 15 / 4  # exactly
+    for _ in range(3):
+        losses = [
+            float(backward(model, optimizer)) for model, optimizer in zip((narrow, wide), optimizers, strict=True)
+        ]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def backward(model: nn.Module, optimizer: Optimizer) -> Tensor:
+    torch.manual_seed(3)
+    model.zero_grad()
+    loss = model(features().double()).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def test_the_state_of_new_copies_starts_anew():
+    grown = Grown(
+        "mlp", partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0), is_mup=True, growths=1, state="reset_new_copies"
+    )
+    model, optimizer = grown.models[1], grown.optimizers[1]
+    entry = grown.reports[0].plan.parameters["layers.1.weight"]
+    new, weight = new_copies(entry), model.layers[1].weight
+    assert int(new.sum()) == 20 * 20 - 12 * 12
+    assert not optimizer.state[weight]["exp_avg"][new].any()
+    assert optimizer.state[weight]["exp_avg"][~new].any()
+    before = weight.detach().clone()
+    grown.step(1, 5)
+    # the first step of an Adam that starts anew is the learning rate, which is that of the entry
+    (rate,) = (group["lr"] for group in optimizer.param_groups if any(p is weight for p in group["params"]))
+    by_entry = rate / merged_table(model)["layers.1.weight"].relative_scale("in", weight).expand_as(weight)
+    update = (weight.detach() - before).abs()
+    moved = new & (weight.grad.abs() > 1e-5)
+    assert int(moved.sum()) > 50
+    torch.testing.assert_close(update[moved], by_entry[moved], rtol=5e-3, atol=0)
+
+
+def test_hooks_around_the_step_are_nested():
+    """SGD without momentum has no state, so starting anew changes nothing, and the run goes on exactly."""
+    plain = partial(torch.optim.SGD, lr=0.05, weight_decay=1e-2)
+    assert Grown("mlp", plain, is_mup=True, state="reset_new_copies").drift() <= 1e-12
+
+
+# --- noise
+
+
+@pytest.mark.parametrize("is_mup", [False, True])
+@pytest.mark.parametrize("name", slow_except(CASES, "mlp", "gpt2"))
+def test_centred_noise_keeps_the_function(name: str, is_mup: bool):
+    noise = mupscale.AdditiveNoise(0.5, centred=True)
+    grown = Grown(name, ADAMW, is_mup=is_mup, growths=1, noise=noise)
+    for model in grown.models:
+        model.eval()
+    losses = [[grown.loss(which, index).item() for index in range(4)] for which in (0, 1)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    noisy = [name for name, constant in grown.reports[0].noise.items() if torch.as_tensor(constant).any()]
+    assert noisy
+    for name in noisy:
+        entry, weight = grown.reports[0].plan.parameters[name], grown.models[1].get_parameter(name).detach()
+        clean = torch.empty_like(weight)
+        widen_(clean, grown.models[0].get_parameter(name).detach(), entry)
+        assert (weight - clean).abs().max() > 1e-3, name
+        for axis in entry.summed_axes:
+            alone = torch.bincount(source_index(entry.layouts[axis]))[source_index(entry.layouts[axis])] == 1
+            if len(entry.summed_axes) == 1 and alone.any():
+                assert not (weight - clean).movedim(axis, 0)[alone].abs().max() > 1e-15  # nothing to be centred over
+
+
+@pytest.mark.parametrize("noise", [mupscale.AdditiveNoise(0.1), mupscale.SignalNoise(0.5)])
+def test_plain_noise_moves_the_function(noise: Noise):
+    grown = Grown("mlp", ADAMW, is_mup=True, growths=1, noise=noise)
+    assert abs(grown.loss(1, 0).item() / grown.loss(0, 0).item() - 1) > 1e-4
+
+
+def test_copies_part_under_centred_noise():
+    """Biases, which get no noise themselves."""
+    grown = Grown("mlp", ADAMW, is_mup=True, growths=1, noise=mupscale.AdditiveNoise(0.1, centred=True))
+    for index in range(20):
+        grown.step(1, index)
+    bias = grown.models[1].layers[1].bias.detach()
+    firsts = bias[copy_index(evenly(12, 20)) == 0][source_index(evenly(12, 20))]
+    assert (bias - firsts).abs().max() > 1e-3
+
+
+# --- the plan, and verify
+
+
+PLAN = """\
+parameter        role     narrow → wide  k_out  k_in  weight        duplicated
+------------------------------------------------------------------------------------------
+layers.0.weight  vector   3×3 → 5×3      5/3    1     dup           axis 0 ×5/3
+layers.0.bias    vector   3 → 5          5/3    1     dup           axis 0 ×5/3
+layers.1.weight  matrix   4×3 → 8×5      2      5/3   dup / copies  axis 0 ×2, axis 1 ×5/3
+layers.1.bias    vector   4 → 8          2      1     dup           axis 0 ×2
+readout.weight   readout  2×4 → 2×8      1      2     dup / 2       axis 1 ×2
+readout.bias     scalar   2              1      1     copy
+38 → 86 parameters
+fractional: 3 parameters grow by 5/3, with 1 to 2 copies of a unit. Function and training are exact: the optimizer of \
+the upscale has a rate for each entry. With one rate for all, rates would be 0.60 to 1.20 times the exact ones"""
+
+
+def test_the_plan_in_words():
+    narrow, wide = (MLPNet(3, hidden, 2, readout_zero_init=False) for hidden in ((3, 4), (5, 8)))
+    assert str(mupscale.plan(narrow, wide)) == PLAN
+    narrow, wide = (mup(mlp, width) for width in (12, 20))
+    assert "mu_readout  3×12 → 3×20    5/3    1     dup · 5/3 / copies  axis 1 ×5/3" in str(mupscale.plan(narrow, wide))
+    heads = str(mupscale.plan(gpt2((16, 16, 64)), gpt2((16, 24, 96))))
+    assert "axis 0 ×3/2 in blocks of 4" in heads
+    assert "note:" not in heads
+
+
+def verdict(build: Callable[[int], nn.Module], narrow: int, wide: int) -> mupscale.Verdict:
+    torch.manual_seed(0)
+    return mupscale.verify(
+        build(narrow),
+        build(wide),
+        optimizer=ADAMW,
+        batches=[torch.randn(6, 4) for _ in range(3)],
+        loss=lambda model, batch: model(batch).square().mean(),
+        steps=5,
+    )
+
+
+def test_verify_confirms_it():
+    found = verdict(mlp, 6, 10)
+    assert found.passed, found
+    recurrent = Grown("recurrent", ADAMW, is_mup=False, growths=1)
+    found = mupscale.verify(
+        recurrent.models[0],
+        built(recurrent.case, 5, is_mup=False),
+        optimizer=ADAMW,
+        batches=recurrent.batches,
+        loss=cross_entropy,
+        steps=3,
+    )
+    assert found.passed, found
+
+
+def test_verify_finds_a_norm_that_no_module_shows():
+    found = verdict(UnseenNorm, 6, 10)
+    assert not found.passed
+    assert found.activation_drift > 1e-3
+    assert verdict(UnseenNorm, 6, 12).passed
+
+
+class ByPlace(nn.Module):
+    """Treats heads by their place, which growing changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.arange(1.0, x.shape[1] + 1).to(x)[:, None]
+
+
+class Heads(nn.Module):
+    """Heads of 4 on an axis of their own, and a concatenation with fixed features that nothing reads."""
+
+    def __init__(self, width: int, kind: type[nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(4, width), nn.Linear(width, 3)
+        self.by_head, self.beside = kind(), nn.Identity()
+
+    @property
+    def width_blocks(self) -> dict[str, dict[int, int]]:
+        return {"inputs.weight": {0: 4}, "outputs.weight": {1: 4}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.by_head(self.inputs(x).unflatten(-1, (-1, 4))).flatten(1)
+        self.beside(torch.cat([y, x[:, :3]], -1))
+        return self.outputs(y)
+
+
+def test_verify_compares_heads_on_an_axis_of_their_own():
+    for wide in (24, 32):
+        found = verdict(Heads, 16, wide)
+        assert found.passed, found
+        found = verdict(partial(Heads, kind=ByPlace), 16, wide)
+        assert found.first_divergent == "by_head"
+        assert "although its input agrees" in str(found.reason)
+
+
+# --- what is refused
+
+BAD, bad = registry()
+
+
+def normed(norm: Callable[[int], nn.Module], narrow: int = 4, wide: int = 6) -> Input:
+    return Normed(narrow, norm), Normed(wide, norm), {}
+
+
+WEIGHS = "normalises over a width that grows by 3/2 (4 → 6)", "weigh 2 / 1 times", "by a whole factor, such as to 8"
+
+
+@bad("module 'norm' (LayerNorm)", *WEIGHS)
+def layer_norm() -> Input:
+    return normed(nn.LayerNorm)
+
+
+@bad("module 'norm' (LayerNorm)", *WEIGHS)
+def layer_norm_without_parameters() -> Input:
+    return normed(partial(nn.LayerNorm, elementwise_affine=False))
+
+
+@bad("module 'norm' (RMSNorm)", *WEIGHS)
+def rms_norm() -> Input:
+    return normed(nn.RMSNorm)
+
+
+@bad("module 'norm' (GroupNorm)", *WEIGHS)
+def group_norm_whose_groups_grow_by_a_fraction() -> Input:
+    return normed(partial(nn.GroupNorm, 1))
+
+
+@bad("module 'layers.0.norm_1' (RMSNorm)", "grows by 3/2 (16 → 24)", "Grow this width by a whole factor")
+def norm_of_another_library() -> Input:
+    return Llama((4, 2, 12)), Llama((6, 3, 18)), {}
+
+
+@bad("module 'blocks.0.ln_1' (LayerNorm)", "grows by 3/2 (16 → 24)", "such as to 32")
+def the_stream_of_a_transformer() -> Input:
+    models = [mupscale.set_base_shapes(gpt2((n, n, 64)), gpt2((8, 8, 32)), gpt2((12, 12, 64))) for n in (16, 24)]
+    return models[0], models[1], {}
+
+
+@bad("module 'blocks.0.attention' (CausalAttention) keeps its 2 heads", "grows by 3/2", "Grow the number of heads")
+def larger_heads() -> Input:
+    models = [
+        GPT2Net(8, layers=1, heads=2, vocabulary=5, context=4, tied=False, attention_width=width) for width in (8, 12)
+    ]
+    return models[0], models[1], {}
+
+
+@bad("readout 'embed.weight' (30, 4) → (30, 6) is tied to an embedding", "Untie the two", "by a whole factor")
+def embedding_tied_to_a_readout() -> Input:
+    return mup(Bag, 4, base=2), mup(Bag, 6, base=2), {}
+
+
+@bad("parameter '0.weight' is made of unlike pieces", "Muon", "give it to AdamW")
+def muon() -> Input:
+    narrow, wide = (nn.Sequential(nn.Linear(4, n, bias=False), nn.Linear(n, 3, bias=False)) for n in (4, 6))
+    return narrow, wide, {"narrow_opt": torch.optim.Muon(narrow.parameters())}
+
+
+@bad("'table' (6,) → (10,)", "does not grow by a whole factor (10 / 6)", "no parameter has units that grow so")
+def buffer_that_is_no_width() -> Input:
+    models = linear(4, 6)
+    for model, size in zip(models, (6, 10), strict=True):
+        model.register_buffer("table", torch.zeros(size))
+    return *models, {}
+
+
+@bad("'0.weight' (6, 4) → (4, 4)", "axis 0 is narrower", "swap the models?")
+def narrower() -> Input:
+    return *linear(6, 4), {}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_anything_is_written(case: str):
+    assert_refused(*BAD[case])
+
+
+def test_a_norm_over_samples_is_fine():
+    narrow, wide = Normed(4, nn.BatchNorm1d), Normed(6, nn.BatchNorm1d)
+    optimizer = stepped(narrow, torch.optim.AdamW(narrow.parameters()))
+    narrow(torch.randn(8, 4))
+    mupscale.upscale(narrow, wide, optimizer)
+    assert torch.equal(wide.norm.running_var, narrow.norm.running_var[source_index(evenly(4, 6))])
+    wide.eval()
+    narrow.eval()
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(wide(x), narrow(x))
