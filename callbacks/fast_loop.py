@@ -151,11 +151,12 @@ class LeanEpochLoop(EpochLoop):
         free = free_steps(self.trainer)
         if free < 1:
             return False
-        alone, validated = member.wait(Awaited(self.trainer, self.cuda_graph, free=free))
+        alone, taken = member.wait(Awaited(self.trainer, self.cuda_graph, free=free))
         if alone:
             self._leave_the_others()
             return False
-        leave_steps(self.trainer, validated=validated)
+        self.trainer.lightning_module.train_loss = torch.tensor(taken.loss, dtype=torch.float64)
+        leave_steps(self.trainer, validated=taken.validated)
         return True
 
     def _leave_the_others(self) -> None:

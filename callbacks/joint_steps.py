@@ -97,7 +97,7 @@ class JointSteps:
         fits.take_free(min(ahead, default=math.inf), lambda step: self._progress(step, end, len(waiting)))
         for member, each in zip(group, awaited, strict=True):
             if each.free < 1 or each.trainer.should_stop:
-                self._turn(member, each.validated)
+                self._turn(member, each)
 
     def _together(self, awaited: list[Awaited]) -> StackedFits:
         """The stack of these fits: the last one, unless the fits or their networks are others."""

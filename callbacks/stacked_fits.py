@@ -1,5 +1,6 @@
 """The steps of fits that go together, as those of one stack."""
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +20,6 @@ from mupscale.models._lightning import (
     Place,
     batches_left,
     is_followed_by_validation,
-    is_validation_due,
     pass_epoch,
     pass_steps,
     pass_validation,
@@ -49,6 +49,8 @@ class Awaited:
     free: float = 0
     validated: bool = False
     """Whether the last of the free steps was followed by a validation."""
+    loss: float = math.nan
+    """Of the last of the free steps."""
 
     def __post_init__(self) -> None:
         self.loader = training_loader(self.trainer)
@@ -180,7 +182,7 @@ class StackedFits:
     def _account_for(self, block: "Block") -> None:
         """Counts the steps of a block in all fits that are still on, and lets their callbacks know of them."""
         losses = block.losses.arrived()["loss"]
-        scores = None if block.scores is None else block.scores.arrived()
+        scores = {} if block.scores is None else block.scores.arrived()
         for index, each in enumerate(self.awaited):
             trainer, module = each.trainer, each.module
             if trainer.should_stop:
@@ -190,18 +192,16 @@ class StackedFits:
             each.loader.go_to(block.end.epoch, block.end.position)
             each.free -= block.count
             each.validated = False
-            module.train_loss = losses[index, -1]
-            values = losses[index].tolist()
+            each.loss = losses[index][-1]
             for callback in each.strides:
-                callback.on_steps(trainer, module, block.batch, values)
-            if scores is not None and not trainer.should_stop:  # otherwise Lightning validates it, at its end
-                self._score(each, {name: float(means[index]) for name, means in scores.items()})
+                callback.on_steps(trainer, module, block.batch, losses[index])
+            if scores and not trainer.should_stop:  # otherwise Lightning validates it, at its end
+                self._score(each, {name: means[index] for name, means in scores.items()})
             if batches_left(trainer) == 0 and each.free >= 1 and not trainer.should_stop:
                 pass_epoch(trainer)
 
     def _score(self, each: Awaited, means: dict[str, float]) -> None:
         scoring = each.module.joint_scores()
-        assert is_validation_due(each.trainer)
         assert scoring is not None
         pass_validation(each.trainer, self._validation[1], scoring.finished(means))
         each.validated = True
@@ -294,11 +294,11 @@ class OnItsWay:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def arrived(self) -> dict[str, Tensor]:
-        """The tensors on the CPU; waits for them."""
+    def arrived(self) -> dict[str, list[Any]]:
+        """The tensors as lists; waits for them."""
         if self._event is not None:
             self._event.synchronize()
-        return self._tensors
+        return {name: tensor.tolist() for name, tensor in self._tensors.items()}
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A TensorBoard logger that shows the losses first."""
 
 from collections.abc import Mapping
+from functools import cache
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -39,6 +40,7 @@ def log_scalars(logger: TensorBoardLogger, values: Mapping[str, float], step: in
     logger.experiment.file_writer.add_summary(summary, step)
 
 
+@cache
 def loss_first(name: str) -> str:
     """The tag of a metric in a LossFirstLogger.
 

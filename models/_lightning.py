@@ -351,13 +351,6 @@ def step_by_hand(optimizer: Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def is_validation_due(trainer: Trainer) -> bool:
-    """Whether the step just counted is followed by a validation."""
-    fit = trainer.fit_loop
-    assert fit._data_fetcher is not None
-    return validates(trainer) and fit.epoch_loop._should_check_val_fx(fit._data_fetcher)
-
-
 def pass_validation(trainer: Trainer, batches: int, scores: dict[str, float]) -> None:
     """Counts a validation that was made outside of the loops after the step just counted, and logs its results."""
     progress, connector = trainer.fit_loop.epoch_loop.val_loop.batch_progress, trainer._logger_connector
