@@ -25,6 +25,7 @@ import yaml
 from mupscale.callbacks.joint_steps import JointSteps
 from mupscale.commands.config import Config, at
 from mupscale.commands.configured import described
+from mupscale.commands.pattern import Pattern
 from mupscale.commands.runs import Run, fitted, with_run, without_announcements
 from mupscale.commands.tuning.trial import for_trials
 from mupscale.cuda_graph import CapturedStep
@@ -80,8 +81,10 @@ def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
         marks.append((step, time.perf_counter()))
 
     with tempfile.TemporaryDirectory() as folder, without_announcements():
-        start = time.perf_counter()
-        joint = JointSteps([partial(fitted, run) for run in runs(case, options, Path(folder))], print, progress=note)
+        start, pattern = time.perf_counter(), Pattern()
+        joint = JointSteps(
+            [partial(fitted, run, pattern=pattern) for run in runs(case, options, Path(folder))], print, progress=note
+        )
         joint.run()
         end = time.perf_counter()
     epoch = 3 if options.quick else EPOCH

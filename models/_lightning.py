@@ -570,6 +570,13 @@ class OpenCLI(LightningCLI):
     def on_trainer_config(self, config: Any) -> None:
         """Called with the arguments of the trainer, its callbacks made, just before it is made."""
 
+    def share_parsers(self, other: "OpenCLI") -> None:
+        """Takes the parsers of another command line of the same subcommands: to make them takes a good part of a
+        start."""
+        self.parser = other.parser
+        self._subcommand_parsers = other._subcommand_parsers
+        self._subcommand_method_arguments = other._subcommand_method_arguments
+
     def section(self, key: str) -> Any:
         """A top-level part of the configuration, inside a subcommand or not."""
         return self._get(self.config, key)
