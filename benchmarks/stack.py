@@ -230,7 +230,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--data_dir", help="the folder of the full Covertype")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--cases", default="", help="the beginnings of the names of cases, separated by commas")
+    parser.add_argument("--sizes", default="2,4,8", help="of the stacks whose steps alone are timed")
+    parser.add_argument("--cases", default="", help="the names of cases, separated by semicolons")
     parser.add_argument("--separate", action="store_true", help="also one trial by itself")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -238,16 +239,17 @@ def main(arguments: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options.quick |= device.type != "cuda"
     if options.part == "bare":
+        sizes = [2] if options.quick else [int(size) for size in options.sizes.split(",")]
         size = 2 if options.quick else 128
         images = torch.randn(size, 3, 32, 32, device=device), torch.randint(0, 100, (size,), device=device)
         width = 8 if options.quick else 32
         bare("ResNet-18, 0.25×", lambda: ResNet18(width, base_width=64, optimizer=sgd), images,
-             [2] if options.quick else [2, 4, 8, 16, 32], device)  # fmt: skip
+             sizes, device)  # fmt: skip
         rows, context = (2, 16) if options.quick else (16, 1024)
         tokens = torch.randint(0, 4096 if options.quick else 50304, (rows, context + 1), device=device)
         bare("GPT-2, width 64", lambda: GPT2(8 if options.quick else 64, base_width=24 if not options.quick else 8,
              layers=2 if options.quick else 12, heads=4, vocabulary=4096 if options.quick else 50304,
-             context=context), tokens, [2] if options.quick else [2, 4, 8], device)  # fmt: skip
+             context=context), tokens, sizes, device)  # fmt: skip
         return
     many = 3 if options.quick else 100
     small, wide = (4, 16) if options.quick else (100, 400)
@@ -261,7 +263,7 @@ def main(arguments: list[str]) -> None:
     ]  # fmt: skip
     rows_: list[dict[str, Any]] = []
     for case in cases:
-        if options.cases and not any(case["name"] == name for name in options.cases.split(",")):
+        if options.cases and case["name"] not in options.cases.split(";"):
             continue
         row = {**case, **in_fits(case, options)}
         print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}),
