@@ -45,6 +45,9 @@ class TensorPlan:
     summed_axes: tuple[int, ...] = ()
     """The width axes that every use of the parameter sums over. A muP readout's counts; that of an embedding which is
     tied to it does not."""
+    shares: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """Axes on which copies of one entry are consumed unequally: (axis, the share of each wide entry in units of 1/k).
+    """
 
     @property
     def name(self) -> str:
@@ -74,8 +77,15 @@ class TensorPlan:
 
     @property
     def mixed(self) -> bool:
-        """Whether pieces of one axis grow by different factors, so that no single learning rate is right for all."""
-        return any(is_mixed(layout) for layout, side in zip(self.layouts, self.sides, strict=True) if side)
+        """Whether pieces of one axis grow by different factors, or copies are consumed in different shares, so that no
+        single learning rate is right for all."""
+        pieces = any(is_mixed(layout) for layout, side in zip(self.layouts, self.sides, strict=True) if side)
+        return pieces or bool(self.shares)
+
+    @property
+    def relative_shares(self) -> dict[int, tuple[float, ...]]:
+        """`shares` by axis."""
+        return dict(self.shares)
 
     @property
     def in_blocks(self) -> bool:
@@ -314,6 +324,8 @@ def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks | None) ->
 def _row(entry: TensorPlan) -> tuple[str, ...]:
     shapes = f"{_shape(entry.narrow_shape)} → {_shape(entry.wide_shape)}" if entry.grows else _shape(entry.narrow_shape)
     weight = "copy" if not entry.grows else "dup" if entry.k_in == 1 else f"dup / {entry.k_in}"
+    if any(entry.sides[axis] == "in" for axis in entry.relative_shares):
+        weight += ", unequal shares"
     return " = ".join(entry.names), entry.role, shapes, str(entry.k_out), str(entry.k_in), weight, _layout_text(entry)
 
 

@@ -17,8 +17,11 @@ from mupscale.widening.width_table import Table, WidthFactors, merged_table, res
 
 
 def widen_(target: Tensor, source: Tensor, entry: TensorPlan) -> None:
-    """Writes the widened weight into `target`: dup / k_in (Table 1, first column)."""
+    """Writes the widened weight into `target`: dup / k_in (Table 1, first column), times unequal shares."""
     duplicate_(target, source, entry.layouts, entry.scales(out_power=0, in_power=-1))
+    for axis, shares in entry.shares:
+        if entry.sides[axis] == "in":
+            target.mul_(target.new_tensor(shares).view([-1 if i == axis else 1 for i in range(target.ndim)]))
 
 
 def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
@@ -112,7 +115,9 @@ def _relative(entry: TensorPlan, old: WidthFactors) -> tuple[tuple[int, Side, tu
         now = torch.cat(
             [torch.full((piece.length,), piece.factor / reference, dtype=torch.float64) for piece in layout]
         )
-        now = now * earlier.get(axis, 1.0)
+        now = duplicate(now * earlier.get(axis, 1.0), [layout])
+        if axis in entry.relative_shares:
+            now = now / now.new_tensor(entry.relative_shares[axis])
         if side and not bool((now == 1).all()):
-            answer.append((axis, side, tuple(duplicate(now, [layout]).tolist())))
+            answer.append((axis, side, tuple(now.tolist())))
     return tuple(answer)

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 import mupscale
 from mupscale.errors import UserError
 from mupscale.widening.layout import duplicate_, parse_layout
-from mupscale.widening.methods import Duplication, GrowthMethod, HyperCloning, Net2Net, ZeroPadding
+from mupscale.widening.methods import (
+    FPI,
+    Duplication,
+    GrowthMethod,
+    HyperCloning,
+    Lemon,
+    Net2Net,
+    ZeroPadding,
+)
 
 METHODS: dict[str, Callable[[], GrowthMethod]] = {
     "duplication": Duplication,
@@ -21,6 +29,8 @@ METHODS: dict[str, Callable[[], GrowthMethod]] = {
     "hypercloning": HyperCloning,
     "diagonal": lambda: HyperCloning("diagonal"),
     "noisy": lambda: HyperCloning("noisy"),
+    "fpi": FPI,
+    "lemon": Lemon,
 }
 
 
@@ -36,7 +46,7 @@ def test_weights_follow_from_two_maps(name: str):
     narrow, wide, method = mlp(5).double(), mlp(15).double(), METHODS[name]()
     plan = grown(method, narrow, wide).plan
     for parameter_name, entry in plan.parameters.items():
-        maps = [method.maps(layout) for layout in entry.layouts]
+        maps = [method.maps(entry, axis) for axis in range(len(entry.layouts))]
         for out, inn in maps:
             torch.testing.assert_close(inn.T @ out, torch.eye(out.shape[1]).double())
         source, target = narrow.get_parameter(parameter_name).detach(), wide.get_parameter(parameter_name).detach()
