@@ -78,6 +78,12 @@ def main(command: str, arguments: list[str]) -> None:
     )
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)
+    method = METHODS[options.method]()
+    if method.needs_batches:
+        raise UserError(
+            f"--method {options.method}: {type(method).__name__} learns from data, which a checkpoint does not have. "
+            "Use it in a run, as UpscaleCallback.method"
+        )
     inputs = {"the checkpoint to widen": Path(options.checkpoint)}
     refuse_output("--out", options.out, inputs)
     if options.out.exists() and not options.force:
@@ -93,7 +99,7 @@ def main(command: str, arguments: list[str]) -> None:
     module = module_of(checkpoint, options.model)
     if module.width == width:
         raise UserError(f"--width {width} is the width of the checkpoint already; give a multiple of it")
-    method, with_state = METHODS[options.method](), not options.no_optimizer
+    with_state = not options.no_optimizer
     report = upscale_checkpoint(checkpoint, module, width, noise, options.seed, optimizer=with_state, method=method)
     with replacing(options.out) as new:
         torch.save(checkpoint, new)

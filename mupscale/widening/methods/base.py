@@ -93,6 +93,9 @@ class GrowthMethod(ABC):
         `average` makes the mean of a gradient over processes that fit together.
         """
 
+    def forget(self) -> None:  # noqa: B027
+        """Drops what `fit` learned, once the weights are written."""
+
     def check(self, plan: Plan) -> None:  # noqa: B027  most methods are always ready
         """UserError where the weights of this plan cannot be written yet; runs before anything is."""
 

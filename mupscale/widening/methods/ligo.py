@@ -123,6 +123,9 @@ class LiGO(GrowthMethod):
             raise UserError(f"LiGO: the fit diverged at lr = {self.lr:g}. Give a lower lr")
         self._maps = {name: {side: matrix.detach() for side, matrix in pair.items()} for name, pair in maps.items()}
 
+    def forget(self) -> None:
+        self._maps, self._axes = {}, {}
+
     def check(self, plan: Plan) -> None:
         if not self._maps:
             raise UserError(
