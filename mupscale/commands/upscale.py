@@ -146,13 +146,14 @@ def upscale_checkpoint(
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
     narrow_opts = [_saved_optimizer(narrow, *row) for row in rows]
     wide_opts = [_fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
-    report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, method=method)
+    plan = method.plan(narrow, wide, None, None)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         continued: dict[int, dict[str, Any]] = {}
-        for group in continued_groups(report.plan, narrow, before, wide, method.mup_rate_factors):
+        for group in continued_groups(plan, narrow, before, wide, method.mup_rate_factors):
             continued.update({id(parameter): group for parameter in group["params"]})
         for group in after.param_groups:
             group.update({**continued[id(group["params"][0])], "params": group["params"]})
+    report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, plan=plan, method=method)
     _store(checkpoint[key], wide)
     if averaged:
         # the draw depends on the precision, and the average may have a lower one than the weights
