@@ -19,6 +19,7 @@ from mupscale.widening.methods import (
     HyperCloning,
     Lemon,
     Net2Net,
+    ShrinkAndPad,
     ZeroPadding,
 )
 
@@ -112,6 +113,29 @@ def test_zero_padding_leaves_the_new_units_at_zero():
     assert {group["lr"] for group in report.optimizer.param_groups} == {0.1}
 
 
+def test_weights_are_shrunk_before_they_are_padded():
+    narrow, wide = mlp(4).double(), mlp(8).double()
+    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
+    train(narrow, optimizer, features)
+    report = grown(ShrinkAndPad(0.25), narrow, wide, narrow_opt=optimizer)
+    weight = wide.layers[1].weight.detach()
+    assert torch.equal(weight[::2, ::2], 0.25 * narrow.layers[1].weight)
+    assert not weight[1::2].any()
+    assert not weight[:, 1::2].any()
+    assert torch.equal(wide.readout.weight[:, ::2], 0.25 * narrow.readout.weight)
+    assert torch.equal(wide.layers[1].bias[::2], narrow.layers[1].bias)  # biases as they are
+    assert not report.optimizer.state
+    assert ShrinkAndPad().shrink == 0.4
+
+
+def test_noise_wakes_padded_units():
+    narrow, wide = mlp(4).double(), mlp(8).double()
+    grown(ShrinkAndPad(), narrow, wide, noise=mupscale.AdditiveNoise(1.0))
+    weight = wide.layers[1].weight.detach()
+    assert weight[1::2].abs().min() > 0
+    assert weight[1::2].std() == pytest.approx(8**-0.5, rel=0.5)
+
+
 def test_the_diagonal_connects_each_copy_to_its_own():
     narrow, wide = mlp(4).double(), mlp(8).double()
     grown(HyperCloning("diagonal"), narrow, wide)
@@ -203,6 +227,9 @@ def test_a_mup_readout_alone_cannot_be_mapped_at_random():
     [
         (lambda: Duplication(state="keep"), "state rule must be one of"),
         (lambda: Duplication(hyperparameters="mup"), "hyperparameters must be table or same, got 'mup'"),
+        (lambda: ShrinkAndPad(0.0), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got 0.0"),
+        (lambda: ShrinkAndPad(1.1), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got 1.1"),
+        (lambda: ShrinkAndPad(float("nan")), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got nan"),
         (lambda: HyperCloning("symmetrical"), "variant must be one of symmetric, diagonal, noisy; got 'symmetrical'"),
     ],
 )
