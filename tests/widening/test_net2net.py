@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from bad_input import assert_refused
-from nets import gpt2, mup
+from nets import features, gpt2, mup, train
 from torch import Tensor, nn
 
 import mupscale
@@ -27,10 +27,12 @@ def grown(method: Net2Net, narrow: nn.Module, wide: nn.Module) -> mupscale.Plan:
 def test_fpi_is_net2net_as_published():
     narrow, wide, other = deep(6), deep(18), deep(18)
     optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
+    train(narrow, optimizer, features)
     mupscale.upscale(narrow, wide, method=Net2Net(seed=4))
     report = mupscale.upscale(narrow, other, optimizer, method=FPI(seed=4))
     assert all(torch.equal(a, b) for a, b in zip(wide.parameters(), other.parameters(), strict=True))
     assert {group["lr"] for group in report.optimizer.param_groups} == {0.1}
+    assert not report.optimizer.state
 
 
 def test_new_units_are_those_of_the_next_layer():
