@@ -71,13 +71,17 @@ def test_the_next_block_of_a_transformer():
         return GPT2Net(width, layers=2, heads=2, vocabulary=30, context=11, tied=False).double()
 
     narrow, wide = two_blocks(8), two_blocks(16)
+    for parameter in narrow.parameters():
+        nn.init.normal_(parameter)  # gains and shifts too
     grown(AKI(), narrow, wide)
     blocks = dict(wide.named_parameters())
-    (norm,) = [name for name in blocks if name.endswith("0.ln_1.weight")]
+    norms = [name for name in blocks if "0.ln_1." in name]
     value = next(name for name in blocks if name.endswith("0.attention.qkv.weight"))
     following: Tensor = blocks[value.replace("0.attention", "1.attention")]
     assert torch.equal(blocks[value][1::2], following[::2])
-    assert torch.equal(blocks[norm], dict(narrow.named_parameters())[norm].repeat_interleave(2))
+    assert len(norms) == 2
+    for norm in norms:
+        assert torch.equal(blocks[norm], dict(narrow.named_parameters())[norm].repeat_interleave(2))
 
 
 @pytest.mark.parametrize("build", [lambda width: MLPNet(4, (width,), 3), lambda width: mup(gpt2, width)])
