@@ -54,6 +54,17 @@ def test_the_first_maps_preserve_the_function():
     )
 
 
+def test_the_first_maps_of_whole_heads_preserve_the_function():
+    case = CASES["llama"]
+    torch.manual_seed(0)
+    narrow, wide = case.build(case.narrow).double(), case.build(case.wide).double()
+    method = LiGO(steps=1, lr=1e-300)
+    method.fit(narrow, wide, case.batches(1), cross_entropy)
+    mupscale.upscale(narrow, wide, method=method)
+    (batch,) = case.batches(1)
+    torch.testing.assert_close(cross_entropy(wide, batch), cross_entropy(narrow, batch), rtol=1e-14, atol=0)
+
+
 def test_a_fit_lowers_the_loss_and_parts_the_copies():
     narrow, wide = models()
     method = fitted(LiGO(steps=60, lr=0.01), narrow, wide)
@@ -114,6 +125,17 @@ def test_a_fit_changes_neither_model_nor_the_random_numbers():
     methods[2].seed = 1
     methods[2].fit(narrow, wide, data, cross_entropy)
     assert methods[2].losses != methods[0].losses
+
+
+def test_what_is_random_in_a_fit_follows_its_seed():
+    def losses(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        method = LiGO(steps=3)
+        method.fit(narrow, wide, batches(), lambda model, batch: loss(model, batch) * torch.rand(()))
+        return method.losses
+
+    narrow, wide = models()
+    assert losses(1) == losses(2)
 
 
 def test_processes_that_fit_together_have_one_gradient():
