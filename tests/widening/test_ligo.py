@@ -131,10 +131,10 @@ def test_what_is_random_in_a_fit_follows_its_seed():
     def losses(seed: int) -> list[float]:
         torch.manual_seed(seed)
         method = LiGO(steps=3)
-        method.fit(narrow, wide, batches(), lambda model, batch: loss(model, batch) * torch.rand(()))
+        method.fit(narrow, wide, data, lambda model, batch: loss(model, batch) * torch.rand(()))
         return method.losses
 
-    narrow, wide = models()
+    (narrow, wide), data = models(), batches()
     assert losses(1) == losses(2)
 
 
