@@ -189,3 +189,10 @@ def test_maps_that_are_not_learned_or_of_other_models_are_refused_before_anythin
     assert_refused(lambda: (*models(), {"method": LiGO()}), ("LiGO: its maps are not learned yet", "method.fit"))
     method = fitted(LiGO(steps=1), *models())
     assert_refused(lambda: (*models(5), {"method": method}), ("LiGO: its maps were learned for other models",))
+
+
+def test_a_fit_that_fails_leaves_no_maps():
+    method = fitted(LiGO(steps=1), *models())
+    with pytest.raises(UserError, match="too few batches"):
+        method.fit(*models(), [], loss)
+    assert_refused(lambda: (*models(), {"method": method}), ("LiGO: its maps are not learned yet",))

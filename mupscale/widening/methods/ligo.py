@@ -95,6 +95,7 @@ class LiGO(GrowthMethod):
         """
         refuse_unless_callable("LiGO: loss", loss, "lambda model, batch: loss of the batch")
         refuse_unless_iterable("LiGO: batches", batches, "batches, as loss takes them")
+        self.forget()
         plan = self.plan(narrow, wide, roles, blocks)
         sources = {name: parameter.detach() for name, parameter in narrow.named_parameters()}
         if any(is_sharded(source) for source in sources.values()):
