@@ -274,6 +274,8 @@ def _row(entry: TensorPlan) -> tuple[str, ...]:
     weight = "copy" if not entry.grows else "dup" if entry.k_in == 1 else f"dup / {k_in}"
     if by_copies and entry.fractional_axes:
         weight = f"dup · {k_out} / copies" if entry.role == "mu_readout" else "dup / copies"
+    if any(entry.relative_side(axis) == "in" for axis in entry.relative_shares):
+        weight += ", unequal shares"
     return " = ".join(entry.names), entry.role, shapes, k_out, k_in, weight, _layout_text(entry)
 
 

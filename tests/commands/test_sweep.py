@@ -417,6 +417,20 @@ def test_best_composes_with_another_width(tmp_path: Path) -> None:
     assert "std: 0.05" in Path("runs/default/version_0/config.yaml").read_text()
 
 
+@pytest.mark.slow
+def test_growth_methods_are_an_axis(tmp_path: Path) -> None:
+    """By name, and with arguments; the one that learns among them. Another name is refused before any trial."""
+    config = small(Path("c.yaml"), upscale(2, 16), max_steps=6)
+    values = "Lemon,{class_path: mupscale.LiGO, init_args: {steps: 3}}"
+    main(["sweep", "--config", config, "--out", "s", "--sweep", f"UpscaleCallback.method={values}"])
+    rows = table(Path("s"))
+    assert [row["run"] for row in rows] == ["trials/000_method=Lemon", "trials/001_method=LiGO-steps=3-"]
+    assert rows[0]["last_epoch"] != rows[1]["last_epoch"]
+    message = refused("sweep", "--config", config, "--out", "t", "--sweep", "UpscaleCallback.method=Lemon,Lmon")
+    assert "UpscaleCallback.method=Lmon" in message
+    assert not Path("t").exists()
+
+
 def test_arguments_for_callbacks_that_are_not_there(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
     assert "callback_args.Foo" in refused("fit", "--config", config, "--callback_args={Foo: {x: 1}}")
