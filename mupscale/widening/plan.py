@@ -23,8 +23,10 @@ from mupscale.widening.layout import (
     is_fractional,
     is_mixed,
     is_unit_by_unit,
+    narrow_length,
     parse_layout,
     whole_factor,
+    wide_length,
 )
 from mupscale.widening.modules import Side
 from mupscale.widening.roles import Role, Roles, all_sides, declared, given_pairs, match_roles, matches
@@ -283,12 +285,18 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "()"
 
 
+_MANY_PIECES = 6
+"""Of an axis, more of which are only counted in the printed plan."""
+
+
 def _layout_text(entry: TensorPlan) -> str:
     texts = []
     for axis, layout in enumerate(entry.layouts):
         if is_fractional(layout) and is_unit_by_unit(layout):
             factor = fractional_growth.as_text(whole_factor(layout))
             texts.append(f"axis {axis} ×{factor}" + f" in blocks of {layout[0].block}" * (layout[0].block > 1))
+        elif len(layout) > _MANY_PIECES:
+            texts.append(f"axis {axis}: {narrow_length(layout)} → {wide_length(layout)} in {len(layout)} pieces")
         elif len(layout) > 1:
             texts.append(f"axis {axis}: " + " + ".join(f"{p.length}·{p.factor} by {p.block}" for p in layout))
         elif layout[0].factor > 1:

@@ -71,6 +71,17 @@ MODELS = {name: CASES[name] for name in ("mlp", "resnet18", "gpt2_untied", "llam
 EQUAL_LAYERS = replace(CASES["mlp"], narrow=(8, 8, 8), wide=(24, 24, 24))
 """In which a layer has a next one of the same shape, which AKI needs."""
 
+FRACTIONS = {
+    "mlp by 5/3": replace(CASES["mlp"], narrow=(12, 12, 12), wide=(20, 20, 20)),
+    "gpt2 by 3/2": Case(
+        lambda size: GPT2Net(
+            size[0], attention_width=size[1], feed_forward=size[2],
+            layers=2, head_dim=4, vocabulary=30, context=11, tied=False,
+        ),
+        (4, 4, 16), (8, 8, 32), (8, 12, 48), CASES["gpt2_untied"].batch, init="constant",
+    ),
+}  # fmt: skip
+
 NORMS_OVER_WIDTH = ("gpt2_untied", "gpt2_by_heads", "llama")
 
 
@@ -85,7 +96,7 @@ def sgd(params: list[nn.Parameter]) -> Optimizer:
 def measured(
     model: str, method: GrowthMethod, *, mup: bool = False, optimizer: Callable[..., Optimizer] = adamw
 ) -> ClaimCheck:
-    case = EQUAL_LAYERS if model == "mlp" and isinstance(method, AKI) else MODELS[model]
+    case = EQUAL_LAYERS if model == "mlp" and isinstance(method, AKI) else (MODELS | FRACTIONS)[model]
     torch.manual_seed(0)
     models = [case.build(size) for size in (case.narrow, case.wide)]
     if mup:
@@ -120,6 +131,37 @@ def test_claims_under_mup_with_sgd(model: str, method: str):
     """Which has a degree of 1, and a multiplier that falls with the width."""
     check = measured(model, METHODS[method](), mup=True, optimizer=sgd)
     assert check.holds, check
+
+
+UNPADDED = [method for method in METHODS if not method.startswith(("zero", "shrink"))]
+BY_FRACTIONS = list(product(FRACTIONS, UNPADDED))
+
+
+@pytest.mark.parametrize(
+    ("model", "method"), slow_except(BY_FRACTIONS, *(("mlp by 5/3", name) for name in UNPADDED), BY_FRACTIONS[-1])
+)
+def test_claims_where_units_grow_by_fractions(model: str, method: str):
+    check = measured(model, METHODS[method]())
+    assert check.holds, check
+    preserved = not method.startswith(CHANGED)
+    by_the_rules = method.endswith(", rules") or method in EXACT
+    assert check.claim == Claim(preserved, by_the_rules and preserved and "noisy" not in method)
+    assert check.claim.function or check.static > 1e-5
+    assert check.claim.dynamics or check.dynamic > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "method"), slow_except(BY_FRACTIONS, *(("mlp by 5/3", name) for name in ("net2net", "lemon", "ligo")))
+)
+def test_claims_where_units_grow_by_fractions_under_mup_with_sgd(model: str, method: str):
+    check = measured(model, METHODS[method](), mup=True, optimizer=sgd)
+    assert check.holds, check
+
+
+@pytest.mark.parametrize("method", [ZeroPadding, ShrinkAndPad])
+def test_padding_by_a_fraction_is_refused(method: Callable[[], GrowthMethod]):
+    with pytest.raises(UserError, match=r"axis 0 of .* does not grow by a whole factor \(12 → 20\). Choose a multiple"):
+        measured("mlp by 5/3", method())
 
 
 def test_shrinking_by_one_is_zero_padding():

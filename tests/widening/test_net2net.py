@@ -35,6 +35,14 @@ def test_fpi_is_net2net_as_published():
     assert not report.optimizer.state
 
 
+def test_the_plan_counts_many_pieces():
+    """Of few pieces it gives each; of many, how many there are."""
+    few, many = (str(mupscale.upscale(deep(n), deep(3 * n), method=Net2Net()).plan) for n in (6, 7))
+    assert few.count("axis 0: 1·") == 8  # weights and biases
+    assert " pieces" not in few
+    assert many.count("axis 0: 7 → 21 in 7 pieces") == 8
+
+
 def test_new_units_are_those_of_the_next_layer():
     """Written out: layer 1 takes new rows from layer 2, spread over the copies of its own inputs."""
     torch.manual_seed(0)
