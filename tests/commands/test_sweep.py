@@ -431,6 +431,22 @@ def test_growth_methods_are_an_axis(tmp_path: Path) -> None:
     assert not Path("t").exists()
 
 
+@pytest.mark.slow
+def test_a_growth_that_the_model_refuses_ends_a_sweep_before_its_trials(tmp_path: Path) -> None:
+    """A method is planned with the values of the other axes, with which it may be right."""
+    config = small(tmp_path / "c.yaml", upscale(2, 24))
+    sweep = ["sweep", "--config", config, "--out", "s", "--model.hidden_layers=2"]
+    message = refused(*sweep, "--sweep", "UpscaleCallback.method=ZeroPadding,AKI")
+    assert "--sweep UpscaleCallback.method=AKI: UpscaleCallback.width = 24 does not fit" in message
+    assert "AKI: no layer of MLPNet has a next one of the same shape" in message
+    message = refused(*sweep, "--sweep", "UpscaleCallback.method=ZeroPadding", "--sweep", "model.width=16,8")
+    assert "ZeroPadding: axis 0 of parameter 'layers.0.weight' does not grow by a whole factor (16 → 24)" in message
+    assert not Path("s").exists()
+    both = ["--sweep", "UpscaleCallback.method=ZeroPadding", "--sweep", "model.width=8"]
+    wider = small(tmp_path / "w.yaml", upscale(2, 24), width=16)
+    assert settings_of(*sweep_parser().parse_known_args(["--out", "s", *both, "--config", wider])).axes
+
+
 def test_arguments_for_callbacks_that_are_not_there(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
     assert "callback_args.Foo" in refused("fit", "--config", config, "--callback_args={Foo: {x: 1}}")
