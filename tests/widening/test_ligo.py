@@ -54,6 +54,17 @@ def test_the_first_maps_preserve_the_function():
     )
 
 
+def test_the_first_maps_to_any_width_preserve_the_function():
+    (narrow, _), wide = models(6), mlp(10).double()
+    method = fitted(LiGO(steps=1, lr=1e-300), narrow, wide)
+    plan = mupscale.upscale(narrow, wide, method=method).plan
+    for batch in batches():
+        torch.testing.assert_close(loss(wide, batch), loss(narrow, batch), rtol=1e-14, atol=0)
+    out, inn = method.maps(plan.parameters["layers.1.weight"], 1)
+    torch.testing.assert_close(inn.T @ out, torch.eye(6).double())
+    assert (inn - out / out.sum(0)).abs().max() > 1e-3
+
+
 def test_the_first_maps_of_whole_heads_preserve_the_function():
     case = CASES["llama"]
     torch.manual_seed(0)
