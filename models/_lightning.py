@@ -62,6 +62,13 @@ def trainer_of(module: LightningModule) -> Trainer | None:
     return module._trainer
 
 
+def on_device(trainer: Trainer, batch: Any) -> Any:
+    """A batch of a loader as a step gets it: in the run's precision, on its device, after the hooks around that."""
+    module = trainer.lightning_module
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch)
+
+
 def optimizers_of(configured: Any) -> list[Optimizer]:
     """The optimizers in what `configure_optimizers` returned, whichever of the allowed forms it has."""
     optimizers, _, _ = _configure_optimizers(configured)

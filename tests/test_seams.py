@@ -19,13 +19,14 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from paths import ROOT
 from torch import nn
+from torch.utils.data import DataLoader
 
 PACKAGES = ("mupscale", "models", "callbacks", "datamodules", "benchmarks")
 LIGHTNING_SEAM = ROOT / "models/_lightning.py"
 TORCH_SEAM = ROOT / "mupscale/_torch.py"
 
 LIGHTNING = {
-    LightningModule: {"_trainer", "_current_fx_name"},
+    LightningModule: {"_trainer", "_current_fx_name", "_on_before_batch_transfer"},
     Trainer: {"_logger_connector", "_detect_anomaly"},
     _LoggerConnector: {"_callback_metrics"},
     TensorBoardLogger: {"_experiment", "_version"},
@@ -114,6 +115,10 @@ def test_lightning_still_has_what_the_seam_touches(kind: type) -> None:
 @pytest.mark.parametrize("kind", TORCH, ids=lambda kind: kind.__name__)
 def test_torch_still_has_what_the_seam_touches(kind: type) -> None:
     assert TORCH[kind] <= private_names(kind) | set(dir(kind))
+
+
+def test_a_data_loader_still_keeps_its_iterator() -> None:
+    assert vars(DataLoader([0]))["_iterator"] is None
 
 
 def test_the_list_names_everything_the_lightning_seam_touches() -> None:
