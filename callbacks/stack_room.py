@@ -8,7 +8,7 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, training_loader
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import WidthScalable, init_contexts
 from mupscale.models.checkpoint import Width
 from mupscale.stacking.memory import bytes_per_model
 
@@ -51,7 +51,7 @@ def bytes_of(first: Awaited, width: Width) -> int:
     module, loader = first.module, training_loader(first.trainer)
     batch = first.batch if loader is None else loader.batch_at(0, 0)
     net = module.net
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), init_contexts(first.trainer):  # in the precision of the fit
         module.net = module.network(width, meta=True)
         try:
             return bytes_per_model(

@@ -102,3 +102,8 @@ def inner_schedulers(scheduler: Any) -> Sequence[Any]:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something is called before or after each step of an optimizer."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def step_by_hand(optimizer: torch.optim.Optimizer) -> None:
+    """Lets learning-rate schedules know that an optimizer steps, though its `step` is not called."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
