@@ -347,7 +347,8 @@ def pass_validation(trainer: Trainer, batches: int, scores: dict[str, float]) ->
     progress.reset_on_run()
     progress.increment_by(batches, is_last_batch=True)
     trainer.fit_loop.epoch_loop.val_loop._has_run = True
-    metrics = {name: torch.tensor(value) for name, value in scores.items()}
+    dtype = torch.promote_types(trainer.lightning_module.dtype, torch.float32)
+    metrics = {name: torch.tensor(value, dtype=dtype) for name, value in scores.items()}
     for known in (connector._callback_metrics, connector._logged_metrics):
         known.update(metrics)
     logged = {**scores, "epoch": trainer.current_epoch}
