@@ -109,15 +109,20 @@ def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
 
 
 def one_by_one(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """One trial by itself, of which as many are made one after another."""
+    """One trial by itself, of which as many are made one after another: runs of two lengths, extrapolated."""
+    seconds = {}
     with tempfile.TemporaryDirectory() as folder, without_announcements():
-        first, second = runs(case, options, Path(folder))[:2]
-        fitted(first)  # compiles, and reads the data
-        start = time.perf_counter()
-        fitted(second)
-        seconds = time.perf_counter() - start
-    minutes = case["trials"] * seconds / options.epochs * EPOCHS / 60
-    return {"seconds": seconds, "minutes for 500 epochs": minutes, **peak()}
+        fitted(runs(case, options, Path(folder))[0])  # reads the data, and compiles
+        for epochs in (options.epochs, 3 * options.epochs):
+            longer = argparse.Namespace(**{**vars(options), "epochs": epochs})
+            run = runs(case, longer, Path(folder) / str(epochs))[1]
+            start = time.perf_counter()
+            fitted(run)
+            seconds[epochs] = time.perf_counter() - start
+    epoch = (seconds[3 * options.epochs] - seconds[options.epochs]) / (2 * options.epochs)
+    fixed = seconds[options.epochs] - options.epochs * epoch
+    minutes = case["trials"] * (fixed + EPOCHS * epoch) / 60
+    return {"set-up and end": fixed, "epoch": epoch, "minutes for 500 epochs": minutes, **peak()}
 
 
 def peak() -> dict[str, float]:

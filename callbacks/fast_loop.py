@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from mupscale.callbacks.company import Member, current_member
-from mupscale.callbacks.stack_rules import INSIDE_A_STEP, TRANSFER, free_steps
+from mupscale.callbacks.stack_rules import INSIDE_A_STEP, TRANSFER, free_steps, is_scored_jointly
 from mupscale.callbacks.stacked_fits import Awaited, is_resident
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
@@ -26,6 +26,7 @@ from mupscale.models._lightning import (
     hands_over_the_iterator,
     leave_steps,
     profiler_of,
+    validate_outside,
 )
 from mupscale.models.base import WidthScalable
 
@@ -146,12 +147,24 @@ class LeanEpochLoop(EpochLoop):
         if logged:
             connector.update_train_step_metrics()
 
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        trainer = self.trainer
+        is_due = self.member is not None and not trainer.should_stop and self.is_validation_next(data_fetcher)
+        if is_due and is_scored_jointly(trainer):
+            assert self.member is not None
+            alone, scores = self.member.wait(Awaited(trainer, self.cuda_graph, "scores"))
+            if alone:
+                self._leave_the_others()
+            else:
+                validate_outside(trainer, *scores)
+        super().on_advance_end(data_fetcher)
+
     def _took_free_steps(self, member: Member) -> bool:
         """Takes steps that need no hooks, with the others; False where the next one needs them."""
         free = free_steps(self.trainer)
         if free < 1:
             return False
-        alone, taken = member.wait(Awaited(self.trainer, self.cuda_graph, free=free))
+        alone, taken = member.wait(Awaited(self.trainer, self.cuda_graph, "free", free=free))
         if alone:
             self._leave_the_others()
             return False
@@ -175,7 +188,7 @@ class LeanEpochLoop(EpochLoop):
 
     def _step(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Any:
         if self.member is not None:
-            alone, loss = self.member.wait(Awaited(trainer, self.cuda_graph, batch))
+            alone, loss = self.member.wait(Awaited(trainer, self.cuda_graph, "step", batch))
             if not alone:
                 return self._counted(module, loss)
             self._leave_the_others()

@@ -5,9 +5,11 @@ it, and those that are furthest behind take it first, so that fits that were res
 fit whose next steps need no hooks says so, and is then counted forward by many steps at once (`strides.py`).
 """
 
+import gc
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -49,19 +51,25 @@ class JointSteps:
     def run(self) -> None:
         """Raises the first error of a fit, once all others have ended too; Apart, if they cannot go together at all."""
         try:
-            most = sys.maxsize
-            while len(self.members) < most and (job := next(self._jobs, None)) is not None:
-                member = Member(job)
-                self.members.append(member)
-                self._turn(member)
-                if not member.is_over:
-                    self._refuse(member)
-                    most = min(most, self._most(member.request)) if len(self.members) == 1 else most
-            while waiting := [member for member in self.members if not member.is_over]:
-                self._advance(waiting)
+            with without_garbage_collection():
+                self._set_up()
+            with long_lived_objects():
+                while waiting := [member for member in self.members if not member.is_over]:
+                    self._advance(waiting)
         except BaseException:
             self._end()
             raise
+
+    def _set_up(self) -> None:
+        """Starts the fits, up to their first steps."""
+        most = sys.maxsize
+        while len(self.members) < most and (job := next(self._jobs, None)) is not None:
+            member = Member(job)
+            self.members.append(member)
+            self._turn(member)
+            if not member.is_over:
+                self._refuse(member)
+                most = min(most, self._most(member.request)) if len(self.members) == 1 else most
 
     @property
     def results(self) -> list[Any]:
@@ -88,10 +96,11 @@ class JointSteps:
             for member in group:
                 self._turn(member, alone=True)
             return
-        if awaited[0].batch is not None:
+        if first.request.kind != "free":
             self._progress(least, end, len(waiting))
-            for member, loss in zip(group, fits.take_one(), strict=True):
-                self._turn(member, loss)
+            answers = fits.take_one() if first.request.kind == "step" else fits.scores()
+            for member, answer in zip(group, answers, strict=True):
+                self._turn(member, answer)
             return
         ahead = [member.request.step - least for member in waiting if member.request.step > least]
         fits.take_free(min(ahead, default=math.inf), lambda step: self._progress(step, end, len(waiting)))
@@ -118,3 +127,25 @@ class JointSteps:
         for member in self.members:
             while not member.is_over and member.request is not None:
                 member.turn(error=SIGTERMException())
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """A fit is a hundred thousand objects. With each further one, Python would look through all of them again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def long_lived_objects() -> Iterator[None]:
+    """Keeps Python from looking through the objects that there are for garbage, time and again."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

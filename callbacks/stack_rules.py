@@ -55,12 +55,16 @@ def free_steps(trainer: Trainer) -> float:
 
 
 def is_scored_jointly(trainer: Trainer) -> bool:
-    """Whether the validation of a fit can be made for many of them at once."""
+    """Whether the validation of a fit can be made for many of them at once: nobody watches its batches."""
     module = trainer.lightning_module
+    hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end")
+    owners = [module, *(callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides))]
     return (
         isinstance(module, WidthScalable)
         and module.joint_scores() is not None
         and validation_loader(trainer) is not None
+        and not any(is_overridden(hook, module) for hook in ("on_validation_epoch_end", "on_validation_end"))
+        and not any(is_overridden(hook, owner) for hook in hooks for owner in owners)
     )
 
 

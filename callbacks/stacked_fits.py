@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -40,10 +40,12 @@ class Apart(UserError):
 
 @dataclass
 class Awaited:
-    """What a fit waits for: a step on its batch, with all hooks; or up to `free` steps, which have no batch yet."""
+    """What a fit waits for: a step on its batch, with all hooks; up to `free` steps, which have no batch yet; or the
+    results of a validation."""
 
     trainer: Trainer
     cuda_graph: bool
+    kind: Literal["step", "free", "scores"]
     batch: Any = None
     free: float = 0
     validated: bool = False
@@ -69,7 +71,7 @@ class Awaited:
     @property
     def place(self) -> tuple[Any, ...]:
         """What fits have in common that take a step together, beside their architecture."""
-        return self.step, self.batch is None, place_in_data(self.trainer), str(self.module.width)
+        return self.step, self.kind, place_in_data(self.trainer), str(self.module.width)
 
 
 class StackedFits:
@@ -200,12 +202,21 @@ class StackedFits:
                 pass_epoch(trainer)
 
     def _score(self, each: Awaited, means: dict[str, float]) -> None:
-        scoring = each.module.joint_scores()
-        assert scoring is not None
-        pass_validation(each.trainer, self._validation[1], scoring.finished(means))
+        pass_validation(each.trainer, self._validation[1], self._finished(means), each.step - 1)
         each.validated = True
         for callback in each.strides:
             callback.on_scores(each.trainer, each.module)
+
+    def scores(self) -> list[tuple[int, dict[str, float]]]:
+        """A validation of all fits: how many batches it had, and what is logged of it."""
+        means = self._scores().arrived()
+        table = [{name: values[index] for name, values in means.items()} for index in range(len(self.awaited))]
+        return [(self._validation[1], self._finished(row)) for row in table]
+
+    def _finished(self, means: dict[str, float]) -> dict[str, float]:
+        scoring = self.awaited[0].module.joint_scores()
+        assert scoring is not None
+        return scoring.finished(means)
 
     def _scores(self) -> "OnItsWay":
         """Launches a validation of all fits."""

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.trainer.call import _call_callback_hooks
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
@@ -154,6 +155,10 @@ class EpochLoop(_TrainingEpochLoop):
     @property
     def is_at_last_batch(self) -> bool:
         return bool(self._num_ready_batches_reached())
+
+    def is_validation_next(self, data_fetcher: Any) -> bool:
+        """Whether the step just taken is followed by a validation."""
+        return not self._skip_next_val and bool(self._should_check_val_fx(data_fetcher))
 
     def finish_validation(self, data_fetcher: Any) -> bool:
         """Whether a loop that is resumed has a validation to finish before it trains."""
@@ -341,20 +346,28 @@ def pass_steps(trainer: Trainer, count: int) -> None:
         loop.update_lr_schedulers("step", update_plateau_schedulers=False)
 
 
-def pass_validation(trainer: Trainer, batches: int, scores: dict[str, float]) -> None:
-    """Counts a validation that was made outside of the loops after the step just counted, and logs its results."""
+def validate_outside(trainer: Trainer, batches: int, scores: dict[str, float]) -> None:
+    """Does what Lightning does at the end of a validation, for one that was made outside of the loops."""
+    trainer.validating = True
+    pass_validation(trainer, batches, scores, trainer.fit_loop.epoch_loop._batches_that_stepped)
+    for hook in ("on_validation_epoch_end", "on_validation_end"):
+        _call_callback_hooks(trainer, hook)
+    trainer.training = True
+    trainer.fit_loop.epoch_loop._skip_next_val = True
+
+
+def pass_validation(trainer: Trainer, batches: int, scores: dict[str, float], step: int) -> None:
+    """Counts a validation that was made outside of the loops after a step, and logs its results."""
     progress, connector = trainer.fit_loop.epoch_loop.val_loop.batch_progress, trainer._logger_connector
     progress.reset_on_run()
     progress.increment_by(batches, is_last_batch=True)
     trainer.fit_loop.epoch_loop.val_loop._has_run = True
-    dtype = torch.promote_types(trainer.lightning_module.dtype, torch.float32)
-    metrics = {name: torch.tensor(value, dtype=dtype) for name, value in scores.items()}
+    metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in scores.items()}
     for known in (connector._callback_metrics, connector._logged_metrics):
         known.update(metrics)
     logged = {**scores, "epoch": trainer.current_epoch}
     for logger in trainer.loggers:
-        # the step whose loss was the last, counted from 0
-        logger.log_metrics(logged, step=trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+        logger.log_metrics(logged, step=step)
 
 
 def pass_epoch(trainer: Trainer) -> None:

@@ -16,7 +16,13 @@ COSINE = {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args
 
 def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
     """A configuration of 200 steps with clipping and a growth in the middle, in float64."""
-    settings = {"max_steps": 200, "val_check_interval": 1.0, "precision": "64-true", "gradient_clip_val": 0.3}
+    settings = {
+        "max_steps": 200,
+        "val_check_interval": 1.0,
+        "precision": "64-true",
+        "gradient_clip_val": 0.3,
+        "log_every_n_steps": 7,
+    }
     config = small(path, upscale(100, 16), **settings | trainer)
     return changed(config, optimizer=optimizer, checkpoint={"every_n_train_steps": 70})
 

@@ -93,8 +93,8 @@ def near(one: Any, other: Any, within: float, path: str) -> bool:
     if not fractions or type(one) is not type(other) or "/loops/" in path:
         return False
     ours, theirs = torch.as_tensor(one).double(), torch.as_tensor(other).double()
-    if "/events/" in path:
-        within = max(within, torch.finfo(torch.float32).eps)  # TensorBoard's numbers
+    if "/events/" in path or any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in (one, other)):
+        within = max(within, torch.finfo(torch.float32).eps)  # as all of TensorBoard's numbers
     return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= within * theirs.abs().max())
 
 
