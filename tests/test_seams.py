@@ -50,7 +50,9 @@ LIGHTNING = {
 }  # fmt: skip
 """Every private attribute of Lightning that the seam touches, by the class that has it."""
 
-LIGHTNING_IMPORTS = {"_configure_optimizers", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop"}
+LIGHTNING_IMPORTS = {
+    "_configure_optimizers", "_call_callback_hooks", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop",
+}  # fmt: skip
 
 HOOKS = {"_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"}
 

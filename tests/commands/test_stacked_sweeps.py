@@ -21,7 +21,7 @@ def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
         "val_check_interval": 1.0,
         "precision": "64-true",
         "gradient_clip_val": 0.3,
-        "log_every_n_steps": 7,
+        "log_every_n_steps": 4,
     }
     config = small(path, upscale(100, 16), **settings | trainer)
     return changed(config, optimizer=optimizer, checkpoint={"every_n_train_steps": 70})

@@ -262,7 +262,7 @@ def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
         tmp_path / "c.yaml", upscale(40, 16), max_steps=120, val_check_interval=60, check_val_every_n_epoch=None
     )
     axes = ["--sweep", f"{LR}=0.003,0.01", "--sweep", f"{NOISE}=0.1,0.5"]
-    arguments = ["--config", config, *axes, "--out", "s", "--metric", "last_100%"]
+    arguments = ["--config", config, *axes, "--out", "s", "--metric", "last_100%", "--stack", "off"]
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
@@ -294,7 +294,18 @@ def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
     assert len(starts) == 2
     value = float(table(Path("s"))[0]["last_100%"])
 
-    again = ["--sweep", f"{LR}=0.003", "--sweep", f"{NOISE}=0.1", "--out", "uninterrupted", "--metric", "last_100%"]
+    again = [
+        "--sweep",
+        f"{LR}=0.003",
+        "--sweep",
+        f"{NOISE}=0.1",
+        "--out",
+        "uninterrupted",
+        "--metric",
+        "last_100%",
+        "--stack",
+        "off",
+    ]
     main(["sweep", "--config", config, *again])
     assert float(table(Path("uninterrupted"))[0]["last_100%"]) == value  # over all steps, those before the kill, too
 
