@@ -19,11 +19,15 @@ SHARE = 0.9
 def room_in_stack(first: Awaited, size: int | str) -> int:
     """How many fits like this one go into a stack: `size` of them, or as many as the memory holds for `auto`.
 
-    UserError if the memory does not hold `size` of them; Apart if it does not hold two.
+    UserError if the memory does not hold `size` of them; Apart if it does not hold two, or if a stack cannot compute
+    their loss.
     """
     free = SHARE * free_bytes(first.trainer.strategy.root_device)
     width = widest(first.trainer, first.module)
-    each = bytes_of(first, width)
+    try:
+        each = bytes_of(first, width)
+    except UserError as error:
+        raise Apart(str(error)) from error
     most = int(free // each)
     if isinstance(size, str) and most < 2:
         raise Apart(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from command_line import LR, NOISE, small, upscale
+from extensions import Counting
 from sweeps import changed, numbers_of, swept, unlike
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -67,3 +68,52 @@ def test_a_search_is_that_of_separate_runs(search: str, tmp_path: Path) -> None:
     best = [(out / "best.yaml").read_text().partition("\n")[2] for out in (stacked, apart)]
     assert best[0] == best[1]
     assert not unlike(stacked, apart, within=1e-12)
+
+
+# --- what goes apart
+
+
+def model(name: str) -> list[str]:
+    return [f"--model=extensions.{name}"]
+
+
+EMA = "lightning.pytorch.callbacks.EMAWeightAveraging"
+LRS = [f"{LR}=0.01,0.02"]
+APART = "runs are made one after another: "
+KINDS = "has no step for many models at once"
+
+CASES: dict[str, tuple[list[str], list[str], str | None]] = {
+    "an optimizer without a rule": (LRS, ["--model.optimizer=torch.optim.Adagrad"], f"{APART}Adagrad {KINDS}"),
+    "accumulation": (
+        LRS, ["--trainer.accumulate_grad_batches=2"], f"{APART}trainer.accumulate_grad_batches is 2"),
+    "an operation that vmap does not know": (
+        LRS, [*model("Recurrent"), "--trainer.precision=32-true"], f"{APART}lstm has no rule for many models"),
+    "a training step": (LRS, model("OwnStep"), f"{APART}OwnStep has a training_step of its own"),
+    "widths": (["model.width=8,16", f"{LR}=0.01,0.02"], [], None),
+    "batch sizes": (["data.batch_size=500,1000"], ["--metric=last_50%"], None),
+    "a moving average": (LRS, [f"--trainer.callbacks+={EMA}"], None),
+    "a callback": (LRS, ["--trainer.callbacks+=extensions.Counting"], None),
+}  # fmt: skip
+"""Axes, options, and the one line that says why the trials are not trained together."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_stack_is_trained_all_the_same(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    axes, options, line = CASES[case]
+    config = small(tmp_path / "c.yaml", max_steps=8, precision="64-true", log_every_n_steps=4)
+    options = [*(part for axis in axes for part in ("--sweep", axis)), *options]
+    Counting.steps.clear()
+    stacked = swept("stacked", config, *options)
+    output = capsys.readouterr().out
+    if case == "a callback":
+        assert sorted(Counting.steps) == sorted([*range(1, 9)] * 2)
+    said = [text for text in output.splitlines() if "one after another" in text or "by themselves" in text]
+    assert len(said) == (line is not None), output
+    assert line is None or line in said[0]
+    apart = swept("apart", config, *options, "--stack", "off")
+    assert not unlike(stacked, apart, within=1e-12)
+    assert bool(unlike(stacked, apart)) == (line is None)
