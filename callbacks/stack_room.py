@@ -19,11 +19,15 @@ SHARE = 0.9
 def room_in_stack(first: Awaited, size: int | str) -> int:
     """How many fits like this one go into a stack: `size` of them, or as many as the memory holds for `auto`.
 
-    UserError if the memory does not hold `size` of them; Apart if it does not hold two.
+    UserError if the memory does not hold `size` of them; Apart if it does not hold two, or if a stack cannot compute
+    their loss.
     """
     free = SHARE * free_bytes(first.trainer.strategy.root_device)
     width = widest(first.trainer, first.module)
-    each = bytes_of(first, width)
+    try:
+        each = bytes_of(first, width)
+    except UserError as error:
+        raise Apart(str(error)) from error
     most = int(free // each)
     if isinstance(size, str) and most < 2:
         raise Apart(
@@ -51,7 +55,7 @@ def bytes_of(first: Awaited, width: Width) -> int:
     module, loader = first.module, training_loader(first.trainer)
     batch = first.batch if loader is None else loader.batch_at(0, 0)
     net = module.net
-    with torch.random.fork_rng(devices=[]), init_contexts(first.trainer):
+    with torch.random.fork_rng(devices=[]), init_contexts(first.trainer):  # in the precision of the fit
         module.net = module.network(width, meta=True)
         try:
             return bytes_per_model(

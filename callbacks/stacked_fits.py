@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from mupscale._torch import has_step_hooks, tree_map
+from mupscale._torch import has_step_hooks, step_by_hand, tree_map
 from mupscale.callbacks.strides import strides_of
 from mupscale.datamodules.resident import joint_batch
 from mupscale.errors import UserError
@@ -24,7 +24,6 @@ from mupscale.models._lightning import (
     pass_steps,
     pass_validation,
     place_in_data,
-    step_by_hand,
     steps_to_validation,
     training_loader,
     validation_loader,

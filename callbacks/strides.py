@@ -39,18 +39,43 @@ class RateMonitor(LearningRateMonitor, Strides):
     _names: tuple[Any, list[str]] | None = None
     """An optimizer, and the names of the rates of its groups."""
 
-    def stride(self, trainer: Trainer, step: int) -> float:
-        every = log_interval(trainer)
-        if not every or self.logging_interval == "epoch":
+    _noted: tuple[int, dict[str, float]] | None = None
+    """A step whose rates are logged, and these rates: a schedule changes them with the step."""
+
+    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        every, step = self._every(trainer), trainer.global_step
+        if not every or not trainer.lr_scheduler_configs or (step + 1) % every != 0:
             return math.inf
-        return (self._last(trainer) - step - 1) % every + 1
+        return math.inf if self._noted is not None and self._noted[0] == step else 0
+
+    def stride(self, trainer: Trainer, step: int) -> float:
+        every = self._every(trainer)
+        if not every:
+            return math.inf
+        if not trainer.lr_scheduler_configs:
+            return steps_to(every, step)
+        return min(steps_to(every, step), steps_to(every, step + 1))
 
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
-        every = log_interval(trainer)
-        if every and self.logging_interval != "epoch" and (trainer.global_step - self._last(trainer)) % every == 0:
-            rates = self._rates(trainer)
-            for logger in trainer.loggers:
-                logger.log_metrics(rates, step=trainer.global_step - 1 - self._last(trainer))
+        every, step = self._every(trainer), trainer.global_step
+        if not every:
+            return
+        if self._noted is not None and self._noted[0] == step - len(losses):
+            self._log(trainer, *self._noted)
+        self._noted = None
+        if trainer.lr_scheduler_configs:
+            if (step + 1) % every == 0:
+                self._noted = step, self._rates(trainer)
+        elif step % every == 0:
+            self._log(trainer, step - 1, self._rates(trainer))
+
+    def _log(self, trainer: Trainer, step: int, rates: dict[str, float]) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(rates, step=step)
+
+    def _every(self, trainer: Trainer) -> int:
+        """How many steps there are between two that are logged; 0 if none is."""
+        return 0 if self.logging_interval == "epoch" else log_interval(trainer)
 
     def _rates(self, trainer: Trainer) -> dict[str, float]:
         optimizer = trainer.optimizers[0]
@@ -60,10 +85,6 @@ class RateMonitor(LearningRateMonitor, Strides):
         if len(trainer.optimizers) > 1 or len(names) != len(optimizer.param_groups):
             return rates_of(self, trainer)
         return dict(zip(names, (float(group["lr"]) for group in optimizer.param_groups), strict=True))
-
-    def _last(self, trainer: Trainer) -> int:
-        """-1 if rates change: then they are those before the last step of an interval, otherwise those after it."""
-        return -1 if trainer.lr_scheduler_configs else 0
 
 
 def strides_of(trainer: Trainer) -> list[Strides]:

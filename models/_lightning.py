@@ -244,11 +244,6 @@ def rates_of(monitor: LearningRateMonitor, trainer: Trainer) -> dict[str, float]
     return monitor._extract_stats(trainer, "step")
 
 
-def request_end(trainer: Trainer) -> None:
-    """Makes a run end after its step, as SIGTERM does."""
-    trainer._signal_connector.received_sigterm = True
-
-
 def resident_loader(loader: CombinedLoader | None) -> Any | None:
     """The loader of a run that has one, if its batches can be had by their position."""
     only = None if loader is None else loader.iterables
@@ -356,11 +351,6 @@ def pass_steps(trainer: Trainer, count: int) -> None:
     if trainer.lr_scheduler_configs:
         assert count == 1
         loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-
-
-def step_by_hand(optimizer: Optimizer) -> None:
-    """Lets learning-rate schedules know that an optimizer steps, though its `step` is not called."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def validate_outside(trainer: Trainer, batches: int, scores: dict[str, float]) -> None:

@@ -93,6 +93,8 @@ def vmap_refusal(error: Exception) -> str | None:
     reasons = {
         "called random operation while in randomness error mode": "it draws random numbers",
         "vmap: we do not yet support": "torch.vmap does not know it",
+        "Batching rule not implemented for": "torch.vmap does not know it",
+        "vmap: It looks like you're": "Python code depends on its value",
     }
     return next((reason for wording, reason in reasons.items() if wording in str(error)), None)
 
@@ -112,3 +114,8 @@ def inner_schedulers(scheduler: Any) -> Sequence[Any]:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something is called before or after each step of an optimizer."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def step_by_hand(optimizer: torch.optim.Optimizer) -> None:
+    """Lets learning-rate schedules know that an optimizer steps, though its `step` is not called."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
@@ -28,14 +29,16 @@ TORCH_SEAM = ROOT / "mupscale/_torch.py"
 LIGHTNING = {
     LightningModule: {"_trainer", "_current_fx_name", "_on_before_batch_transfer"},
     Trainer: {"_logger_connector", "_detect_anomaly"},
-    _LoggerConnector: {"_callback_metrics"},
+    _LoggerConnector: {"_callback_metrics", "_logged_metrics", "_first_loop_iter"},
+    LearningRateMonitor: {"_extract_stats"},
+    _EvaluationLoop: {"_has_run", "_max_batches", "_combined_loader"},
     TensorBoardLogger: {"_experiment", "_version"},
     CSVLogger: {"_version"},
     WeightAveraging: {"_average_model", "_device", "_use_buffers", "_kwargs"},
-    _FitLoop: {"_should_accumulate", "_restarting", "_data_fetcher", "_can_stop_early"},
+    _FitLoop: {"_should_accumulate", "_restarting", "_data_fetcher", "_can_stop_early", "_combined_loader"},
     _TrainingEpochLoop: {
         "_results", "_num_ready_batches_reached", "_warning_cache", "_build_kwargs", "_skip_next_val",
-        "_batches_that_stepped", "_should_check_val_fx",
+        "_batches_that_stepped", "_should_check_val_fx", "_val_check_time_interval",
     },
     ModelCheckpoint: {
         "_defer_save_until_validation", "_every_n_epochs", "_every_n_train_steps", "_last_checkpoint_saved",
@@ -48,7 +51,9 @@ LIGHTNING = {
 }  # fmt: skip
 """Every private attribute of Lightning that the seam touches, by the class that has it."""
 
-LIGHTNING_IMPORTS = {"_configure_optimizers", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop"}
+LIGHTNING_IMPORTS = {
+    "_configure_optimizers", "_call_callback_hooks", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop",
+}  # fmt: skip
 
 HOOKS = {"_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"}
 
@@ -66,11 +71,11 @@ def own_files() -> list[Path]:
 
 @cache
 def private_names(kind: type) -> set[str]:
-    """The private attributes of a class and of its instances, as far as its source and its bases' assign them."""
+    """The private attributes of a class, its instances and their trainers that its source and its bases' name."""
     names = {name for name in dir(kind) if re.match(r"_[a-z]", name)}
     for base in inspect.getmro(kind):
         if base.__module__.startswith(("lightning", "torch.nn")):
-            names |= set(re.findall(r"self\.(_[a-z]\w*)", inspect.getsource(base)))
+            names |= set(re.findall(r"self\.(?:trainer\.)?(_[a-z]\w*)", inspect.getsource(base)))
     return names
 
 

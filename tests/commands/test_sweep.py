@@ -30,7 +30,7 @@ from mupscale.commands import figures
 from mupscale.commands.cli import parsed
 from mupscale.commands.config import at, brief
 from mupscale.commands.leases import Lease, lapsed
-from mupscale.commands.runs import run, with_run
+from mupscale.commands.runs import Result, Run, known_result, make, with_run
 from mupscale.commands.sweep import parser as sweep_parser
 from mupscale.commands.sweep import settings_of
 from mupscale.commands.tuning import study as sweep_study
@@ -42,6 +42,13 @@ from mupscale.models.mlp import MLP
 from mupscale.widening.noise import SignalNoise
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def run(config: dict[str, Any], folder: Path) -> Result:
+    """The result of a run, which is made if it is not finished."""
+    described = Run(config, folder, "")
+    return known_result(described) or make(described)
+
 
 # --- keys and values
 
@@ -104,7 +111,7 @@ def test_values_are_set_where_they_stand() -> None:
 @pytest.mark.parametrize(("metric", "last"), [("last_epoch", 6), ("last_2%", 1), ("last_20%", 4)])
 def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
-    main(["sweep", "--config", config, "--sweep", f"{LR}=0.02", "--metric", metric, "--out", "s"])
+    main(["sweep", "--config", config, "--sweep", f"{LR}=0.02", "--metric", metric, "--out", "s", "--stack", "off"])
     (folder,) = Path("s/trials").iterdir()
     expected = losses(folder)
     assert len(expected) == 20
@@ -112,9 +119,9 @@ def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_p
     if metric == "last_epoch":  # a trial is an ordinary run
         main(["fit", "--config", config, "--model.optimizer.lr=0.02", "--trainer.enable_progress_bar=false"])
         assert losses(Path("runs/default/version_0")) == expected
-        value, _ = run({}, folder, "")
+        value, _ = run({}, folder)
         (folder / "result.json").unlink()  # a process that died between the last checkpoint and the result
-        assert run({}, folder, "")[0] == value
+        assert run({}, folder)[0] == value
         assert losses(folder) == expected
 
 
@@ -240,9 +247,9 @@ def test_a_diverged_run_is_not_resumed(tmp_path: Path) -> None:
     options, rest = sweep_parser().parse_known_args(["--config", config, "--sweep", f"{LR}=1e30", "--out", "s"])
     settings, folder = settings_of(options, rest), Path("s/run")
     whole = with_run(at(settings.config, {LR: 1e30}), settings.metric, 0, folder)
-    assert run(whole, folder, "")[0] == math.inf
+    assert run(whole, folder)[0] == math.inf
     (folder / "result.json").unlink()  # a process that died between the last checkpoint and the result
-    assert run(whole, folder, "")[0] == math.inf
+    assert run(whole, folder)[0] == math.inf
     assert len(losses(folder)) == 3
 
 
@@ -255,7 +262,7 @@ def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
         tmp_path / "c.yaml", upscale(40, 16), max_steps=120, val_check_interval=60, check_val_every_n_epoch=None
     )
     axes = ["--sweep", f"{LR}=0.003,0.01", "--sweep", f"{NOISE}=0.1,0.5"]
-    arguments = ["--config", config, *axes, "--out", "s", "--metric", "last_100%"]
+    arguments = ["--config", config, *axes, "--out", "s", "--metric", "last_100%", "--stack", "off"]
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
@@ -287,7 +294,18 @@ def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
     assert len(starts) == 2
     value = float(table(Path("s"))[0]["last_100%"])
 
-    again = ["--sweep", f"{LR}=0.003", "--sweep", f"{NOISE}=0.1", "--out", "uninterrupted", "--metric", "last_100%"]
+    again = [
+        "--sweep",
+        f"{LR}=0.003",
+        "--sweep",
+        f"{NOISE}=0.1",
+        "--out",
+        "uninterrupted",
+        "--metric",
+        "last_100%",
+        "--stack",
+        "off",
+    ]
     main(["sweep", "--config", config, *again])
     assert float(table(Path("uninterrupted"))[0]["last_100%"]) == value  # over all steps, those before the kill, too
 

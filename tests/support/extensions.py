@@ -1,11 +1,11 @@
 """Classes of a user's own, which configurations in tests name by `class_path`."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
-from torch import nn
+from torch import Tensor, nn
 
 from mupscale.models.mlp import MLP
 
@@ -71,3 +71,58 @@ class FrozenMLP(MLP):
             assert self.net is not None
             next(self.net.parameters()).requires_grad_(False)
             self.net.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+class Recurrent(MLP):
+    """An LSTM over a sequence of one row."""
+
+    def stacked_losses(self) -> None:
+        return None
+
+    def build(self, width: Any) -> nn.Module:
+        return RecurrentNet(self.hparams["inputs"], width, self.hparams["outputs"])
+
+
+class RecurrentNet(nn.Module):
+    def __init__(self, inputs: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.readout = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(self.lstm(self.first(x).unsqueeze(1))[0].squeeze(1))
+
+
+class OwnStep(MLP):
+    """Trains by a step of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 2 * super().training_step(batch, batch_idx)
+
+
+class Dropping(MLP):
+    """An MLP with dropout."""
+
+    def build(self, width: Any) -> nn.Module:
+        return DroppingNet(self.hparams["inputs"], width, self.hparams["outputs"])
+
+
+class DroppingNet(nn.Module):
+    def __init__(self, inputs: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs, width)
+        self.dropout = nn.Dropout(0.3)
+        self.readout = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(self.dropout(self.first(x).relu()))
+
+
+class Counting(Callback):
+    """Notes the steps after which its hook is called, of all runs together."""
+
+    steps: ClassVar[list[int]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        Counting.steps.append(trainer.global_step)

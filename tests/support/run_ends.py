@@ -48,8 +48,8 @@ def loaded(path: Path) -> Any:
         return f"unreadable: {type(error).__name__}"
 
 
-def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
-    """What differs in two values, in words."""
+def differences(ours: Any, theirs: Any, path: str = "", within: float = 0.0) -> Iterator[str]:
+    """What differs in two values, in words; `within`: what fractions may differ by, relatively."""
     if CLOCKS.search(path):
         return
     if isinstance(ours, dict) and isinstance(theirs, dict):
@@ -57,7 +57,7 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
             ours, theirs = at_next_batch(ours), at_next_batch(theirs)
         for key in [*theirs, *(key for key in ours if key not in theirs)]:
             if key in ours and key in theirs:
-                yield from differences(ours[key], theirs[key], f"{path}/{key}")
+                yield from differences(ours[key], theirs[key], f"{path}/{key}", within)
             elif key != END:
                 yield f"{path}/{key} is {'missing' if key in theirs else 'left behind'}"
     elif isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
@@ -65,8 +65,8 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
             yield f"{path} has {len(ours)} entries instead of {len(theirs)}"
             return
         for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            yield from differences(our, their, f"{path}/{index}")
-    elif not same(ours, theirs):
+            yield from differences(our, their, f"{path}/{index}", within)
+    elif not same(ours, theirs) and not (within and near(ours, theirs, within, path)):
         yield f"{path} is {shown(ours)} instead of {shown(theirs)}"
 
 
@@ -85,6 +85,17 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return struct.pack("d", one) == struct.pack("d", other)
     return type(one) is type(other) and bool(one == other)
+
+
+def near(one: Any, other: Any, within: float, path: str) -> bool:
+    """Whether two fractions, or two tensors of fractions by their largest entries, are equal up to rounding."""
+    fractions = isinstance(one, float) or (isinstance(one, Tensor) and one.is_floating_point())
+    if not fractions or type(one) is not type(other) or "/loops/" in path:
+        return False
+    ours, theirs = torch.as_tensor(one).double(), torch.as_tensor(other).double()
+    if "/events/" in path or any(isinstance(value, Tensor) and value.dtype == torch.float32 for value in (one, other)):
+        within = max(within, torch.finfo(torch.float32).eps)  # as all of TensorBoard's numbers
+    return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= within * theirs.abs().max())
 
 
 def shown(value: Any) -> str:

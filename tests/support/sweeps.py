@@ -1,0 +1,67 @@
+"""Sweeps of small configurations, in folders beside each other, and what they leave behind."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import trials
+from run_ends import differences, observed
+
+from mupscale.__main__ import main
+from mupscale.commands.tuning import execution
+from mupscale.commands.tuning.results import Results
+
+CLOCKED = ("seconds", "attempts")
+"""Columns of trials.csv that differ between two sweeps of the same trials."""
+
+
+@contextlib.contextmanager
+def plain_sweeps() -> Iterator[None]:
+    """Sweeps without figures, which take seconds, and whose trials all keep their checkpoints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Results, "draw", lambda *_: [])
+        patch.setattr(execution, "drop_checkpoints", lambda folder: None)
+        yield
+
+
+def swept(folder: str, config: str, *options: str) -> Path:
+    """Makes a sweep `s` inside of a folder, so that two of them have the same paths in their files; its folder."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    path = Path(config).resolve()
+    with plain_sweeps(), contextlib.chdir(folder):
+        main(["sweep", "--config", str(path), "--out", "s", *options])
+    return Path(folder, "s")
+
+
+def changed(config: str, *, optimizer: dict[str, Any] | None = None, **sections: dict[str, Any]) -> str:
+    """Writes other arguments of the optimizer, or of sections such as `model`, into a configuration; its path."""
+    path = Path(config)
+    content = yaml.safe_load(path.read_text())
+    if optimizer is not None:
+        content["model"]["init_args"]["optimizer"] = optimizer
+    for name, values in sections.items():
+        content[name] |= values
+    path.write_text(yaml.safe_dump(content))
+    return config
+
+
+def values_of(out: Path) -> list[dict[str, str]]:
+    """The rows of a sweep's table, without what a clock decides."""
+    return [{key: value for key, value in row.items() if key not in CLOCKED} for row in trials(out)]
+
+
+def numbers_of(out: Path) -> list[list[float]]:
+    """The metric of every trial and of its seeds; infinite if it diverged."""
+    rows = [{k: v for k, v in row.items() if k.startswith(("last_", "val/", "seed "))} for row in trials(out)]
+    return [[float("inf") if value == "diverged" else float(value) for value in row.values()] for row in rows]
+
+
+def unlike(ours: Path, theirs: Path, within: float = 0.0, pattern: str = "*") -> list[str]:
+    """What differs in the runs of two sweeps, in words."""
+    found = []
+    for run in sorted((theirs / "trials").glob(pattern)):
+        found += differences(observed(ours / "trials" / run.name), observed(run), run.name, within)
+    return found
