@@ -288,7 +288,8 @@ class Place(NamedTuple):
 
 def place_in_data(trainer: Trainer) -> Place:
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    return Place(trainer.fit_loop.epoch_progress.current.processed, progress.current.ready, progress.total.ready)
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return Place(epochs.processed, progress.current.ready, progress.total.ready)
 
 
 def steps_to_validation(trainer: Trainer, place: Place) -> int:
@@ -321,7 +322,8 @@ def steps_before_the_end(trainer: Trainer) -> float:
     if trainer.max_steps != -1:
         steps = trainer.max_steps - trainer.global_step - 1
     if trainer.max_epochs not in (None, -1):
-        epochs = trainer.max_epochs - fit.epoch_progress.current.processed - 1
+        current: Any = fit.epoch_progress.current
+        epochs = trainer.max_epochs - current.processed - 1
         steps = min(steps, epochs * int(trainer.num_training_batches) + batches_left(trainer) - 1)
     return steps
 
@@ -332,7 +334,8 @@ def epochs_are_plain(trainer: Trainer) -> bool:
         config.interval == "step" and not config.reduce_on_plateau and config.frequency == 1
         for config in trainer.lr_scheduler_configs
     )
-    return by_step and not trainer.reload_dataloaders_every_n_epochs and trainer._val_check_time_interval is None
+    options: Any = trainer  # set where type checkers do not look
+    return by_step and not options.reload_dataloaders_every_n_epochs and options._val_check_time_interval is None
 
 
 def pass_steps(trainer: Trainer, count: int) -> None:
