@@ -47,7 +47,10 @@ LIGHTNING = {
         "_save_topk_checkpoint", "_should_remove_checkpoint", "_train_time_interval",
     },
     TQDMProgressBar: {"_should_update"},
-    LightningCLI: {"_get", "_parser", "_parse_ckpt_path", "_instantiate_trainer"},
+    LightningCLI: {
+        "_get", "_parser", "_parse_ckpt_path", "_instantiate_trainer", "_subcommand_parsers",
+        "_subcommand_method_arguments",
+    },
 }  # fmt: skip
 """Every private attribute of Lightning that the seam touches, by the class that has it."""
 
