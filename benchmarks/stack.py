@@ -3,18 +3,19 @@
     python -m benchmarks stack --data_dir data/covertype
     python -m benchmarks stack bare                         # ResNet-18 and GPT-2: steps alone, by size of the stack
 
-A few epochs are timed, and the paper's 500 extrapolated: set-up, first steps (which compile), steps, and what is
-written at the end count as they are. Without a GPU, or with --quick, sizes are tiny and the times mean nothing.
+The first epochs of the paper's 500 are timed and the others extrapolated; set-up, the first epoch (which compiles) and
+checkpoints count as they are. Without a GPU, or with --quick, sizes are tiny and the times mean nothing.
 """
 
 import argparse
 import gc
 import json
+import math
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def config(case: dict[str, Any], options: argparse.Namespace) -> Config:
     epoch = 3 if options.quick else EPOCH
     changes: dict[str, Any] = {
         "trainer": {
-            "max_epochs": options.epochs, "limit_train_batches": epoch, "precision": case["precision"],
+            "max_epochs": case.get("epochs", EPOCHS), "limit_train_batches": epoch, "precision": case["precision"],
             "log_every_n_steps": 2 if options.quick else 58,
         },
         "model": {"init_args": {"width": case["base"]}},
@@ -73,52 +74,50 @@ def runs(case: dict[str, Any], options: argparse.Namespace, folder: Path) -> lis
     return answer
 
 
+class Enough(Exception):
+    """What ends a run that was timed for long enough."""
+
+
 def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The trials of a case as one program: seconds of each part, and the whole extrapolated."""
-    marks: list[tuple[int, float]] = []
+    epoch = 3 if options.quick else EPOCH
+    last, saved_at = options.epochs * epoch, options.epochs // 2 * epoch
+    moments: dict[int, float] = {}
 
     def note(step: int, steps: int, count: int) -> None:
-        marks.append((step, time.perf_counter()))
+        moments.setdefault(step, time.perf_counter())  # the first time that a step is reached
+        if step >= last:
+            raise Enough
 
     with tempfile.TemporaryDirectory() as folder, without_announcements():
         start, pattern = time.perf_counter(), Pattern()
-        joint = JointSteps(
-            [partial(fitted, run, pattern=pattern) for run in runs(case, options, Path(folder))], print, progress=note
-        )
-        joint.run()
-        end = time.perf_counter()
-    epoch = 3 if options.quick else EPOCH
-    half = options.epochs // 2 * epoch
-    at_step = dict(reversed(marks))  # the first time that a step was reached
-    last_free = max(step for step in at_step if step < half)
-    first_after = min((step for step in at_step if step >= epoch), default=half)
-    rate = (last_free - first_after) / (at_step[last_free] - at_step[first_after]) if last_free > first_after else 0.0
-    after_half = [moment for step, moment in marks if step > half]
-    saved = (min(after_half) - at_step[last_free]) if after_half else 0.0
-    module = joint.members[0]
+        alike = runs(case, options, Path(folder))
+        joint = JointSteps([partial(fitted, run, pattern=pattern) for run in alike], print, progress=note)
+        with suppress(Enough):
+            joint.run()
+        del joint
+    steps = sorted(moments)
+    first = next(step for step in steps if step >= epoch)
+    before = max(step for step in steps if step < saved_at)
+    after = next(step for step in steps if step > saved_at)
+    rate = (before - first) / (moments[before] - moments[first]) if before > first else math.nan
     seconds = {
-        "set-up": marks[0][1] - start,
-        "first epoch": at_step[first_after] - marks[0][1],
-        "a checkpoint": saved,
-        "end": end - marks[-1][1],
-        "epoch": epoch / rate if rate else 0.0,
+        "set-up": moments[steps[0]] - start,
+        "first epoch": moments[first] - moments[steps[0]],
+        "epoch": epoch / rate,
+        "a checkpoint": moments[after] - moments[before] - (after - before) / rate,
     }
-    total = (
-        seconds["set-up"] + seconds["first epoch"] + (EPOCHS - 1) * seconds["epoch"]
-        + EPOCHS * EPOCH / 23200 * seconds["a checkpoint"] + seconds["end"]
-    )  # fmt: skip
-    del module, joint
-    return {**seconds, "steps/s": rate, "minutes for 500 epochs": total / 60, **peak()}
+    whole = seconds["set-up"] + seconds["first epoch"] + (EPOCHS - 1) * seconds["epoch"] + 6 * seconds["a checkpoint"]
+    return {**seconds, "steps/s": rate, "minutes for 500 epochs": whole / 60, **peak()}
 
 
 def one_by_one(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """One trial by itself, of which as many are made one after another: runs of two lengths, extrapolated."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder, without_announcements():
-        fitted(runs(case, options, Path(folder))[0])  # reads the data, and compiles
+        fitted(runs({**case, "epochs": 2}, options, Path(folder))[0])  # reads the data, and compiles
         for epochs in (options.epochs, 3 * options.epochs):
-            longer = argparse.Namespace(**{**vars(options), "epochs": epochs})
-            run = runs(case, longer, Path(folder) / str(epochs))[1]
+            run = runs({**case, "epochs": epochs}, options, Path(folder) / str(epochs))[1]
             start = time.perf_counter()
             fitted(run)
             seconds[epochs] = time.perf_counter() - start
