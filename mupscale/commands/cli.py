@@ -131,10 +131,11 @@ class CLI(OpenCLI):
         super().__init__(*args, **kwargs)
 
     def setup_parser(self, *args: Any) -> None:
-        if self.pattern is None or self.pattern.first is None:
-            super().setup_parser(*args)
+        first = None if self.pattern is None else self.pattern.first
+        if isinstance(first, OpenCLI):
+            self.share_parsers(first)
         else:
-            self.share_parsers(self.pattern.first)
+            super().setup_parser(*args)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The one that is asked for: the parser of each takes a good part of the start."""

@@ -1,16 +1,20 @@
 """Configurations that differ in a few plain values: the first is parsed, the others are made of it."""
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import yaml
 
 from mupscale.commands.config import Config, differences
 
-if TYPE_CHECKING:
-    from mupscale.commands.cli import CLI
-
 _PLAIN = (bool, int, float, str, type(None))
+
+
+class CommandLine(Protocol):
+    """What was parsed, and the text of its config.yaml."""
+
+    config: Any
+    text: str
 
 
 class Pattern:
@@ -21,11 +25,11 @@ class Pattern:
     """
 
     def __init__(self) -> None:
-        self.first: CLI | None = None
+        self.first: CommandLine | None = None
         self._plain: Config = {}
         self._parsed: Any = None
 
-    def note(self, cli: "CLI", plain: Config) -> None:
+    def note(self, cli: CommandLine, plain: Config) -> None:
         """Keeps what was parsed of a configuration, if this is the first one."""
         if self.first is None:
             self.first, self._plain, self._parsed = cli, plain, deepcopy(cli.config)

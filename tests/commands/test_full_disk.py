@@ -74,7 +74,7 @@ def test_curves_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def full(self: RecordWriter, data: bytes) -> None:
         writes.append(data)
-        if len(writes) > 150:
+        if len(writes) > 40:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(self, data)
 

@@ -28,7 +28,7 @@ def test_the_plan_of_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--config", small(Path("c.yaml"), upscale(3, 20))])
     printed = capsys.readouterr().out
     assert "dup · 5/2 / copies" in printed
-    assert "fractional: 7 parameters grow by 5/2, with 2 to 3 copies of a unit. Function and training" in printed
+    assert "fractional: 7 parameters grow by 5/2, with 2 to 3 copies of a unit" in printed
 
 
 def test_the_plan_of_a_method(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,5 +37,5 @@ def test_the_plan_of_a_method(capsys: pytest.CaptureFixture[str]) -> None:
     swap["init_args"]["method"] = {"class_path": "mupscale.Net2Net"}
     main(["plan", "--config", small(Path("c.yaml"), swap)])
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert "axis 0: 1·" in rows["layers.0.weight"]
-    assert "axis 1: 1·" in rows["readout.weight"]
+    assert "axis 0: 8 → 16 in 8 pieces" in rows["layers.0.weight"]
+    assert "axis 1: 8 → 16 in 8 pieces" in rows["readout.weight"]
