@@ -3,18 +3,19 @@
     python -m benchmarks stack --data_dir data/covertype
     python -m benchmarks stack bare                         # ResNet-18 and GPT-2: steps alone, by size of the stack
 
-A few epochs are timed, and the paper's 500 extrapolated: set-up, first steps (which compile), steps, and what is
-written at the end count as they are. Without a GPU, or with --quick, sizes are tiny and the times mean nothing.
+The first epochs of the paper's 500 are timed and the others extrapolated; set-up, the first epoch (which compiles) and
+checkpoints count as they are. Without a GPU, or with --quick, sizes are tiny and the times mean nothing.
 """
 
 import argparse
 import gc
 import json
+import math
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import yaml
 from mupscale.callbacks.joint_steps import JointSteps
 from mupscale.commands.config import Config, at
 from mupscale.commands.configured import described
+from mupscale.commands.pattern import Pattern
 from mupscale.commands.runs import Run, fitted, with_run, without_announcements
 from mupscale.commands.tuning.trial import for_trials
 from mupscale.cuda_graph import CapturedStep
@@ -44,7 +46,7 @@ def config(case: dict[str, Any], options: argparse.Namespace) -> Config:
     epoch = 3 if options.quick else EPOCH
     changes: dict[str, Any] = {
         "trainer": {
-            "max_epochs": options.epochs, "limit_train_batches": epoch, "precision": case["precision"],
+            "max_epochs": case.get("epochs", EPOCHS), "limit_train_batches": epoch, "precision": case["precision"],
             "log_every_n_steps": 2 if options.quick else 58,
         },
         "model": {"init_args": {"width": case["base"]}},
@@ -72,50 +74,50 @@ def runs(case: dict[str, Any], options: argparse.Namespace, folder: Path) -> lis
     return answer
 
 
+class Enough(Exception):
+    """What ends a run that was timed for long enough."""
+
+
 def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The trials of a case as one program: seconds of each part, and the whole extrapolated."""
-    marks: list[tuple[int, float]] = []
+    epoch = 3 if options.quick else EPOCH
+    last, saved_at = options.epochs * epoch, options.epochs // 2 * epoch
+    moments: dict[int, float] = {}
 
     def note(step: int, steps: int, count: int) -> None:
-        marks.append((step, time.perf_counter()))
+        moments.setdefault(step, time.perf_counter())  # the first time that a step is reached
+        if step >= last:
+            raise Enough
 
     with tempfile.TemporaryDirectory() as folder, without_announcements():
-        start = time.perf_counter()
-        joint = JointSteps([partial(fitted, run) for run in runs(case, options, Path(folder))], print, progress=note)
-        joint.run()
-        end = time.perf_counter()
-    epoch = 3 if options.quick else EPOCH
-    half = options.epochs // 2 * epoch
-    at_step = dict(reversed(marks))  # the first time that a step was reached
-    last_free = max(step for step in at_step if step < half)
-    first_after = min((step for step in at_step if step >= epoch), default=half)
-    rate = (last_free - first_after) / (at_step[last_free] - at_step[first_after]) if last_free > first_after else 0.0
-    after_half = [moment for step, moment in marks if step > half]
-    saved = (min(after_half) - at_step[last_free]) if after_half else 0.0
-    module = joint.members[0]
+        start, pattern = time.perf_counter(), Pattern()
+        alike = runs(case, options, Path(folder))
+        joint = JointSteps([partial(fitted, run, pattern=pattern) for run in alike], print, progress=note)
+        with suppress(Enough):
+            joint.run()
+        del joint
+    steps = sorted(moments)
+    first = next(step for step in steps if step >= epoch)
+    before = max(step for step in steps if step < saved_at)
+    after = next(step for step in steps if step > saved_at)
+    rate = (before - first) / (moments[before] - moments[first]) if before > first else math.nan
     seconds = {
-        "set-up": marks[0][1] - start,
-        "first epoch": at_step[first_after] - marks[0][1],
-        "a checkpoint": saved,
-        "end": end - marks[-1][1],
-        "epoch": epoch / rate if rate else 0.0,
+        "set-up": moments[steps[0]] - start,
+        "first epoch": moments[first] - moments[steps[0]],
+        "epoch": epoch / rate,
+        "a checkpoint": moments[after] - moments[before] - (after - before) / rate,
     }
-    total = (
-        seconds["set-up"] + seconds["first epoch"] + (EPOCHS - 1) * seconds["epoch"]
-        + EPOCHS * EPOCH / 23200 * seconds["a checkpoint"] + seconds["end"]
-    )  # fmt: skip
-    del module, joint
-    return {**seconds, "steps/s": rate, "minutes for 500 epochs": total / 60, **peak()}
+    whole = seconds["set-up"] + seconds["first epoch"] + (EPOCHS - 1) * seconds["epoch"] + 6 * seconds["a checkpoint"]
+    return {**seconds, "steps/s": rate, "minutes for 500 epochs": whole / 60, **peak()}
 
 
 def one_by_one(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """One trial by itself, of which as many are made one after another: runs of two lengths, extrapolated."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder, without_announcements():
-        fitted(runs(case, options, Path(folder))[0])  # reads the data, and compiles
+        fitted(runs({**case, "epochs": 2}, options, Path(folder))[0])  # reads the data, and compiles
         for epochs in (options.epochs, 3 * options.epochs):
-            longer = argparse.Namespace(**{**vars(options), "epochs": epochs})
-            run = runs(case, longer, Path(folder) / str(epochs))[1]
+            run = runs({**case, "epochs": epochs}, options, Path(folder) / str(epochs))[1]
             start = time.perf_counter()
             fitted(run)
             seconds[epochs] = time.perf_counter() - start
@@ -227,7 +229,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--data_dir", help="the folder of the full Covertype")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--cases", default="", help="the beginnings of the names of cases, separated by commas")
+    parser.add_argument("--sizes", default="2,4,8", help="of the stacks whose steps alone are timed")
+    parser.add_argument("--cases", default="", help="the names of cases, separated by semicolons")
     parser.add_argument("--separate", action="store_true", help="also one trial by itself")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -235,16 +238,17 @@ def main(arguments: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options.quick |= device.type != "cuda"
     if options.part == "bare":
+        sizes = [2] if options.quick else [int(size) for size in options.sizes.split(",")]
         size = 2 if options.quick else 128
         images = torch.randn(size, 3, 32, 32, device=device), torch.randint(0, 100, (size,), device=device)
         width = 8 if options.quick else 32
         bare("ResNet-18, 0.25×", lambda: ResNet18(width, base_width=64, optimizer=sgd), images,
-             [2] if options.quick else [2, 4, 8, 16, 32], device)  # fmt: skip
+             sizes, device)  # fmt: skip
         rows, context = (2, 16) if options.quick else (16, 1024)
         tokens = torch.randint(0, 4096 if options.quick else 50304, (rows, context + 1), device=device)
         bare("GPT-2, width 64", lambda: GPT2(8 if options.quick else 64, base_width=24 if not options.quick else 8,
              layers=2 if options.quick else 12, heads=4, vocabulary=4096 if options.quick else 50304,
-             context=context), tokens, [2] if options.quick else [2, 4, 8], device)  # fmt: skip
+             context=context), tokens, sizes, device)  # fmt: skip
         return
     many = 3 if options.quick else 100
     small, wide = (4, 16) if options.quick else (100, 400)
@@ -258,7 +262,7 @@ def main(arguments: list[str]) -> None:
     ]  # fmt: skip
     rows_: list[dict[str, Any]] = []
     for case in cases:
-        if options.cases and not any(case["name"] == name for name in options.cases.split(",")):
+        if options.cases and case["name"] not in options.cases.split(";"):
             continue
         row = {**case, **in_fits(case, options)}
         print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}),

@@ -3,7 +3,7 @@
 import torch
 from lightning.pytorch import Trainer
 
-from mupscale.callbacks.stacked_fits import Apart, Awaited
+from mupscale.callbacks.stacked_fits import Apart, Awaited, loss_of
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
@@ -61,7 +61,7 @@ def bytes_of(first: Awaited, width: Width) -> int:
             return bytes_per_model(
                 module,
                 type(first.trainer.optimizers[0]),
-                lambda model, inputs: model.mappable_loss(inputs),
+                loss_of,
                 first.trainer.precision_plugin.convert_input(batch),
                 shared=False,
                 losses=module.stacked_losses(),

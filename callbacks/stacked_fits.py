@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from mupscale._torch import has_step_hooks, step_by_hand, tree_map
 from mupscale.callbacks.strides import strides_of
@@ -54,7 +54,7 @@ class Awaited:
     """Of the last of the free steps."""
 
     def __post_init__(self) -> None:
-        self.loader = training_loader(self.trainer)
+        self.loader: Any = training_loader(self.trainer)
         self.strides = strides_of(self.trainer)
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # in the thread of the fit
 
@@ -87,7 +87,7 @@ class StackedFits:
         self._stack = Stack(
             [each.module for each in awaited],
             optimizers,
-            lambda model, batch: model.mappable_loss(batch),
+            loss_of,
             module.stacked_losses(),
             compiled=module.hparams["compile"],
             fused=module.device.type == "cuda",
@@ -140,7 +140,7 @@ class StackedFits:
         under_way: Block | None = None
         while left:
             block = self._launched(place, step, left)
-            place, step, left = block.end, step + block.count, left - block.count
+            place, step, left = block.end, step + block.steps, left - block.steps
             if int(first.num_training_batches) == place.position:
                 place = place.next_epoch()
             if under_way is not None:
@@ -189,9 +189,9 @@ class StackedFits:
             if trainer.should_stop:
                 continue
             if not trainer.lr_scheduler_configs:
-                pass_steps(trainer, block.count)
+                pass_steps(trainer, block.steps)
             each.loader.go_to(block.end.epoch, block.end.position)
-            each.free -= block.count
+            each.free -= block.steps
             each.validated = False
             each.loss = losses[index][-1]
             for callback in each.strides:
@@ -283,10 +283,15 @@ class StackedFits:
         return batch if is_resident(batch, self._device) else trainer.strategy.batch_to_device(batch)
 
 
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    assert isinstance(model, WidthScalable)
+    return model.mappable_loss(batch)
+
+
 class Block(NamedTuple):
     """Steps that are launched: how many, where in the data they end, and what will be known of them."""
 
-    count: int
+    steps: int
     end: Place
     batch: Any
     losses: "OnItsWay"

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +12,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.callbacks.incompatible import refuse_callbacks
+from mupscale.callbacks.own_batches import OwnBatches, refuse_many_loaders
 from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
 from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.tensorboard import tag_in
@@ -142,6 +144,11 @@ class UpscaleCallback(Strides):
         if not is_narrower(before, self.width):
             return  # right for a run that is resumed after the swap; whether it is one is not known yet
         growth = self.planned(pl_module, before)
+        if self.method.needs_batches and pl_module.device_mesh is not None:
+            raise UserError(
+                f"UpscaleCallback.method: {type(self.method).__name__} cannot learn on sharded weights. Use another "
+                "method, or train with DDP or on one device"
+            )
         if pl_module.device_mesh is None:  # sharded, it may fit
             self._refuse_too_wide(growth, trainer.strategy.root_device)
 
@@ -152,6 +159,8 @@ class UpscaleCallback(Strides):
         before = self._width_before(trainer, pl_module)
         if trainer.ckpt_path is None:
             self.refuse_narrower(before)
+        if self.method.needs_batches:
+            refuse_many_loaders(f"UpscaleCallback.method = {type(self.method).__name__}", trainer)
         for optimizer in trainer.optimizers:
             if self.state_rule == "reset_new_copies":
                 check_own_count(optimizer)
@@ -247,6 +256,8 @@ class UpscaleCallback(Strides):
         for optimizer in narrow_opts if self.state_rule != "reset" else ():
             check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
         _copy_modes(narrow, wide)
+        if self.method.needs_batches:
+            self._fit_method(trainer, module, narrow, wide)
         report = upscale(narrow, wide, noise=self.noise, seed=seed, plan=growth, consume=True, method=self.method)
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)
@@ -260,6 +271,7 @@ class UpscaleCallback(Strides):
         for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
             continue_schedule(config.scheduler if self.restart_schedule else old, config.scheduler)
         self._widen_averages(module, report, seed)
+        self.method.forget()
         for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
         del narrow, narrow_opts, schedulers
@@ -267,6 +279,17 @@ class UpscaleCallback(Strides):
         self._log(trainer, module, narrow_width, growth, *losses, time.perf_counter() - start)
         if report.notes:
             rank_zero_info("\n".join(report.notes))
+
+    def _fit_method(self, trainer: Trainer, module: WidthScalable, narrow: nn.Module, wide: nn.Module) -> None:
+        """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""
+        average = None
+        if trainer.world_size > 1:
+            average = lambda gradient: trainer.strategy.reduce(gradient, reduce_op="mean")  # noqa: E731
+        with isolate_rng(), trainer.precision_plugin.forward_context(), _eager(module):
+            batches = OwnBatches(trainer, module)
+            with batches.generators_kept():
+                # the loss is that of `module.net`, which is the wide network already
+                self.method.fit(narrow, wide, batches, lambda _, batch: module.loss(batch), average=average)
 
     def _continue(self, growth: Plan, narrow: nn.Module, before: Optimizer, wide: nn.Module, after: Optimizer) -> None:
         """Each group's rate, and state by name.
@@ -441,15 +464,19 @@ def _loss(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
     """The loss of a batch over all ranks, leaving buffers (running statistics) and the random state as they were."""
     assert module.net is not None
     devices = [module.device] if module.device.type == "cuda" else []
-    # not worth compiling for
-    eager = torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()
-    with buffers_kept(module.net), torch.random.fork_rng(devices), trainer.precision_plugin.forward_context(), eager:
+    precision = trainer.precision_plugin.forward_context()
+    with buffers_kept(module.net), torch.random.fork_rng(devices), precision, _eager(module):
         loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
     for part in module.net.modules():
         reshard: Any = getattr(part, "reshard", None)
         if reshard is not None:
             reshard()  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
     return loss
+
+
+def _eager(module: WidthScalable) -> AbstractContextManager[Any]:
+    """Switches a compiled network to eager execution, for what is not worth compiling for."""
+    return torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()
 
 
 def is_narrower(width: Width, target: Width) -> bool:

@@ -62,6 +62,13 @@ def trainer_of(module: LightningModule) -> Trainer | None:
     return module._trainer
 
 
+def on_device(trainer: Trainer, batch: Any) -> Any:
+    """A batch of a loader as a step gets it: in the run's precision, on its device, after the hooks around that."""
+    module = trainer.lightning_module
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch)
+
+
 def optimizers_of(configured: Any) -> list[Optimizer]:
     """The optimizers in what `configure_optimizers` returned, whichever of the allowed forms it has."""
     optimizers, _, _ = _configure_optimizers(configured)
@@ -281,7 +288,8 @@ class Place(NamedTuple):
 
 def place_in_data(trainer: Trainer) -> Place:
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    return Place(trainer.fit_loop.epoch_progress.current.processed, progress.current.ready, progress.total.ready)
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return Place(epochs.processed, progress.current.ready, progress.total.ready)
 
 
 def steps_to_validation(trainer: Trainer, place: Place) -> int:
@@ -314,7 +322,8 @@ def steps_before_the_end(trainer: Trainer) -> float:
     if trainer.max_steps != -1:
         steps = trainer.max_steps - trainer.global_step - 1
     if trainer.max_epochs not in (None, -1):
-        epochs = trainer.max_epochs - fit.epoch_progress.current.processed - 1
+        current: Any = fit.epoch_progress.current
+        epochs = trainer.max_epochs - current.processed - 1
         steps = min(steps, epochs * int(trainer.num_training_batches) + batches_left(trainer) - 1)
     return steps
 
@@ -325,7 +334,8 @@ def epochs_are_plain(trainer: Trainer) -> bool:
         config.interval == "step" and not config.reduce_on_plateau and config.frequency == 1
         for config in trainer.lr_scheduler_configs
     )
-    return by_step and not trainer.reload_dataloaders_every_n_epochs and trainer._val_check_time_interval is None
+    options: Any = trainer  # set where type checkers do not look
+    return by_step and not options.reload_dataloaders_every_n_epochs and options._val_check_time_interval is None
 
 
 def pass_steps(trainer: Trainer, count: int) -> None:
@@ -559,6 +569,13 @@ class OpenCLI(LightningCLI):
 
     def on_trainer_config(self, config: Any) -> None:
         """Called with the arguments of the trainer, its callbacks made, just before it is made."""
+
+    def share_parsers(self, other: "OpenCLI") -> None:
+        """Takes the parsers of another command line of the same subcommands: to make them takes a good part of a
+        start."""
+        self.parser = other.parser
+        self._subcommand_parsers = other._subcommand_parsers
+        self._subcommand_method_arguments = other._subcommand_method_arguments
 
     def section(self, key: str) -> Any:
         """A top-level part of the configuration, inside a subcommand or not."""

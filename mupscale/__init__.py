@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from mupscale.checks.verify import Verdict, verify
     from mupscale.mup_optimizers import MuAdam, MuAdamW, MuSGD, apply_mup
     from mupscale.widening.clip import clip_grad_norm_
-    from mupscale.widening.methods import Duplication, HyperCloning, Net2Net, ZeroPadding
+    from mupscale.widening.methods import (
+        AKI,
+        FPI,
+        Duplication,
+        HyperCloning,
+        Lemon,
+        LiGO,
+        Net2Net,
+        ShrinkAndPad,
+        ZeroPadding,
+    )
     from mupscale.widening.noise import AdditiveNoise, RecordedNoise, SignalNoise
     from mupscale.widening.plan import Plan, plan
     from mupscale.widening.readout import Readout
@@ -20,9 +30,13 @@ if TYPE_CHECKING:
     from mupscale.widening.upscale import UpscaleReport, upscale
 
 _HOME = {
+    "AKI": "widening.methods",
     "AdditiveNoise": "widening.noise",
     "Duplication": "widening.methods",
+    "FPI": "widening.methods",
     "HyperCloning": "widening.methods",
+    "Lemon": "widening.methods",
+    "LiGO": "widening.methods",
     "MuAdam": "mup_optimizers",
     "MuAdamW": "mup_optimizers",
     "MuSGD": "mup_optimizers",
@@ -30,6 +44,7 @@ _HOME = {
     "Plan": "widening.plan",
     "Readout": "widening.readout",
     "RecordedNoise": "widening.noise",
+    "ShrinkAndPad": "widening.methods",
     "SignalNoise": "widening.noise",
     "UpscaleReport": "widening.upscale",
     "Verdict": "checks.verify",
@@ -45,9 +60,13 @@ _HOME = {
 }
 
 __all__ = [
+    "AKI",
+    "FPI",
     "AdditiveNoise",
     "Duplication",
     "HyperCloning",
+    "Lemon",
+    "LiGO",
     "MuAdam",
     "MuAdamW",
     "MuSGD",
@@ -55,6 +74,7 @@ __all__ = [
     "Plan",
     "Readout",
     "RecordedNoise",
+    "ShrinkAndPad",
     "SignalNoise",
     "UpscaleReport",
     "Verdict",

@@ -1,5 +1,6 @@
 """Every touch of a private name of torch, in one place; `tests/test_seams.py` fails when a release moves one."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.data import DataLoader
 
 __all__ = [
     "BatchNormBase",
@@ -33,6 +35,7 @@ __all__ = [
     "tree_unflatten",
     "use_count",
     "vmap_refusal",
+    "without_iterator",
 ]
 
 
@@ -50,6 +53,13 @@ def use_count(tensor: Tensor) -> int:
     """How many places in C++ hold the tensor, an autograd graph among them."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count
+
+
+def without_iterator(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A copy of a data loader that does not share its workers, which a loader with persistent ones keeps."""
+    answer = copy.copy(loader)
+    answer._iterator = None
+    return answer
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

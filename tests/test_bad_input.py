@@ -62,6 +62,11 @@ FAST = {
     "half a head": ("upscale gpt2.ckpt --width 8 10 32 --out o", "10 is not divisible by a head_dim of 4"),
     "two widths of GPT-2": ("upscale gpt2.ckpt --width 8 12 --out o", "give one width, or three"),
     "fewer units": ("upscale gpt2.ckpt --width 8 12 24 --out o", "is narrower in the wide model"),
+    "no such method": ("upscale mlp.ckpt --width 16 --out o --method net2nte", "choose from"),
+    "a method that learns": (
+        "upscale mlp.ckpt --width 16 --out o --method ligo",
+        "Use it in a run, as UpscaleCallback",
+    ),
     "no checkpoint": ("upscale no.ckpt --width 16 --out o", "name a file that exists"),
     "half a checkpoint": ("upscale half.ckpt --width 16 --out o", "half.ckpt is not a checkpoint, or a damaged one"),
     "a checkpoint that is a folder": ("upscale folder --width 16 --out o", "name a checkpoint file"),
@@ -121,6 +126,15 @@ COMMANDS = {
     "plan: no growth": ("plan --config grown.yaml --model.width=48", "is not wider than the width before it, 48"),
     "plan: no factor": ("plan --config gpt2.yaml", "Grow this width by a whole factor, such as to 16"),
     "plan: never reached": ("plan --config grown.yaml --trainer.max_steps=3", "UpscaleCallback.at_step = 5 is never"),
+    "plan: no such method": ("plan --config grown.yaml '--callback_args={UpscaleCallback: {method: Lmon}}'", "Lmon"),
+    "plan: no next layer": (
+        "plan --config grown.yaml --model.hidden_layers=2 '--callback_args={UpscaleCallback: {method: AKI}}'",
+        "AKI: no layer of MLPNet has a next one of the same shape to take new units from. Use FPI",
+    ),
+    "plan: no groups": (
+        "plan --config grown.yaml --model.hidden_layers=1 '--callback_args={UpscaleCallback: {method: Lemon}}'",
+        "Lemon: none of the groups 'hidden_0' can be mapped unit by unit, because muP readouts read 'hidden_0'",
+    ),
     "plan: Adadelta": ("plan --config c.yaml --model.optimizer=Adadelta", "train with one of Adagrad, Adam"),
     "plan: a checkpoint": ("plan --config c.yaml --ckpt_path mlp.ckpt", "--help lists the options"),
     "verify: a list": ("verify --config list.yaml", "give a YAML file with keys (model:, data:, trainer:)"),

@@ -20,13 +20,14 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from paths import ROOT
 from torch import nn
+from torch.utils.data import DataLoader
 
 PACKAGES = ("mupscale", "models", "callbacks", "datamodules", "benchmarks")
 LIGHTNING_SEAM = ROOT / "models/_lightning.py"
 TORCH_SEAM = ROOT / "mupscale/_torch.py"
 
 LIGHTNING = {
-    LightningModule: {"_trainer", "_current_fx_name"},
+    LightningModule: {"_trainer", "_current_fx_name", "_on_before_batch_transfer"},
     Trainer: {"_logger_connector", "_detect_anomaly"},
     _LoggerConnector: {"_callback_metrics", "_logged_metrics", "_first_loop_iter"},
     LearningRateMonitor: {"_extract_stats"},
@@ -46,7 +47,10 @@ LIGHTNING = {
         "_save_topk_checkpoint", "_should_remove_checkpoint", "_train_time_interval",
     },
     TQDMProgressBar: {"_should_update"},
-    LightningCLI: {"_get", "_parser", "_parse_ckpt_path", "_instantiate_trainer"},
+    LightningCLI: {
+        "_get", "_parser", "_parse_ckpt_path", "_instantiate_trainer", "_subcommand_parsers",
+        "_subcommand_method_arguments",
+    },
 }  # fmt: skip
 """Every private attribute of Lightning that the seam touches, by the class that has it."""
 
@@ -119,6 +123,10 @@ def test_lightning_still_has_what_the_seam_touches(kind: type) -> None:
 @pytest.mark.parametrize("kind", TORCH, ids=lambda kind: kind.__name__)
 def test_torch_still_has_what_the_seam_touches(kind: type) -> None:
     assert TORCH[kind] <= private_names(kind) | set(dir(kind))
+
+
+def test_a_data_loader_still_keeps_its_iterator() -> None:
+    assert vars(DataLoader([0]))["_iterator"] is None
 
 
 def test_the_list_names_everything_the_lightning_seam_touches() -> None:

@@ -1,5 +1,6 @@
 """Whether a growth method keeps what it claims: how far function and training deviate from the narrow run."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,13 @@ from torch.optim import Optimizer
 from mupscale.checks.recording import buffers_kept
 from mupscale.checks.verify import WARM_UP, float64_copy
 from mupscale.errors import UserError
-from mupscale.widening.methods import Claim, GrowthMethod
+from mupscale.widening.methods.base import Claim, GrowthMethod, Loss
 from mupscale.widening.plan import Blocks
 from mupscale.widening.roles import Roles
 from mupscale.widening.upscale import upscale
 
 PRESERVED = 1e-12
 """The largest relative deviation of a loss, in float64, that is rounding."""
-
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,8 @@ def check_claim(
     before = optimizer(list(narrow.parameters()))
     for step in range(WARM_UP):
         _step(narrow, before, batches[step % len(batches)], loss)
+    method = copy.deepcopy(method)
+    method.fit(narrow, wide, batches, loss, roles=roles, blocks=blocks)
     report = upscale(narrow, wide, before, method=method, roles=roles, blocks=blocks)
     after = report.optimizer
     assert isinstance(after, Optimizer)

@@ -47,6 +47,7 @@ from mupscale.commands.config import Config
 from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
+from mupscale.commands.pattern import Pattern
 from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import refuse_options
 from mupscale.data_files import read_yaml
@@ -114,15 +115,26 @@ class CLI(OpenCLI):
         start: RunStart,
         command: str = "",
         folder: Path | None = None,
+        pattern: Pattern | None = None,
+        plain: Config | None = None,
         **kwargs: Any,
     ) -> None:
         self.command = command
+        self.pattern = pattern
+        self.given_plainly = plain
+        self._changes = None if pattern is None or plain is None else pattern.changes(plain)
         self.folder = folder
         self.started = started
         self.ending = ending
         self.start = start
-        self._text = ""
+        self.text = ""
         super().__init__(*args, **kwargs)
+
+    def setup_parser(self, *args: Any) -> None:
+        if self.pattern is None or self.pattern.first is None:
+            super().setup_parser(*args)
+        else:
+            self.share_parsers(self.pattern.first)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The one that is asked for: the parser of each takes a good part of the start."""
@@ -149,6 +161,10 @@ class CLI(OpenCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         assert isinstance(args, list)
+        if self.pattern is not None and self._changes is not None:
+            self.config = self.pattern.parsed(self._changes)
+            refuse_levels(self.config[self.config["subcommand"]])
+            return
         self.config = parser.parse_args(args)  # Lightning would warn that there is a command line as well
         command = self.config.get("subcommand")
         config = self.config[command] if command else self.config
@@ -158,6 +174,8 @@ class CLI(OpenCLI):
             self.config = parser.parse_object({command: values} if command else values, cfg_base=self.config)
             config = self.config[command] if command else self.config
         refuse_levels(config)
+        if self.pattern is not None and self.given_plainly is not None:
+            self.pattern.note(self, self.given_plainly)
 
     def on_checkpoint_path(self) -> None:
         """Keeps the configuration as it was given: Lightning would override it by the checkpoint's class and arguments.
@@ -252,8 +270,11 @@ class CLI(OpenCLI):
         if self.subcommand is not None:
             self.given[f"{self.subcommand}.ckpt_path"] = None
             self.given[f"{self.subcommand}.seed_everything"] = self.section("seed_everything")
-            self._text = self.dumped(self.given)
-            saver = SaveConfig(self._text, resumed=self.folder is not None)
+            if self.pattern is not None and self._changes is not None:
+                self.text = self.pattern.text(self._changes)
+            else:
+                self.text = self.dumped(self.given)
+            saver = SaveConfig(self.text, resumed=self.folder is not None)
             config["callbacks"] = [self.started, self.ending, *given, saver]
 
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
@@ -275,7 +296,7 @@ class CLI(OpenCLI):
             return
         identity = self.start.claim(trainer, takes_next=self._takes_next_version())
         for callback in callbacks_in(trainer, ExactResume):
-            callback.run = {"id": identity, "config": yaml.safe_load(self._text)}
+            callback.run = {"id": identity, "config": yaml.safe_load(self.text)}
         log_files.keep_tables(trainer)
 
     def _takes_next_version(self) -> bool:
@@ -295,9 +316,17 @@ class CLI(OpenCLI):
 
 
 def parsed(
-    arguments: list[str], *, run: bool = True, parser_kwargs: dict[str, Any] | None = None, folder: Path | None = None
+    arguments: list[str],
+    *,
+    run: bool = True,
+    parser_kwargs: dict[str, Any] | None = None,
+    folder: Path | None = None,
+    pattern: Pattern | None = None,
+    plain: Config | None = None,
 ) -> CLI:
     """Parses a command line and runs its command; without `run`, only makes its model, data and trainer.
+
+    `plain` is what a command line of a single file configures; `pattern` saves the parsing of others like it.
 
     A mistake in the configuration is a UserError. An error that comes once batches are handled is raised as it is.
     """
@@ -334,6 +363,8 @@ def parsed(
                 run=run,
                 command=command,
                 folder=folder,
+                pattern=pattern,
+                plain=plain,
                 started=started,
                 ending=ending,
                 start=start,

@@ -7,7 +7,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 
-from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.callbacks.upscale import UpscaleCallback, is_narrower
 from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
 from mupscale.models.base import WidthScalable, doubled, refuse_bad_hyperparameters
@@ -48,6 +48,15 @@ def first_batches(module: WidthScalable, data: LightningDataModule, count: int) 
 def upscales(trainer: Trainer) -> list[UpscaleCallback]:
     """The upscales that a configuration schedules, in order."""
     return sorted(callbacks_in(trainer, UpscaleCallback), key=lambda callback: callback.at_step)
+
+
+def refuse_growths(module: WidthScalable, trainer: Trainer) -> None:
+    """UserError for a scheduled upscale that `fit` refuses to plan."""
+    before = module.width
+    for callback in upscales(trainer):
+        if is_narrower(before, callback.width):
+            callback.planned(module, before)
+        before = callback.width
 
 
 class Growth(NamedTuple):

@@ -21,6 +21,7 @@ from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.cli import CLI, LOGGER, callbacks_in, parsed
 from mupscale.commands.config import Config, read_json, temporary_file
+from mupscale.commands.pattern import Pattern
 from mupscale.errors import UserError
 
 RESULT = "result.json"
@@ -62,15 +63,21 @@ def known_result(run: Run) -> Result | None:
     return None
 
 
-def fitted(run: Run, beside: Callable[[], int] = lambda: 1) -> Result:
-    """The fit of a run that is not finished; `beside` is the number of runs that share its time, itself included."""
+def fitted(run: Run, beside: Callable[[], int] = lambda: 1, pattern: Pattern | None = None) -> Result:
+    """The fit of a run that is not finished.
+
+    Args:
+        run: The run.
+        beside: The number of runs that share its time, itself included.
+        pattern: Of configurations like this one.
+    """
     start = time.monotonic()
     path, _ = newest(run)
     with explained(run.name, run.folder):
         if path is None:
             shutil.rmtree(run.folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
             with temporary_file(run.config) as file, logged(run.folder):
-                cli = parsed(["fit", "--config", file])
+                cli = parsed(["fit", "--config", file], pattern=pattern, plain=run.config)
         else:
             arguments = ["fit", "--config", str(run.folder / "config.yaml"), "--ckpt_path", str(path)]
             with logged(run.folder):

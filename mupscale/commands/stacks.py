@@ -13,6 +13,7 @@ from mupscale.callbacks.stack_room import room_in_stack
 from mupscale.callbacks.stacked_fits import Apart
 from mupscale.commands.arguments import Size
 from mupscale.commands.config import Config, class_name
+from mupscale.commands.pattern import Pattern
 from mupscale.commands.runs import Progress, Result, Run, fitted, free_memory, known_result, make
 from mupscale.errors import UserError
 
@@ -108,6 +109,7 @@ class Workshop:
     def _make_together(self) -> None:
         mates: list[tuple[Unit, int]] = []
         others: deque[tuple[Unit, int]] = deque()
+        pattern = Pattern()
 
         def jobs() -> Iterator[Callable[[], Result]]:
             kind = likeness(self._runs[0][0].runs[self._runs[0][1]].config)
@@ -116,7 +118,7 @@ class Workshop:
                     unit, index = self._runs.popleft()
                     if likeness(unit.runs[index].config) == kind:
                         mates.append((unit, index))
-                        yield partial(fitted, unit.runs[index], lambda: len(mates))
+                        yield partial(fitted, unit.runs[index], lambda: len(mates), pattern)
                     else:
                         others.append((unit, index))
 

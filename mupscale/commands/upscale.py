@@ -79,6 +79,12 @@ def main(command: str, arguments: list[str]) -> None:
     )
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)
+    method = METHODS[options.method]()
+    if method.needs_batches:
+        raise UserError(
+            f"--method {options.method}: {type(method).__name__} learns from data, which a checkpoint does not have. "
+            "Use it in a run, as UpscaleCallback.method"
+        )
     inputs = {"the checkpoint to widen": Path(options.checkpoint)}
     refuse_output("--out", options.out, inputs)
     if options.out.exists() and not options.force:
@@ -94,7 +100,7 @@ def main(command: str, arguments: list[str]) -> None:
     module = module_of(checkpoint, options.model)
     if module.width == width:
         raise UserError(f"--width {width} is the width of the checkpoint already; give a larger one")
-    method, with_state = METHODS[options.method](), not options.no_optimizer
+    with_state = not options.no_optimizer
     report = upscale_checkpoint(checkpoint, module, width, noise, options.seed, optimizer=with_state, method=method)
     with replacing(options.out) as new:
         torch.save(checkpoint, new)
@@ -142,13 +148,14 @@ def upscale_checkpoint(
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
     narrow_opts = [_saved_optimizer(narrow, *row) for row in rows]
     wide_opts = [_fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
-    report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, method=method)
+    plan = method.plan(narrow, wide, None, None)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         continued: dict[int, dict[str, Any]] = {}
-        for group in continued_groups(report.plan, narrow, before, wide, method.mup_rate_factors):
+        for group in continued_groups(plan, narrow, before, wide, method.mup_rate_factors):
             continued.update({id(parameter): group for parameter in group["params"]})
         for group in after.param_groups:
             group.update({**continued[id(group["params"][0])], "params": group["params"]})
+    report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, plan=plan, method=method)
     _store(checkpoint[key], wide)
     if averaged:
         # the draw depends on the precision, and the average may have a lower one than the weights

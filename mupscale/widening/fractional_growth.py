@@ -44,8 +44,8 @@ def described(entries: Mapping[str, TensorPlan]) -> Iterator[str]:
         rates = f"{float(few / factor):.2f} to {float(many / factor):.2f}"
         yield (
             f"fractional: {len({entry.name for entry, _ in places})} parameters grow by {factor}, with {few} to {many} "
-            "copies of a unit. Function and training are exact: the optimizer of the upscale has a rate for each "
-            f"entry. With one rate for all, rates would be {rates} times the exact ones"
+            "copies of a unit. This is exact with a rate for each entry, which the optimizer of the upscale has unless "
+            f"the method leaves rates as they are. With one rate for all, rates would be {rates} times the exact ones"
         )
 
 

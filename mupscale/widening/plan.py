@@ -23,8 +23,10 @@ from mupscale.widening.layout import (
     is_fractional,
     is_mixed,
     is_unit_by_unit,
+    narrow_length,
     parse_layout,
     whole_factor,
+    wide_length,
 )
 from mupscale.widening.modules import Side
 from mupscale.widening.roles import Role, Roles, all_sides, declared, given_pairs, match_roles, matches
@@ -274,11 +276,17 @@ def _row(entry: TensorPlan) -> tuple[str, ...]:
     weight = "copy" if not entry.grows else "dup" if entry.k_in == 1 else f"dup / {k_in}"
     if by_copies and entry.fractional_axes:
         weight = f"dup · {k_out} / copies" if entry.role == "mu_readout" else "dup / copies"
+    if any(entry.relative_side(axis) == "in" for axis in entry.relative_shares):
+        weight += ", unequal shares"
     return " = ".join(entry.names), entry.role, shapes, k_out, k_in, weight, _layout_text(entry)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "()"
+
+
+_MANY_PIECES = 6
+"""Of an axis, more of which are only counted in the printed plan."""
 
 
 def _layout_text(entry: TensorPlan) -> str:
@@ -287,6 +295,8 @@ def _layout_text(entry: TensorPlan) -> str:
         if is_fractional(layout) and is_unit_by_unit(layout):
             factor = fractional_growth.as_text(whole_factor(layout))
             texts.append(f"axis {axis} ×{factor}" + f" in blocks of {layout[0].block}" * (layout[0].block > 1))
+        elif len(layout) > _MANY_PIECES:
+            texts.append(f"axis {axis}: {narrow_length(layout)} → {wide_length(layout)} in {len(layout)} pieces")
         elif len(layout) > 1:
             texts.append(f"axis {axis}: " + " + ".join(f"{p.length}·{p.factor} by {p.block}" for p in layout))
         elif layout[0].factor > 1:

@@ -30,6 +30,9 @@ class TensorPlan:
     summed_axes: tuple[int, ...] = ()
     """The width axes that every use of the parameter sums over. A muP readout's counts; that of an embedding which is
     tied to it does not."""
+    shares: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """Axes on which copies of one entry are consumed unequally: (axis, the share of each wide entry in units of the
+    equal one, 1 / copies)."""
 
     @property
     def name(self) -> str:
@@ -75,8 +78,15 @@ class TensorPlan:
 
     @property
     def mixed(self) -> bool:
-        """Whether pieces of one axis grow by different factors, so that no single learning rate is right for all."""
-        return any(is_mixed(layout) for layout, side in zip(self.layouts, self.sides, strict=True) if side)
+        """Whether pieces of one axis grow by different factors, or copies are consumed in different shares, so that no
+        single learning rate is right for all."""
+        pieces = any(is_mixed(layout) for layout, side in zip(self.layouts, self.sides, strict=True) if side)
+        return pieces or bool(self.shares)
+
+    @property
+    def relative_shares(self) -> dict[int, tuple[float, ...]]:
+        """`shares` by axis."""
+        return dict(self.shares)
 
     @property
     def fractional_axes(self) -> tuple[int, ...]:

@@ -119,6 +119,7 @@ def upscale(
         plan = method.plan(narrow, wide, roles, blocks)
     else:
         _refuse_other_plan(plan, narrow, wide)
+    method.check(plan)
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         check_transfer(plan, narrow, before, wide, after, state=state)
@@ -146,6 +147,7 @@ def upscale(
         del narrow_weight
         if consume:
             release_(source)
+    method.edit_(plan, wide)
     widen_buffers_(plan, narrow, wide)
     kept = {id(buffer) for buffer in wide.buffers()}
     for buffer in narrow.buffers() if consume else ():

@@ -19,8 +19,11 @@ from mupscale.widening.width_table import Table, WidthFactors, merged_table, res
 
 
 def widen_(target: Tensor, source: Tensor, entry: TensorPlan) -> None:
-    """Writes the widened weight into `target`: dup / k_in (Table 1, first column)."""
+    """Writes the widened weight into `target`: dup / k_in (Table 1, first column), times unequal shares."""
     duplicate_(target, source, entry.layouts, entry.scales(out_power=0, in_power=-1))
+    for axis, shares in entry.shares:
+        if entry.relative_side(axis) == "in":
+            target.mul_(target.new_tensor(shares).view([-1 if i == axis else 1 for i in range(target.ndim)]))
 
 
 def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
@@ -118,6 +121,9 @@ def _relative(entry: TensorPlan, old: WidthFactors) -> tuple[tuple[int, Side, tu
     for axis, layout in enumerate(entry.layouts):
         side, reference = entry.relative_side(axis), entry.reference(axis)
         now = by_entry(layout, [piece.factor / reference for piece in layout]) * earlier.get(axis, 1.0)
+        now = duplicate(now, [layout])
+        if axis in entry.relative_shares:
+            now = now / now.new_tensor(entry.relative_shares[axis])
         if side and not bool((now == 1).all()):
-            answer.append((axis, side, tuple(duplicate(now, [layout]).tolist())))
+            answer.append((axis, side, tuple(now.tolist())))
     return tuple(answer)

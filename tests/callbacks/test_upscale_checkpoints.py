@@ -28,7 +28,7 @@ from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import optimizer_names
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
-from mupscale.widening import methods
+from mupscale.widening.methods import base
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -145,9 +145,9 @@ def test_a_failure_inside_the_swap_names_the_checkpoint_to_go_on_from(
     path = tmp_path / "pre-upscale-12.ckpt"
     for place in ("transfer_state", "upscale", "plan", "_loss"):
         with monkeypatch.context() as patch:
-            plans = iter([methods.make_plan])  # the first is of the check before training
+            plans = iter([base.make_plan])  # the first is of the check before training
             if place == "plan":
-                patch.setattr(methods, "make_plan", lambda *a, plans=plans, **k: next(plans, fail)(*a, **k))
+                patch.setattr(base, "make_plan", lambda *a, plans=plans, **k: next(plans, fail)(*a, **k))
             else:
                 patch.setattr(swap, place, fail)
             with pytest.raises(RuntimeError, match="out of memory") as caught:

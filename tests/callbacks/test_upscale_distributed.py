@@ -3,13 +3,19 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from distributed_run import Data, learned
+from lightning.pytorch import Trainer, seed_everything
 from paths import SUPPORT
+from tiny_modules import ADAMW, mlp
 from torch import Tensor
-from training_runs import LIGHTNING_WARNINGS, assert_identical
+from training_runs import LIGHTNING_WARNINGS, Record, assert_identical
+
+from mupscale.callbacks.upscale import UpscaleCallback
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)]
 
@@ -85,3 +91,21 @@ def test_on_two_processes_from_a_base(distributed: list[dict[Any, Any]]) -> None
     assert float(ddp["losses"][:3].mean()) < float(base["losses"][:3].mean()) - 0.01
     for part in ("weights", "state"):
         assert largest_difference(ddp[part], fsdp[part]) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_a_method_that_learns_on_two_processes(distributed: list[dict[Any, Any]], tmp_path: Path) -> None:
+    """Each has its share of a batch, and all learn what one process learns of the whole one."""
+    mine, other = (rank["ddp", "mlp", "learned"] for rank in distributed)
+    for part in ("weights", "state"):
+        assert_identical(mine[part], other[part])
+    seed_everything(1, verbose=False)
+    module, record = mlp(optimizer=ADAMW), Record()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_steps=16, gradient_clip_val=0.05, default_root_dir=tmp_path, logger=False,
+        callbacks=[record, UpscaleCallback(6, 24, method=learned())],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Data(module))
+    assert float((mine["losses"] - torch.tensor(record.losses)).abs().max()) < 1e-4
+    assert "LiGO cannot learn on sharded weights. Use another method" in distributed[0]["fsdp", "mlp", "refused"]

@@ -125,8 +125,8 @@ RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
 @pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize(
     "method",
-    [mupscale.Net2Net(), mupscale.HyperCloning("diagonal", **RULES)],
-    ids=["net2net", "diagonal"],
+    [mupscale.Net2Net(), mupscale.HyperCloning("diagonal", **RULES), mupscale.Lemon()],
+    ids=["net2net", "diagonal", "lemon"],
 )
 def test_a_method_that_keeps_the_training(method: Any, optimizer: str, tmp_path: Path) -> None:
     """Also with clipping, and after a resume."""

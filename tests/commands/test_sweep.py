@@ -435,6 +435,36 @@ def test_best_composes_with_another_width(tmp_path: Path) -> None:
     assert "std: 0.05" in Path("runs/default/version_0/config.yaml").read_text()
 
 
+@pytest.mark.slow
+def test_growth_methods_are_an_axis(tmp_path: Path) -> None:
+    """By name, and with arguments; the one that learns among them. Another name is refused before any trial."""
+    config = small(Path("c.yaml"), upscale(2, 16), max_steps=6)
+    values = "Lemon,{class_path: mupscale.LiGO, init_args: {steps: 3}}"
+    main(["sweep", "--config", config, "--out", "s", "--sweep", f"UpscaleCallback.method={values}"])
+    rows = table(Path("s"))
+    assert [row["run"] for row in rows] == ["trials/000_method=Lemon", "trials/001_method=LiGO-steps=3-"]
+    assert rows[0]["last_epoch"] != rows[1]["last_epoch"]
+    message = refused("sweep", "--config", config, "--out", "t", "--sweep", "UpscaleCallback.method=Lemon,Lmon")
+    assert "UpscaleCallback.method=Lmon" in message
+    assert not Path("t").exists()
+
+
+@pytest.mark.slow
+def test_a_growth_that_the_model_refuses_ends_a_sweep_before_its_trials(tmp_path: Path) -> None:
+    """A method is planned with the values of the other axes, with which it may be right."""
+    config = small(tmp_path / "c.yaml", upscale(2, 24))
+    sweep = ["sweep", "--config", config, "--out", "s", "--model.hidden_layers=2"]
+    message = refused(*sweep, "--sweep", "UpscaleCallback.method=ZeroPadding,AKI")
+    assert "--sweep UpscaleCallback.method=AKI: UpscaleCallback.width = 24 does not fit" in message
+    assert "AKI: no layer of MLPNet has a next one of the same shape" in message
+    message = refused(*sweep, "--sweep", "UpscaleCallback.method=ZeroPadding", "--sweep", "model.width=16,8")
+    assert "ZeroPadding: axis 0 of parameter 'layers.0.weight' does not grow by a whole factor (16 → 24)" in message
+    assert not Path("s").exists()
+    both = ["--sweep", "UpscaleCallback.method=ZeroPadding", "--sweep", "model.width=8"]
+    wider = small(tmp_path / "w.yaml", upscale(2, 24), width=16)
+    assert settings_of(*sweep_parser().parse_known_args(["--out", "s", *both, "--config", wider])).axes
+
+
 def test_arguments_for_callbacks_that_are_not_there(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
     assert "callback_args.Foo" in refused("fit", "--config", config, "--callback_args={Foo: {x: 1}}")

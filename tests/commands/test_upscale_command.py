@@ -4,12 +4,13 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from tiers import slow_except
 
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
-from mupscale.widening.methods import HyperCloning, Net2Net, ZeroPadding
+from mupscale.widening.methods import METHODS
 from mupscale.widening.noise import AdditiveNoise
 
 pytestmark = [
@@ -74,14 +75,19 @@ def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
         )
 
 
+OFFLINE = [name for name in METHODS if name not in ("ligo", "hypercloning-noisy")]
+"""Methods that neither learn from the run's data nor have noise, whose seed is the run's."""
+
+
 @pytest.mark.parametrize(
-    ("name", "method"), [("net2net", Net2Net), ("zero-padding", ZeroPadding), ("hypercloning-diagonal", None)]
+    "name", slow_except(OFFLINE, "net2net", "zero-padding", "hypercloning-diagonal", "lemon", "aki")
 )
-def test_a_method_offline_is_the_method_inside_a_run(name, method, tmp_path):
-    method = HyperCloning("diagonal") if method is None else method()
+def test_a_method_offline_is_the_method_inside_a_run(name, tmp_path, capsys):
+    method = METHODS[name]()
     inside = fit(tmp_path, 30, UpscaleCallback(10, 24, method=method))
     narrow, out = str(tmp_path / "pre-upscale-10.ckpt"), str(tmp_path / "wide.ckpt")
     main(["upscale", narrow, "--width", "24", "--method", name, "--out", out])
+    assert ("what continues the narrow run" in capsys.readouterr().out) == (name in ("zero-padding", "shrink-and-pad"))
     offline = fit(tmp_path, 30, UpscaleCallback(10, 24, method=method), ckpt_path=out)
     for a, b in zip(weights(offline), weights(inside), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -40,3 +40,12 @@ def test_the_claim_of_a_method(
         main(command)
     assert exit.value.code == 1
     assert "REFUTED" in capsys.readouterr().out
+
+
+def test_the_claim_of_a_method_that_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    swap = upscale(3, 16)
+    swap["init_args"]["method"] = {"class_path": "mupscale.LiGO", "init_args": {"steps": 5, "lr": 0.01}}
+    main(["verify", "--config", small(Path("c.yaml"), swap), "--data.batch_size=50"])
+    printed = capsys.readouterr().out
+    assert "width 8 → 16: LiGO: function not preserved (deviation " in printed
+    assert printed.rstrip().endswith("confirmed")

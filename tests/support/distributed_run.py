@@ -23,8 +23,10 @@ from training_runs import Record
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.checkpoints import checked
 from mupscale.datamodules.resident import ResidentLoader
+from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import optimizer_names
+from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.sharding import gathered
 
 MAKE = {"mlp": (mlp, 24, ADAMW), "gpt2": (gpt2, 24, SGD), "resnet18": (resnet, 4, SGD)}
@@ -43,6 +45,11 @@ class Data(LightningDataModule):
         return ResidentLoader(self.rows, 8, shuffle=True, drop_last=True, **share)
 
 
+def learned() -> GrowthMethod:
+    """A method that learns from the run's data."""
+    return mupscale.LiGO(steps=10, lr=0.01)
+
+
 def strategy(name: str) -> Any:
     if name == "ddp":
         return DDPStrategy(process_group_backend="gloo")
@@ -58,13 +65,14 @@ def fit(
     grow: bool,
     noise: float = 0.0,
     to: int | None = None,
+    method: GrowthMethod | None = None,
     ckpt: Path | None = None,
     **arguments: Any,
 ) -> tuple[dict[str, Any], Trainer]:
     seed_everything(1, verbose=False)
     make, target, optimizer = MAKE[model]
     module, record = make(optimizer=optimizer, **arguments), Record()
-    growth = UpscaleCallback(6, to or target, noise=mupscale.AdditiveNoise(noise) if noise else None)
+    growth = UpscaleCallback(6, to or target, noise=mupscale.AdditiveNoise(noise) if noise else None, method=method)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -140,6 +148,11 @@ def main(folder: Path) -> None:
             width=8 if kind == "ddp" else 20,
             ckpt=folder / f"{kind} fraction" / "step=11.ckpt",
         )
+    answers["ddp", "mlp", "learned"], _ = fit("ddp", "mlp", folder / "learned", grow=True, method=learned())
+    try:
+        fit("fsdp", "mlp", folder / "refused", grow=True, method=learned())
+    except UserError as error:
+        answers["fsdp", "mlp", "refused"] = str(error)
     torch.save(answers, folder / f"{os.environ['RANK']}.pt")
 
 

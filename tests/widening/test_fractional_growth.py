@@ -380,8 +380,9 @@ layers.1.bias    vector   4 → 8          2      1     dup           axis 0 ×2
 readout.weight   readout  2×4 → 2×8      1      2     dup / 2       axis 1 ×2
 readout.bias     scalar   2              1      1     copy
 38 → 86 parameters
-fractional: 3 parameters grow by 5/3, with 1 to 2 copies of a unit. Function and training are exact: the optimizer of \
-the upscale has a rate for each entry. With one rate for all, rates would be 0.60 to 1.20 times the exact ones"""
+fractional: 3 parameters grow by 5/3, with 1 to 2 copies of a unit. This is exact with a rate for each entry, which \
+the optimizer of the upscale has unless the method leaves rates as they are. With one rate for all, \
+rates would be 0.60 to 1.20 times the exact ones"""
 
 
 def test_the_plan_in_words():

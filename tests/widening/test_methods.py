@@ -13,7 +13,16 @@ from torch import Tensor, nn
 import mupscale
 from mupscale.errors import UserError
 from mupscale.widening.layout import duplicate_, parse_layout
-from mupscale.widening.methods import Duplication, GrowthMethod, HyperCloning, Net2Net, ZeroPadding
+from mupscale.widening.methods import (
+    FPI,
+    Duplication,
+    GrowthMethod,
+    HyperCloning,
+    Lemon,
+    Net2Net,
+    ShrinkAndPad,
+    ZeroPadding,
+)
 
 METHODS: dict[str, Callable[[], GrowthMethod]] = {
     "duplication": Duplication,
@@ -22,6 +31,8 @@ METHODS: dict[str, Callable[[], GrowthMethod]] = {
     "hypercloning": HyperCloning,
     "diagonal": lambda: HyperCloning("diagonal"),
     "noisy": lambda: HyperCloning("noisy"),
+    "fpi": FPI,
+    "lemon": Lemon,
 }
 
 
@@ -37,7 +48,7 @@ def test_weights_follow_from_two_maps(name: str):
     narrow, wide, method = mlp(5).double(), mlp(15).double(), METHODS[name]()
     plan = grown(method, narrow, wide).plan
     for parameter_name, entry in plan.parameters.items():
-        maps = [method.maps(layout) for layout in entry.layouts]
+        maps = [method.maps(entry, axis) for axis in range(len(entry.layouts))]
         for out, inn in maps:
             torch.testing.assert_close(inn.T @ out, torch.eye(out.shape[1]).double())
         source, target = narrow.get_parameter(parameter_name).detach(), wide.get_parameter(parameter_name).detach()
@@ -125,6 +136,29 @@ def test_zero_padding_leaves_the_new_units_at_zero():
     assert {group["lr"] for group in report.optimizer.param_groups} == {0.1}
 
 
+def test_weights_are_shrunk_before_they_are_padded():
+    narrow, wide = mlp(4).double(), mlp(8).double()
+    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
+    train(narrow, optimizer, features)
+    report = grown(ShrinkAndPad(0.25), narrow, wide, narrow_opt=optimizer)
+    weight = wide.layers[1].weight.detach()
+    assert torch.equal(weight[::2, ::2], 0.25 * narrow.layers[1].weight)
+    assert not weight[1::2].any()
+    assert not weight[:, 1::2].any()
+    assert torch.equal(wide.readout.weight[:, ::2], 0.25 * narrow.readout.weight)
+    assert torch.equal(wide.layers[1].bias[::2], narrow.layers[1].bias)  # biases as they are
+    assert not report.optimizer.state
+    assert ShrinkAndPad().shrink == 0.4
+
+
+def test_noise_wakes_padded_units():
+    narrow, wide = mlp(4).double(), mlp(8).double()
+    grown(ShrinkAndPad(), narrow, wide, noise=mupscale.AdditiveNoise(1.0))
+    weight = wide.layers[1].weight.detach()
+    assert weight[1::2].abs().min() > 0
+    assert weight[1::2].std() == pytest.approx(8**-0.5, rel=0.5)
+
+
 def test_the_diagonal_connects_each_copy_to_its_own():
     narrow, wide = mlp(4).double(), mlp(8).double()
     grown(HyperCloning("diagonal"), narrow, wide)
@@ -210,6 +244,9 @@ def test_bad_input_is_refused_before_anything_is_written(build: Callable[[], Any
     [
         (lambda: Duplication(state="keep"), "state rule must be one of"),
         (lambda: Duplication(hyperparameters="mup"), "hyperparameters must be table or same, got 'mup'"),
+        (lambda: ShrinkAndPad(0.0), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got 0.0"),
+        (lambda: ShrinkAndPad(1.1), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got 1.1"),
+        (lambda: ShrinkAndPad(float("nan")), "ShrinkAndPad: shrink must be a number above 0 and at most 1, got nan"),
         (lambda: HyperCloning("symmetrical"), "variant must be one of symmetric, diagonal, noisy; got 'symmetrical'"),
     ],
 )

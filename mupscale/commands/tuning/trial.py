@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import parsed
-from mupscale.commands.config import Config, Point, at, brief, temporary_file
+from mupscale.commands.config import Config, Point, at, brief, callback_key, temporary_file
+from mupscale.commands.configured import refuse_growths
 from mupscale.commands.runs import Run, with_run
 from mupscale.commands.tuning.space import Axis
 from mupscale.errors import UserError
@@ -48,20 +50,41 @@ def for_trials(config: Config) -> Config:
 
 
 def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
-    """UserError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values."""
+    """UserError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values.
+
+    Each value is tried by itself. Those of an upscale are tried a second time in a trial of the sweep, whose growth is
+    planned: whether a width or a method fits depends on the other axes.
+    """
+    grown = [axis for axis in axes if _changes_growth(axis.key)]
     for axis in axes:
         for value in samples(axis):
-            try:
-                changed = at(config, {axis.key: value})
-            except UserError as error:
-                raise UserError(f"{where} {error}") from error
-            try:
-                with temporary_file(changed) as file:
-                    model = parsed(["--config", file], run=False).model
-                with torch.random.fork_rng(devices=[]):
-                    model.network(model.width, meta=True)
-            except UserError as error:
-                raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
+            _refuse_point(config, {axis.key: value}, axis, value, where, growing=axes == grown == [axis])
+    first = {axis.key: samples(axis)[0] for axis in axes}
+    for axis in grown if len(axes) > 1 else ():
+        for value in samples(axis):
+            _refuse_point(config, {**first, axis.key: value}, axis, value, where, growing=True)
+
+
+def _changes_growth(key: str) -> bool:
+    callback, rest = callback_key(key)
+    return callback == UpscaleCallback.__name__ and rest[:1] in (["method"], ["noise"], ["width"])
+
+
+def _refuse_point(config: Config, point: Point, axis: Axis, value: Any, where: str, growing: bool = False) -> None:
+    """UserError, which names the axis and its value, if `fit` would refuse the model at a point, or its growth."""
+    try:
+        changed = at(config, point)
+    except UserError as error:
+        raise UserError(f"{where} {error}") from error
+    try:
+        with temporary_file(changed) as file:
+            cli = parsed(["--config", file], run=False)
+        with torch.random.fork_rng(devices=[]):
+            cli.model.network(cli.model.width, meta=True)
+        if growing:
+            refuse_growths(cli.model, cli.trainer)
+    except UserError as error:
+        raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
 
 
 def samples(axis: Axis) -> list[Any]:

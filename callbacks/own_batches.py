@@ -1,0 +1,57 @@
+"""Batches of a run's training data for a fit of its own, drawn beside the run: its order of batches stays as it was."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+
+from mupscale._torch import without_iterator
+from mupscale.errors import UserError
+from mupscale.models._lightning import datamodule_of, on_device
+
+
+class OwnBatches:
+    """The training batches of a run, on its device, from a loader of their own. `iter` begins with the next epoch.
+
+    The loader is made anew by `train_dataloader` of the data module or the model. A loader that was passed to `fit` is
+    copied.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        refuse_many_loaders("OwnBatches", trainer)
+        self._trainer = trainer
+        data = datamodule_of(trainer)
+        source = data if data is not None and is_overridden("train_dataloader", data) else module
+        if is_overridden("train_dataloader", source):
+            self._loader = source.train_dataloader()
+        else:
+            self._loader = copy.copy(trainer.train_dataloader)
+        if isinstance(self._loader, DataLoader):
+            self._loader = without_iterator(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield on_device(self._trainer, batch)
+
+    @contextmanager
+    def generators_kept(self) -> Iterator[None]:
+        """Puts the random generators back that the loader shares with the run's."""
+        holders = [self._loader, getattr(self._loader, "sampler", None)]
+        generators = [getattr(holder, "generator", None) for holder in holders]
+        states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
+
+def refuse_many_loaders(what: str, trainer: Trainer) -> None:
+    """UserError for a run with several training data loaders."""
+    if isinstance(trainer.train_dataloader, dict | list | tuple):
+        raise UserError(f"{what}: the run has several training data loaders. Give one")

@@ -1,0 +1,74 @@
+"""Configurations that differ in a few plain values: the first is parsed, the others are made of it."""
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mupscale.commands.config import Config, differences
+
+if TYPE_CHECKING:
+    from mupscale.commands.cli import CLI
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Pattern:
+    """What the first of many alike runs has parsed.
+
+    jsonargparse takes most of the time in which a run starts. Another run whose configuration differs in numbers and
+    texts alone needs no parsing: they are put in their places.
+    """
+
+    def __init__(self) -> None:
+        self.first: CLI | None = None
+        self._plain: Config = {}
+        self._parsed: Any = None
+
+    def note(self, cli: "CLI", plain: Config) -> None:
+        """Keeps what was parsed of a configuration, if this is the first one."""
+        if self.first is None:
+            self.first, self._plain, self._parsed = cli, plain, deepcopy(cli.config)
+
+    def changes(self, plain: Config) -> dict[str, Any] | None:
+        """The values that another configuration has, by their keys; None if it must be parsed itself."""
+        if self.first is None:
+            return None
+        answer = {}
+        for key, there, here in differences(self._plain, plain):
+            if not isinstance(there, _PLAIN) or not isinstance(here, _PLAIN) or not _is_alike(there, here):
+                return None
+            answer[key] = float(here) if isinstance(there, float) and here is not None else here
+        return answer
+
+    def parsed(self, changes: dict[str, Any]) -> Any:
+        """What a configuration with these changes would be, if it were parsed."""
+        answer = deepcopy(self._parsed)
+        for key, value in changes.items():
+            _put(answer[answer["subcommand"]], key.split("."), value)
+        return answer
+
+    def text(self, changes: dict[str, Any]) -> str:
+        """Its config.yaml."""
+        assert self.first is not None
+        answer = yaml.safe_load(self.first.text)
+        for key, value in changes.items():
+            _put(answer, key.split("."), value)
+        header = "".join(line for line in self.first.text.splitlines(keepends=True) if line.startswith("#"))
+        return header + yaml.safe_dump(answer, sort_keys=False)
+
+
+def _is_alike(there: Any, here: Any) -> bool:
+    """Whether one value can take the place of another without a look at its type."""
+    if isinstance(there, float):
+        return isinstance(here, int | float) and not isinstance(here, bool)
+    return type(there) is type(here) or (there is None and isinstance(here, str)) or (here is None)
+
+
+def _put(node: Any, parts: list[str], value: Any) -> None:
+    for part in parts[:-1]:
+        node = node[int(part)] if isinstance(node, list) else node[part]
+    if isinstance(node, list):
+        node[int(parts[-1])] = value
+    else:
+        node[parts[-1]] = value

@@ -1,0 +1,136 @@
+"""Growth methods: the ways to make a wide network of a narrow one, as one interface.
+
+Each width axis n → ñ has two ñ × n maps: `out`, what the new units produce, and `inn`, how they are consumed. A weight
+W that reads axis x and writes axis y becomes W̃ = out_y · W · inn_xᵀ + N. The function is preserved if innᵀ · out = 1 on
+every axis, `out` commutes with the nonlinearities and norms, and N · out_x = 0. The gradient is inn_y · G · out_xᵀ; the
+rules for optimizer state and hyperparameters follow from it, and with them the training is preserved too.
+
+A method says:
+
+plan        the layout of every axis, which is `out`: how many copies each unit gets, and where
+fit         a short run on batches of data that learns the maps; most methods need none
+widen_      the weights: `inn`, and what is not random of N
+edit_       a change across layers, after all weights are written
+noise       a perturbation, what is random of N; None
+state       a state rule: what becomes of the optimizer state (`new_copies.py`)
+hyperparameters
+            `table` rescales learning rate, eps and weight decay by what the maps imply, `same` leaves them
+factors     k_out and k_in of a parameter: its gradient falls by k_out, its weight by k_in
+claim       whether function and dynamics are preserved, for a model; `checks/claims.py` measures it
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from mupscale.errors import UserError
+from mupscale.widening.layout import narrow_length, source_index
+from mupscale.widening.new_copies import StateRule, check_state_rule
+from mupscale.widening.noise import Noise
+from mupscale.widening.plan import Blocks, Plan, TensorPlan
+from mupscale.widening.plan import plan as make_plan
+from mupscale.widening.roles import Roles
+from mupscale.widening.rules import Factors
+from mupscale.widening.weights import widen_
+
+Hyperparameters = Literal["table", "same"]
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The loss of a model on a batch."""
+
+
+class Claim(NamedTuple):
+    """What a method preserves when it grows a certain model."""
+
+    function: bool
+    """The outputs just after growing."""
+    dynamics: bool
+    """The training after it: losses are those of the narrow network, step by step."""
+
+
+class GrowthMethod(ABC):
+    """How a wide network is made of a narrow one. `upscale(narrow, wide, optimizer, method=Net2Net(seed=1))`."""
+
+    noise: Noise | None = None
+    """A perturbation that belongs to the method."""
+    state_to_copies: bool = True
+    """Whether the optimizer state that is carried goes to all copies; if not, to the first ones alone."""
+    needs_batches: bool = False
+    """Whether `fit` must run before the weights can be written."""
+
+    def __init__(self, state: StateRule = "carry", hyperparameters: Hyperparameters = "table") -> None:
+        """
+        Args:
+            state: What becomes of the optimizer state.
+            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+        """
+        check_state_rule(state, 0)
+        if hyperparameters not in get_args(Hyperparameters):
+            raise UserError(f"hyperparameters must be table or same, got {hyperparameters!r}")
+        self.state = state
+        self.hyperparameters = hyperparameters
+
+    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
+        """Which axes grow and in which layout; UserError where this method cannot grow the model."""
+        return make_plan(narrow, wide, roles=roles, blocks=blocks)
+
+    def fit(  # noqa: B027  most methods have nothing to learn
+        self,
+        narrow: nn.Module,
+        wide: nn.Module,
+        batches: Iterable[Any],
+        loss: Loss,
+        *,
+        roles: Roles | None = None,
+        blocks: Blocks | None = None,
+        average: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Learns from batches how to grow `narrow`. Both models stay as they are, and so do global random numbers.
+
+        `average` makes the mean of a gradient over processes that fit together.
+        """
+
+    def forget(self) -> None:  # noqa: B027
+        """Drops what `fit` learned, once the weights are written."""
+
+    def check(self, plan: Plan) -> None:  # noqa: B027  most methods are always ready
+        """UserError where the weights of this plan cannot be written yet; runs before anything is."""
+
+    def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+        """Writes the widened weight into `target`."""
+        widen_(target, source, entry)
+
+    def edit_(self, plan: Plan, wide: nn.Module) -> None:  # noqa: B027  most methods treat weights one by one
+        """Changes the wide model across layers, after all weights are written."""
+
+    def factors(self, entry: TensorPlan) -> Factors:
+        """By how much the gradient of a parameter falls (k_out), and its weight (k_in)."""
+        return entry.factors
+
+    def rate_factors(self, entry: TensorPlan) -> Factors:
+        """The factors that hyperparameters follow."""
+        if self.hyperparameters == "same":
+            return Factors(1, 1, entry.wide_shape, entry.wide_shape)
+        return self.factors(entry)
+
+    def mup_rate_factors(self, entry: TensorPlan) -> Factors:
+        """The factors that the hyperparameters of a model under muP follow: those of its width, or none."""
+        return self.rate_factors(entry) if self.hyperparameters == "same" else entry.factors
+
+    def maps(self, entry: TensorPlan, axis: int) -> tuple[Tensor, Tensor]:
+        """`out` and `inn` of an axis of a parameter, as matrices."""
+        layout = entry.layouts[axis]
+        out = torch.eye(narrow_length(layout), dtype=torch.float64)[source_index(layout)]
+        inn = out / out.sum(0)
+        share = entry.relative_shares.get(axis)
+        return out, inn if share is None else inn * torch.tensor(share, dtype=torch.float64)[:, None]
+
+    @abstractmethod
+    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+        """What is preserved when this model grows."""
+
+    def _follows_the_rules(self) -> bool:
+        return self.state == "carry" and self.hyperparameters == "table"

@@ -1,0 +1,113 @@
+"""Methods that give every unit the same number of copies: the paper's duplication, and HyperCloning."""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from mupscale.errors import UserError
+from mupscale.widening.layout import Layout, copy_index, duplicate_
+from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.widening.new_copies import StateRule
+from mupscale.widening.noise import Noise, init_scale, is_noisy, refuse_inert
+from mupscale.widening.plan import Plan, TensorPlan
+from mupscale.widening.weights import widen_
+
+
+class Duplication(GrowthMethod):
+    """The paper's: every unit is duplicated k times, and each copy consumed with 1/k. Function and training stay."""
+
+    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+        return Claim(True, self._follows_the_rules())
+
+
+Variant = Literal["symmetric", "diagonal", "noisy"]
+
+
+class HyperCloning(GrowthMethod):
+    """HyperCloning (Samragh et al. 2024): duplication, or each copy connected to its own copy of the layer before.
+
+    `symmetric` divides every weight by k, as the paper does. `diagonal` connects copy c of a layer to copy c of the one
+    before, with the weight itself, and to no other (where the two grow by different factors, to the copies at the same
+    place among them, in shares). `noisy` is symmetric with noise that keeps the function, 10 dB
+    below the weights. As published, hyperparameters stay and the optimizer state starts anew; with `state="carry"` and
+    `hyperparameters="table"` the first two preserve the training as well.
+    """
+
+    def __init__(
+        self,
+        variant: Variant = "symmetric",
+        decibels: float = 10.0,
+        state: StateRule = "reset",
+        hyperparameters: Hyperparameters = "same",
+    ) -> None:
+        """
+        Args:
+            variant: `symmetric`, `diagonal` or `noisy`.
+            decibels: The ratio of the mean squares of weights and noise, of the noisy variant.
+            state: What becomes of the optimizer state.
+            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+        """
+        super().__init__(state, hyperparameters)
+        if variant not in get_args(Variant):
+            raise UserError(f"HyperCloning: variant must be one of {', '.join(get_args(Variant))}; got {variant!r}")
+        self.variant = variant
+        self.noise = _BelowTheWeights(decibels) if variant == "noisy" else None
+
+    def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+        produced = [axis for axis, side in enumerate(entry.sides) if side == "out" and _grows(entry.layouts[axis])]
+        summed = [axis for axis, side in enumerate(entry.sides) if side == "in" and _grows(entry.layouts[axis])]
+        if self.variant != "diagonal" or entry.mixed or not produced or not summed:
+            widen_(target, source, entry)
+            return
+        duplicate_(target, source, entry.layouts)
+        row = produced[0]
+        for column in summed:
+            shares = _diagonal_shares(entry.layouts[row][0].factor, entry.layouts[column][0].factor)
+            of_copies = shares[copy_index(entry.layouts[row])][:, copy_index(entry.layouts[column])]
+            of_copies = of_copies if row < column else of_copies.T
+            shape = [size if axis in (row, column) else 1 for axis, size in enumerate(target.shape)]
+            target.mul_(of_copies.reshape(shape).to(target))
+
+    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+        return Claim(True, self._follows_the_rules() and self.variant != "noisy")
+
+
+class _BelowTheWeights(Noise):
+    """Centred noise with a mean square that is so many decibels below that of the widened weight."""
+
+    centred = True
+
+    def __init__(self, decibels: float) -> None:
+        self.decibels = decibels
+
+    def check_level(self) -> None:
+        if not (isinstance(self.decibels, float | int) and math.isfinite(self.decibels)):
+            raise UserError(f"HyperCloning: decibels must be a finite number, got {self.decibels!r}")
+
+    def check(self, plan: Plan) -> None:
+        self.check_level()
+        refuse_inert(self, plan)
+
+    def applies(self, entry: TensorPlan) -> bool:
+        return is_noisy(entry, centred=True)
+
+    def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
+        size = float(widened.double().square().mean().sqrt())
+        return size * 10 ** (-self.decibels / 20) / init_scale(entry)
+
+
+def _grows(layout: Layout) -> bool:
+    return any(piece.factor > 1 for piece in layout)
+
+
+def _diagonal_shares(rows: int, columns: int) -> Tensor:
+    """A staircase from copies of inputs to copies of outputs: every row sums to 1, every column to rows / columns.
+
+    Row r covers the interval [r, r + 1] / rows, column c the interval [c, c + 1] / columns; the entry is their overlap.
+    """
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    end = torch.minimum((row + 1) * columns, (column + 1) * rows)
+    start = torch.maximum(row * columns, column * rows)
+    return (end - start).clamp(min=0).double() / columns

@@ -1,0 +1,79 @@
+"""LEMON: copies of a unit are consumed in unequal shares."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from mupscale.errors import UserError
+from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.widening.methods.groups import AxisGroups, UnitGroup, norms_over_width, unit_groups, with_biases
+from mupscale.widening.new_copies import StateRule
+from mupscale.widening.plan import Blocks, Plan
+from mupscale.widening.plan import plan as make_plan
+from mupscale.widening.roles import Roles
+
+
+class Lemon(GrowthMethod):
+    """LEMON's unequal split (Wang et al. 2024): the copies of a unit are consumed with unlike weights that sum to 1.
+
+    Rates follow entry by entry, so that function and training are preserved. With `hyperparameters="same"`, one rate
+    for all, copies part by themselves. Only groups of axes that the model declares (`width_groups`), or that are given,
+    are split unequally. The axes under a norm are duplicated and split equally, which is LEMON's expansion where the
+    width is a multiple: the gradient of a norm mixes the shares of all units, so that unequal ones would not be exact.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        spread: float = 0.5,
+        groups: AxisGroups | None = None,
+        state: StateRule = "carry",
+        hyperparameters: Hyperparameters = "table",
+    ) -> None:
+        """
+        Args:
+            seed: Of the random shares.
+            spread: Shares are drawn evenly between 1 - spread and 1 + spread, and divided by their sum.
+            groups: Which axes are one, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default what the
+                model declares in `width_groups`.
+            state: What becomes of the optimizer state.
+            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+        """
+        super().__init__(state, hyperparameters)
+        if isinstance(spread, bool) or not isinstance(spread, float | int) or not 0 < spread < 1:
+            raise UserError(f"Lemon: spread must be a number between 0 and 1, got {spread!r}")
+        self.seed = seed
+        self.spread = spread
+        self.groups = groups
+
+    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
+        plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
+        normalised = set(norms_over_width(plan, narrow))
+        generator = torch.Generator().manual_seed(self.seed)
+        parameters = dict(plan.parameters)
+        for group in unit_groups("Lemon", narrow, plan, self.groups):
+            for name in normalised & group.axes.keys():
+                raise UserError(
+                    f"Lemon: the group {group.name!r} has {name!r}, whose norm averages over the units: with unequal "
+                    "shares its gradient would not be exact. Give groups without it: what is in none is duplicated"
+                )
+            shares = self._shares(group, generator)
+            for name, (axis, block) in with_biases(plan, group.axes).items():
+                entry = parameters[name]
+                times = entry.narrow_shape[axis] // (group.units * block)
+                row = shares.repeat_interleave(block).repeat(times)
+                parameters[name] = replace(entry, shares=(*entry.shares, (axis, tuple(row.tolist()))))
+        return replace(plan, parameters=parameters)
+
+    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+        return Claim(True, self._follows_the_rules())
+
+    def _shares(self, group: UnitGroup, generator: torch.Generator) -> Tensor:
+        """How much of its unit each copy stands for, in units of the equal share; unit by unit. A single one has 1."""
+        drawn = torch.rand(group.wide_units, generator=generator, dtype=torch.float64)
+        shares = 1 + self.spread * (2 * drawn - 1)
+        copies = torch.tensor(group.copies)
+        unit = torch.arange(group.units).repeat_interleave(copies)
+        mean = torch.bincount(unit, weights=shares) / copies
+        return shares / mean[unit]

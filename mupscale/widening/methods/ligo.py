@@ -1,0 +1,270 @@
+"""LiGO: maps that a short run learns."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mupscale.arguments import refuse_unless_callable, refuse_unless_iterable, refuse_unless_whole
+from mupscale.errors import UserError
+from mupscale.widening.layout import Layout, Piece, duplicate, duplicate_, narrow_length
+from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters, Loss
+from mupscale.widening.methods.groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
+from mupscale.widening.new_copies import StateRule
+from mupscale.widening.plan import Blocks, Plan, TensorPlan
+from mupscale.widening.roles import Roles
+from mupscale.widening.sharding import is_sharded
+
+Maps = dict[str, dict[str, Tensor]]
+"""By group: `out`, what the new units produce, and `in`, how they are consumed; wide units × narrow units."""
+
+_JITTER = 0.1
+"""How far `inn` starts from the equal split, relative to it; without it copies would stay equal for ever."""
+
+
+class LiGO(GrowthMethod):
+    """LiGO's learned maps (Wang et al. 2023): `fit` learns `out` and `inn` of each group of axes by gradient descent.
+
+    `method = LiGO(); method.fit(narrow, wide, batches, loss); upscale(narrow, wide, optimizer, method=method)`. Inside
+    a run `UpscaleCallback` fits it on batches of the run's data.
+
+    The maps start as ones that preserve the function, and Adam moves them for `steps` batches, so that the function
+    changes. Axes that the model declares as one (`width_groups`), or that are given, share their maps; the others are
+    duplicated. Buffers, as the running statistics of a batch norm, are duplicated too. As published, hyperparameters
+    stay and the optimizer state starts anew; state that is carried moves as that of duplication does.
+    """
+
+    needs_batches = True
+
+    def __init__(
+        self,
+        steps: int = 100,
+        lr: float = 1e-3,
+        seed: int = 0,
+        groups: AxisGroups | None = None,
+        state: StateRule = "reset",
+        hyperparameters: Hyperparameters = "same",
+    ) -> None:
+        """
+        Args:
+            steps: Batches of the fit.
+            lr: The learning rate of the maps, with Adam.
+            seed: Of the first maps, and of all that is random in the fit, such as dropout.
+            groups: Which axes are one, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default what the
+                model declares in `width_groups`.
+            state: What becomes of the optimizer state.
+            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+        """
+        super().__init__(state, hyperparameters)
+        refuse_unless_whole("LiGO: steps", steps)
+        refuse_unless_whole("LiGO: seed", seed, least=None)
+        if isinstance(lr, bool) or not isinstance(lr, float | int) or not (math.isfinite(lr) and lr > 0):
+            raise UserError(f"LiGO: lr must be a finite number above 0, got {lr!r}")
+        self.steps = steps
+        self.lr = lr
+        self.seed = seed
+        self.groups = groups
+        self.losses: list[float] = []
+        """Of every step of the last fit."""
+        self._axes: dict[str, dict[int, tuple[UnitGroup, int]]] = {}
+        """The group of each mapped axis, by parameter, and the length of a unit on it."""
+        self._maps: Maps = {}
+
+    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
+        plan = super().plan(narrow, wide, roles, blocks)
+        unit_groups("LiGO", narrow, plan, self.groups)
+        return plan
+
+    def fit(
+        self,
+        narrow: nn.Module,
+        wide: nn.Module,
+        batches: Iterable[Any],
+        loss: Loss,
+        *,
+        roles: Roles | None = None,
+        blocks: Blocks | None = None,
+        average: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Learns the maps. `loss(model, batch)` is called with `wide` once a step; `batches` may be any number of them.
+
+        `wide` lends its modules only: it may be on the meta device.
+        """
+        refuse_unless_callable("LiGO: loss", loss, "lambda model, batch: loss of the batch")
+        refuse_unless_iterable("LiGO: batches", batches, "batches, as loss takes them")
+        self.forget()
+        plan = self.plan(narrow, wide, roles, blocks)
+        sources = {name: parameter.detach() for name, parameter in narrow.named_parameters()}
+        if any(is_sharded(source) for source in sources.values()):
+            raise UserError("LiGO: its maps cannot be learned on sharded weights. Train on one device, or with DDP")
+        groups = unit_groups("LiGO", narrow, plan, self.groups)
+        self._axes = _mapped_axes(plan, groups)
+        maps = self._first_maps(groups, sources)
+        duplicated = {name: self._duplicated(source, plan.parameters[name]) for name, source in sources.items()}
+        buffers = {name: duplicate(value, plan.buffers[name].layouts) for name, value in narrow.named_buffers()}
+        dtypes = {name: parameter.dtype for name, parameter in wide.named_parameters()}
+        model = _Loss(wide, loss)
+
+        def loss_of(batch: Any) -> Tensor:
+            tensors = {f"model.{name}": buffer for name, buffer in buffers.items()}
+            for name, weight in duplicated.items():
+                tensors[f"model.{name}"] = self._mapped(weight, plan.parameters[name], maps).to(dtypes[name])
+            return torch.func.functional_call(model, tensors, (batch,))
+
+        learned = [matrix.requires_grad_() for pair in maps.values() for matrix in pair.values()]
+        device = learned[0].device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            torch.manual_seed(self.seed)
+            self.losses = _descend(learned, loss_of, islice(_endless(batches), self.steps), self.lr, average)
+        finite = [bool(torch.isfinite(matrix).all()) for matrix in learned]
+        if not all(finite) or not all(map(math.isfinite, self.losses)):
+            raise UserError(f"LiGO: the fit diverged at lr = {self.lr:g}. Give a lower lr")
+        self._maps = {name: {side: matrix.detach() for side, matrix in pair.items()} for name, pair in maps.items()}
+
+    def forget(self) -> None:
+        self._maps, self._axes = {}, {}
+
+    def check(self, plan: Plan) -> None:
+        if not self._maps:
+            raise UserError(
+                "LiGO: its maps are not learned yet. Call method.fit(narrow, wide, batches, loss) first, or use "
+                "UpscaleCallback, which does"
+            )
+        for name, axes in self._axes.items():
+            entry = plan.parameters.get(name)
+            for axis, (group, block) in axes.items():
+                if entry is None or len(entry.layouts) <= axis or not _fits(entry, axis, group, block):
+                    raise UserError("LiGO: its maps were learned for other models. Call method.fit again with these")
+
+    def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+        if entry.name not in self._axes:
+            super().widen_(target, source, entry)
+        else:
+            target.copy_(self._mapped(self._duplicated(source, entry), entry, self._maps))
+
+    def maps(self, entry: TensorPlan, axis: int) -> tuple[Tensor, Tensor]:
+        if axis not in self._axes.get(entry.name, {}):
+            return super().maps(entry, axis)
+        group, block = self._axes[entry.name][axis]
+        times = entry.narrow_shape[axis] // (group.units * block)
+        out, inn = (
+            torch.kron(torch.eye(times).double(), torch.kron(matrix.double().cpu(), torch.eye(block).double()))
+            for matrix in (self._maps[group.name]["out"], self._maps[group.name]["in"])
+        )
+        return out, inn
+
+    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+        return Claim(False, False)
+
+    def _first_maps(self, groups: list[UnitGroup], sources: dict[str, Tensor]) -> Maps:
+        """Maps that preserve the function: copies produce their unit, and are consumed in shares that sum to it.
+
+        What `inn` has beside equal shares sums to zero over the copies of each unit.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        answer = {}
+        for group in groups:
+            like = sources[next(iter(group.axes))]
+            copies = torch.tensor(group.copies)
+            out = torch.eye(group.units, dtype=torch.float64).repeat_interleave(copies, 0)
+            unit = torch.arange(group.units).repeat_interleave(copies)
+            rest = torch.randn(group.wide_units, group.units, generator=generator, dtype=torch.float64)
+            mean = torch.zeros_like(rest[: group.units]).index_add_(0, unit, rest) / copies[:, None]
+            rest = (rest - mean[unit]) / copies[unit, None] * (_JITTER / math.sqrt(group.units))
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            answer[group.name] = {
+                "out": out.to(like.device, dtype),
+                "in": (out / copies + rest).to(like.device, dtype),
+            }
+        return answer
+
+    def _duplicated(self, source: Tensor, entry: TensorPlan) -> Tensor:
+        """The weight grown along the axes that have no maps."""
+        mapped = self._axes.get(entry.name, {})
+        layouts: list[Layout] = []
+        scales = entry.scales(out_power=0, in_power=-1)
+        for axis, layout in enumerate(entry.layouts):
+            length = narrow_length(layout)
+            layouts.append((Piece(length, length, 1),) if axis in mapped else layout)
+            scales[axis] = [1.0] if axis in mapped else scales[axis]
+        target = torch.empty(
+            [sum(piece.length * piece.factor for piece in layout) for layout in layouts],
+            dtype=torch.promote_types(source.dtype, torch.float32),
+            device=source.device,
+        )
+        duplicate_(target, source, layouts, scales)
+        return target
+
+    def _mapped(self, weight: Tensor, entry: TensorPlan, maps: Maps) -> Tensor:
+        """The weight grown along the axes that have maps."""
+        for axis, (group, block) in self._axes.get(entry.name, {}).items():
+            side = entry.sides[axis]
+            assert side is not None
+            matrix = maps[group.name][side].to(weight)
+            moved = weight.movedim(axis, 0)
+            rest = moved.shape[1:]
+            units = moved.reshape(-1, group.units, block, rest.numel())
+            wide = torch.einsum("vu,subr->svbr", matrix, units)
+            weight = wide.reshape(-1, *rest).movedim(0, axis)
+        return weight
+
+
+class _Loss(nn.Module):
+    """A loss as the call of a module, which `functional_call` can make with other tensors."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.loss(self.model, batch)
+
+
+def _mapped_axes(plan: Plan, groups: list[UnitGroup]) -> dict[str, dict[int, tuple[UnitGroup, int]]]:
+    answer: dict[str, dict[int, tuple[UnitGroup, int]]] = {}
+    for group in groups:
+        for name, (axis, block) in with_biases(plan, group.axes).items():
+            answer.setdefault(name, {})[axis] = group, block
+    return answer
+
+
+def _fits(entry: TensorPlan, axis: int, group: UnitGroup, block: int) -> bool:
+    """Whether an axis has the units of a group, some times over, in blocks of this length."""
+    layout = entry.layouts[axis]
+    copies = copies_of_units(layout)
+    return layout[0].block == block and copies == group.copies * (len(copies) // group.units)
+
+
+def _descend(
+    learned: list[Tensor],
+    loss_of: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    lr: float,
+    average: Callable[[Tensor], Tensor] | None,
+) -> list[float]:
+    """Moves the tensors by Adam, a step for each batch; returns the losses."""
+    optimizer = torch.optim.Adam(learned, lr=lr)
+    losses = []
+    for batch in batches:
+        value = loss_of(batch)
+        gradients = torch.autograd.grad(value, learned)
+        for tensor, gradient in zip(learned, gradients, strict=True):
+            tensor.grad = gradient if average is None else average(gradient)
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return losses
+
+
+def _endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, again and again."""
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise UserError("LiGO: there are too few batches to learn from. Give a list of batches, or a data loader")

@@ -1,0 +1,184 @@
+"""Methods that copy random units: Net2Net, and bert2BERT's FPI and AKI."""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mupscale.errors import UserError
+from mupscale.widening.layout import Layout, copy_index, narrow_length, source_index
+from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.widening.methods.groups import AxisGroups, UnitGroup, bias_of, unit_groups
+from mupscale.widening.new_copies import StateRule
+from mupscale.widening.plan import Blocks, Plan, TensorPlan
+from mupscale.widening.plan import plan as make_plan
+from mupscale.widening.roles import Roles
+from mupscale.widening.sharding import gathered, whole
+
+
+class Net2Net(GrowthMethod):
+    """Net2Net's random map (Chen et al. 2016): every unit once, and the others copies of random ones.
+
+    A unit with c copies is consumed with 1/c, and rates follow entry by entry, so that function and training are
+    preserved. Only groups of axes that the model declares (`width_groups`), or that are given, are mapped at random: an
+    axis under a norm cannot be, because a norm would weigh units by their number of copies. The others are duplicated.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        groups: AxisGroups | None = None,
+        state: StateRule = "carry",
+        hyperparameters: Hyperparameters = "table",
+    ) -> None:
+        """
+        Args:
+            seed: Of the random map.
+            groups: Which axes are one, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default what the
+                model declares in `width_groups`.
+            state: What becomes of the optimizer state.
+            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+        """
+        super().__init__(state, hyperparameters)
+        self.seed = seed
+        self.groups = groups
+
+    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
+        plain = make_plan(narrow, wide, roles=roles, blocks=blocks)
+        generator = torch.Generator().manual_seed(self.seed)
+        mapped: dict[str, dict[int, list[tuple[int, int, int]]]] = {}
+        for group in unit_groups(type(self).__name__, narrow, plain, self.groups, with_mup_readouts=True):
+            copies = _random_copies(group, generator)
+            for name, (axis, block) in group.axes.items():
+                times = plain.parameters[name].narrow_shape[axis] // (group.units * block)
+                mapped.setdefault(name, {})[axis] = [(block, block, count) for count in copies] * times
+        return make_plan(narrow, wide, roles=roles, blocks={**(blocks or {}), **mapped})
+
+    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+        return Claim(True, self._follows_the_rules())
+
+
+class FPI(Net2Net):
+    """bert2BERT's function-preserving initialisation (Chen et al. 2022): Net2Net's map in a transformer.
+
+    As published, hyperparameters stay and the optimizer state starts anew.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        groups: AxisGroups | None = None,
+        state: StateRule = "reset",
+        hyperparameters: Hyperparameters = "same",
+    ) -> None:
+        """
+        Args:
+            seed: Of the random map.
+            groups: Which axes are one, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default what the
+                model declares in `width_groups`.
+            state: What becomes of the optimizer state.
+            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+        """
+        super().__init__(seed, groups, state, hyperparameters)
+
+
+class AKI(FPI):
+    """bert2BERT's advanced knowledge initialisation (Chen et al. 2022): new units are those of the next layer.
+
+    Units are copied as FPI copies them, and consumed so. Then what produces a new copy, weights and bias, becomes what
+    the next layer has for that unit, so that copies differ from the start, and the function changes. The next layer is
+    the one with the next larger number in its name and the same shape; weights without one, such as those of the last
+    layer, stay as in FPI, and so do the gains and shifts of norms.
+    """
+
+    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
+        plan = super().plan(narrow, wide, roles, blocks)
+        if not any(_next_layers(plan)):
+            raise UserError(
+                f"AKI: no layer of {type(narrow).__name__} has a next one of the same shape to take new units from. "
+                "Use FPI"
+            )
+        return plan
+
+    def edit_(self, plan: Plan, wide: nn.Module) -> None:
+        parameters = dict(wide.named_parameters())
+        for name, following in _next_layers(plan):
+            entry, next_entry = plan.parameters[name], plan.parameters[following]
+            units = _in_place_of(entry, gathered(parameters[following]), next_entry)
+            produced = entry.sides.index("out")
+            new = copy_index(entry.layouts[produced]) > 0
+            shape = [-1 if axis == produced else 1 for axis in range(units.ndim)]
+            with whole(parameters[name]) as weight:
+                own = gathered(parameters[name])
+                weight.copy_(torch.where(new.view(shape).to(own.device), units.to(own), own))
+
+    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+        return Claim(False, False)
+
+
+def _random_copies(group: UnitGroup, generator: torch.Generator) -> list[int]:
+    """The number of copies of each unit: at least one, and those beside it at random."""
+    extra = torch.randint(group.units, (group.wide_units - group.units,), generator=generator)
+    return (1 + torch.bincount(extra, minlength=group.units)).tolist()
+
+
+def _next_layers(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Each weight that produces width and has a next layer, with the weight there; then their biases."""
+    for name, entry in plan.parameters.items():
+        grows = any(x != y for x, y, side in _axes(entry) if side == "out")
+        produces = entry.kind == "weight" and entry.role != "mu_readout" and grows
+        following = _next_name(plan, name) if produces else None
+        if following is None:
+            continue
+        yield name, following
+        biases = bias_of(plan, name), bias_of(plan, following)
+        if biases[0] is not None and biases[1] is not None:
+            yield biases[0], biases[1]
+
+
+def _axes(entry: TensorPlan) -> Iterator[tuple[int, int, str | None]]:
+    return zip(entry.narrow_shape, entry.wide_shape, entry.sides, strict=True)
+
+
+def _next_name(plan: Plan, name: str) -> str | None:
+    """The parameter whose name has the next larger number in one place, the first if possible, and the same shape."""
+    for number in re.finditer(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", name):
+        before, after = re.escape(name[: number.start()]), re.escape(name[number.end() :])
+        later: dict[int, str] = {}
+        for other, entry in plan.parameters.items():
+            found = re.fullmatch(f"{before}(\\d+){after}", other)
+            if found and int(found[1]) > int(number[0]) and _are_alike(entry, plan.parameters[name]):
+                later[int(found[1])] = other
+        if later:
+            return later[min(later)]
+    return None
+
+
+def _are_alike(a: TensorPlan, b: TensorPlan) -> bool:
+    return (a.narrow_shape, a.wide_shape, a.sides, a.kind) == (b.narrow_shape, b.wide_shape, b.sides, b.kind)
+
+
+def _in_place_of(entry: TensorPlan, weight: Tensor, weight_entry: TensorPlan) -> Tensor:
+    """What the wide `weight` would be in the place of `entry`, where other units may have several copies.
+
+    Every copy of a unit gets the first one's row, and reads its inputs in equal shares.
+    """
+    answer = weight
+    for axis, (layout, theirs, side) in enumerate(zip(entry.layouts, weight_entry.layouts, entry.sides, strict=True)):
+        index = source_index(layout).to(weight.device)
+        along = [-1 if other == axis else 1 for other in range(weight.ndim)]
+        if side == "out":
+            answer = answer.index_select(axis, _first_copies(theirs).to(weight.device)[index])
+        elif side == "in" and layout != theirs:
+            shape = [size if other != axis else narrow_length(layout) for other, size in enumerate(answer.shape)]
+            narrow = answer.new_zeros(shape).index_add_(axis, source_index(theirs).to(weight.device), answer)
+            copies = torch.bincount(index)[index].to(answer)
+            answer = narrow.index_select(axis, index) / copies.view(along)
+    return answer
+
+
+def _first_copies(layout: Layout) -> Tensor:
+    """The wide entry of an axis that is the first copy of each narrow one."""
+    places = torch.nonzero(copy_index(layout) == 0).flatten()
+    return places[torch.argsort(source_index(layout)[places])]

@@ -1,0 +1,92 @@
+"""Methods whose new units are zero: zero padding, and shrinking before it."""
+
+import math
+
+from torch import Tensor, nn
+
+from mupscale.errors import UserError
+from mupscale.widening.layout import copy_index, duplicate_, is_unit_by_unit
+from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.widening.methods.groups import norms_over_width
+from mupscale.widening.new_copies import StateRule, new_copies
+from mupscale.widening.plan import Blocks, Plan, TensorPlan
+from mupscale.widening.plan import plan as make_plan
+from mupscale.widening.roles import Roles
+from mupscale.widening.rules import Factors
+
+
+class ZeroPadding(GrowthMethod):
+    """New units with weights of zero, in and out. They stay zero for ever where the activation of zero is zero.
+
+    A norm over the width counts the new units: then the function changes.
+    """
+
+    state_to_copies = False
+
+    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
+        plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
+        own = type(self).__name__
+        for name, entry in plan.parameters.items():
+            for axis in entry.fractional_axes:
+                if not is_unit_by_unit(entry.layouts[axis]):
+                    continue
+                n, w = entry.narrow_shape[axis], entry.wide_shape[axis]
+                raise UserError(
+                    f"{own}: axis {axis} of parameter {name!r} does not grow by a whole factor ({n} → {w}). Choose a "
+                    f"multiple of {n}, or use Duplication"
+                )
+        mixed = [name for name, entry in plan.parameters.items() if entry.mixed]
+        if mixed:
+            raise UserError(
+                f"{own}: parameter {mixed[0]!r} is made of pieces that grow by different factors. Use Duplication"
+            )
+        return plan
+
+    def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+        duplicate_(target, source, entry.layouts, scale=1 / self.factors(entry).k_in)
+        target.masked_fill_(new_copies(entry).to(target.device), 0.0)
+
+    def factors(self, entry: TensorPlan) -> Factors:
+        k = entry.k_out if entry.role == "mu_readout" else 1  # whose multiplier falls with the width all the same
+        return Factors(k, 1 / k, entry.wide_shape, entry.wide_shape)
+
+    def maps(self, entry: TensorPlan, axis: int) -> tuple[Tensor, Tensor]:
+        out, _ = super().maps(entry, axis)
+        out = out * (copy_index(entry.layouts[axis]) == 0)[:, None]
+        return out, out
+
+    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+        kept = not any(norms_over_width(plan, narrow))
+        return Claim(kept, kept and self._follows_the_rules())
+
+
+class ShrinkAndPad(ZeroPadding):
+    """Weights shrunk, then padded with zeros (Mallik et al. 2024). Noise, which is yours to give, wakes the new units.
+
+    The authors perturb with a fresh muP initialisation of the wide network: `noise=AdditiveNoise(1.0)` is that, in all
+    weights. Biases and the gains of norms are padded as they are. The function changes, and as published the optimizer
+    state starts anew.
+    """
+
+    def __init__(
+        self, shrink: float = 0.4, state: StateRule = "reset", hyperparameters: Hyperparameters = "table"
+    ) -> None:
+        """
+        Args:
+            shrink: What the weights are multiplied by.
+            state: What becomes of the optimizer state.
+            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+        """
+        super().__init__(state, hyperparameters)
+        number = isinstance(shrink, float | int) and not isinstance(shrink, bool)
+        if not number or not math.isfinite(shrink) or not 0 < shrink <= 1:
+            raise UserError(f"ShrinkAndPad: shrink must be a number above 0 and at most 1, got {shrink!r}")
+        self.shrink = shrink
+
+    def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+        super().widen_(target, source, entry)
+        if entry.kind == "weight":
+            target.mul_(self.shrink)
+
+    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+        return super().claim(plan, narrow) if self.shrink == 1 else Claim(False, False)

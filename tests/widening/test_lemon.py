@@ -1,0 +1,120 @@
+"""LEMON's unequal split: shares, rates, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+from bad_input import assert_refused, linear
+from nets import features, mlp, mup, train
+from torch import Tensor, nn
+
+import mupscale
+from mupscale.errors import UserError
+from mupscale.widening.methods import Lemon
+
+
+def widened(method: Lemon, width: int = 4, **settings: Any) -> tuple[nn.Module, nn.Module, mupscale.UpscaleReport]:
+    torch.manual_seed(0)
+    narrow, wide = mlp(width).double(), mlp(3 * width).double()
+    return narrow, wide, mupscale.upscale(narrow, wide, method=method, **settings)
+
+
+def shares_of(narrow: Tensor, wide: Tensor) -> Tensor:
+    """(units, copies): by what the columns of a weight were multiplied."""
+    ratios = wide[::3] / narrow.repeat_interleave(3, 1)
+    assert torch.allclose(ratios, ratios[:1].expand_as(ratios))
+    return ratios[0].view(-1, 3)
+
+
+def test_copies_have_unequal_shares_that_sum_to_one():
+    narrow, wide, _ = widened(Lemon(spread=0.5))
+    shares = shares_of(narrow.layers[1].weight.detach(), wide.layers[1].weight.detach())
+    torch.testing.assert_close(shares.sum(1), torch.ones(4).double())
+    assert (shares.max(1).values - shares.min(1).values).min() > 0.01
+    assert shares.max() / shares.min() < 9  # (1.5 / 0.5)²
+    assert torch.equal(wide.layers[0].weight, narrow.layers[0].weight.repeat_interleave(3, 0))
+
+
+def test_shares_depend_on_the_seed_and_the_spread():
+    def shares(**settings: Any) -> Tensor:
+        narrow, wide, _ = widened(Lemon(**settings))
+        return shares_of(narrow.layers[1].weight.detach(), wide.layers[1].weight.detach())
+
+    assert torch.equal(shares(seed=1), shares(seed=1))
+    assert not torch.equal(shares(seed=1), shares(seed=2))
+    assert (shares(spread=0.01) - 1 / 3).abs().max() < 0.01 < (shares() - 1 / 3).abs().max()
+
+
+def test_rates_follow_the_shares():
+    """With SGD lr_rc = lr · a_c / a_r."""
+    narrow, wide = mlp(4).double(), mlp(12).double()
+    report = mupscale.upscale(narrow, wide, torch.optim.SGD(narrow.parameters(), lr=0.1), method=Lemon())
+    before = wide.layers[1].weight.detach().clone()
+    columns = shares_of(narrow.layers[1].weight.detach(), before).flatten()
+    rows = shares_of(narrow.readout.weight.detach()[:1].expand(1, -1), wide.readout.weight.detach()[:1]).flatten()
+    for parameter in wide.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    report.optimizer.step()
+    update = before - wide.layers[1].weight.detach()
+    torch.testing.assert_close(update, 0.1 * columns[None, :] / rows[:, None])
+    bias = report.plan.parameters["layers.1.bias"]
+    assert bias.mixed
+
+
+def test_without_entrywise_rates_copies_part():
+    def distance(method: Lemon) -> float:
+        narrow, wide = mlp(4).double(), mlp(12).double()
+        report = mupscale.upscale(narrow, wide, torch.optim.AdamW(narrow.parameters(), lr=0.1), method=method)
+        train(wide, report.optimizer, features)
+        return float((wide.layers[0].weight[::3] - wide.layers[0].weight[1::3]).detach().abs().max())
+
+    assert distance(Lemon()) < 1e-12
+    assert distance(Lemon(hyperparameters="same")) > 1e-6
+
+
+def test_the_plan_says_so():
+    _, _, report = widened(Lemon())
+    lines = str(report.plan).splitlines()
+    assert any("layers.1.weight" in line and "dup / 3, unequal shares" in line for line in lines)
+    assert not any("layers.0.weight" in line and "unequal" in line for line in lines)
+
+
+def test_what_a_mup_readout_averages_over_is_split_equally():
+    plan = mupscale.upscale(mup(mlp, 8), mup(mlp, 24), method=Lemon()).plan
+    assert not plan.parameters["readout.weight"].mixed
+    assert plan.parameters["layers.1.weight"].mixed
+
+
+def normalised(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "fragments"),
+    [
+        (lambda: (*linear(4, 8), {"method": Lemon()}), ("Lemon: Sequential does not say which axes are one",)),
+        (
+            lambda: (
+                normalised(4),
+                normalised(8),
+                {"method": Lemon(groups={"hidden": {"0.weight": 0, "1.weight": 0, "2.weight": 1}})},
+            ),
+            ("Lemon: the group 'hidden' has '1.weight', whose norm averages over the units", "Give groups without it"),
+        ),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(build: Any, fragments: tuple[str, ...]):
+    assert_refused(build, fragments)
+
+
+@pytest.mark.parametrize("spread", [0, 1, -0.1, float("nan"), "wide", True])
+def test_a_spread_that_leaves_no_share(spread: Any):
+    with pytest.raises(UserError, match="Lemon: spread must be a number between 0 and 1, got"):
+        Lemon(spread=spread)
+
+
+def test_muon_has_no_entrywise_rates():
+    narrow, wide = mlp(4), mlp(8)
+    hidden = [layer.weight for layer in narrow.layers]
+    with pytest.raises(UserError, match="which Muon cannot continue exactly"):
+        mupscale.upscale(narrow, wide, torch.optim.Muon(hidden), method=Lemon())

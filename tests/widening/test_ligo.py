@@ -1,0 +1,209 @@
+"""LiGO's learned maps: where they start, what a fit changes, and what it leaves alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import CASES, cross_entropy
+from bad_input import assert_refused, linear, snapshot
+from nets import features, mlp
+from torch import Tensor, nn
+
+import mupscale
+from mupscale.errors import UserError
+from mupscale.widening.methods import LiGO
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch.to(next(model.parameters()).dtype)).sub(0.3).square().mean()
+
+
+def value(model: nn.Module, batch: Tensor) -> float:
+    return loss(model, batch).item()
+
+
+def models(width: int = 4) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    return mlp(width).double(), mlp(3 * width).double()
+
+
+def batches(count: int = 4) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [features() for _ in range(count)]
+
+
+def fitted(method: LiGO, narrow: nn.Module, wide: nn.Module, **settings: Any) -> LiGO:
+    method.fit(narrow, wide, batches(), loss, **settings)
+    return method
+
+
+def test_the_first_maps_preserve_the_function():
+    """At a rate of next to nothing they stay, and innᵀ · out = 1, although copies are consumed unequally."""
+    narrow, wide = models()
+    method = fitted(LiGO(steps=1, lr=1e-300), narrow, wide)
+    plan = mupscale.upscale(narrow, wide, method=method).plan
+    for batch in batches():
+        torch.testing.assert_close(loss(wide, batch), loss(narrow, batch), rtol=1e-14, atol=0)
+    entry = plan.parameters["layers.1.weight"]
+    out, inn = method.maps(entry, 1)
+    torch.testing.assert_close(inn.T @ out, torch.eye(4).double())
+    assert (inn - out / 3).abs().max() > 1e-3
+    torch.testing.assert_close(
+        wide.layers[1].weight.detach(), method.maps(entry, 0)[0] @ narrow.layers[1].weight.detach() @ inn.T
+    )
+
+
+def test_the_first_maps_to_any_width_preserve_the_function():
+    (narrow, _), wide = models(6), mlp(10).double()
+    method = fitted(LiGO(steps=1, lr=1e-300), narrow, wide)
+    plan = mupscale.upscale(narrow, wide, method=method).plan
+    for batch in batches():
+        torch.testing.assert_close(loss(wide, batch), loss(narrow, batch), rtol=1e-14, atol=0)
+    out, inn = method.maps(plan.parameters["layers.1.weight"], 1)
+    torch.testing.assert_close(inn.T @ out, torch.eye(6).double())
+    assert (inn - out / out.sum(0)).abs().max() > 1e-3
+
+
+def test_the_first_maps_of_whole_heads_preserve_the_function():
+    case = CASES["llama"]
+    torch.manual_seed(0)
+    narrow, wide = case.build(case.narrow).double(), case.build(case.wide).double()
+    method = LiGO(steps=1, lr=1e-300)
+    method.fit(narrow, wide, case.batches(1), cross_entropy)
+    mupscale.upscale(narrow, wide, method=method)
+    (batch,) = case.batches(1)
+    torch.testing.assert_close(cross_entropy(wide, batch), cross_entropy(narrow, batch), rtol=1e-14, atol=0)
+
+
+def test_a_fit_lowers_the_loss_and_parts_the_copies():
+    narrow, wide = models()
+    method = fitted(LiGO(steps=60, lr=0.01), narrow, wide)
+    assert len(method.losses) == 60
+    mupscale.upscale(narrow, wide, method=method)
+    before, after = (sum(value(model, batch) for batch in batches()) for model in (narrow, wide))
+    assert after < 0.9 * before
+    # the weights are those of the last step of the fit
+    assert value(wide, batches()[0]) == pytest.approx(method.losses[-4], rel=0.1)
+    assert (wide.layers[0].weight[::3] - wide.layers[0].weight[1::3]).abs().max() > 1e-3
+    assert (wide.layers[0].bias[::3] - wide.layers[0].bias[1::3]).abs().max() > 1e-3
+
+
+def test_axes_that_are_one_share_their_maps():
+    narrow, wide = models()
+    method = fitted(LiGO(steps=3, lr=0.01), narrow, wide)
+    plan = mupscale.upscale(narrow, wide, method=method).plan
+    weights = {name: entry for name, entry in plan.parameters.items() if name.endswith("weight")}
+    produced, read = method.maps(weights["layers.0.weight"], 0), method.maps(weights["layers.1.weight"], 1)
+    assert all(torch.equal(a, b) for a, b in zip(produced, read, strict=True))
+    bias = method.maps(plan.parameters["layers.0.bias"], 0)
+    torch.testing.assert_close(wide.layers[0].bias.detach(), bias[0] @ narrow.layers[0].bias.detach())
+    assert torch.equal(bias[0], produced[0])
+
+
+def test_whole_heads_are_mapped():
+    """A map is between heads, the same in all three sections of a fused QKV, and leaves the inside of a head alone."""
+    build = CASES["llama"].build
+    torch.manual_seed(0)
+    narrow, wide = build((4, 2, 12)).double(), build((8, 4, 36)).double()
+    data = [(torch.randint(30, (4, 8)), torch.randint(30, (4, 8)))]
+    method = LiGO(steps=2, lr=0.1)
+    method.fit(narrow, wide, data, cross_entropy)
+    plan = mupscale.upscale(narrow, wide, method=method).plan
+    out, _ = method.maps(plan.parameters["layers.0.k_proj.weight"], 0)
+    assert out.shape == (16, 8)
+    heads = out.view(4, 4, 2, 4)
+    assert not heads[:, 0, :, 1].any()
+    assert torch.equal(heads[:, 0, :, 0], heads[:, 3, :, 3])
+    grouped, _ = method.maps(plan.parameters["layers.0.o_proj.weight"], 1)
+    assert torch.equal(grouped.view(4, 8, 2, 8)[:, 0, :, 0], heads[:, 0, :, 0])
+
+
+def test_a_fit_changes_neither_model_nor_the_random_numbers():
+    narrow, wide = CASES["resnet18"].build(2), CASES["resnet18"].build(4)
+    with torch.device("meta"):
+        on_meta = CASES["resnet18"].build(4)
+    data = CASES["resnet18"].batches(2)
+    before, state = snapshot(narrow, wide), torch.get_rng_state()
+    methods = [LiGO(steps=3, lr=0.01) for _ in range(3)]
+    methods[0].fit(narrow, wide, data, cross_entropy)
+    assert snapshot(narrow, wide) == before
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)  # a fit is a function of its own seed
+    methods[1].fit(narrow, on_meta, data, cross_entropy)
+    assert methods[0].losses == methods[1].losses
+    assert all(parameter.is_meta for parameter in on_meta.parameters())
+    methods[2].seed = 1
+    methods[2].fit(narrow, wide, data, cross_entropy)
+    assert methods[2].losses != methods[0].losses
+
+
+def test_what_is_random_in_a_fit_follows_its_seed():
+    def losses(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        method = LiGO(steps=3)
+        method.fit(narrow, wide, data, lambda model, batch: loss(model, batch) * torch.rand(()))
+        return method.losses
+
+    (narrow, wide), data = models(), batches()
+    assert losses(1) == losses(2)
+
+
+def test_processes_that_fit_together_have_one_gradient():
+    narrow, wide = models()
+    seen = []
+
+    def erased(gradient: Tensor) -> Tensor:
+        seen.append(gradient.shape)
+        return gradient * 0
+
+    method = fitted(LiGO(steps=2, lr=0.1), narrow, wide, average=erased)
+    assert len(seen) == 2 * 4  # out and inn of two groups
+    # a gradient of zero moves nothing
+    assert method.losses == pytest.approx([value(narrow, batch) for batch in batches()[:2]], rel=1e-12)
+
+
+def test_few_batches_are_taken_again():
+    narrow, wide = models()
+    method = LiGO(steps=5, lr=1e-300)
+    method.fit(narrow, wide, batches(2), loss)
+    assert method.losses[0] == method.losses[2] == method.losses[4] != method.losses[1]
+
+
+# --- bad input
+
+
+def fit_of(method: LiGO, data: Any, function: Any = loss, build: Callable[[], Any] = models) -> Callable[[], None]:
+    return lambda: method.fit(*build(), data, function)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (fit_of(LiGO(), []), "LiGO: there are too few batches to learn from. Give a list"),
+        (fit_of(LiGO(steps=5), iter(batches(2))), "LiGO: there are too few batches to learn from. Give a list"),
+        (fit_of(LiGO(), 3), "LiGO: batches must be"),
+        (fit_of(LiGO(), batches(), "mse"), "LiGO: loss must be"),
+        (fit_of(LiGO(), batches(), build=lambda: linear(4, 8)), "LiGO: Sequential does not say which axes are one"),
+        (fit_of(LiGO(lr=1e300), batches()), r"LiGO: the fit diverged at lr = 1e\+300. Give a lower lr"),
+        (lambda: LiGO(steps=0), "LiGO: steps must be"),
+        (lambda: LiGO(lr=0.0), "LiGO: lr must be a finite number above 0, got 0.0"),
+        (lambda: LiGO(lr=float("inf")), "LiGO: lr must be a finite number above 0, got inf"),
+    ],
+)
+def test_bad_input(call: Callable[[], None], message: str):
+    with pytest.raises(UserError, match=message):
+        call()
+
+
+def test_maps_that_are_not_learned_or_of_other_models_are_refused_before_anything_is_written():
+    assert_refused(lambda: (*models(), {"method": LiGO()}), ("LiGO: its maps are not learned yet", "method.fit"))
+    method = fitted(LiGO(steps=1), *models())
+    assert_refused(lambda: (*models(5), {"method": method}), ("LiGO: its maps were learned for other models",))
+
+
+def test_a_fit_that_fails_leaves_no_maps():
+    method = fitted(LiGO(steps=1), *models())
+    with pytest.raises(UserError, match="too few batches"):
+        method.fit(*models(), [], loss)
+    assert_refused(lambda: (*models(), {"method": method}), ("LiGO: its maps are not learned yet",))

@@ -1,0 +1,110 @@
+"""bert2BERT's FPI and AKI: what new units are made of."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from bad_input import assert_refused
+from nets import features, gpt2, mup, train
+from torch import Tensor, nn
+
+import mupscale
+from mupscale.errors import UserError
+from mupscale.models.gpt2 import GPT2Net
+from mupscale.models.mlp import MLPNet
+from mupscale.widening.layout import copy_index, source_index
+from mupscale.widening.methods import AKI, FPI, Net2Net
+
+
+def deep(width: int) -> nn.Module:
+    return MLPNet(4, (width,) * 4, 3, readout_zero_init=False).double()
+
+
+def grown(method: Net2Net, narrow: nn.Module, wide: nn.Module) -> mupscale.Plan:
+    return mupscale.upscale(narrow, wide, method=method).plan
+
+
+def test_fpi_is_net2net_as_published():
+    narrow, wide, other = deep(6), deep(18), deep(18)
+    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
+    train(narrow, optimizer, features)
+    mupscale.upscale(narrow, wide, method=Net2Net(seed=4))
+    report = mupscale.upscale(narrow, other, optimizer, method=FPI(seed=4))
+    assert all(torch.equal(a, b) for a, b in zip(wide.parameters(), other.parameters(), strict=True))
+    assert {group["lr"] for group in report.optimizer.param_groups} == {0.1}
+    assert not report.optimizer.state
+
+
+def test_the_plan_counts_many_pieces():
+    """Of few pieces it gives each; of many, how many there are."""
+    few, many = (str(mupscale.upscale(deep(n), deep(3 * n), method=Net2Net()).plan) for n in (6, 7))
+    assert few.count("axis 0: 1·") == 8  # weights and biases
+    assert " pieces" not in few
+    assert many.count("axis 0: 7 → 21 in 7 pieces") == 8
+
+
+def test_new_units_are_those_of_the_next_layer():
+    """Written out: layer 1 takes new rows from layer 2, spread over the copies of its own inputs."""
+    torch.manual_seed(0)
+    narrow, wide = deep(6), deep(18)
+    plan = grown(AKI(seed=4), narrow, wide)
+    for index, from_next in ((1, True), (2, True), (3, False)):
+        rows, columns = plan.parameters[f"layers.{index}.weight"].layouts
+        unit, source = source_index(rows), source_index(columns)
+        shares = 1 / torch.bincount(source)[source].double()
+        own, following = (narrow.layers[min(i, 3)] for i in (index, index + 1))
+        expected, bias = (own.weight[unit][:, source] * shares).detach(), own.bias[unit].detach()
+        new = copy_index(rows) > 0
+        if from_next:
+            expected[new] = (following.weight[unit][:, source] * shares).detach()[new]
+            bias[new] = following.bias.detach()[unit][new]
+        torch.testing.assert_close(wide.layers[index].weight.detach(), expected)
+        torch.testing.assert_close(wide.layers[index].bias.detach(), bias)
+    first = plan.parameters["layers.0.weight"]
+    assert torch.equal(wide.layers[0].weight, narrow.layers[0].weight[source_index(first.layouts[0])])
+
+
+def test_consumption_stays_that_of_fpi():
+    narrow, wide, other = deep(6), deep(18), deep(18)
+    plan = grown(AKI(seed=4), narrow, wide)
+    grown(FPI(seed=4), narrow, other)
+    first = copy_index(plan.parameters["layers.1.weight"].layouts[0]) == 0
+    assert torch.equal(wide.layers[1].weight[first], other.layers[1].weight[first])
+    assert torch.equal(wide.readout.weight, other.readout.weight)
+
+
+def test_the_next_block_of_a_transformer():
+    def two_blocks(width: int) -> nn.Module:
+        torch.manual_seed(width)
+        return GPT2Net(width, layers=2, heads=2, vocabulary=30, context=11, tied=False).double()
+
+    narrow, wide = two_blocks(8), two_blocks(16)
+    for parameter in narrow.parameters():
+        nn.init.normal_(parameter)  # gains and shifts too
+    grown(AKI(), narrow, wide)
+    blocks = dict(wide.named_parameters())
+    norms = [name for name in blocks if "0.ln_1." in name]
+    value = next(name for name in blocks if name.endswith("0.attention.qkv.weight"))
+    following: Tensor = blocks[value.replace("0.attention", "1.attention")]
+    assert torch.equal(blocks[value][1::2], following[::2])
+    assert len(norms) == 2
+    for norm in norms:
+        assert torch.equal(blocks[norm], dict(narrow.named_parameters())[norm].repeat_interleave(2))
+
+
+@pytest.mark.parametrize("build", [lambda width: MLPNet(4, (width,), 3), lambda width: mup(gpt2, width)])
+def test_a_model_without_a_next_layer(build: Callable[[int], nn.Module]):
+    named = type(build(8)).__name__
+    assert_refused(
+        lambda: (build(8), build(16), {"method": AKI()}),
+        (f"AKI: no layer of {named} has a next one of the same shape", "Use FPI"),
+    )
+
+
+def test_aki_needs_groups():
+    with pytest.raises(UserError, match="AKI: Sequential does not say which axes are one"):
+        mupscale.upscale(
+            nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
+            nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)),
+            method=AKI(),
+        )
