@@ -1,12 +1,23 @@
 """Trials that are trained as one program: the numbers of separate runs, ordinary runs, kills, and what goes apart."""
 
+import contextlib
+import math
+import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 from command_line import LR, NOISE, small, upscale
-from extensions import Counting
-from sweeps import changed, numbers_of, swept, unlike
+from extensions import Counting, Crash, Crashed
+from logged import curves, losses
+from program_server import Server
+from sweeps import changed, numbers_of, plain_sweeps, swept, unlike, values_of
+
+from mupscale.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -65,8 +76,7 @@ def test_a_search_is_that_of_separate_runs(search: str, tmp_path: Path) -> None:
     found = numbers_of(apart)
     assert numbers_of(stacked) == [pytest.approx(row, rel=1e-12) for row in found]
     assert len({value for row in found for value in row}) == 6
-    best = [(out / "best.yaml").read_text().partition("\n")[2] for out in (stacked, apart)]
-    assert best[0] == best[1]
+    assert best_of(stacked) == best_of(apart)
     assert not unlike(stacked, apart, within=1e-12)
 
 
@@ -117,3 +127,165 @@ def test_what_does_not_stack_is_trained_all_the_same(
     apart = swept("apart", config, *options, "--stack", "off")
     assert not unlike(stacked, apart, within=1e-12)
     assert bool(unlike(stacked, apart)) == (line is None)
+
+
+@pytest.mark.slow
+def test_dropout_does_not_depend_on_the_size_of_the_stack(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(5, 16), max_steps=8)
+    options = ["--sweep", f"{LR}=0.01,0.02", "--seeds", "3,4", *model("Dropping"), "--stack"]
+    together, alone = swept("together", config, *options, "auto"), swept("alone", config, *options, "1")
+    assert not unlike(together, alone)
+    seeds = numbers_of(together)[0][1:]
+    assert seeds[0] != seeds[1]
+
+
+# --- trials that end early
+
+
+@pytest.mark.slow
+def test_trials_that_diverge_touch_no_other(tmp_path: Path) -> None:
+    config = small(tmp_path / "c.yaml", upscale(30, 16), max_steps=60)
+    options = ["--sweep", f"{LR}=0.01,0.02,1e6,1e30", "--sweep", f"{NOISE}=0.1"]
+    beside = swept("beside", config, *options)
+    without = swept("without", config, "--sweep", f"{LR}=0.01,0.02", "--sweep", f"{NOISE}=0.1")
+    assert not unlike(beside, without)
+    assert numbers_of(beside)[:2] == numbers_of(without)
+    assert numbers_of(beside)[2:] == [[math.inf], [math.inf]]
+    steps = {run.name[:3]: len(losses(run)) for run in (beside / "trials").iterdir()}
+    assert steps["000"] == steps["001"] == 60
+    assert steps["003"] <= steps["002"] < 60
+
+
+# --- ordinary runs
+
+
+@pytest.mark.slow
+def test_a_trial_is_an_ordinary_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(tmp_path / "c.yaml", upscale(5, 16), max_steps=9)
+    options = ["--sweep", f"{LR}=0.01,0.02", "--seeds", "3,4", "--stack"]
+    stacked, apart = (swept(name, config, *options, size) for name, size in (("stacked", "auto"), ("apart", "off")))
+    runs = sorted((stacked / "trials").iterdir())
+    assert [run.name for run in runs] == [
+        f"00{cell}_lr=0.0{cell + 1},seed={seed}" for cell in (0, 1) for seed in (3, 4)
+    ]
+    for run in runs:
+        other = apart / "trials" / run.name
+        assert (run / "config.yaml").read_text() == (other / "config.yaml").read_text()
+        assert sorted(map(str, relative(run))) == sorted(map(str, relative(other)))
+        for checkpoint in relative(run, "*.ckpt"):
+            sizes = [(folder / checkpoint).stat().st_size for folder in (run, other)]
+            assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+    run = runs[2]
+    capsys.readouterr()
+    last = str(run / "checkpoints" / "last.ckpt")
+    main(["validate", "--config", str(run / "config.yaml"), "--ckpt_path", last, "--trainer.logger=false"])
+    assert "val/loss" in capsys.readouterr().out
+    main(["upscale", last, "--width", "32", "--out", "wide.ckpt"])
+    assert torch.load("wide.ckpt", weights_only=True)["state_dict"]["net.readout.weight"].shape == (7, 32)
+    main(["report", *map(str, runs[:2]), "--out", "report"])
+    assert Path("report/index.html").exists()
+
+
+def relative(run: Path, pattern: str = "*") -> list[Path]:
+    """The files of a run, event files aside, whose names hold a time."""
+    return [path.relative_to(run) for path in run.rglob(pattern) if path.is_file() and "tfevents" not in path.name]
+
+
+# --- interruptions
+
+
+def best_of(out: Path) -> Any:
+    return yaml.safe_load((out / "best.yaml").read_text())
+
+
+def assert_same_sweep(ours: Path, theirs: Path) -> None:
+    """Two sweeps have the same results and curves, to the bit."""
+    assert values_of(ours) == values_of(theirs)
+    assert best_of(ours) == best_of(theirs)
+    for run in (theirs / "trials").iterdir():
+        our, their = (
+            {tag: points for tag, points in curves(path).items() if tag != "config/text_summary"}  # it has the folder
+            for path in (ours / "trials" / run.name, run)
+        )
+        assert our == their
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [4, 7])
+def test_an_error_ends_all_trials_and_they_go_on(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(tmp_path / "c.yaml", upscale(5, 16), {"class_path": "extensions.Crash"}, max_steps=9)
+    changed(config, checkpoint={"every_n_train_steps": 3})
+    options = ["--sweep", f"{LR}=0.01,0.02,0.03", "--stack"]
+    whole = swept("whole", config, *options, "auto")
+    monkeypatch.setattr(Crash, "at", step)
+    with pytest.raises(Crashed):
+        swept("crashed", config, *options, "auto")
+    assert not list(Path("crashed/s").rglob("result.json"))
+    monkeypatch.setattr(Crash, "at", -1)
+    with plain_sweeps(), contextlib.chdir("crashed"):
+        main(["resume", "s/trials/001_lr=0.02"])  # one of them, by itself
+    crashed = swept("crashed", config, *options, "2")
+    newest = step // 3 * 3
+    assert [starts(run) for run in sorted((crashed / "trials").iterdir())] == [[0, newest], [0], [0, newest]]
+    rows = zip(values_of(crashed), values_of(whole), strict=True)
+    assert [float(row["last_epoch"]) for row, _ in rows] == pytest.approx(
+        [row[0] for row in numbers_of(whole)], rel=1e-6
+    )
+    for name in ("000_lr=0.01", "002_lr=0.03"):
+        assert curves(crashed / "trials" / name) == curves(whole / "trials" / name)
+
+
+def starts(run: Path) -> list[int]:
+    """The steps at which a run was begun and resumed."""
+    return [int(step) for step in re.findall(r"^step (\d+): \w+, width", (run / "log.txt").read_text(), re.MULTILINE)]
+
+
+KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {
+    "set-up": [(("others", 8), ("others", 40)), (("main", 21), ("others", 75)), (("others", 60), ("main", 30))],
+    "steps": [(("others", 130), ("others", 160)), (("others", 110), ("others", 95)), (("others", 85), ("others", 120)),
+              (("others", 100), ("main", 27))],
+    "the end": [(("others", 300), ("others", 270)), (("main", 33), ("others", 180)), (("main", 40), ("main", 36))],
+}  # fmt: skip
+"""At which file operations two processes are killed, again and again: 20 of them."""
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    answer = [Server(tmp_path_factory.mktemp(name)) for name in ("one", "two")]
+    yield answer
+    for server in answer:
+        server.process.communicate()
+
+
+def shared_sweep(folder: Path, out: Path) -> list[str]:
+    """The command line of a sweep that processes share, but for the size of its stacks."""
+    config = small(folder / "c.yaml", upscale(8, 16), max_steps=18)
+    changed(config, checkpoint={"every_n_train_steps": 4})
+    axes = ["--sweep", f"{LR}=0.003,0.01", "--sweep", f"{NOISE}=0.1,0.5"]
+    return ["sweep", "--config", config, *axes, "--metric", "last_100%", "--out", str(out), "--stack"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a sweep that nobody kills."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    out = folder / "s"
+    servers[0].start(*shared_sweep(folder, out), "auto", folder=str(out))
+    assert servers[0].answer() == 0, servers[0].log.read_text()[-3000:]
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KILLS)
+def test_killed_processes_leave_no_trace(kind: str, servers: list[Server], undisturbed: Path, tmp_path: Path) -> None:
+    out = Path("s").resolve()
+    arguments = shared_sweep(tmp_path, out)
+    killed = 0
+    for size, points in zip(("2", "auto", "1", "2"), KILLS[kind], strict=False):
+        for server, point in zip(servers, points, strict=True):
+            server.start(*arguments, size, folder=str(out), point=point)
+        killed += [server.answer() for server in servers].count(-signal.SIGKILL)
+    assert killed == 2 * len(KILLS[kind])
+    servers[0].start(*arguments, "3", folder=str(out))
+    assert servers[0].answer() == 0, servers[0].log.read_text()[-3000:]
+    assert_same_sweep(out, undisturbed)

@@ -2,7 +2,9 @@
 cheap.
 
 Reads a JSON list of arguments a line, answers with the pid of its process, then, once that has ended, with its exit
-status.
+status. An object with `arguments`, `folder` and `point` instead of the list: its process is killed at that point of
+what it does to the folder (`kill_points.Point`), and draws no figures; with `counts`, a path, it writes which points
+there are.
 """
 
 import json
@@ -10,15 +12,18 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 import torch
+from kill_points import Point, Watch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
 from mupscale import __main__ as command_line
 from mupscale.commands import cli, resume  # noqa: F401
+from mupscale.commands.tuning.results import Results
 from mupscale.models.mlp import MLP, MLPNet
 
 
@@ -59,6 +64,22 @@ class SaveAtEveryHook(Checkpoint):
             trainer.save_checkpoint(path)
 
 
+def run(request: Any) -> None:
+    if isinstance(request, list):
+        command_line.main(request)
+        return
+    watch = Watch([Path(request["folder"])], Point(*request["point"]) if request.get("point") else None)
+    watch.start()
+    Results.draw = lambda *_: []  # type: ignore[method-assign]  # figures take seconds
+    try:
+        command_line.main(request["arguments"])
+    finally:
+        watch.stop()
+        if request.get("counts"):
+            kinds = {thread: [operation.path for operation in found] for thread, found in watch.operations.items()}
+            Path(request["counts"]).write_text(json.dumps(kinds))
+
+
 def serve() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
@@ -69,7 +90,7 @@ def serve() -> None:
                 with open(os.environ["INTERRUPTED_LOG"], "a", buffering=1) as log:
                     os.dup2(log.fileno(), 1)
                     os.dup2(log.fileno(), 2)
-                    command_line.main(json.loads(line))
+                    run(json.loads(line))
             except BaseException:
                 traceback.print_exc()
                 status = 1

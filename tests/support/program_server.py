@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from paths import SUPPORT
 
@@ -27,10 +28,11 @@ class Server:
             env=environment(folder),
         )
 
-    def start(self, *arguments: str) -> int:
-        """Starts a command line; its process id."""
+    def start(self, *arguments: str, **watched: Any) -> int:
+        """Starts a command line; its process id. `watched`: where it is killed, as interrupted.py reads it."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(arguments) + "\n")
+        request = {"arguments": arguments, **watched} if watched else arguments
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return self.answer()
 

@@ -1,0 +1,79 @@
+"""Fits that take their steps together: the losses and states of separate fits, for every kind of model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiers import slow_except
+from tiny_modules import gpt2, mlp, resnet
+from torch import Tensor
+from training_runs import LIGHTNING_WARNINGS, fit, state
+
+from mupscale.callbacks.fast_loop import FastLoop
+from mupscale.callbacks.joint_steps import JointSteps
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.models.mlp import MLP
+from mupscale.widening.noise import AdditiveNoise
+
+pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]
+
+BUILDERS: dict[str, tuple[Any, Any]] = {"mlp": (mlp, 24), "resnet": (resnet, 4), "gpt2": (gpt2, 24)}
+RATES = (0.003, 0.006, 0.012)
+
+
+def fitted(build: Any, width: Any, rate: float, folder: Path, **settings: Any) -> Any:
+    """A fit with a growth and noise in the middle; `rate` is that of AdamW."""
+    module = build(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1))
+    steps = settings.setdefault("steps", 20)
+    swap = UpscaleCallback(at_step=steps // 2, width=width, noise=AdditiveNoise(0.1))
+    return fit(module, folder, FastLoop(), swap, gradient_clip_val=0.3, **settings)
+
+
+def together(build: Any, width: Any, folder: Path, **settings: Any) -> list[Any]:
+    jobs = [lambda rate=rate: fitted(build, width, rate, folder, **settings) for rate in RATES]
+    joint = JointSteps(jobs, tell=pytest.fail)
+    joint.run()
+    return joint.results
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest relative difference of two states, by the largest entries of their tensors."""
+    assert ours.keys() == theirs.keys()
+    gaps = [(ours[name].double() - theirs[name].double()).abs().max() for name in theirs]
+    sizes = [theirs[name].double().abs().max().clamp(min=1e-30) for name in theirs]
+    return max(float(gap / size) for gap, size in zip(gaps, sizes, strict=True))
+
+
+@pytest.mark.parametrize("name", slow_except(BUILDERS, "mlp"))
+def test_they_end_as_separate_fits(name: str, tmp_path: Path) -> None:
+    build, width = BUILDERS[name]
+    runs = together(build, width, tmp_path)
+    for rate, run in zip(RATES, runs, strict=True):
+        alone = fitted(build, width, rate, tmp_path)
+        assert run.steps == alone.steps
+        assert float(((run.losses - alone.losses) / alone.losses).abs().max()) < 1e-10
+        assert distance(state(run), state(alone)) < (1e-12 if name == "mlp" else 1e-10)
+
+
+class Flipped(MLP):
+    """Reads the rows of a batch from the last to the first: the same sums, in another order."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(tuple(part.flip(0) for part in batch))
+
+
+@pytest.mark.slow
+def test_in_float32_they_differ_as_sums_in_another_order_do(tmp_path: Path) -> None:
+    def flipped(**options: Any) -> MLP:
+        return Flipped(8, base_width=4, inputs=6, outputs=3, **options)
+
+    settings: dict[str, Any] = {"precision": "32-true", "steps": 60}
+    runs = together(mlp, 24, tmp_path, **settings)
+    stacked, reordered = [], []
+    for rate, run in zip(RATES, runs, strict=True):
+        alone, other = (fitted(build, 24, rate, tmp_path, **settings) for build in (mlp, flipped))
+        stacked.append(float((run.losses - alone.losses).abs().mean()))
+        reordered.append(float((other.losses - alone.losses).abs().mean()))
+    assert min(reordered) > 0
+    assert sum(stacked) < 2 * sum(reordered)
