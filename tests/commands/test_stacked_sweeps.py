@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 ADAMW = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01, "weight_decay": 0.1}}
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
-COSINE = {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 200}}
+COSINE = "torch.optim.lr_scheduler.CosineAnnealingLR"
 
 
 def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
@@ -47,41 +47,32 @@ def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
 # --- stacked = separate
 
 
-def test_two_trials_as_one_program(tmp_path: Path) -> None:
-    config = small(tmp_path / "c.yaml", upscale(5, 16), max_steps=9, precision="64-true", gradient_clip_val=0.3)
-    options = ["--sweep", f"{LR}=0.01,0.02", "--stack"]
-    stacked, apart = (swept(name, config, *options, size) for name, size in (("stacked", "auto"), ("apart", "off")))
-    assert unlike(stacked, apart)
-    assert not unlike(stacked, apart, within=1e-12)
+SCHEDULE = [f"--model.lr_scheduler={COSINE}", "--model.lr_scheduler.T_max=200"]
+WD, BETAS, MOMENTUM = (f"model.optimizer.{name}" for name in ("weight_decay", "betas", "momentum"))
 
-
-SEARCHES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
-    "AdamW": (
-        ADAMW,
-        ["model.optimizer.weight_decay=0.01:0.5", "model.optimizer.betas=[0.9, 0.99],[0.8, 0.95]"],
-        {},
-    ),
-    "SGD and a schedule": (SGD, ["model.optimizer.momentum=0.5:0.95"], {"lr_scheduler": COSINE}),
+SEARCHES: dict[str, tuple[int, dict[str, Any], list[str], list[str]]] = {
+    "AdamW": (2, ADAMW, [f"{WD}=0.01:0.5", f"{BETAS}=[0.9, 0.99],[0.8, 0.95]"], []),
+    "SGD and a schedule": (1, SGD, [f"{MOMENTUM}=0.5:0.95"], SCHEDULE),
 }
+"""How many trials, the optimizer, further axes, and options."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_search_is_that_of_separate_runs(search: str, tmp_path: Path) -> None:
-    optimizer, axes, model = SEARCHES[search]
+    trials, optimizer, further, options = SEARCHES[search]
     config = long(tmp_path / "c.yaml", optimizer)
-    axes = [f"{LR}=0.001:0.01", f"{NOISE}=0.05:1", *axes]
-    options = [part for axis in axes for part in ("--sweep", axis)]
-    options += ["--sampler", "random", "--trials", "2", "--seeds", "3,4", "--metric", "last_50%"]
-    options += [f"--model.{key}={value['class_path']}" for key, value in model.items()]
-    options += [f"--model.{key}.{k}={v}" for key, value in model.items() for k, v in value["init_args"].items()]
+    axes = [f"{LR}=0.001:0.01", f"{NOISE}=0.05:1", *further]
+    options = [*options, *(part for axis in axes for part in ("--sweep", axis))]
+    options += ["--sampler", "random", "--trials", str(trials), "--seeds", "3,4", "--metric", "last_50%"]
     stacked, apart = (
         swept(name, config, *options, "--stack", size) for name, size in (("stacked", "auto"), ("apart", "off"))
     )
     found = numbers_of(apart)
     assert numbers_of(stacked) == [pytest.approx(row, rel=1e-12) for row in found]
-    assert len({value for row in found for value in row}) == 6
+    assert len({value for row in found for value in row}) == 3 * trials
     assert best_of(stacked) == best_of(apart)
+    assert unlike(stacked, apart)  # they were not trained one after another
     assert not unlike(stacked, apart, within=1e-12)
 
 
@@ -216,13 +207,12 @@ def assert_same_sweep(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [4, 7])
-def test_an_error_ends_all_trials_and_they_go_on(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ends_all_trials_and_they_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(tmp_path / "c.yaml", upscale(5, 16), {"class_path": "extensions.Crash"}, max_steps=9)
     changed(config, checkpoint={"every_n_train_steps": 3})
     options = ["--sweep", f"{LR}=0.01,0.02,0.03", "--stack"]
     whole = swept("whole", config, *options, "auto")
-    monkeypatch.setattr(Crash, "at", step)
+    monkeypatch.setattr(Crash, "at", 7)
     with pytest.raises(Crashed):
         swept("crashed", config, *options, "auto")
     assert not list(Path("crashed/s").rglob("result.json"))
@@ -230,12 +220,8 @@ def test_an_error_ends_all_trials_and_they_go_on(step: int, tmp_path: Path, monk
     with plain_sweeps(), contextlib.chdir("crashed"):
         main(["resume", "s/trials/001_lr=0.02"])  # one of them, by itself
     crashed = swept("crashed", config, *options, "2")
-    newest = step // 3 * 3
-    assert [starts(run) for run in sorted((crashed / "trials").iterdir())] == [[0, newest], [0], [0, newest]]
-    rows = zip(values_of(crashed), values_of(whole), strict=True)
-    assert [float(row["last_epoch"]) for row, _ in rows] == pytest.approx(
-        [row[0] for row in numbers_of(whole)], rel=1e-6
-    )
+    assert [starts(run) for run in sorted((crashed / "trials").iterdir())] == [[0, 6], [0], [0, 6]]
+    assert numbers_of(crashed) == [pytest.approx(row, rel=1e-6) for row in numbers_of(whole)]
     for name in ("000_lr=0.01", "002_lr=0.03"):
         assert curves(crashed / "trials" / name) == curves(whole / "trials" / name)
 
@@ -389,7 +375,7 @@ def test_seeds_of_an_experiment_stack(
     noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
     content = {
         "protocol": "upscale", "config": "c.yaml", "small": [8, 16], "target": [16, 32], "seeds": [3, 4],
-        "noise": noise, "sweep_1": {LR: [0.001, 0.02]}, "sweep_2": {NOISE: [0.05, 5.0]},
+        "noise": noise, "sweep_1": {LR: [0.01]}, "sweep_2": {NOISE: [0.05]},
     }  # fmt: skip
     Path("e.yaml").write_text(yaml.safe_dump(content))
     results = {}
@@ -407,5 +393,5 @@ def test_seeds_of_an_experiment_stack(
         for role in ("base", "scratch", "upscale"):
             order = [line.partition(" in ")[0] for line in lines if line.startswith(role)][:2]
             assert all(line.endswith(": begins") for line in order) == (size == "auto")
-    assert len(results["off"]) == 10
+    assert len(results["off"]) == 8
     assert results["auto"] == pytest.approx(results["off"], rel=1e-10)
