@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -11,19 +12,23 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import LR, NOISE, small, upscale
+from command_line import LR, NOISE, refused, small, upscale
 from extensions import Counting, Crash, Crashed
 from logged import curves, losses
 from program_server import Server
 from sweeps import changed, numbers_of, plain_sweeps, swept, unlike, values_of
 
 from mupscale.__main__ import main
+from mupscale.callbacks.curves import Curves
+from mupscale.callbacks.stacked_fits import StackedFits
+from mupscale.commands.runs import result_of
+from mupscale.models.base import WidthScalable
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 ADAMW = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01, "weight_decay": 0.1}}
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9}}
-COSINE = {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 200}}
+COSINE = "torch.optim.lr_scheduler.CosineAnnealingLR"
 
 
 def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
@@ -42,41 +47,32 @@ def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
 # --- stacked = separate
 
 
-def test_two_trials_as_one_program(tmp_path: Path) -> None:
-    config = small(tmp_path / "c.yaml", upscale(5, 16), max_steps=9, precision="64-true", gradient_clip_val=0.3)
-    options = ["--sweep", f"{LR}=0.01,0.02", "--stack"]
-    stacked, apart = (swept(name, config, *options, size) for name, size in (("stacked", "auto"), ("apart", "off")))
-    assert unlike(stacked, apart)
-    assert not unlike(stacked, apart, within=1e-12)
+SCHEDULE = [f"--model.lr_scheduler={COSINE}", "--model.lr_scheduler.T_max=200"]
+WD, BETAS, MOMENTUM = (f"model.optimizer.{name}" for name in ("weight_decay", "betas", "momentum"))
 
-
-SEARCHES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
-    "AdamW": (
-        ADAMW,
-        ["model.optimizer.weight_decay=0.01:0.5", "model.optimizer.betas=[0.9, 0.99],[0.8, 0.95]"],
-        {},
-    ),
-    "SGD and a schedule": (SGD, ["model.optimizer.momentum=0.5:0.95"], {"lr_scheduler": COSINE}),
+SEARCHES: dict[str, tuple[int, dict[str, Any], list[str], list[str]]] = {
+    "AdamW": (2, ADAMW, [f"{WD}=0.01:0.5", f"{BETAS}=[0.9, 0.99],[0.8, 0.95]"], []),
+    "SGD and a schedule": (1, SGD, [f"{MOMENTUM}=0.5:0.95"], SCHEDULE),
 }
+"""How many trials, the optimizer, further axes, and options."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_search_is_that_of_separate_runs(search: str, tmp_path: Path) -> None:
-    optimizer, axes, model = SEARCHES[search]
+    trials, optimizer, further, options = SEARCHES[search]
     config = long(tmp_path / "c.yaml", optimizer)
-    axes = [f"{LR}=0.001:0.01", f"{NOISE}=0.05:1", *axes]
-    options = [part for axis in axes for part in ("--sweep", axis)]
-    options += ["--sampler", "random", "--trials", "2", "--seeds", "3,4", "--metric", "last_50%"]
-    options += [f"--model.{key}={value['class_path']}" for key, value in model.items()]
-    options += [f"--model.{key}.{k}={v}" for key, value in model.items() for k, v in value["init_args"].items()]
+    axes = [f"{LR}=0.001:0.01", f"{NOISE}=0.05:1", *further]
+    options = [*options, *(part for axis in axes for part in ("--sweep", axis))]
+    options += ["--sampler", "random", "--trials", str(trials), "--seeds", "3,4", "--metric", "last_50%"]
     stacked, apart = (
         swept(name, config, *options, "--stack", size) for name, size in (("stacked", "auto"), ("apart", "off"))
     )
     found = numbers_of(apart)
     assert numbers_of(stacked) == [pytest.approx(row, rel=1e-12) for row in found]
-    assert len({value for row in found for value in row}) == 6
+    assert len({value for row in found for value in row}) == 3 * trials
     assert best_of(stacked) == best_of(apart)
+    assert unlike(stacked, apart)  # they were not trained one after another
     assert not unlike(stacked, apart, within=1e-12)
 
 
@@ -211,13 +207,12 @@ def assert_same_sweep(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [4, 7])
-def test_an_error_ends_all_trials_and_they_go_on(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ends_all_trials_and_they_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(tmp_path / "c.yaml", upscale(5, 16), {"class_path": "extensions.Crash"}, max_steps=9)
     changed(config, checkpoint={"every_n_train_steps": 3})
     options = ["--sweep", f"{LR}=0.01,0.02,0.03", "--stack"]
     whole = swept("whole", config, *options, "auto")
-    monkeypatch.setattr(Crash, "at", step)
+    monkeypatch.setattr(Crash, "at", 7)
     with pytest.raises(Crashed):
         swept("crashed", config, *options, "auto")
     assert not list(Path("crashed/s").rglob("result.json"))
@@ -225,12 +220,8 @@ def test_an_error_ends_all_trials_and_they_go_on(step: int, tmp_path: Path, monk
     with plain_sweeps(), contextlib.chdir("crashed"):
         main(["resume", "s/trials/001_lr=0.02"])  # one of them, by itself
     crashed = swept("crashed", config, *options, "2")
-    newest = step // 3 * 3
-    assert [starts(run) for run in sorted((crashed / "trials").iterdir())] == [[0, newest], [0], [0, newest]]
-    rows = zip(values_of(crashed), values_of(whole), strict=True)
-    assert [float(row["last_epoch"]) for row, _ in rows] == pytest.approx(
-        [row[0] for row in numbers_of(whole)], rel=1e-6
-    )
+    assert [starts(run) for run in sorted((crashed / "trials").iterdir())] == [[0, 6], [0], [0, 6]]
+    assert numbers_of(crashed) == [pytest.approx(row, rel=1e-6) for row in numbers_of(whole)]
     for name in ("000_lr=0.01", "002_lr=0.03"):
         assert curves(crashed / "trials" / name) == curves(whole / "trials" / name)
 
@@ -289,3 +280,118 @@ def test_killed_processes_leave_no_trace(kind: str, servers: list[Server], undis
     servers[0].start(*arguments, "3", folder=str(out))
     assert servers[0].answer() == 0, servers[0].log.read_text()[-3000:]
     assert_same_sweep(out, undisturbed)
+
+
+@contextlib.contextmanager
+def signalled(owner: Any, name: str, call: int, number: int) -> Iterator[None]:
+    """Sends a signal to this process before the so-manieth call of a function."""
+    function, calls = getattr(owner, name), []
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls.append(name)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return function(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, counted)
+        yield
+    assert len(calls) >= call
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
+def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = small(tmp_path / "c.yaml", upscale(8, 16), max_steps=14)
+    options = ["--sweep", f"{LR}=0.01,0.02", "--seeds", "3,4"]
+    whole = swept("whole", config, *options)
+    moments = [
+        (WidthScalable, "configure_model", 3, signal.SIGTERM),
+        (StackedFits, "_launched", 1, signal.SIGINT),
+        (Curves, "on_save_checkpoint", 6, signal.SIGTERM),
+    ]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for owner, name, call, number in moments:
+        capfd.readouterr()
+        with signalled(owner, name, call, number), pytest.raises(SystemExit) as exit:
+            swept("signalled", config, *options)
+        line = str(exit.value.code) if number == signal.SIGINT else capfd.readouterr().err.strip().splitlines()[-1]
+        assert exit.value.code == 143 or number == signal.SIGINT
+        word = "interrupted" if number == signal.SIGINT else "terminated"
+        assert line == f"{word}; run the same command again to continue"
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    resumed = swept("signalled", config, *options)
+    assert_same_sweep(resumed, whole)
+    assert all(starts(run)[-1] >= 5 for run in (resumed / "trials").iterdir())
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "x", "1.5", ""])
+def test_a_size_that_is_none(size: str, tmp_path: Path) -> None:
+    arguments = ["--config", small(tmp_path / "c.yaml"), "--out", "s", "--sweep", f"{LR}=0.01", f"--stack={size}"]
+    assert refused("sweep", *arguments).startswith(f"error: --stack {size}: give auto, off, or how many")
+    assert not Path("s").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
+def test_a_stack_that_cannot_be_leaves_half_done_trials(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tmp_path / "c.yaml", {"class_path": "extensions.Crash"}, max_steps=9)
+    changed(config, optimizer={"class_path": f"torch.optim.{optimizer}", "init_args": {"lr": 0.01}})
+    options = ["--sweep", f"{LR}=0.01,0.02", "--stack"]
+    parts = {"AdamW": ("10000000", "Give at most"), "Adagrad": ("4", "Adagrad has no step for many models at once")}
+    size, reason = parts[optimizer]
+    command = ["sweep", "--config", config, "--out", "s", *options]
+    message = refused(*command, size)  # before anything is done
+    assert message.startswith("error: ")
+    assert f"--stack {size}: " in message
+    assert reason in message
+    monkeypatch.setattr(Crash, "at", 7)
+    with pytest.raises(Crashed):
+        swept(".", config, *options, "auto" if optimizer == "AdamW" else "off")
+    monkeypatch.setattr(Crash, "at", -1)
+    halves = {path: path.read_bytes() for path in Path("s").rglob("*.ckpt") if not path.is_symlink()}
+    assert halves
+    assert reason in refused(*command, size)
+    assert {path: path.read_bytes() for path in halves} == halves
+    out = swept(".", config, *options, "auto")
+    assert [len(losses(run)) for run in sorted((out / "trials").iterdir())] == [9, 9]
+    assert {starts(out / "trials" / path.parts[2])[-1] for path in halves} == {5}
+
+
+# --- experiments
+
+
+@pytest.mark.slow
+def test_seeds_of_an_experiment_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mupscale.commands.reporting.write_report", lambda folders, out: [])
+    small(Path("c.yaml"), max_steps=10, precision="64-true", val_check_interval=5)
+    noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
+    content = {
+        "protocol": "upscale", "config": "c.yaml", "small": [8, 16], "target": [16, 32], "seeds": [3, 4],
+        "noise": noise, "sweep_1": {LR: [0.01]}, "sweep_2": {NOISE: [0.05]},
+    }  # fmt: skip
+    Path("e.yaml").write_text(yaml.safe_dump(content))
+    results = {}
+    for size in ("auto", "off"):
+        with plain_sweeps():
+            main(["experiment", "e.yaml", "--out", size, "--stack", size])
+        output = capsys.readouterr().out
+        begun = [line.partition(":")[0] for line in output.splitlines() if line.endswith(": begins")]
+        ended = [line.partition(":")[0] for line in output.splitlines() if " runs left" in line][1:]
+        assert sorted(begun) == sorted(ended)
+        paths = Path(size).rglob("result.json")
+        results[size] = {str(path.parent.relative_to(size)): result_of(path.parent)[0] for path in paths}
+        # whether the second seed begins before the first one ends
+        lines = [line for line in output.splitlines() if line.startswith(("base", "scratch", "upscale,"))]
+        for role in ("base", "scratch", "upscale"):
+            order = [line.partition(" in ")[0] for line in lines if line.startswith(role)][:2]
+            assert all(line.endswith(": begins") for line in order) == (size == "auto")
+    assert len(results["off"]) == 8
+    assert results["auto"] == pytest.approx(results["off"], rel=1e-10)
