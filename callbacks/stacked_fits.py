@@ -32,6 +32,7 @@ from mupscale.models.base import WidthScalable
 from mupscale.stacking.captured import CapturedScores, CapturedStack, batch_kind
 from mupscale.stacking.dropout import mixed
 from mupscale.stacking.stack import Stack
+from mupscale.widening.width_table import merged_table
 
 
 class Apart(UserError):
@@ -56,6 +57,9 @@ class Awaited:
     def __post_init__(self) -> None:
         self.loader: Any = training_loader(self.trainer)
         self.strides = strides_of(self.trainer)
+        # otherwise the others would have to go apart with it
+        mixed_axes = any(widths.relative for widths in merged_table(self.module).values())
+        self.stacks = not mixed_axes and not has_step_hooks(self.trainer.optimizers[0])
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # in the thread of the fit
 
     @property
@@ -71,7 +75,7 @@ class Awaited:
     @property
     def place(self) -> tuple[Any, ...]:
         """What fits have in common that take a step together, beside their architecture."""
-        return self.step, self.kind, place_in_data(self.trainer), str(self.module.width)
+        return self.step, self.kind, place_in_data(self.trainer), str(self.module.width), self.stacks
 
 
 class StackedFits:
