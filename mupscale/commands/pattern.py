@@ -40,7 +40,10 @@ class Pattern:
             return None
         answer = {}
         for key, there, here in differences(self._plain, plain):
-            if not isinstance(there, _PLAIN) or not isinstance(here, _PLAIN) or not _is_alike(there, here):
+            parts = key.split(".")
+            # another class has other arguments, and a text may stand for something that is not a text
+            is_plain = parts[-1] != "class_path" and _value_at(self._parsed[self._parsed["subcommand"]], parts) == there
+            if not is_plain or not isinstance(here, _PLAIN) or not _is_alike(there, here):
                 return None
             answer[key] = float(here) if isinstance(there, float) and here is not None else here
         return answer
@@ -64,9 +67,17 @@ class Pattern:
 
 def _is_alike(there: Any, here: Any) -> bool:
     """Whether one value can take the place of another without a look at its type."""
+    if not isinstance(there, _PLAIN):
+        return False
     if isinstance(there, float):
         return isinstance(here, int | float) and not isinstance(here, bool)
     return type(there) is type(here) or (there is None and isinstance(here, str)) or (here is None)
+
+
+def _value_at(node: Any, parts: list[str]) -> Any:
+    for part in parts:
+        node = node[int(part)] if isinstance(node, list) else node.get(part)
+    return node
 
 
 def _put(node: Any, parts: list[str], value: Any) -> None:

@@ -1,0 +1,84 @@
+"""Configurations that are made of one that was parsed: as if they had been parsed themselves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import small, upscale
+
+from mupscale.commands.cli import parsed
+from mupscale.commands.config import Config, at, temporary_file
+from mupscale.commands.configured import described
+from mupscale.commands.pattern import Pattern
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+
+def configuration(name: str) -> Config:
+    swap = upscale(1, 16)
+    swap["init_args"]["method"] = {"class_path": "mupscale.Duplication"}
+    swap["init_args"]["noise"] = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
+    config = described(["--config", small(Path("c.yaml"), swap, max_steps=3)], "sweep")[0]
+    config["trainer"]["logger"] = {"class_path": "CSVLogger", "init_args": {"save_dir": name, "version": "one"}}
+    return config
+
+
+def made(config: Config, pattern: Pattern | None) -> str:
+    """The config.yaml of a run."""
+    with temporary_file(config) as file:
+        return parsed(["fit", "--config", file], pattern=pattern, plain=config).text
+
+
+@pytest.mark.slow
+def test_numbers_and_texts_need_no_parsing() -> None:
+    pattern = Pattern()
+    first = configuration("a")
+    made(first, pattern)
+    other = at(
+        configuration("b"),
+        {"model.optimizer.lr": 1, "UpscaleCallback.noise.std": 0.5, "seed_everything": 7, "model.optimizer.eps": 1e-6},
+    )
+    changes = pattern.changes(other)
+    assert changes is not None
+    assert changes["model.init_args.optimizer.init_args.lr"] == 1.0
+    by_pattern = made(other, pattern)
+    other["trainer"]["logger"]["init_args"]["version"] = "two"
+    assert by_pattern == made(other, None).replace("version: two", "version: one")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("UpscaleCallback.method", {"class_path": "mupscale.HyperCloning"}),
+        ("UpscaleCallback.noise", None),
+        ("UpscaleCallback.noise", {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}),
+        ("UpscaleCallback.width", [16, 16]),
+        ("model.optimizer.betas", None),
+    ],
+)
+def test_all_else_is_parsed(key: str, value: Any) -> None:
+    """Above all another class: it has other defaults."""
+    pattern = Pattern()
+    first = configuration("a")
+    with temporary_file(first) as file:
+        cli = parsed(["--config", file], run=False)
+    cli.config = type(cli.config)(subcommand="fit", fit=cli.config)
+    pattern.note(cli, first)
+    assert pattern.changes(at(first, {"model.optimizer.lr": 0.5})) is not None
+    assert pattern.changes(at(first, {key: value})) is None
+
+
+@pytest.mark.slow
+def test_a_sweep_over_methods_has_the_defaults_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    from mupscale.__main__ import main
+
+    swap = upscale(2, 16)
+    methods = "{class_path: mupscale.Duplication},{class_path: mupscale.HyperCloning}"
+    arguments = ["--config", small(Path("c.yaml"), swap, max_steps=4), "--sweep", f"UpscaleCallback.method={methods}"]
+    main(["sweep", *arguments, "--metric", "last_50%", "--out", "out"])
+    rules = set()
+    for path in Path("out/trials").glob("*/config.yaml"):
+        method = yaml.safe_load(path.read_text())["trainer"]["callbacks"][0]["init_args"]["method"]
+        rules.add((method["class_path"].rpartition(".")[2], method["init_args"]["state"]))
+    assert rules == {("Duplication", "carry"), ("HyperCloning", "reset")}
