@@ -20,7 +20,8 @@ from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP, MLPNet
 from mupscale.models.resnet import ResNet18
-from mupscale.widening import methods, noise, optimizer_state
+from mupscale.widening import noise, optimizer_state
+from mupscale.widening.methods import base as methods
 
 WIDTHS = (32, 64, 128)
 
