@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from mupscale.callbacks.company import Member, current_member
-from mupscale.callbacks.stack_rules import INSIDE_A_STEP, TRANSFER, free_steps, is_scored_jointly
+from mupscale.callbacks.stack_rules import INSIDE_A_STEP, OF_STEPS, TRANSFER, free_steps, is_scored_jointly
 from mupscale.callbacks.stacked_fits import Awaited, is_resident
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
@@ -100,7 +100,7 @@ class LeanEpochLoop(EpochLoop):
         super().on_run_start(data_fetcher)
         trainer, module = self.trainer, self.trainer.lightning_module
         self._plain = plain(trainer) and not hands_over_the_iterator(data_fetcher)
-        for hook in ("on_train_batch_start", "on_train_batch_end"):
+        for hook in OF_STEPS:
             self._hooks[hook] = [
                 partial(getattr(c, hook), trainer, module) for c in callbacks_of(trainer) if is_overridden(hook, c)
             ]

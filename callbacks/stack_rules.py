@@ -41,6 +41,8 @@ TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_ba
 def free_steps(trainer: Trainer) -> float:
     """How many of the next steps of a fit need no hooks, validations and ends of epochs among them."""
     module = trainer.lightning_module
+    if trainer.should_stop:
+        return 0  # it goes on all the same, until it has its least number of epochs or steps
     if training_loader(trainer) is None or any(is_overridden(hook, module) for hook in OF_STEPS):
         return 0
     others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]

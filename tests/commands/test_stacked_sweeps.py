@@ -99,6 +99,11 @@ CASES: dict[str, tuple[list[str], list[str], str | None]] = {
     "batch sizes": (["data.batch_size=500,1000"], ["--metric=last_50%"], None),
     "a moving average": (LRS, [f"--trainer.callbacks+={EMA}"], None),
     "a callback": (LRS, ["--trainer.callbacks+=extensions.Counting"], None),
+    "a run that is asked to stop, and may not yet": (
+        LRS,
+        ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/loss", "--trainer.callbacks.patience=1",
+         "--trainer.callbacks.min_delta=10", "--trainer.max_steps=20", "--trainer.min_steps=20"],
+        None),
 }  # fmt: skip
 """Axes, options, and the one line that says why the trials are not trained together."""
 
