@@ -36,7 +36,7 @@ from mupscale.widening.width_table import merged_table
 
 
 class Apart(UserError):
-    """A fit cannot take its steps together with others, or gains nothing by it; the message says why."""
+    """A fit cannot take its steps together with others; the message says why."""
 
 
 @dataclass

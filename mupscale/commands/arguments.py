@@ -38,7 +38,7 @@ Size = int | Literal["auto", "off"]
 """How many runs are made together, at most."""
 
 STACK_HELP = """how many runs are trained as one program, where they differ in numbers alone (rates, decay, noise,
-seeds): auto (the default), as many as fit into memory and pay; N, at most so many; off, one after another"""
+seeds): auto (the default), as many as fit into memory; N, at most so many; off, one after another"""
 
 
 def stack_size(text: str) -> Size:
