@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from mupscale.base_shapes import set_base_shapes
     from mupscale.checks.claims import check_claim
     from mupscale.checks.verify import Verdict, verify
+    from mupscale.discovery.discover import discover
+    from mupscale.discovery.found import Found
     from mupscale.mup_optimizers import MuAdam, MuAdamW, MuSGD, apply_mup
     from mupscale.widening.clip import clip_grad_norm_
     from mupscale.widening.methods import (
@@ -34,6 +36,7 @@ _HOME = {
     "AdditiveNoise": "widening.noise",
     "Duplication": "widening.methods",
     "FPI": "widening.methods",
+    "Found": "discovery.found",
     "HyperCloning": "widening.methods",
     "Lemon": "widening.methods",
     "LiGO": "widening.methods",
@@ -52,6 +55,7 @@ _HOME = {
     "apply_mup": "mup_optimizers",
     "check_claim": "checks.claims",
     "clip_grad_norm_": "widening.clip",
+    "discover": "discovery.discover",
     "plan": "widening.plan",
     "register_optimizer": "widening.rules",
     "set_base_shapes": "base_shapes",
@@ -64,6 +68,7 @@ __all__ = [
     "FPI",
     "AdditiveNoise",
     "Duplication",
+    "Found",
     "HyperCloning",
     "Lemon",
     "LiGO",
@@ -82,6 +87,7 @@ __all__ = [
     "apply_mup",
     "check_claim",
     "clip_grad_norm_",
+    "discover",
     "plan",
     "register_optimizer",
     "set_base_shapes",

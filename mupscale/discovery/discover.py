@@ -1,0 +1,111 @@
+"""One public call, `discover`: how a model grows that nobody prepared."""
+
+import torch
+from torch import Tensor, nn
+
+from mupscale.arguments import refuse_unless_callable
+from mupscale.checks.verify import float64_copy
+from mupscale.discovery.found import Found, Unit
+from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known
+from mupscale.discovery.passes import Call
+from mupscale.discovery.search import Search
+from mupscale.errors import UserError
+from mupscale.widening.layout import LayoutSpec
+from mupscale.widening.modules import Side
+from mupscale.widening.roles import Role
+from mupscale.widening.survey import Use, refuse_unless_model
+
+TOLERANCE = 1e-9
+
+
+def discover(narrow: nn.Module, wide: nn.Module, call: Call) -> Found:
+    """Finds how `narrow` grows to `wide`: the layouts, roles and units of all parameters.
+
+    `call(model)` runs one forward pass. Copies of both models, with their parameters moved a little so that zeros and
+    ones hide nothing, run in float64 on the CPU; where they first differ, layouts, roles and units of the modules
+    before it are tried until they agree to the end, and until all gradients agree. The arguments are not changed.
+
+    `found = discover(narrow, wide, lambda model: model(tokens))`
+    """
+    for name, model in (("narrow", narrow), ("wide", wide)):
+        refuse_unless_model(f"discover: {name}", model)
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise UserError(f"discover: {name} is on the meta device and cannot run; build it on the CPU")
+    refuse_unless_callable("discover: call", call, "lambda model: model(batch)")
+    with torch.random.fork_rng():
+        before, after = (float64_copy(model).cpu().eval() for model in (narrow, wide))
+        for model in (before, after):
+            if hasattr(model, "set_experts_implementation"):  # of transformers: its fast kernels are not for float64
+                model.set_experts_implementation("eager")
+        move_(before)
+        search = Search(before, after, call, TOLERANCE)
+        search.run()
+    return _found(search.hypothesis, search.passes)
+
+
+@torch.no_grad()
+def move_(model: nn.Module) -> None:
+    """Moves all parameters and statistics a little: units that are alike become different."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            size = float(parameter.abs().square().mean().sqrt()) if parameter.numel() else 0.0
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(noise, alpha=0.3 * size if size else 0.1)
+    for name in model.state_dict(keep_vars=True):
+        tensor = model.state_dict(keep_vars=True)[name]
+        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+            tensor.mul_(1 + 0.3 * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype))
+            if not bool(tensor.any()):
+                tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
+
+
+def _found(hypothesis: Hypothesis, passes: int) -> Found:
+    roles: dict[str, Role] = {}
+    blocks: dict[str, dict[int, LayoutSpec]] = {}
+    units: dict[str, Unit] = {}
+    tied = any(_is_tied(use) for use in hypothesis.uses.values())
+    for name, assumed in hypothesis.assumed.items():
+        axes: dict[int, LayoutSpec] = {}
+        for axis, layout in enumerate(assumed.layouts):
+            if len(layout) == 1 and layout[0].factor > 1:
+                axes[axis] = layout[0].block
+            elif len(layout) > 1:
+                axes[axis] = [tuple(piece) for piece in layout]
+        if axes:
+            blocks[name] = axes
+        use = hypothesis.uses.get(name)
+        if use is None or not use.growing:
+            continue
+        unit, role = assumed.unit, _role(assumed.sides)
+        if tied and unit != 1 and _is_norm(use):  # it carries the factor of the readout behind it
+            role, unit = "readout", unit * assumed.copies
+        if role != _default_role(use):
+            roles[name] = role
+        if abs(unit - 1) > 1e-9 or assumed.offset:
+            units[name] = (unit, assumed.offset) if assumed.offset else unit
+    shapes = {name: (use.narrow_shape, use.wide_shape) for name, use in hypothesis.uses.items()}
+    shapes |= {name: (tuple(before.shape), tuple(after.shape)) for name, before, after in hypothesis.survey.buffers}
+    return Found(roles, blocks, units, passes, shapes)
+
+
+def _is_tied(use: Use) -> bool:
+    return use.narrow.ndim > 1 and len(use.owners) > 1
+
+
+def _is_norm(use: Use) -> bool:
+    _, module, _, _ = use.owners[0]
+    return all(parameter.ndim == 1 for parameter in module.parameters())
+
+
+def _default_role(use: Use) -> Role | None:
+    """What a plan takes a parameter for by itself; None where it has to be said."""
+    if _is_tied(use) or (not is_known(use) and use.narrow.ndim > 1):
+        return None
+    return _role(first_sides(use))
+
+
+def _role(sides: tuple[Side, ...]) -> Role:
+    if "out" in sides and "in" in sides:
+        return "matrix" if sides.index("out") < sides.index("in") else "transposed_matrix"
+    return "vector" if "out" in sides else "readout"

@@ -1,0 +1,152 @@
+"""What was found: roles, blocks and units by parameter name, as `plan`, `upscale` and `verify` take them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor, nn
+
+from mupscale.discovery.hypothesis import starred
+from mupscale.errors import UserError
+from mupscale.widening.layout import Layout, LayoutSpec, Piece, parse_layout
+from mupscale.widening.roles import Role
+
+Unit = float | tuple[float, float]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """How a model grows. `print` it.
+
+    `upscale(narrow, wide, optimizer, roles=found.roles, blocks=found.blocks, units=found.units)`
+    """
+
+    roles: dict[str, Role]
+    blocks: dict[str, dict[int, LayoutSpec]]
+    units: dict[str, Unit]
+    passes: int
+    """Forward passes of the wide model that it took."""
+    shapes: dict[str, tuple[Shape, Shape]] = field(repr=False)
+    """Of every parameter and buffer in the narrow and in the wide model."""
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        """All three, as keyword arguments: `plan(narrow, wide, **found.hints)`."""
+        return {"roles": self.roles, "blocks": self.blocks, "units": self.units}
+
+    def resolved(self, narrow: nn.Module, wide: nn.Module) -> "Found":
+        """The same for two models of the same family with other sizes and another depth.
+
+        They may be on the meta device. Blocks and pieces are carried over as shares of their axis. UserError where
+        that does not say how a parameter grows.
+        """
+        targets = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
+        sources = {**dict(narrow.named_parameters()), **dict(narrow.named_buffers())}
+        alike: dict[str, list[str]] = {}
+        for name in self.shapes:
+            alike.setdefault(starred(name), []).append(name)
+        places: dict[str, list[str]] = {}
+        for name in sources:
+            places.setdefault(starred(name), []).append(name)
+        answer = Found({}, {}, {}, self.passes, {})
+        for key, names in places.items():
+            if key not in alike:
+                raise UserError(f"{names[0]!r} has no counterpart in the model in which growth was found")
+            for name, model in zip(names, self._models(alike[key], len(names)), strict=True):
+                self._carry_over(model, name, sources[name], targets[name], answer)
+        return answer
+
+    def _models(self, names: Sequence[str], count: int) -> list[str]:
+        """For each of `count` parameters, the one of the smaller model that it grows like: the last like the last."""
+        said = [self._said_of(name) for name in names]
+        if len(names) == count:
+            return list(names)
+        if any(each != said[0] for each in said[:-1]):
+            raise UserError(
+                f"{names[0]!r} and the same parameters of other layers grow differently, so the finding cannot be "
+                "carried over to another depth"
+            )
+        return [names[0]] * (count - 1) + [names[-1]]
+
+    def _said_of(self, name: str) -> tuple[Any, ...]:
+        return self.roles.get(name), str(self.blocks.get(name)), self.units.get(name)
+
+    def _carry_over(self, model: str, name: str, source: Tensor, target: Tensor, answer: "Found") -> None:
+        shapes = tuple(source.shape), tuple(target.shape)
+        answer.shapes[name] = shapes
+        if model in self.roles:
+            answer.roles[name] = self.roles[model]
+        if model in self.units:
+            answer.units[name] = self.units[model]
+        for axis, (n, w) in enumerate(zip(*shapes, strict=True)):
+            small = tuple(shape[axis] for shape in self.shapes[model])
+            if (n == w) != (small[0] == small[1]):
+                raise UserError(
+                    f"axis {axis} of {name!r} {shapes[0]} → {shapes[1]} grows in one size of the family only. Were "
+                    "both configurations widened by the same factor?"
+                )
+            if axis in self.blocks.get(model, {}):
+                layout = parse_layout(self.blocks[model][axis], *small)
+                answer.blocks.setdefault(name, {})[axis] = _rescaled(name, layout, small, (n, w))
+
+    def __str__(self) -> str:
+        lines = [f"found in {self.passes} forward passes of the wide model"]
+        for title, values in (("roles", self.roles), ("units", self.units), ("blocks", self.blocks)):
+            if values:
+                lines += [f"{title}:", *(f"  {line}" for line in _by_layer(values))]
+        return "\n".join(lines)
+
+
+def _rescaled(name: str, layout: Layout, small: tuple[int, int], large: tuple[int, int]) -> LayoutSpec:
+    """The layout of an axis of one length for an axis of another: pieces keep their shares of it."""
+    n, w = large
+    if len(layout) == 1:
+        (piece,) = layout
+        if piece.block == 1:
+            return 1
+        count = piece.length // piece.block
+        if n % count == 0:
+            return n // count
+        raise _does_not_fit(name, large)
+    if len({piece.factor for piece in layout}) == 1:
+        return [_share(name, piece, Fraction(n, small[0]), large) for piece in layout]
+    grown, fixed = (sum(p.length for p in layout if (p.factor > 1) is wanted) for wanted in (True, False))
+    factors = {piece.factor for piece in layout if piece.factor > 1}
+    if len(factors) != 1:
+        raise _does_not_fit(name, large)
+    grown_here = Fraction(w - n, factors.pop() - 1)
+    ratio = {True: grown_here / grown, False: (n - grown_here) / fixed}
+    return [_share(name, piece, ratio[piece.factor > 1], large) for piece in layout]
+
+
+def _share(name: str, piece: Piece, ratio: Fraction, large: tuple[int, int]) -> tuple[int, int, int]:
+    length = piece.length * ratio
+    block = length / (piece.length // piece.block) if piece.block > 1 or piece.length == 1 else Fraction(1)
+    if length.denominator != 1 or block.denominator != 1 or length < 1:
+        raise _does_not_fit(name, large)
+    return int(length), int(block), piece.factor
+
+
+def _does_not_fit(name: str, sizes: tuple[int, int]) -> UserError:
+    return UserError(
+        f"an axis of {name!r} ({sizes[0]} → {sizes[1]}) cannot be cut as it was in the model in which growth was found"
+    )
+
+
+def _by_layer(values: Mapping[str, object]) -> list[str]:
+    """One line for a parameter of all layers."""
+    grouped: dict[tuple[str, str], int] = {}
+    for name, value in values.items():
+        key = starred(name), _text(value)
+        grouped[key] = grouped.get(key, 0) + 1
+    return [f"{name}: {value}" + f" ({count} of them)" * (count > 1) for (name, value), count in grouped.items()]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, tuple):
+        return f"{value[0]:.6g}, of {value[1]:g} + the weight"
+    return str(value)

@@ -1,0 +1,210 @@
+"""What is assumed of every tensor of the wide model, and the wide model written so."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
+from mupscale.widening import modules
+from mupscale.widening.layout import Layout, Piece, duplicate_, evenly, narrow_length, wide_length
+from mupscale.widening.modules import Side
+from mupscale.widening.survey import Survey, Use
+
+Axis = tuple[str, int]
+"""An axis of a tensor, by the tensor's name."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Of one tensor: how it is duplicated, and by what; with an offset c, it is c + w that is multiplied."""
+
+    layouts: tuple[Layout, ...]
+    sides: tuple[Side, ...]
+    unit: float = 1.0
+    offset: float = 0.0
+
+    def with_layout(self, axis: int, layout: Layout) -> "Assumed":
+        return replace(self, layouts=tuple(layout if i == axis else old for i, old in enumerate(self.layouts)))
+
+    @property
+    def copies(self) -> float:
+        """By how much the number of entries grows."""
+        narrow = math.prod(narrow_length(layout) for layout in self.layouts)
+        return math.prod(wide_length(layout) for layout in self.layouts) / max(narrow, 1)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Axes of one module, and of the same module in other layers, that hold the same units."""
+
+    key: str
+    """The module's name, with a star for every number; of a module of unknown type, its tensor's and the axis."""
+    narrow: int
+    wide: int
+    axes: tuple[Axis, ...]
+
+
+class Hypothesis:
+    """What is assumed, and the wide model that follows from it. Both models are the caller's copies, in float64."""
+
+    def __init__(self, narrow: nn.Module, wide: nn.Module) -> None:
+        self.survey = Survey(narrow, wide)
+        self.narrow, self.wide = narrow, wide
+        self.uses = {use.name: use for use in self.survey.uses}
+        own = {
+            f"{name}.{attribute}".removeprefix(".")
+            for name, module in wide.named_modules()
+            for attribute in non_persistent_buffers(module)
+        }
+        self.buffers = {name: (a, b) for name, a, b in self.survey.buffers if name not in own}
+        self.assumed: dict[str, Assumed] = {}
+        self.pinned: frozenset[Axis] = frozenset()
+        """Axes whose layout was chosen; those of others follow from what their module reads."""
+        for use in self.survey.uses:
+            self.assumed[use.name] = Assumed(_first_layouts(use.narrow_shape, use.wide_shape), first_sides(use))
+        for name, (before, after) in self.buffers.items():
+            shapes = tuple(before.shape), tuple(after.shape)
+            self.assumed[name] = Assumed(_first_layouts(*shapes), (None,) * before.ndim)
+        self._written: dict[str, Assumed] = {}
+        self._wide = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
+        self.groups = list(self._groups())
+
+    def state(self) -> tuple[dict[str, Assumed], frozenset[Axis]]:
+        return dict(self.assumed), self.pinned
+
+    def restore(self, state: tuple[dict[str, Assumed], frozenset[Axis]]) -> None:
+        self.assumed, self.pinned = dict(state[0]), state[1]
+
+    def choose(self, group: Group, layout: Layout) -> None:
+        for name, axis in group.axes:
+            self.assumed[name] = self.assumed[name].with_layout(axis, layout)
+        self.pinned |= set(group.axes)
+
+    def follow(self, name: str, axis: int, layout: Layout) -> None:
+        """An axis gets the layout of what its module reads, unless one was chosen for it."""
+        if (name, axis) not in self.pinned and self.assumed[name].layouts[axis] != layout:
+            self.assumed[name] = self.assumed[name].with_layout(axis, layout)
+
+    def turn(self, name: str, sides: tuple[Side, ...]) -> None:
+        """Gives the axes of a parameter other sides."""
+        self.assumed[name] = replace(self.assumed[name], sides=sides)
+
+    def scale(self, name: str, unit: float, offset: float = 0.0) -> None:
+        """Multiplies a tensor, or offset + tensor, by a further number."""
+        old = self.assumed[name]
+        self.assumed[name] = replace(old, unit=old.unit * unit, offset=offset or old.offset)
+
+    @torch.no_grad()
+    def write(self, names: Iterator[str] | list[str] | None = None) -> None:
+        """Writes what has changed into the wide model."""
+        for name in self.assumed if names is None else names:
+            assumed = self.assumed[name]
+            if self._written.get(name) == assumed:
+                continue
+            source = self.uses[name].narrow if name in self.uses else self.buffers[name][0]
+            target = self._wide[name]
+            scales = [
+                [1 / piece.factor if side == "in" else 1.0 for piece in layout]
+                for layout, side in zip(assumed.layouts, assumed.sides, strict=True)
+            ]
+            source = source + assumed.offset if assumed.offset else source
+            duplicate_(target, source, assumed.layouts, scales, assumed.unit)
+            if assumed.offset:
+                target.sub_(assumed.offset)
+            self._written[name] = assumed
+
+    def weight_scale(self, name: str) -> float:
+        """What the entries of a parameter are multiplied by, where all of them are multiplied alike."""
+        assumed = self.assumed[name]
+        answer = assumed.unit
+        for layout, side in zip(assumed.layouts, assumed.sides, strict=True):
+            if side == "in":
+                answer /= max(piece.factor for piece in layout)
+        return answer
+
+    def own(self, module: str) -> list[str]:
+        """The names, as assumed, of the parameters that a module itself holds."""
+        first = self.survey.parameter_names()
+        held = self.narrow.get_submodule(module).named_parameters(recurse=False, remove_duplicate=False)
+        return [first[f"{module}.{attribute}".removeprefix(".")] for attribute, _ in held]
+
+    def _groups(self) -> Iterator[Group]:
+        found: dict[tuple[str, int, int], list[Axis]] = {}
+        for name in (*self.uses, *self.buffers):
+            use = self.uses.get(name)
+            shapes = (
+                (use.narrow_shape, use.wide_shape)
+                if use
+                else tuple(tuple(tensor.shape) for tensor in self.buffers[name])
+            )
+            for axis, (n, w) in enumerate(zip(*shapes, strict=True)):
+                if n == w:
+                    continue
+                owner = name.rpartition(".")[0]
+                known = use is None or is_known(use)
+                if known and use and self.assumed[name].sides[axis] == "in":
+                    continue
+                key = starred(owner) if known else f"{starred(name)}, axis {axis}"
+                found.setdefault((key, n, w), []).append((name, axis))
+        for (key, n, w), axes in found.items():
+            yield Group(key, n, w, tuple(axes))
+
+
+def is_known(use: Use) -> bool:
+    """Whether the type of the module says which axes are summed over."""
+    _, before, _, attribute = use.owners[0]
+    return modules.axis_sides(before, attribute, use.narrow) is not None
+
+
+def starred(name: str) -> str:
+    """A name with a star for every number in it: the same for all layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+
+
+def first_sides(use: Use) -> tuple[Side, ...]:
+    """The side of every axis, as the module types tell it; of an unknown one, the last of two axes is summed over.
+
+    A tied parameter counts as an embedding: what reads it is made up for elsewhere.
+    """
+    found = []
+    for _, before, after, attribute in use.owners:
+        known = modules.axis_sides(before, attribute, use.narrow)
+        if known is not None and modules.group_count(before) != modules.group_count(after):
+            known = ("out", *known[1:])
+        if known is None:
+            known = tuple("out" for _ in use.narrow_shape)
+            if len(use.growing) > 1:
+                known = tuple("in" if axis == use.growing[-1] else "out" for axis in range(len(known)))
+        found.append(tuple(side if axis in use.growing else None for axis, side in enumerate(known)))
+    return min(found, key=lambda sides: sides.count("in"))
+
+
+def _first_layouts(narrow: tuple[int, ...], wide: tuple[int, ...]) -> tuple[Layout, ...]:
+    return tuple(first_layout(n, w) for n, w in zip(narrow, wide, strict=True))
+
+
+def first_layout(narrow: int, wide: int) -> Layout:
+    """The whole axis repeated; units spread evenly where the factor is not whole."""
+    if narrow == wide or narrow == 0:
+        return (Piece(narrow, max(narrow, 1), 1),)
+    return evenly(narrow, wide, narrow) if wide % narrow == 0 else evenly(narrow, wide)
+
+
+Reading = Literal["summed", "unit by unit"]
+
+
+def followed_axes(module: nn.Module, twin: nn.Module, attribute: str, parameter: Tensor) -> tuple[int, Reading] | None:
+    """The axis of a parameter that must agree with what its module reads, and how it reads it; None if unknown."""
+    sides = modules.axis_sides(module, attribute, parameter)
+    by_unit = isinstance(module, (BatchNormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU))
+    by_unit = by_unit or (isinstance(module, ConvNd) and module.groups > 1 and module.weight.shape[1] == 1)
+    if by_unit or sides is None:
+        axes = [axis for axis, size in enumerate(parameter.shape) if size > 1]
+        return (axes[0], "unit by unit") if len(axes) == 1 or isinstance(module, ConvNd) else None
+    reads = isinstance(module, nn.Linear | ConvNd) or modules.is_conv1d(module)
+    return (sides.index("in"), "summed") if reads and "in" in sides else None

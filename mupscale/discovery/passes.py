@@ -1,0 +1,224 @@
+"""One forward pass of each model side by side: where they first differ, and by what ratio they agree until then."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mupscale._torch import tree_leaves, tree_map
+from mupscale.checks.recording import float_copies
+from mupscale.discovery.double_precision import DoublePrecision
+from mupscale.discovery.hypothesis import Hypothesis, followed_axes
+from mupscale.discovery.matching import MASKED, Match, match
+from mupscale.widening.layout import Layout, duplicate_, narrow_length, wide_length
+
+Call = Callable[[nn.Module], Any]
+"""One forward pass of a model."""
+
+
+@dataclass
+class Event:
+    """A module begins with these inputs, or ends with these outputs."""
+
+    module: str
+    kind: Literal["begins", "ends"]
+    tensors: list[Tensor]
+
+
+@dataclass
+class Outcome:
+    """How far the wide model agrees with the narrow one."""
+
+    agreed: int
+    """Events that agree."""
+    total: int
+    matches: list[list[Match]] = field(default_factory=list)
+    """How the tensors of each event that agrees are made of the narrow ones."""
+    reason: str | None = None
+    """What differs in the first event that does not agree; None if all do."""
+
+    untrained: list[str] = field(default_factory=list)
+    """Parameters of which copies of one entry would not train alike."""
+
+    @property
+    def complete(self) -> bool:
+        return self.reason is None and not self.untrained
+
+    @property
+    def score(self) -> tuple[int, bool, int]:
+        return self.agreed, self.reason is None, -len(self.untrained)
+
+
+class _Stop(Exception):
+    """Ends a pass at its first difference."""
+
+
+class Recording:
+    """The events of a forward pass."""
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        self.events: list[Event] = []
+        self.outputs: list[Tensor] = []
+        """Of the model itself, with their graph."""
+        self._model = model
+        _watched(model, call, self._note)
+
+    def _note(self, name: str, module: nn.Module, kind: Literal["begins", "ends"], values: Any) -> None:
+        self.events.append(Event(name, kind, float_copies(values)))
+        if not name and kind == "ends":
+            self.outputs = floats(values)
+
+
+def floats(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def compare(hypothesis: Hypothesis, narrow: Recording, call: Call, tolerance: float) -> Outcome:
+    """Runs the wide model as it is assumed to be, up to the first difference."""
+    hypothesis.write()
+    outcome = Outcome(0, len(narrow.events))
+
+    def note(name: str, module: nn.Module, kind: Literal["begins", "ends"], values: Any) -> None:
+        index = outcome.agreed
+        if index >= len(narrow.events) or (narrow.events[index].module, narrow.events[index].kind) != (name, kind):
+            outcome.reason = "the two models call different modules"
+            raise _Stop
+        matches = _matched(narrow.events[index].tensors, float_copies(values), tolerance)
+        if matches is None:
+            outcome.reason = f"what {_shown(name)} {'reads' if kind == 'begins' else 'returns'} differs"
+            raise _Stop
+        if kind == "begins":
+            _follow(hypothesis, name, narrow.events[index].tensors, matches)
+        if not name and kind == "ends" and not _in_full(narrow.events[index].tensors, matches):
+            outcome.reason = "what the model returns is multiplied by a number"
+            outcome.matches.append(matches)
+            raise _Stop
+        outcome.matches.append(matches)
+        outcome.agreed += 1
+
+    try:
+        with torch.no_grad():
+            _watched(hypothesis.wide, call, note)
+    except _Stop:
+        pass
+    else:
+        if outcome.agreed < len(narrow.events):
+            outcome.reason = "the two models call different modules"
+    return outcome
+
+
+def _shown(name: str) -> str:
+    return repr(name) if name else "the model"
+
+
+def _matched(narrow: list[Tensor], wide: list[Tensor], tolerance: float) -> list[Match] | None:
+    if len(narrow) != len(wide):
+        return None
+    answer = []
+    for before, after in zip(narrow, wide, strict=True):
+        found = match(before, after, tolerance)
+        if found is None:
+            return None
+        answer.append(found)
+    return answer
+
+
+def _in_full(narrow: list[Tensor], matches: list[Match]) -> bool:
+    """Whether outputs that do not grow are equal; hidden states may be in other units, unless there is nothing else."""
+    fixed = [found for found in matches if not _grows(found)]
+    return all(found.ratio == 1 for found in fixed or matches)
+
+
+def _grows(found: Match) -> bool:
+    return any(piece.factor > 1 for layout in found.layouts for piece in layout)
+
+
+def _follow(hypothesis: Hypothesis, name: str, inputs: list[Tensor], matches: list[Match]) -> None:
+    """Parameters that read, or act on, the units of an input are duplicated as it is."""
+    module, twin = hypothesis.narrow.get_submodule(name), hypothesis.wide.get_submodule(name)
+    first_names = hypothesis.survey.parameter_names()
+    changed = []
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    for attribute, tensor in tensors:
+        full = f"{name}.{attribute}".removeprefix(".")
+        full = first_names.get(full, full)
+        if full not in hypothesis.assumed:
+            continue
+        wide_shape = hypothesis.uses[full].wide_shape if full in hypothesis.uses else hypothesis.buffers[full][1].shape
+        followed = followed_axes(module, twin, attribute, tensor)
+        if followed is None or tensor.shape[followed[0]] == wide_shape[followed[0]]:
+            continue
+        axis = followed[0]
+        layout = _layout_of_units(inputs, matches, tensor.shape[axis], wide_shape[axis])
+        if layout is not None and hypothesis.assumed[full].layouts[axis] != layout:
+            hypothesis.follow(full, axis, layout)
+            changed.append(full)
+    hypothesis.write(changed)
+
+
+def _layout_of_units(inputs: list[Tensor], matches: list[Match], narrow: int, wide: int) -> Layout | None:
+    """The layout of the only axis of the inputs that grows like this one."""
+    found = {
+        layout
+        for tensor, each in zip(inputs, matches, strict=True)
+        for axis, layout in enumerate(each.layouts)
+        if tensor.shape[axis] == narrow and wide_length(layout) == wide
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _watched(model: nn.Module, call: Call, note: Callable[[str, nn.Module, Any, Any], None]) -> None:
+    """Runs the model, and calls `note` where each module begins and ends."""
+    handles = [model.register_forward_pre_hook(_in_float64, with_kwargs=True)]
+
+    def begins(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, args, kwargs: note(name, module, "begins", (args, kwargs))
+
+    def ends(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, args, output: note(name, module, "ends", output)
+
+    try:
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(begins(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(ends(name)))
+        torch.manual_seed(0)
+        with DoublePrecision():
+            call(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def doubled(value: Any) -> Any:
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(doubled, args), tree_map(doubled, kwargs)
+
+
+def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) -> dict[str, Tensor]:
+    """The gradients of a weighted sum of all outputs, by the names of parameters.
+
+    With `matches`, which say how the outputs of a wide model are made of the narrow one's, the sum is the same: the
+    copies of an output share its weight.
+    """
+    model.zero_grad()
+    outputs = Recording(model, call).outputs
+    generator = torch.Generator().manual_seed(1)
+    total = torch.zeros((), dtype=torch.float64)
+    for index, output in enumerate(outputs):
+        layouts = None if matches is None else matches[index].layouts
+        shape = output.shape if layouts is None else [narrow_length(layout) for layout in layouts]
+        weights = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if matches is not None and layouts is not None:
+            shares = [[1 / piece.factor for piece in layout] for layout in layouts]
+            spread = weights.new_empty(output.shape)
+            duplicate_(spread, weights, layouts, shares, 1 / matches[index].ratio)
+            weights = spread
+        total = total + torch.where(output.detach().abs() < MASKED, output * weights.to(output), 0.0).sum()
+    if not total.requires_grad:
+        return {}
+    total.backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}

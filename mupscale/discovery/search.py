@@ -1,0 +1,302 @@
+"""The search: at the first difference between the models, what is assumed of the modules before it is changed."""
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mupscale.discovery.hypothesis import Group, Hypothesis, is_known, starred
+from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients
+from mupscale.errors import UserError
+from mupscale.widening.layout import Layout, Piece, duplicate_, evenly
+from mupscale.widening.modules import Side
+
+
+class Change(NamedTuple):
+    """One thing to try."""
+
+    words: str
+    layout: tuple[Group, Layout] | None = None
+    sides: tuple[tuple[str, ...], tuple[Side, ...]] | None = None
+    units: tuple[tuple[str, ...], float, float] | None = None
+    """Names, a factor and an offset."""
+
+    def apply(self, hypothesis: Hypothesis) -> None:
+        if self.layout is not None:
+            hypothesis.choose(*self.layout)
+        if self.sides is not None:
+            for name in self.sides[0]:
+                hypothesis.turn(name, self.sides[1])
+        if self.units is not None:
+            for name in self.units[0]:
+                hypothesis.scale(name, *self.units[1:])
+
+
+class Search:
+    """Looks for what makes the wide model agree with the narrow one, event by event."""
+
+    def __init__(self, narrow: nn.Module, wide: nn.Module, call: Call, tolerance: float) -> None:
+        self.hypothesis = Hypothesis(narrow, wide)
+        self.call = call
+        self.tolerance = tolerance
+        with torch.no_grad():
+            self.narrow = Recording(narrow, call)
+        if not self.narrow.events:
+            raise UserError("discover: call(model) does not run the model. Let it return model(inputs)")
+        self._gradients: dict[str, Tensor] | None = None
+        self.passes = 0
+        self.tried: list[str] = []
+
+    def run(self) -> Outcome:
+        """Changes what is assumed until the models agree; UserError where no change helps."""
+        outcome = self._pass()
+        while not outcome.complete:
+            self.tried = []
+            better = self._better(outcome)
+            if better is None:
+                raise self._stuck(outcome)
+            outcome = better
+        return outcome
+
+    def _pass(self) -> Outcome:
+        self.passes += 1
+        outcome = compare(self.hypothesis, self.narrow, self.call, self.tolerance)
+        if outcome.reason is None:
+            outcome.untrained = self._unlike_gradients(outcome)
+        return outcome
+
+    def _better(self, outcome: Outcome) -> Outcome | None:
+        """The outcome of the change after which the models agree for longest; None if no change helps.
+
+        Changes inside the module where the models part come first, then those in the modules around it; two changes at
+        once only if no single one helps.
+        """
+        seen: set[Change] = set()
+        by_scope = []
+        for scope in self._scopes(outcome):
+            changes = [change for change in self._changes(outcome, scope) if change not in seen]
+            seen.update(changes)
+            by_scope.append(changes)
+        for changes in by_scope:
+            best = self._best_of(outcome, ((change,) for change in changes))
+            if best is not None:
+                return best
+        for changes in by_scope:
+            best = self._best_of(outcome, _pairs(changes))
+            if best is not None:
+                return best
+        return None
+
+    def _best_of(self, outcome: Outcome, trials: Iterable[tuple[Change, ...]]) -> Outcome | None:
+        start = self.hypothesis.state()
+        best, kept = outcome, start
+        for trial in trials:
+            self.hypothesis.restore(start)
+            for change in trial:
+                change.apply(self.hypothesis)
+            after = self._pass()
+            self.tried.append(" with ".join(change.words for change in trial))
+            if after.score > best.score:
+                best, kept = after, self.hypothesis.state()
+            if after.complete or (len(trial) > 1 and best is not outcome):
+                break
+        self.hypothesis.restore(kept)
+        return None if best is outcome else best
+
+    def _scopes(self, outcome: Outcome) -> Iterator[str]:
+        """The module in whose code the models part, and those that contain it, up to the model."""
+        if outcome.untrained:
+            scope = outcome.untrained[0].rpartition(".")[0]
+        else:
+            event = self.narrow.events[outcome.agreed]
+            scope = event.module.rpartition(".")[0] if event.kind == "begins" else event.module
+        yield scope
+        while scope:
+            scope = scope.rpartition(".")[0]
+            yield scope
+
+    def _changes(self, outcome: Outcome, scope: str) -> Iterator[Change]:
+        ran = self._modules_run(outcome, scope)
+        yield from self._unit_changes(ran, self._ratios(outcome))
+        yield from self._layout_changes(ran)
+        yield from self._side_changes(ran)
+        yield from self._unit_changes(ran, self._usual_ratios())
+
+    def _modules_run(self, outcome: Outcome, scope: str) -> list[str]:
+        """The modules with parameters of their own in a scope that have begun, the last first."""
+        inside = f"{scope}." if scope else ""
+        seen: dict[str, None] = {}
+        for event in reversed(self.narrow.events[: outcome.agreed + 1]):
+            if (event.module == scope or event.module.startswith(inside)) and self.hypothesis.own(event.module):
+                seen.setdefault(event.module)
+        return list(seen)
+
+    def _layout_changes(self, ran: list[str]) -> Iterator[Change]:
+        for module in ran:
+            own = set(self.hypothesis.own(module))
+            for group in self.hypothesis.groups:
+                if not any(name in own for name, _ in group.axes):
+                    continue
+                if any(group.key == starred(earlier) for earlier in ran[: ran.index(module)]):
+                    continue
+                name, axis = next(each for each in group.axes if each[0] in own)
+                for layout in self._layouts(group):
+                    if layout != self.hypothesis.assumed[name].layouts[axis]:
+                        yield Change(f"{group.key} in {_layout_words(layout)}", layout=(group, layout))
+
+    def _layouts(self, group: Group) -> Iterator[Layout]:
+        n, w = group.narrow, group.wide
+        if w % n == 0:
+            for count in range(1, n + 1):
+                if n % count == 0:
+                    yield evenly(n, w, n // count)
+            yield from self._sections(group)
+            return
+        yield evenly(n, w)
+        for factor in self._factors():
+            grown = (w - n) / (factor - 1)
+            if grown == int(grown) and 0 < grown < n:
+                x = int(grown)
+                yield (Piece(x, x, factor), Piece(n - x, n - x, 1))
+                yield (Piece(n - x, n - x, 1), Piece(x, x, factor))
+
+    def _sections(self, group: Group) -> Iterator[Layout]:
+        """Unequal sections: the first as long as an axis of another parameter, the rest in two equal halves."""
+        factor = group.wide // group.narrow
+        lengths = sorted({n for use in self.hypothesis.uses.values() for n in use.narrow_shape})
+        for first in lengths:
+            rest = group.narrow - first
+            if rest > 0 and rest % 2 == 0 and rest != 2 * first:
+                half = rest // 2
+                yield (Piece(first, first, factor), Piece(half, half, factor), Piece(half, half, factor))
+
+    def _side_changes(self, ran: list[str]) -> Iterator[Change]:
+        seen = set()
+        for module in ran:
+            for name in self.hypothesis.own(module):
+                use = self.hypothesis.uses[name]
+                if is_known(use) or not use.growing or starred(name) in seen:
+                    continue
+                seen.add(starred(name))
+                alike = tuple(other for other in self.hypothesis.uses if starred(other) == starred(name))
+                for sides in _other_sides(self.hypothesis.assumed[name].sides):
+                    yield Change(f"{starred(name)} as {sides}", sides=(alike, sides))
+
+    def _unit_changes(self, ran: list[str], ratios: list[float]) -> Iterator[Change]:
+        seen = set()
+        for module in ran:
+            own = tuple(self.hypothesis.own(module))
+            weights = tuple(name for name in own if "bias" not in name.rpartition(".")[2])
+            for names in dict.fromkeys((own, weights)):
+                alike = {starred(name) for name in names}
+                every = tuple(name for name in self.hypothesis.uses if starred(name) in alike)
+                for ratio in ratios:
+                    for offset in (0.0, 1.0) if self._may_be_shifted(names) else (0.0,):
+                        words = f"{starred(module)} times {1 / ratio:.4g}" + " of 1 + weight" * bool(offset)
+                        for chosen in dict.fromkeys((every, names)):
+                            if (chosen, ratio, offset) not in seen:
+                                seen.add((chosen, ratio, offset))
+                                yield Change(words, units=(chosen, 1 / ratio, offset))
+
+    def _may_be_shifted(self, names: tuple[str, ...]) -> bool:
+        """Whether parameters may be gains of the form 1 + w: those of a norm of an unknown type."""
+        uses = [self.hypothesis.uses[name] for name in names]
+        fresh = all(not self.hypothesis.assumed[name].offset for name in names)
+        return fresh and all(len(use.narrow_shape) == 1 and use.growing and not is_known(use) for use in uses)
+
+    def _ratios(self, outcome: Outcome) -> list[float]:
+        """The ratios that agreeing tensors had, the last first."""
+        seen: dict[float, None] = {}
+        for matches in reversed(outcome.matches):
+            for found in matches:
+                if found.ratio != 1 and not any(abs(found.ratio / other - 1) < 1e-6 for other in seen):
+                    seen.setdefault(found.ratio)
+        return list(seen)[:4]
+
+    def _usual_ratios(self) -> list[float]:
+        powers = (0.5, -0.5, 0.25, 1, -1)
+        return [factor**power for factor in self._factors() for power in powers]
+
+    def _factors(self) -> list[int]:
+        """The whole factors by which axes grow."""
+        pairs = {
+            (n, w)
+            for use in self.hypothesis.uses.values()
+            for n, w in zip(use.narrow_shape, use.wide_shape, strict=True)
+        }
+        return sorted({w // n for n, w in pairs if n and w != n and w % n == 0})
+
+    def _unlike_gradients(self, outcome: Outcome) -> list[str]:
+        """The parameters of which copies of one entry would not train alike, that nearest to the outputs first."""
+        if self._gradients is None:
+            self._gradients = gradients(self.hypothesis.narrow, self.call)
+        before = self._gradients
+        after = gradients(self.hypothesis.wide, self.call, outcome.matches[-1])
+        largest = max((float(gradient.abs().max()) for gradient in before.values() if gradient.numel()), default=0.0)
+        answer = []
+        for name in reversed([*before]):
+            assumed = self.hypothesis.assumed[name]
+            wanted = before[name].new_empty(self.hypothesis.uses[name].wide_shape)
+            scales = [
+                [1.0 if side == "in" else 1 / piece.factor for piece in layout]
+                for layout, side in zip(assumed.layouts, assumed.sides, strict=True)
+            ]
+            duplicate_(wanted, before[name], assumed.layouts, scales, 1 / assumed.unit)
+            found = after.get(name)
+            if found is None:
+                answer.append(name)
+            elif wanted.numel():
+                size = max(float(wanted.abs().max()), 1e-4 * largest)
+                if not float((found - wanted).abs().max()) <= 100 * self.tolerance * size:
+                    answer.append(name)
+        return answer
+
+    def _stuck(self, outcome: Outcome) -> UserError:
+        tried = ", ".join(dict.fromkeys(self.tried[:4]))
+        tried = f"{len(self.tried)} changes were tried" + f": {tried}, ..." * bool(tried)
+        if outcome.untrained:
+            return UserError(
+                "discover: the models compute the same, but copies of one entry of "
+                f"{outcome.untrained[0]!r} do not get the same gradient. {tried}"
+            )
+        name = self.narrow.events[outcome.agreed].module
+        module = self.hypothesis.narrow.get_submodule(name)
+        where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+        return UserError(
+            f"discover: stuck at {where}: {outcome.reason}, whatever is assumed of the modules before it. {tried}"
+        )
+
+
+_MOST = 24
+
+
+def _pairs(changes: list[Change]) -> Iterator[tuple[Change, Change]]:
+    """Two changes at once: of two layouts, or of a layout and units."""
+    layouts = [change for change in changes if change.layout is not None][:_MOST]
+    others = [change for change in changes if change.units is not None]
+    for one, other in combinations(layouts, 2):
+        if one.layout and other.layout and one.layout[0] != other.layout[0]:
+            yield one, other
+    for one in layouts:
+        for other in others:
+            if one.layout and other.units and any(name in other.units[0] for name, _ in one.layout[0].axes):
+                yield one, other
+
+
+def _layout_words(layout: Layout) -> str:
+    if len(layout) == 1:
+        return f"blocks of {layout[0].block}"
+    return "pieces " + " + ".join(f"{piece.length}·{piece.factor}" for piece in layout)
+
+
+def _other_sides(sides: tuple[Side, ...]) -> Iterator[tuple[Side, ...]]:
+    """The other sides that the growing axes may have."""
+    growing = [axis for axis, side in enumerate(sides) if side]
+    for number in range(2 ** len(growing)):
+        answer = list(sides)
+        for place, axis in enumerate(growing):
+            answer[axis] = "in" if number >> place & 1 else "out"
+        if tuple(answer) != sides:
+            yield tuple(answer)
