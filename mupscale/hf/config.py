@@ -10,6 +10,8 @@ from transformers import PretrainedConfig
 
 from mupscale.errors import UserError
 from mupscale.hf.config_fields import Kind, kind_of
+from mupscale.hf.config_shrunken import HEADS, HIDDEN
+from mupscale.hf.config_shrunken import shrunken as shrunken
 from mupscale.hf.config_walk import fields_of, parts
 
 Factor = int | float | Fraction
@@ -18,8 +20,6 @@ _SLOPES_OF_HEADS = {
     "bloom",
     "minimax",
 }  # the slope of a head is a function of the number of heads, and no field says so
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _HEAD_SIZE = ("head_dim", "d_kv", "d_head", "attention_head_dim", "attention_head_size", "dim_head", "kv_channels")
 _HEAD_SIZE += ("qk_head_dim", "mamba_d_head")
 
@@ -146,10 +146,10 @@ def _refuse_odd_heads(wide: PretrainedConfig) -> None:
     """Where the size of a head is hidden / heads, it must be whole."""
     for path, part in parts(wide):
         values = vars(part)
-        hidden = next((name for name in _HIDDEN if isinstance(values.get(name), int)), None)
+        hidden = next((name for name in HIDDEN if isinstance(values.get(name), int)), None)
         if hidden is None or any(values.get(name) for name in _HEAD_SIZE):
             continue
-        for heads in _HEADS:
+        for heads in HEADS:
             count = values.get(heads)
             if isinstance(count, int) and count > 0 and values[hidden] % count:
                 raise UserError(
