@@ -1,0 +1,398 @@
+"""The same family at the smallest size that still shows its structure: `shrunken`.
+
+Ratios of heads, flags, activations, kinds of layers and the number of experts that a token uses stay. Equal sizes stay
+equal, a whole multiple of the hidden size stays that multiple, and all other sizes become different from each other.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from mupscale.hf.config_fields import kind_of
+from mupscale.hf.config_walk import fields_of, parts
+
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+HEAD_SIZE = ("head_dim", "d_kv", "d_head", "attention_head_dim", "attention_head_size", "dim_head", "kv_channels")
+_STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("n_mamba_heads", ""))
+_SMALL_HEADS = (8, 10, 12, 16, 20, 24, 32, 40, 64)
+_VOCABULARIES = (61, 67, 71, 73, 79, 83, 89, 97)  # primes: no size is equal to them, nor any multiple of one
+_POSITIONS = 50
+_LAYERS = 2
+_DEPTH = re.compile(
+    r"(.*_)?n(um)?_(hidden_|decoder_|encoder_|conv_)?layers?|(.*_)?(encoder|decoder)_layers|depth|layers|[lrx]_layers"
+)
+_STAGES = re.compile(r"depths?|block_sizes|blocks_per_stage|num_block_repeats|stage_num_blocks")
+_LAYER_NUMBERS = re.compile(r".*(indexes|indices|idxs|layer_ids)|(mlp_only|moe|cross_attention|kv_source)_layers")
+_TOKEN = re.compile(r"(.*_)?token_(ids?|index)|.*_(bos|eos|pad)_id|(begin_)?suppress_tokens|(tag|subs)_pad_id")
+_LENGTH = re.compile(r"max_position_embeddings|(.*_)?max_.*position.*|n_positions|n_ctx|max_seq_len|max_(source|target)_.*")
+_WINDOW = re.compile(r"(.*_)?sliding_windows?(_size)?|attention_window(_size)?|(.*_)?chunk_size|(.*_)?local_attention")
+_EXPERTS = re.compile(r"(.*_)?num_(local_)?experts|n_routed_experts|(.*_)?n_experts")
+_PER_TOKEN = re.compile(r"(.*_)?(num_experts_per_tok(en)?|moe_topk|moe_k|top_?k(_experts)?|moe_top_k|router_topk)")
+_STATE = re.compile(r"(.*_)?(ssm_)?state_size|(mamba_)?d_state|mamba_d_state")
+_RANK = re.compile(r"(?!time_step_|mamba_dt_)(.*_)?rank")
+_LATENT_HEADS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def shrunken(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of `config` with the same structure at the smallest sizes: a model of it takes milliseconds to build and run.
+
+    >>> from transformers import LlamaConfig
+    >>> small = shrunken(LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8))
+    >>> small.hidden_size, small.num_attention_heads, small.num_key_value_heads, small.num_hidden_layers
+    (64, 8, 2, 2)
+    """
+    small = copy.deepcopy(config)
+    sizes = _Sizes()
+    for _, part in parts(small):
+        _shrink_heads(part, sizes)
+    for _, part in parts(small):
+        _shrink_widths(part, sizes)
+        _shrink_ranks(part, sizes)
+        _shrink_layers(part)
+        _shrink_experts(part)
+        _shrink_lengths(part)
+    _shrink_vocabulary(small)
+    return small
+
+
+class _Sizes:
+    """Small sizes by the size they stand for. One that stands for nothing else yet is unlike all others."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}
+        self.taken: set[int] = set()
+
+    def hold(self, size: int, small: int) -> int:
+        self.of[size] = small
+        self.taken.add(small)
+        return small
+
+    def new(self, size: int) -> int:
+        if size in self.of:
+            return self.of[size]
+        candidate = 24
+        while candidate in self.taken or candidate // 2 in self.taken or candidate * 2 in self.taken:
+            candidate += 8
+        return self.hold(size, min(candidate, size))
+
+
+def _first(values: dict[str, Any], names: Iterable[str]) -> str | None:
+    return next((name for name in names if _is_size(values.get(name))), None)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _attention_heads(part: PretrainedConfig) -> dict[str, int]:
+    """Numbers of heads of attention: whole numbers, those of state-space and linear layers left out."""
+    other = re.compile(r".*(mamba|linear|groups).*")
+    return {
+        name: value
+        for name, value in fields_of(part)
+        if _is_size(value) and kind_of(name, value) == "heads" and not other.fullmatch(name)
+    }
+
+
+def _base(ratios: list[int], common: int) -> int:
+    """How many heads the smallest number of them becomes."""
+    candidates = (4, 2, 3, 5, 7) if len(set(ratios)) == 1 else (2, 3, 5, 7)
+    return next((count for count in candidates if common % count == 0), min(common, 3))
+
+
+def _shrink_heads(part: PretrainedConfig, sizes: _Sizes) -> None:
+    values = vars(part)
+    heads = _attention_heads(part)
+    hidden, count = _first(values, HIDDEN), _first(values, HEADS)
+    if _has_stages(part) or not heads or count is None:
+        return
+    common = math.gcd(*heads.values())
+    base = _base([value // common for value in heads.values()], common)
+    before = values[count]
+    for name, value in heads.items():
+        setattr(part, name, value // common * base)
+    if values.get("qk_nope_head_dim"):
+        _shrink_latent_heads(part)
+    explicit = _first(values, HEAD_SIZE)
+    width = values[hidden] if hidden is not None else 0
+    head_size = values[explicit] if explicit is not None else max(width // before, 1)
+    if values.get("qk_nope_head_dim"):
+        small = 8
+    else:
+        small = _small_head(part, head_size)
+        if explicit is not None:
+            setattr(part, explicit, small)
+    sizes.taken |= {small * value for value in _attention_heads(part).values()}
+    if hidden is None:
+        return
+    attention, ratio = before * head_size, values[count] * small
+    if width % attention == 0 and not values.get("qk_nope_head_dim"):
+        ratio *= width // attention
+    elif attention % width == 0 and ratio % (attention // width) == 0:
+        ratio //= attention // width
+    else:
+        ratio = sizes.new(width)
+    already = sizes.of.get(width)
+    if already is not None and already % ratio:
+        ratio = math.lcm(already, ratio)
+    sizes.hold(width, max(ratio, already or 0))
+
+
+def _shrink_latent_heads(part: PretrainedConfig) -> None:
+    """The head sizes of latent attention: one with positions, one without, one of the values."""
+    before = {name: getattr(part, name) for name in _LATENT_HEADS}
+    after = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    if before["v_head_dim"] != before["qk_nope_head_dim"]:
+        after["v_head_dim"] = 12
+    if before["qk_rope_head_dim"] == before["qk_nope_head_dim"]:
+        after["qk_rope_head_dim"] = 8
+    for name, value in after.items():
+        setattr(part, name, value)
+    whole = before["qk_nope_head_dim"] + before["qk_rope_head_dim"]
+    for name in ("qk_head_dim", "head_dim"):
+        value = vars(part).get(name)
+        if value == whole:
+            setattr(part, name, after["qk_nope_head_dim"] + after["qk_rope_head_dim"])
+        elif value in before.values():
+            setattr(part, name, next(after[other] for other in _LATENT_HEADS[::-1] if before[other] == value))
+            if value == before["qk_rope_head_dim"]:
+                setattr(part, name, after["qk_rope_head_dim"])
+
+
+def _rope_tables(part: PretrainedConfig) -> Iterator[dict[str, Any]]:
+    """The rotary parameters: one table, or one for each kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        table = vars(part).get(name)
+        if isinstance(table, dict):
+            yield table
+            yield from (entry for entry in table.values() if isinstance(entry, dict))
+
+
+def _small_head(part: PretrainedConfig, before: int) -> int:
+    """A small size of a head of which the rotary part is whole and even; the rotary tables follow it."""
+    values = vars(part)
+    shares = [values.get(name) for name in ("partial_rotary_factor", "rotary_pct", "rotary_percent")]
+    shares += [table.get("partial_rotary_factor") for table in _rope_tables(part)]
+    if _is_size(values.get("rotary_dim")):
+        shares.append(values["rotary_dim"] / before)
+    shares = [share for share in shares if isinstance(share, int | float) and 0 < share <= 1]
+    sections = any("mrope_section" in table for table in _rope_tables(part))
+    small = before
+    for candidate in _SMALL_HEADS:
+        if candidate < before and all(_whole_and_even(candidate * share) for share in shares) and candidate >= 16 * sections:
+            small = candidate
+            break
+    if _is_size(values.get("rotary_dim")):
+        part.rotary_dim = round(values["rotary_dim"] / before * small)
+    for table in _rope_tables(part):
+        _shrink_rope(table, small, min([1.0, *shares]))
+    return small
+
+
+def _whole_and_even(size: float) -> bool:
+    return abs(size - round(size)) < 1e-9 and round(size) % 2 == 0
+
+
+def _shrink_rope(table: dict[str, Any], head_size: int, share: float) -> None:
+    pairs = round(head_size * share) // 2
+    for name in ("short_factor", "long_factor"):
+        if isinstance(table.get(name), list):
+            table[name] = table[name][:pairs]
+    sections = table.get("mrope_section")
+    if isinstance(sections, list) and sections:
+        small = [max(1, entry * pairs // sum(sections)) for entry in sections]
+        small[-1] += pairs - sum(small)
+        table["mrope_section"] = small
+
+
+def _has_stages(part: PretrainedConfig) -> bool:
+    """Whether widths or heads are given by stage, as in a convolutional network or Swin."""
+    return any(
+        isinstance(value, list | tuple) and kind_of(name, value) in ("width", "heads") and all(map(_is_size, value))
+        for name, value in fields_of(part)
+        if value and name not in ("conv_dim", "tdnn_dim") and not name.endswith("_per_layer")
+    )
+
+
+def _shrink_widths(part: PretrainedConfig, sizes: _Sizes) -> None:
+    values = vars(part)
+    widths = {n: v for n, v in fields_of(part) if kind_of(n, v, values) in ("width", "feed_forward")}
+    if _has_stages(part):
+        _shrink_stages(part, widths)
+        return
+    hidden = _first(values, HIDDEN)
+    before = values[hidden] if hidden is not None else 0
+    after = sizes.new(before) if hidden is not None else 0
+    for name, value in widths.items():
+        if isinstance(value, list | tuple):
+            setattr(part, name, type(value)(_related(entry, before, after, sizes) for entry in value))
+        elif _is_size(value):
+            small = math.ceil(after / 16) if name in ("time_step_rank", "mamba_dt_rank") else 0
+            setattr(part, name, small or _related(value, before, after, sizes))
+    for heads, head_size in _STATE_HEADS:
+        _shrink_state_heads(part, heads, head_size, before, after)
+    if "state_size" in values and "head_dim" in values and before:  # Mamba 2 has no attention
+        _shrink_state_heads(part, "num_heads", "head_dim", before, after)
+    for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"):
+        if _is_size(values.get(name)):
+            setattr(part, name, 8)
+    linear = {n: v for n, v in fields_of(part) if re.fullmatch(r"linear_num_.*heads", n) and _is_size(v)}
+    common = math.gcd(*linear.values()) if linear else 1
+    for name, value in linear.items():
+        setattr(part, name, value // common * min(2, common))
+
+
+def _related(value: Any, before: int, after: int, sizes: _Sizes) -> Any:
+    """A multiple of the hidden size stays that multiple; other sizes get one of their own."""
+    if not _is_size(value) or value < 8:
+        return value
+    if before and value % before == 0 and value // before <= 8:
+        return sizes.hold(value, value // before * after) if value not in sizes.of else sizes.of[value]
+    return sizes.new(value)
+
+
+def _shrink_state_heads(part: PretrainedConfig, heads: str, head_size: str, before: int, after: int) -> None:
+    values = vars(part)
+    if not _is_size(values.get(heads)):
+        return
+    if not head_size:
+        setattr(part, heads, min(values[heads], 2))
+        return
+    if _is_size(values.get(head_size)) and values[heads] * values[head_size] % before == 0:
+        inner = values[heads] * values[head_size] // before * after
+        setattr(part, head_size, 8)
+        setattr(part, heads, inner // 8)
+    for groups in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
+        if _is_size(values.get(groups)):
+            setattr(part, groups, min(values[groups], 2))
+
+
+def _shrink_stages(part: PretrainedConfig, widths: dict[str, Any]) -> None:
+    """Widths by stage keep their ratios, numbers of heads by stage as well."""
+    heads = {n: v for n, v in fields_of(part) if kind_of(n, v) == "heads"}
+    flat = [size for value in widths.values() for size in (value if isinstance(value, list | tuple) else [value])]
+    common = math.gcd(*(size for size in flat if _is_size(size)))
+    counts = [size for value in heads.values() for size in (value if isinstance(value, list | tuple) else [value])]
+    heads_common = math.gcd(*(size for size in counts if _is_size(size)))
+    for name, value in widths.items():
+        setattr(part, name, _scaled(value, common, 8 if common > 8 else common))
+    for name, value in heads.items():
+        setattr(part, name, _scaled(value, heads_common, 1))
+
+
+def _scaled(value: Any, common: int, unit: int) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_scaled(entry, common, unit) for entry in value)
+    return value // common * unit if _is_size(value) else value
+
+
+def _shrink_ranks(part: PretrainedConfig, sizes: _Sizes) -> None:
+    for name, value in list(fields_of(part)):
+        if not _is_size(value):
+            continue
+        if _RANK.fullmatch(name) and value > 8:
+            setattr(part, name, sizes.new(value))
+        elif _STATE.fullmatch(name):
+            setattr(part, name, min(value, 4))
+
+
+def _shrink_layers(part: PretrainedConfig) -> None:
+    values = vars(part)
+    depth_names = [n for n, v in fields_of(part) if _DEPTH.fullmatch(n) and _is_size(v)]
+    main = _first(values, ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth"))
+    whole = values[main] if main is not None else 0
+    per_layer = {n: v for n, v in vars(part).items() if isinstance(v, list) and len(v) == whole and whole > _LAYERS}
+    kept = max([_LAYERS, *(_until_all_seen(value) for value in per_layer.values())])
+    pattern = values.get("attention_types")
+    if isinstance(pattern, list) and pattern and isinstance(pattern[0], list):
+        part.attention_types = [[pattern[0][0], 1]]
+        kept = len(pattern[0][0])
+        per_layer["attention_layers"] = values.get("attention_layers", [])
+    for name in depth_names:
+        setattr(part, name, min(values[name], kept if name == main else _LAYERS))
+    for name, value in per_layer.items():
+        setattr(part, name, value[:kept])
+    for name, value in list(vars(part).items()):
+        if name in per_layer or not isinstance(value, list | tuple) or not value:
+            continue
+        if _STAGES.fullmatch(name) and all(map(_is_size, value)):
+            setattr(part, name, type(value)(min(entry, 2) for entry in value))
+        elif _LAYER_NUMBERS.fullmatch(name) and all(isinstance(entry, int) for entry in value) and main is not None:
+            setattr(part, name, type(value)([entry for entry in value if entry < kept] or [kept - 1]))
+    for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
+        if _is_size(values.get(name)):
+            setattr(part, name, 1)
+    if _is_size(values.get("moe_layer_end_index")):
+        part.moe_layer_end_index = kept - 1
+
+
+def _until_all_seen(kinds: list[Any]) -> int:
+    """How many layers it takes until every kind of layer was there.
+
+    >>> _until_all_seen(["sliding", "sliding", "full", "sliding", "sliding", "full"])
+    3
+    """
+    seen = [str(kind) for kind in kinds]
+    return max(seen.index(kind) for kind in set(seen)) + 1
+
+
+def _shrink_experts(part: PretrainedConfig) -> None:
+    values = vars(part)
+    used = max([1, *(v for n, v in fields_of(part) if _PER_TOKEN.fullmatch(n) and _is_size(v))])
+    groups = next((values[n] for n in ("n_group", "num_expert_group", "moe_n_group") if _is_size(values.get(n))), 1)
+    chosen = values["topk_group"] if _is_size(values.get("topk_group")) else groups
+    least = max(4, used + 1, 2 * groups, -(-used * groups // chosen))
+    least = -(-least // groups) * groups
+    for name, value in list(fields_of(part)):
+        if _EXPERTS.fullmatch(name) and _is_size(value):
+            setattr(part, name, min(value, least))
+
+
+def _shrink_lengths(part: PretrainedConfig) -> None:
+    values = vars(part)
+    for name, value in list(fields_of(part)):
+        if _LENGTH.fullmatch(name) and _is_size(value):
+            setattr(part, name, min(value, _POSITIONS))
+        elif _WINDOW.fullmatch(name):
+            if isinstance(value, list):
+                setattr(part, name, [min(entry, 4) if _is_size(entry) else entry for entry in value])
+            elif _is_size(value):
+                setattr(part, name, min(value, 4))
+    image, patch = values.get("image_size"), values.get("patch_size")
+    if _is_size(image) and _is_size(patch) and not _has_stages(part) and image % patch == 0:
+        part.patch_size = min(patch, 4)
+        part.image_size = part.patch_size * min(image // patch, 4)
+
+
+def _shrink_vocabulary(config: PretrainedConfig) -> None:
+    """Vocabularies become small ones; numbers of tokens that are beyond the smallest become its last ones."""
+    new: dict[int, int] = {}
+    for _, part in parts(config):
+        for name, value in list(fields_of(part)):
+            if re.fullmatch(r"(.*_)?vocab_size", name) and _is_size(value) and value > _VOCABULARIES[-1]:
+                new.setdefault(value, _VOCABULARIES[len(new) % len(_VOCABULARIES)])
+                setattr(part, name, new[value])
+    if not new:
+        return
+    last = min(new.values())
+    tokens: dict[int, int] = {}
+
+    def renumbered(token: Any) -> Any:
+        if not isinstance(token, int) or isinstance(token, bool) or token < last - 16:
+            return token
+        return tokens.setdefault(token, last - 1 - len(tokens) % 16)
+
+    for _, part in parts(config):
+        for name, value in list(vars(part).items()):
+            if not _TOKEN.fullmatch(name):
+                continue
+            if name.endswith("suppress_tokens"):
+                setattr(part, name, None if value is None else [])
+            else:
+                many = isinstance(value, list | tuple)
+                setattr(part, name, [renumbered(token) for token in value] if many else renumbered(value))
