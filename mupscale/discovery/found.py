@@ -82,7 +82,7 @@ class Found:
         if model in self.roles:
             answer.roles[name] = self.roles[model]
         if model in self.units:
-            answer.units[name] = _without_rounding(self.units[model], *self.shapes[model])
+            answer.units[name] = without_rounding(self.units[model], *self.shapes[model], 1e-6)
         for axis, (n, w) in enumerate(zip(*shapes, strict=True)):
             before, after = self.shapes[model]
             small = before[axis], after[axis]
@@ -111,12 +111,15 @@ def nearest_power(ratio: float, factor: int) -> float:
     return float(factor ** (round(4 * math.log(ratio, factor)) / 4))
 
 
-def _without_rounding(unit: Unit, narrow: Shape, wide: Shape) -> Unit:
-    """A unit that makes up for a constant which one model holds in float32, as another model needs it."""
+def without_rounding(unit: Unit, narrow: Shape, wide: Shape, tolerance: float) -> Unit:
+    """A unit as a power of the growth factor, where it is one but for rounding.
+
+    That of a constant which a model holds in float32 is one to 1e-6.
+    """
     scale = unit[0] if isinstance(unit, tuple) else unit
     for factor in {w // n for n, w in zip(narrow, wide, strict=True) if n and w > n and w % n == 0}:
         power = nearest_power(scale, factor)
-        if math.isclose(scale, power, rel_tol=1e-6):
+        if math.isclose(scale, power, rel_tol=tolerance):
             scale = power
     return (scale, unit[1]) if isinstance(unit, tuple) else scale
 
