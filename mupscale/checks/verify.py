@@ -510,8 +510,9 @@ def _step(model: nn.Module, optimizers: Sequence[Optimizer], clip: float | None)
 def float64_copy(model: nn.Module) -> nn.Module:
     restore_infshapes(model)
     twin = copy.deepcopy(model).double()
-    if callable(getattr(twin, "set_experts_implementation", None)):
-        twin.set_experts_implementation("eager")  # the other implementations of transformers have no float64
+    set_experts: Any = getattr(twin, "set_experts_implementation", None)
+    if callable(set_experts):
+        set_experts("eager")  # the other implementations of transformers have no float64
     for parameter in twin.parameters():
         if parameter.is_complex():  # which `double` leaves alone
             parameter.data = parameter.data.to(torch.complex128)

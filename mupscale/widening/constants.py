@@ -87,12 +87,12 @@ def _changed_numbers(narrow: nn.Module, wide: nn.Module) -> Iterator[str]:
 
 
 @cache
-def _sizes_under_roots(kind: type[nn.Module]) -> frozenset[str]:
+def _sizes_under_roots(kind: type) -> frozenset[str]:
     """The names of sizes of which the forward pass of a class takes a root."""
     if kind.__module__.partition(".")[0] == "torch":
         return frozenset()
     try:
-        source = inspect.getsource(kind.forward)
+        source = inspect.getsource(kind.forward)  # type: ignore[attr-defined]
     except (OSError, TypeError):
         return frozenset()
     return frozenset(name for pattern in _ROOTS for name in pattern.findall(source))
