@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -258,7 +259,16 @@ class UpscaleCallback(Strides):
         _copy_modes(narrow, wide)
         if self.method.needs_batches:
             self._fit_method(trainer, module, narrow, wide)
-        report = upscale(narrow, wide, noise=self.noise, seed=seed, plan=growth, consume=True, method=self.method)
+        report = upscale(
+            narrow,
+            wide,
+            noise=self.noise,
+            seed=seed,
+            plan=growth,
+            consume=True,
+            method=self.method,
+            rebuild=partial(_built, trainer, module, self.width),
+        )
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)
         for before, after in zip(narrow_opts, trainer.optimizers, strict=True):
@@ -448,6 +458,12 @@ def _what_is_saved(checkpoint: Path | None) -> str:
             f"The run before it, saved in {checkpoint}, has NaN or infinite entries in {bad}: go on from an earlier one"
         )
     return f"Nothing is lost: the run before it is saved in {checkpoint}"
+
+
+def _built(trainer: Trainer, module: WidthScalable, width: Width) -> nn.Module:
+    """A network of this width, in the precision of the run."""
+    with init_contexts(trainer):
+        return module.network(width)
 
 
 def _copy_modes(narrow: nn.Module, wide: nn.Module) -> None:
