@@ -1,6 +1,7 @@
 """Tiny models of timm: the wide ones by the arguments of their constructors."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def timm_entry(
         fresh.load_state_dict(torch.load(path))
         return fresh
 
-    return Entry(name, at, inputs, rebuild, named, refused)
+    return Entry(name, at, inputs, rebuild, named)
 
 
 def created(model: str, **settings: Callable[[Any], Any] | Any) -> Callable[[Any], nn.Module]:
@@ -67,6 +68,7 @@ def timm_entries() -> list[Entry]:
     swin = {"img_size": 16, "patch_size": 2, "window_size": 4, "depths": (2, 1), "embed_dim": times(8)}
     swin |= {"num_heads": times(2, 4)}
     mixer = {"img_size": 16, "patch_size": 4, "num_blocks": 2, "embed_dim": times(16)}
+    one_ratio = mixer | {"mlp_ratio": 4}
     stages = {"depths": (1, 1, 2, 1), "dims": times(8, 12, 16, 24)}
     return [
         timm_entry("timm_vit", constructed("VisionTransformer", **vit), small, named=True),
@@ -79,55 +81,59 @@ def timm_entries() -> list[Entry]:
         timm_entry("timm_vit_average", constructed("VisionTransformer", global_pool="avg", **vit), small),
         timm_entry("timm_convnextv2", constructed("ConvNeXt", use_grn=True, ls_init_value=None, **stages), medium),
         timm_entry("timm_swinv2", constructed("SwinTransformerV2", **swin), small),
-        timm_entry("timm_gmlp", constructed("MlpMixer", **mixer, **_blocks("SpatialGatingBlock")), small),
-        timm_entry("timm_resmlp", constructed("MlpMixer", **mixer, **_blocks("ResBlock")), small),
+        timm_entry("timm_gmlp", constructed("MlpMixer", **one_ratio, **_gated_blocks()), small),
+        timm_entry("timm_resmlp", constructed("MlpMixer", **one_ratio, **_affine_blocks()), small),
         timm_entry("timm_cait", constructed("Cait", **vit), small),
         timm_entry("timm_xcit", constructed("Xcit", **vit | {"patch_size": 8, "img_size": 32}), medium),
         timm_entry("timm_beit", constructed("Beit", **vit), small),
         timm_entry("timm_eva02", constructed("Eva", **vit, **EVA02), small),
         timm_entry("timm_deit_distilled", created("deit_tiny_distilled_patch16_224", **vit), small),
-        timm_entry("timm_efficientnet", created("efficientnet_b0", **EFFICIENTNET), medium),
-        timm_entry("timm_mobilenetv3", created("mobilenetv3_small_100", **EFFICIENTNET), medium),
+        timm_entry("timm_efficientnet", efficientnet, medium),
+        timm_entry("timm_mobilenetv3", mobilenetv3, medium),
         timm_entry("timm_densenet", densenet, medium),
         timm_entry("timm_resnet", resnet("BasicBlock"), medium),
         timm_entry("timm_resnet_bottleneck", resnet("Bottleneck"), medium),
-        timm_entry("timm_poolformer", metaformer("poolformer_s12"), large),
-        timm_entry("timm_caformer", metaformer("caformer_s18"), large),
+        timm_entry("timm_poolformer", metaformer("Pooling"), large),
+        timm_entry("timm_caformer", metaformer("SepConv", "Attention"), large),
         timm_entry("timm_maxvit", maxvit, large),
         timm_entry("timm_pit", created("pit_ti_224", **PIT), medium),
         timm_entry("timm_crossvit", crossvit, medium),
         timm_entry("timm_pvt_v2", created("pvt_v2_b0", **PVT), medium),
         timm_entry("timm_edgenext", created("edgenext_xx_small", **EDGENEXT), medium),
-        timm_entry("timm_vgg", vgg, medium),
         timm_entry("timm_twins", created("twins_pcpvt_small", **TWINS), large),
-        timm_entry("timm_ghostnet", created("ghostnet_100", width=lambda k: 0.25 * k), medium),
         timm_entry("timm_mambaout", created("mambaout_femto", depths=(1, 1, 1, 1), dims=times(8, 12, 16, 24)), medium),
         timm_entry("timm_inception_next", created("inception_next_tiny", **INCEPTION), large),
-        timm_entry("timm_focalnet", created("focalnet_tiny_srf", embed_dim=times(8), depths=(1, 1)), medium),
+        timm_entry("timm_focalnet", constructed("FocalNet", embed_dim=times(8), depths=(1, 1)), medium),
         timm_entry("timm_coat_lite", created("coat_lite_tiny", **COAT), medium),
     ]
 
 
-def _blocks(block: str) -> dict[str, Any]:
-    from timm.models import mlp_mixer
+def _gated_blocks() -> dict[str, Any]:
+    from timm.layers import GatedMlp
+    from timm.models.mlp_mixer import SpatialGatingBlock
 
-    return {"block_layer": getattr(mlp_mixer, block)}
+    return {"block_layer": SpatialGatingBlock, "mlp_layer": GatedMlp}
 
 
-EVA02 = {"qkv_fused": False, "swiglu_mlp": True, "scale_mlp": True, "use_rot_pos_emb": True, "use_abs_pos_emb": True}
+def _affine_blocks() -> dict[str, Any]:
+    from timm.models.mlp_mixer import Affine, ResBlock
+
+    return {"block_layer": ResBlock, "norm_layer": Affine}
+
+
 INCEPTION = {"depths": (1, 1), "dims": times(16, 32)}
-EFFICIENTNET = {"channel_multiplier": lambda k: 0.25 * k}
 PIT = {"img_size": 32, "patch_size": 8, "stride": 4, "base_dims": lambda k: (8, 8, 8), "heads": times(2, 4, 8)}
 PVT = {"embed_dims": times(8, 16, 24, 32), "num_heads": times(1, 2, 3, 4), "depths": (1, 1, 1, 1)}
 EDGENEXT = {"dims": times(8, 16, 24, 32), "heads": times(2, 2, 2, 2), "depths": (2, 2, 2, 2)}
 TWINS = {"img_size": 64, "embed_dims": times(8, 16, 24, 32), "num_heads": times(1, 2, 3, 4), "depths": (1, 1, 1, 1)}
-COAT = {"img_size": 32, "embed_dims": times(8, 16, 24, 32), "num_heads": times(2), "serial_depths": (1, 1, 1, 1)}
+COAT = {"img_size": 32, "embed_dims": times(16, 32, 48, 64), "num_heads": times(8), "serial_depths": (1, 1, 1, 1)}
+COAT |= {"crpe_window": lambda k: {3: 2 * k, 5: 3 * k, 7: 3 * k}}
 
 
 def regnety(k: Any) -> nn.Module:
     from timm.models.regnet import RegNet, RegNetCfg
 
-    cfg = RegNetCfg(depth=4, w0=16 * k, wa=16.0 * k, wm=2.0, group_size=8, se_ratio=0.25, stem_width=8 * k)
+    cfg = RegNetCfg(depth=8, w0=8 * k, wa=8.0 * k, wm=2.0, group_size=8, se_ratio=0.25, stem_width=8 * k)
     return RegNet(cfg, num_classes=CLASSES)
 
 
@@ -147,8 +153,38 @@ def resnet(block: str) -> Callable[[Any], nn.Module]:
     return build
 
 
-def metaformer(model: str) -> Callable[[Any], nn.Module]:
-    return created(model, depths=(1, 1, 1, 1), dims=times(32, 32, 64, 64))
+def metaformer(*mixers: str) -> Callable[[Any], nn.Module]:
+    """PoolFormer by its token mixer, CAFormer by two: one for the first stage, one for the second."""
+
+    def build(k: Any) -> nn.Module:
+        from timm.models import metaformer as module
+
+        kinds = [getattr(module, name) for name in (mixers * 2)[:2]]
+        norms = [module.LayerNormNoBias if kind is module.Attention else module.LayerNorm2dNoBias for kind in kinds]
+        dims = (32 * k, 64 * k)
+        return module.MetaFormer(num_classes=CLASSES, depths=(1, 1), dims=dims, token_mixers=kinds, norm_layers=norms)
+
+    return build
+
+
+def efficientnet(k: Any) -> nn.Module:
+    from timm.models._efficientnet_builder import decode_arch_def, round_channels
+    from timm.models.efficientnet import EfficientNet
+
+    blocks = decode_arch_def([["ds_r1_k3_s1_e1_c16_se0.25"], ["ir_r2_k3_s2_e4_c24_se0.25"]])
+    return EfficientNet(
+        blocks, CLASSES, num_features=40 * k, stem_size=16, round_chs_fn=partial(round_channels, multiplier=k)
+    )
+
+
+def mobilenetv3(k: Any) -> nn.Module:
+    from timm.models._efficientnet_builder import decode_arch_def, round_channels
+    from timm.models.mobilenetv3 import MobileNetV3
+
+    blocks = decode_arch_def([["ds_r1_k3_s2_e1_c16_se0.25_nre"], ["ir_r1_k5_s2_e4_c24_se0.25"], ["cn_r1_k1_s1_c32"]])
+    return MobileNetV3(
+        blocks, CLASSES, num_features=40 * k, stem_size=16, round_chs_fn=partial(round_channels, multiplier=k)
+    )
 
 
 def maxvit(k: Any) -> nn.Module:
@@ -173,9 +209,3 @@ def crossvit(k: Any) -> nn.Module:
         depth=((1, 1, 1),),
         num_heads=(2 * k, 4 * k),
     )
-
-
-def vgg(k: Any) -> nn.Module:
-    from timm.models.vgg import VGG
-
-    return VGG([8 * k, "M", 16 * k, "M"], num_classes=CLASSES, norm_layer=nn.BatchNorm2d)

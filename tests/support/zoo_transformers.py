@@ -167,10 +167,10 @@ def decoder_entries() -> list[Entry]:
     hybrid = {"mamba_d_state": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 4}
     jamba = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
     latent = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
-    latent |= {"num_key_value_heads": 4}
+    latent |= {"num_key_value_heads": 4, "head_dim": 4}
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     linear |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
-    dbrx = {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0}, "max_seq_len": 40}
+    dbrx = {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, "max_seq_len": 40}
     dbrx |= {"ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}}
     return [
         hf_entry("phi", "Phi"),
@@ -240,14 +240,22 @@ def decoder_entries() -> list[Entry]:
         hf_entry("jetmoe", "JetMoe", kv_channels=8),
         hf_entry("diffllama", "DiffLlama"),
         hf_entry("doge", "Doge"),
-        hf_entry("dots1", "Dots1", n_group=1, topk_group=1, first_k_dense_replace=1),
+        hf_entry("dots1", "Dots1", n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1),
         hf_entry("bitnet", "BitNet"),
         hf_entry("ministral", "Ministral"),
         hf_entry("nanochat", "NanoChat"),
         hf_entry("cwm", "Cwm"),
         hf_entry("modernbert_decoder", "ModernBertDecoder", local_attention=4, global_attn_every_n_layers=2),
-        hf_entry("longcat_flash", "LongcatFlash", ffn_hidden_size=48, expert_ffn_hidden_size=24, zero_expert_num=2),
-        hf_entry("xlstm", "xLSTM", embedding_dim=32, num_blocks=2, chunk_size=4, ffn_round_up_to_multiple_of=8),
+        hf_entry("longcat_flash", "LongcatFlash", ffn_hidden_size=48, **LONGCAT),
+        hf_entry(
+            "xlstm",
+            "xLSTM",
+            hidden_size=128,
+            embedding_dim=128,
+            num_blocks=2,
+            chunk_size=4,
+            ffn_round_up_to_multiple_of=8,
+        ),
         hf_entry("llama_rope_scaled", "Llama", rope_parameters=LLAMA3_ROPE),
         hf_entry("gemma3n", "Gemma3n", config="Gemma3nText", **GEMMA3N),
     ]
@@ -260,6 +268,9 @@ ZAMBA2 |= {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_si
 ZAMBA2 |= {"num_key_value_heads": 4, "num_mem_blocks": 1}
 NEMOTRON_H = {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 8}
 NEMOTRON_H |= {"ssm_state_size": 4, "n_groups": 2, "chunk_size": 4, "num_hidden_layers": 4}
+XLSTM = {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 2, "chunk_size": 4}
+XLSTM |= {"ffn_round_up_to_multiple_of": 8}
+LONGCAT = {"expert_ffn_hidden_size": 24, "zero_expert_num": 2, "head_dim": 4}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 16}
 GEMMA3N = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
@@ -376,17 +387,22 @@ AST = {"num_mel_bins": 8, "frequency_stride": 4, "time_stride": 4}
 
 def vision_entries() -> list[Entry]:
     swin = {"embed_dim": 8, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 2}
-    dpt = {"backbone_out_indices": [0, 0, 1, 1], "neck_hidden_sizes": [8, 12, 16, 20], "fusion_hidden_size": 12}
+    dpt = {
+        "backbone_out_indices": [0, 1, 2, 3],
+        "num_hidden_layers": 4,
+        "neck_hidden_sizes": [8, 12, 16, 20],
+        "fusion_hidden_size": 12,
+    }
     dpt |= {"image_size": 32, "patch_size": 8}
     mae = {"decoder_hidden_size": 24, "decoder_num_attention_heads": 3, "decoder_num_hidden_layers": 1}
     mae |= {"decoder_intermediate_size": 40}
     segformer = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4]}
     segformer |= {"decoder_hidden_size": 20}
     stages = {"hidden_sizes": [8, 12, 16, 24], "depths": [1, 1, 2, 1]}
-    efficientnet = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 32, "depth_divisor": 4}
-    efficientnet |= {"in_channels": [16, 8], "out_channels": [8, 12], "kernel_sizes": [3, 3], "strides": [1, 2]}
+    efficientnet = {"width_coefficient": 0.25, "depth_coefficient": 1.0, "hidden_dim": 320, "depth_divisor": 4}
+    efficientnet |= {"in_channels": [32, 16], "out_channels": [16, 32], "kernel_sizes": [3, 3], "strides": [1, 2]}
     efficientnet |= {"num_block_repeats": [1, 1], "expand_ratios": [1, 2], "depthwise_padding": []}
-    cvt = {"embed_dim": [8, 16, 24], "num_heads": [1, 2, 3], "depth": [1, 1, 1]}
+    cvt = {"embed_dim": [8, 16, 24], "num_heads": [1, 2, 3], "depth": [1, 2, 3]}
     poolformer = {"hidden_sizes": [8, 12, 16, 24], "depths": [1, 1, 1, 1]}
     pvt = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4]}
     pvt |= {"image_size": 32}
@@ -399,7 +415,8 @@ def vision_entries() -> list[Entry]:
     regnet = {"hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 8, "groups_width": 8}
     swiftformer = {"embed_dims": [8, 12, 16, 24], "depths": [1, 1, 1, 1], "image_size": 64}
     hiera = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "image_size": [32, 32], "patch_stride": [4, 4]}
-    hiera |= {"num_query_pool": 1}
+    hiera |= {"num_query_pool": 1, "patch_size": [7, 7], "masked_unit_size": [4, 4]}
+    hiera |= {"masked_unit_attention": [True, False]}
     return [
         hf_entry("deit", "DeiT", CLASSIFIER, images(16)),
         hf_entry("beit", "Beit", CLASSIFIER, images(16)),
@@ -430,7 +447,7 @@ def vision_entries() -> list[Entry]:
         hf_entry("poolformer_hf", "PoolFormer", CLASSIFIER, images(64), **poolformer),
         hf_entry("pvt", "Pvt", CLASSIFIER, images(32), **pvt),
         hf_entry("pvt_v2", "PvtV2", CLASSIFIER, images(32), **pvt2),
-        hf_entry("levit", "Levit", CLASSIFIER, images(64), refused="down_ops", image_size=64, **levit),
+        hf_entry("levit", "Levit", CLASSIFIER, images(64), refused="down_ops", image_size=64, patch_size=16, **levit),
         hf_entry("focalnet", "FocalNet", CLASSIFIER, images(16), **focalnet),
         hf_entry("swiftformer", "SwiftFormer", CLASSIFIER, images(64), **swiftformer),
         hf_entry("hiera", "Hiera", CLASSIFIER, images(32), **hiera),
@@ -438,7 +455,7 @@ def vision_entries() -> list[Entry]:
         hf_entry("vivit", "Vivit", "ForVideoClassification", videos, num_frames=4, tubelet_size=[2, 4, 4]),
         hf_entry("timesformer", "Timesformer", "ForVideoClassification", videos, num_frames=4),
         hf_entry("imagegpt", "ImageGPT", "ForCausalImageModeling"),
-        hf_entry("siglip", "Siglip", "Model", pairs, text_config=TEXT_TOWER, vision_config=IMAGE_TOWER),
+        hf_entry("siglip", "Siglip", "Model", pairs, text_config=SIGLIP_TOWER, vision_config=IMAGE_TOWER),
         hf_entry("altclip", "AltCLIP", "Model", pairs, **TWO_TOWERS | {"text_config": ALT_TOWER}),
         hf_entry("chinese_clip", "ChineseCLIP", "Model", pairs, **TWO_TOWERS),
         hf_entry("blip", "Blip", "ForImageTextRetrieval", pairs, **BLIP),
@@ -448,6 +465,7 @@ def vision_entries() -> list[Entry]:
 
 
 RESNET = {"hidden_sizes": [16, 32], "depths": [1, 1]}
+SIGLIP_TOWER = TEXT_TOWER | {"projection_size": 40}
 ALT_TOWER = TEXT_TOWER | {"project_dim": 12, "type_vocab_size": 2}
 BLIP = {"text_config": TEXT_TOWER | {"encoder_hidden_size": 40}, "vision_config": IMAGE_TOWER, "projection_dim": 12}
 BLIP |= {"image_text_hidden_size": 12}
