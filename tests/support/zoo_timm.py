@@ -121,6 +121,7 @@ def _affine_blocks() -> dict[str, Any]:
     return {"block_layer": ResBlock, "norm_layer": Affine}
 
 
+EVA02 = {"qkv_fused": False, "swiglu_mlp": True, "scale_mlp": True, "use_rot_pos_emb": True, "use_abs_pos_emb": True}
 INCEPTION = {"depths": (1, 1), "dims": times(16, 32)}
 PIT = {"img_size": 32, "patch_size": 8, "stride": 4, "base_dims": lambda k: (8, 8, 8), "heads": times(2, 4, 8)}
 PVT = {"embed_dims": times(8, 16, 24, 32), "num_heads": times(1, 2, 3, 4), "depths": (1, 1, 1, 1)}
