@@ -65,6 +65,7 @@ def main(arguments: list[str]) -> int:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     verdicts: Counter[str] = Counter()
     for name in names:
         if options.command == "sizes":

@@ -22,7 +22,9 @@ class NoFloat32(TorchFunctionMode):
 def _double(argument: Any) -> Any:
     if argument is torch.float32:
         return torch.float64
-    return "torch.DoubleTensor" if argument == "torch.FloatTensor" and isinstance(argument, str) else argument
+    if isinstance(argument, str) and argument == "torch.FloatTensor":
+        return "torch.DoubleTensor"
+    return argument
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def named_entries() -> list[Entry]:
         hf_entry("falcon_multi_query", "Falcon", named=True, multi_query=True),
         hf_entry("falcon_grouped", "Falcon", named=True, new_decoder_architecture=True, num_kv_heads=2),
         hf_entry("mamba", "Mamba", named=True, state_size=4, time_step_rank=3),
-        hf_entry("rwkv", "Rwkv", named=True, attention_hidden_size=32),
+        hf_entry("rwkv", "Rwkv", named=True, attention_hidden_size=32, use_cache=False),
         hf_entry("bert", "Bert", MASKED, named=True),
         hf_entry("roberta", "Roberta", MASKED, named=True),
         hf_entry("t5_1_0", "T5", SEQ2SEQ, translation, named=True),

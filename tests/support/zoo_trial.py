@@ -69,11 +69,9 @@ def tiled(narrow: nn.Module, wide: nn.Module) -> dict[str, dict[int, int]]:
 
 def found(entry: Entry, narrow: nn.Module, wide: nn.Module) -> dict[str, object]:
     """What `upscale` needs to know: from `discover`, or plain tiling where that is not there."""
-    try:
-        from mupscale.discovery import discover
-    except ImportError:
+    if not hasattr(mupscale, "discover"):
         return {"blocks": tiled(narrow, wide)}
-    finding = discover(narrow, wide, entry.call)
+    finding = mupscale.discover(narrow, wide, entry.call)
     return {"roles": finding.roles, "blocks": finding.blocks, "units": finding.units}
 
 
