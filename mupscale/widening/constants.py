@@ -7,8 +7,9 @@ whose size is the width (sinusoids).
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ def constant_caveats(narrow: nn.Module, wide: nn.Module) -> Iterator[str]:
     if logits:
         yield logits
     yield from _changed_numbers(narrow, wide)
-    for size in sorted(_sizes_under_roots(type(narrow))):
+    for size in sorted(_sizes_under_roots(type(narrow).forward)):
         before, after = _size(narrow, size), _size(wide, size)
         if before is not None and after is not None and before != after:
             yield f"its forward pass takes a root of {size}, which grows {before} → {after}; {_REMEDY}"
@@ -87,12 +88,12 @@ def _changed_numbers(narrow: nn.Module, wide: nn.Module) -> Iterator[str]:
 
 
 @cache
-def _sizes_under_roots(kind: type) -> frozenset[str]:
-    """The names of sizes of which the forward pass of a class takes a root."""
-    if kind.__module__.partition(".")[0] == "torch":
+def _sizes_under_roots(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names of sizes of which a forward pass takes a root."""
+    if forward.__module__.partition(".")[0] == "torch":
         return frozenset()
     try:
-        source = inspect.getsource(kind.forward)  # type: ignore[attr-defined]
+        source = inspect.getsource(forward)
     except (OSError, TypeError):
         return frozenset()
     return frozenset(name for pattern in _ROOTS for name in pattern.findall(source))

@@ -67,7 +67,7 @@ class Projected(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(7, width), nn.Linear(width, 7, bias=False)
         self.head.weight = self.embed.weight
-        self.project = nn.Linear(width, width)
+        self.project = nn.Linear(width, width, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.project(self.embed(tokens).tanh()))

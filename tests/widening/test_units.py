@@ -424,14 +424,20 @@ def test_methods_apply_units(name: str):
     assert drift(Mapped, OPTIMIZERS["adamw"], (8, 16), method=METHODS[name], units=units) <= 1e-12
 
 
+def test_a_diagonal_matrix_has_its_unit():
+    assert drift(Attention, OPTIMIZERS["adamw"], (8, 16), method=METHODS["diagonal"]) <= 1e-12
+
+
 def test_ligo_starts_from_weights_in_their_units():
     torch.manual_seed(0)
     narrow, wide = Mapped(4).double(), Mapped(8).double()
-    method, units = mupscale.LiGO(steps=1, lr=1e-30), Mapped.units(2) | {"up.*": 1.0, "readout.bias": (0.5, 1.0)}
+    method, affine = mupscale.LiGO(steps=1, lr=1e-30), (0.5, 1.0)
+    units = Mapped.units(2) | {"up.bias": affine, "readout.bias": affine}
     method.fit(narrow, wide, batches(1), lambda model, batch: loss_of(model, batch), units=units)
     mupscale.upscale(narrow, wide, method=method, units=units)
     assert method.losses[0] == pytest.approx(loss_of(wide, batches(1)[0]).item(), rel=1e-12)
     torch.testing.assert_close(wide.readout.bias, 0.5 * narrow.readout.bias - 0.5)
+    torch.testing.assert_close(wide.up.bias, 0.5 * narrow.up.bias.repeat_interleave(2) - 0.5)
     torch.testing.assert_close(wide.embed.weight, 2**-0.5 * narrow.embed.weight.repeat_interleave(2, 1))
 
 
