@@ -58,7 +58,7 @@ class Awaited:
         self.loader: Any = training_loader(self.trainer)
         self.strides = strides_of(self.trainer)
         # otherwise the others would have to go apart with it
-        mixed_axes = any(widths.relative for widths in merged_table(self.module).values())
+        mixed_axes = any(widths.needs_hooks for widths in merged_table(self.module).values())
         self.stacks = not mixed_axes and not has_step_hooks(self.trainer.optimizers[0])
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # in the thread of the fit
 

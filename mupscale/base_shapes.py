@@ -12,6 +12,7 @@ from mupscale.widening import modules
 from mupscale.widening.readout import Readout
 from mupscale.widening.roles import Role, Roles, all_sides, growth, match_roles
 from mupscale.widening.survey import Survey, Use, refuse_unless_model
+from mupscale.widening.units import NO_UNIT, Units, match_units
 from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
 
 Init = Literal["fan_in", "constant"]
@@ -24,6 +25,7 @@ def set_base_shapes(
     *,
     init: Init | None = "fan_in",
     roles: Roles | None = None,
+    units: Units | None = None,
 ) -> nn.Module:
     """Makes `model` a muP model of the given base, in place, and returns it.
 
@@ -35,7 +37,8 @@ def set_base_shapes(
     `init` says how the weights were drawn, and rescales them to muP: "fan_in" with std ∝ fan_in^-1/2 (torch's default,
     He), whose readouts and biases shrink with width and must not; "constant" with a std that does not know the width
     (GPT-2's 0.02), whose matrices must shrink as fan_in^-1/2; None leaves the values alone (a checkpoint follows).
-    `roles` are those of `plan`.
+    `roles` and `units` are those of `plan`, from `base` to `model`. A parameter with a unit is drawn, and trained, in
+    that unit.
     """
     for name, given in (("model", model), ("base", base), ("delta", base if delta is None else delta)):
         refuse_unless_model(f"set_base_shapes: {name}", given)
@@ -49,7 +52,8 @@ def set_base_shapes(
     axes = _width_axes(base, model if delta is None else delta)
     survey = Survey(base, model, width_axes=axes)
     survey.refuse_reparametrised()
-    sides_of = all_sides(survey, match_roles(survey, model, roles), averaging=True)
+    unit_of = match_units(survey, units)
+    sides_of = all_sides(survey, match_roles(survey, roles), averaging=True)
     widths: dict[str, WidthFactors] = {}
     factors: dict[str, float] = {}
     for use in survey.uses:
@@ -63,9 +67,13 @@ def set_base_shapes(
         base_sizes = tuple(
             n if is_width else None for n, is_width in zip(use.narrow_shape, axes[use.name], strict=True)
         )
-        width = WidthFactors(growth(use, sides, "out"), growth(use, sides, "in"), base_sizes)
+        m_out, m_in = growth(use, sides, "out"), growth(use, sides, "in")
+        unit = unit_of.get(use.name, NO_UNIT)
+        shift = (unit.scale / m_in - 1) * unit.offset if unit.offset else 0.0
+        width = WidthFactors(m_out * unit.scale, m_in / unit.scale, base_sizes, shift=shift)
         widths.update(dict.fromkeys(use.names, width))
-        factors[use.name] = _init_factor(use, role, width.m_in, init)
+        if init is not None:
+            factors[use.name] = _init_factor(use, role, m_in, init) * unit.scale
     store_table(model, Table(mup=True, widths=widths))
     for _, at_base, module in survey.modules:
         if isinstance(module, Readout | MuReadout) and isinstance(at_base, nn.Linear):
@@ -75,8 +83,10 @@ def set_base_shapes(
             else:
                 module.width_mult = partial(float, m)  # mup reads it off the parameter, which copies lose
     with torch.no_grad():
-        for use in survey.uses:
+        for use in survey.uses if init is not None else ():
             use.wide.mul_(factors[use.name])
+            if widths[use.name].shift:
+                use.wide.add_(widths[use.name].shift)
     return model
 
 
@@ -90,10 +100,8 @@ def _width_axes(base: nn.Module, delta: nn.Module) -> dict[str, tuple[bool, ...]
     return {use.name: tuple(axis in use.growing for axis in range(use.narrow.ndim)) for use in uses}
 
 
-def _init_factor(use: Use, role: Role, m_in: float, init: Init | None) -> float:
+def _init_factor(use: Use, role: Role, m_in: float, init: Init) -> float:
     """What brings a parameter drawn as `init` says to its muP standard deviation."""
-    if init is None:
-        return 1.0
     _, before, after, attribute = use.owners[0]
     kind = modules.kind_of(before, attribute, use.narrow)
     # a readout without a multiplier carries the 1/width in its weights

@@ -37,7 +37,9 @@ from mupscale.widening.layout import (
 from mupscale.widening.plan import Blocks, Plan, TensorPlan
 from mupscale.widening.roles import Roles
 from mupscale.widening.survey import refuse_unless_model
+from mupscale.widening.units import Units
 from mupscale.widening.upscale import as_list, upscale
+from mupscale.widening.weights import widen_
 from mupscale.widening.width_table import restore_infshapes
 
 WARM_UP = 10
@@ -100,6 +102,7 @@ def verify(
     clip: float | None = None,
     roles: Roles | None = None,
     blocks: Blocks | None = None,
+    units: Units | None = None,
     tolerance: float | None = None,
 ) -> Verdict:
     """Whether upscaling `narrow` to `wide` is exact: same function, same training.
@@ -127,7 +130,7 @@ def verify(
         if value is not None:
             refuse_unless_level(f"verify: {name}", value)
     with torch.random.fork_rng():
-        return _verify(narrow, wide, optimizer, _Batches(batches), loss, steps, clip, roles, blocks, tolerance)
+        return _verify(narrow, wide, optimizer, _Batches(batches), loss, steps, clip, roles, blocks, units, tolerance)
 
 
 def _verify(
@@ -140,6 +143,7 @@ def _verify(
     clip: float | None,
     roles: Roles | None,
     blocks: Blocks | None,
+    units: Units | None,
     tolerance: float | None,
 ) -> Verdict:
     narrow, wide = float64_copy(narrow), float64_copy(wide)
@@ -156,7 +160,7 @@ def _verify(
         _backward(narrow, batches[step], loss, step)
         _flush(narrow, _vanishing(narrow))
         _step(narrow, narrow_opts, clip)
-    report = upscale(narrow, wide, narrow_opts, roles=roles, blocks=blocks)
+    report = upscale(narrow, wide, narrow_opts, roles=roles, blocks=blocks, units=units)
     assert isinstance(report.optimizer, list)
 
     comparison = _Comparison(report.plan, tolerance)
@@ -238,9 +242,10 @@ class _Comparison:
                 rows.append((name, math.inf, 0.0))
             elif source.grad is not None:
                 entry = self.plan.parameters[name]
-                wanted = _widened(entry, _dense(source.grad), out_power=-1, in_power=0)
+                wanted = _widened_gradient(entry, _dense(source.grad))
                 size = float(_dense(source.grad).abs().max()) if source.numel() else 0.0
-                rows.append((name, float((_dense(targets[name].grad) - wanted).abs().max()) * entry.k_out, size))
+                error = float((_dense(targets[name].grad) - wanted).abs().max())
+                rows.append((name, error * entry.factors.k_out, size))
                 largest = max(largest, size)
         # a gradient that vanishes by symmetry (a bias before BatchNorm, of a key) is rounding noise: measure it by the
         # others
@@ -254,7 +259,8 @@ class _Comparison:
     def weights(self, narrow: nn.Module, wide: nn.Module) -> None:
         targets = dict(wide.named_parameters())
         for name, source in narrow.named_parameters():
-            wanted = _widened(self.plan.parameters[name], source.detach(), out_power=0, in_power=-1)
+            wanted = torch.empty_like(targets[name])
+            widen_(wanted, source.detach(), self.plan.parameters[name])
             drift = _relative(targets[name].detach(), wanted, float(wanted.abs().max()) if wanted.numel() else 0.0)
             self.weight_drift = _worst(self.weight_drift, drift)
             if not drift <= self.tolerance * 10:
@@ -359,8 +365,11 @@ class _Comparison:
                 blocks = [block for block in range(1, n + 1) if n % block == 0 and w % block == 0]
                 options += [x for block in blocks if (x := evenly(n, w, block)) not in options]
             axes.append(options)
-        # the output of a norm in role `readout` carries the 1/k of the readout behind it
-        scales = {1.0} | {1 / e.k_in for e in self.plan.parameters.values() if e.role == "readout" and e.kind == "gain"}
+        # the output of a norm in role `readout` carries the 1/k of the readout behind it, that of a unit the unit
+        scales = {1.0} | {entry.unit.scale for entry in self.plan.parameters.values()}
+        for entry in self.plan.parameters.values():
+            if entry.role == "readout" and entry.kind == "gain":
+                scales.add(1 / entry.factors.k_in)
         for scale in sorted(scales, reverse=True):
             for layouts in product(*axes):
                 yield layouts, scale
@@ -476,9 +485,10 @@ def float64_copy(model: nn.Module) -> nn.Module:
     return twin
 
 
-def _widened(entry: TensorPlan, source: Tensor, *, out_power: int, in_power: int) -> Tensor:
+def _widened_gradient(entry: TensorPlan, source: Tensor) -> Tensor:
     target = source.new_empty(entry.wide_shape)
-    duplicate_(target, source, entry.layouts, entry.scales(out_power, in_power))
+    powers = {"out_power": -1, "in_power": 0}
+    duplicate_(target, source, entry.layouts, entry.scales(**powers), entry.unit_scale(**powers))
     return target
 
 

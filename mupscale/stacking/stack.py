@@ -205,8 +205,11 @@ def refuse_unlike(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) 
         raise UserError(f"a stack needs an optimizer for each model, got {len(models)} and {len(optimizers)}")
     first = signature(models[0])
     for index, model in enumerate(models):
-        if any(width.relative for width in merged_table(model).values()):
-            raise UserError("a model does not stack where pieces of one parameter grew by different factors")
+        if any(width.needs_hooks for width in merged_table(model).values()):
+            raise UserError(
+                "a model does not stack where pieces of one parameter grew by different factors, or where a parameter "
+                "has an affine unit"
+            )
         other = signature(model)
         if other == first:
             continue

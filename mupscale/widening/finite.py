@@ -50,6 +50,7 @@ def refuse_non_finite_model(plan: Plan, narrow: nn.Module, wide: nn.Module) -> N
                 "earlier checkpoint"
             )
         dtype = targets[name].dtype
+        value *= max(plan.parameters[name].unit.scale, 1)
         if (dtype.is_floating_point or dtype.is_complex) and value > torch.finfo(dtype).max:
             raise UserError(
                 f"parameter {name!r} {tuple(parameter.shape)} of the narrow model has entries up to {value:g}, too "

@@ -1,4 +1,5 @@
-"""Parameters whose pieces grow by different factors: optimizers step in the units of the fastest-growing piece."""
+"""Parameters that an optimizer steps in other units than their own: with pieces that grew by different factors, or
+shifted by an affine unit."""
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,15 @@ _HOOKS = "_mupscale_reference_units"
 
 
 def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
-    """Makes `optimizer` exact for parameters whose pieces grew by different factors, with hooks around its step.
+    """Makes `optimizer` exact for parameters that need other units than their own, with hooks around its step.
 
     A layer that reads width concatenated with fixed features would need a learning rate per column. Instead the step
     sees every piece in the units of the fastest-growing one: weights · k_in / k_in(reference), gradients · k_out /
     k_out(reference); by Table 1 one learning rate, weight decay and eps are then right for all. Its update is scaled
     back after the step.
+
+    A gain 1 + w that an affine unit has multiplied holds a multiple of the narrow w, and a shift. Decay would pull it
+    towards 0, where the narrow run pulls towards w = 0. So the step sees the weights without their shift.
 
     `upscale` calls this. Hooks are not part of an optimizer's state: after loading one into a new process, call it
     again.
@@ -27,7 +31,7 @@ def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
     mixed = [
         (p, table[name])
         for name, p in model.named_parameters()
-        if id(p) in held and name in table and table[name].relative
+        if id(p) in held and name in table and table[name].needs_hooks
     ]
     if not mixed:
         return
@@ -37,16 +41,22 @@ def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
     def enter() -> None:
         for parameter, width in mixed:
             weights, gradient = parameter.clone(), parameter.grad
-            parameter.mul_(width.relative_scale("in", parameter))
+            if width.shift:
+                parameter.sub_(width.shift)
+            if width.relative:
+                parameter.mul_(width.relative_scale("in", parameter))
             originals.append((weights, parameter.clone(), gradient))
-            if gradient is not None:
+            if gradient is not None and width.relative:
                 parameter.grad = gradient * width.relative_scale("out", gradient)
 
     @torch.no_grad()
     def leave() -> None:
         for (parameter, width), (weights, converted, gradient) in zip(mixed, originals, strict=True):
             # only the update is scaled, so that rounding never touches a weight that did not move
-            parameter.sub_(converted).div_(width.relative_scale("in", parameter)).add_(weights)
+            parameter.sub_(converted)
+            if width.relative:
+                parameter.div_(width.relative_scale("in", parameter))
+            parameter.add_(weights)
             parameter.grad = gradient
         originals.clear()
 

@@ -2,7 +2,8 @@
 
 Every noisy entry gets N(0, (σ̄ · scale)²) with the muP initialisation scale of its role at the wide width: 1 with one
 width axis, N_in^-1/2 for a matrix, N_in counting the summed width axis only (input channels, not channels × kernel). It
-is added after the widening rescale. σ̄ is what transfers between widths: one number, or one per weight (per kernel
+is added after the widening rescale. A parameter with a unit gets noise in that unit, while σ̄ stays what it would be
+without one. σ̄ is what transfers between widths: one number, or one per weight (per kernel
 position of a convolution).
 
 Which parameters get noise is `is_noisy`: weights and embeddings, but no biases, no gains (norms, PReLU, LayerScale),
@@ -36,6 +37,7 @@ from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.roles import matches
 from mupscale.widening.spectral import spectral_norms
 from mupscale.widening.survey import some_names
+from mupscale.widening.units import NO_UNIT
 
 Constants = dict[str, float | list[Any]]
 """σ̄ of every parameter: 0 where it gets no noise; nested lists where each kernel position has its own."""
@@ -278,13 +280,17 @@ def add_noise_(target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, 
     delta = torch.randn(target.shape, generator=generator, dtype=dtype, device=target.device).mul_(init_scale(entry))
     if noise.centred:
         centre_(delta, entry.layouts, entry.summed_axes)
-    constant = torch.as_tensor(noise.constant(entry, narrow, target, delta), dtype=torch.float64)
-    target.copy_(delta.mul_(_align(constant.to(target.device, dtype), entry)).add_(target))
+    in_role_units = target if entry.unit == NO_UNIT else (target - entry.shift) / entry.unit.scale
+    constant = torch.as_tensor(noise.constant(entry, narrow, in_role_units, delta), dtype=torch.float64)
+    delta.mul_(_align(constant.to(target.device, dtype), entry))
+    if entry.unit.scale != 1:
+        delta.mul_(entry.unit.scale)
+    target.copy_(delta.add_(target))
     return constant.tolist()
 
 
 def widened_norms(entry: TensorPlan, narrow: Tensor) -> Tensor:
-    """‖W̃‖ of every matrix of the widened weight: duplication multiplies the narrow norm by sqrt(k_out / k_in)."""
+    """‖W̃‖ of every matrix of the widened weight, without its unit: sqrt(k_out / k_in) times the narrow norm."""
     return spectral_norms(_matrices(narrow, entry)) * math.sqrt(entry.k_out / entry.k_in)
 
 

@@ -1,9 +1,9 @@
 """The plan: which axes of each parameter and buffer are width, how they grow, in which blocks, in what role.
 
 Factors are read off the shapes of the two models and roles off their module types (`modules.py`), so a plain PyTorch
-model needs no preparation. What neither tells, `roles` and `blocks` say by name pattern; a model class may say it
-itself with attributes `width_roles` and `width_blocks` of the same form, their patterns relative to the module that
-carries them.
+model needs no preparation. What neither tells, `roles`, `blocks` and `units` say by name pattern; a model class may
+say it itself with attributes `width_roles`, `width_blocks` and `width_units` of the same form, their patterns relative
+to the module that carries them. Each may be a method that takes the wide twin of its module and returns the mapping.
 """
 
 import math
@@ -32,6 +32,7 @@ from mupscale.widening.modules import Side
 from mupscale.widening.roles import Role, Roles, all_sides, declared, given_pairs, match_roles, matches
 from mupscale.widening.survey import Survey, Use, some_names
 from mupscale.widening.tensor_plan import TensorPlan
+from mupscale.widening.units import NO_UNIT, Unit, Units, match_units
 
 Blocks = Mapping[str, Mapping[int, LayoutSpec]]
 
@@ -58,7 +59,14 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, blocks: Blocks | None = None) -> Plan:
+def plan(
+    narrow: nn.Module,
+    wide: nn.Module,
+    *,
+    roles: Roles | None = None,
+    blocks: Blocks | None = None,
+    units: Units | None = None,
+) -> Plan:
     """The dry run of `upscale`: touches nothing, and raises UserError where the widening would not be exact."""
     survey = Survey(narrow, wide)
     survey.refuse_inexact_modules()
@@ -66,8 +74,9 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
         raise UserError(
             f"the model ({type(narrow).__name__}) has no parameters: there is nothing to widen. Pass the network itself"
         )
-    role_of = match_roles(survey, narrow, roles)
-    block_of = _block_overrides(survey, narrow, blocks)
+    role_of = match_roles(survey, roles)
+    block_of = _block_overrides(survey, blocks)
+    unit_of = match_units(survey, units)
     sides = all_sides(survey, role_of)
     entries: dict[str, TensorPlan] = {}
     layouts: dict[str, tuple[Layout, ...]] = {}
@@ -78,7 +87,8 @@ def plan(narrow: nn.Module, wide: nn.Module, *, roles: Roles | None = None, bloc
         layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec)
         in_pieces[use.name] = {axis for axis, row in spec.items() if not isinstance(row, int)}
     for use in survey.uses:
-        entries[use.name] = _entry(use, *sides[use.name], layouts[use.name])
+        unit = unit_of.get(use.name, NO_UNIT)
+        entries[use.name] = _entry(use, *sides[use.name], layouts[use.name], unit)
     fractional_growth.refuse_averages(survey, entries, in_pieces)
     for use in survey.uses:
         _refuse_tied(use, entries[use.name])
@@ -116,7 +126,7 @@ def _guesses(survey: Survey, role_of: Mapping[str, Role]) -> Iterator[str]:
             )
 
 
-def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout, ...]) -> TensorPlan:
+def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout, ...], unit: Unit) -> TensorPlan:
     _, before, _, attribute = use.owners[0]
     known = modules.axis_sides(before, attribute, use.narrow)
     axes = next(
@@ -135,6 +145,7 @@ def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout,
         matrix_axes=axes,
         zero_initialised=any(getattr(owner, "readout_zero_init", False) for _, owner, _, _ in use.owners),
         summed_axes=_summed_axes(use, role, sides),
+        unit=unit,
     )
 
 
@@ -172,6 +183,12 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
             "cannot be divided by "
             f"{entry.k_in}. Give both models floating-point weights"
         )
+    if entry.unit.scale != 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
+        raise UserError(
+            f"units: {use.name!r} holds whole numbers ({use.narrow.dtype}), which cannot be multiplied by "
+            f"{entry.unit.scale:g}. Give both models floating-point weights"
+        )
+    refuse_uneven_shift(entry)
     if entry.grows and (use.narrow.is_quantized or use.narrow.dtype in (torch.int8, torch.uint8)):
         raise UserError(
             f"{use.name!r} {use.narrow_shape} → {use.wide_shape} is quantised ({use.narrow.dtype}): its scales lie "
@@ -184,6 +201,17 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
             f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors: its average "
             "would weigh them "
             "anew. Normalise the pieces apart"
+        )
+
+
+def refuse_uneven_shift(entry: TensorPlan) -> None:
+    """UserError for an affine unit of a parameter whose entries are divided by different numbers."""
+    layouts = [layout for axis, layout in enumerate(entry.layouts) if entry.relative_side(axis) == "in"]
+    shared = any(entry.relative_side(axis) == "in" for axis, _ in entry.shares)
+    if entry.unit.offset and (shared or any(is_mixed(layout) for layout in layouts)):
+        raise UserError(
+            f"units: {entry.name!r} {entry.narrow_shape} → {entry.wide_shape} has an affine unit {tuple(entry.unit)}, "
+            "and its entries are divided by different numbers of copies. Grow this width by a whole factor"
         )
 
 
@@ -239,7 +267,7 @@ def _merge(block_of: Mapping[str, Mapping[int, LayoutSpec]], names: Iterable[str
     return {axis: spec for name in names for axis, spec in block_of.get(name, {}).items()}
 
 
-def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks | None) -> dict[str, dict[int, LayoutSpec]]:
+def _block_overrides(survey: Survey, given: Blocks | None) -> dict[str, dict[int, LayoutSpec]]:
     """Blocks by tensor name: what module types imply, then what model classes declare, then what the caller gives."""
     shapes = {name: use.narrow_shape for use in survey.uses for name in use.names}
     shapes |= {name: tuple(buffer.shape) for name, buffer, _ in survey.buffers}
@@ -249,7 +277,7 @@ def _block_overrides(survey: Survey, narrow: nn.Module, given: Blocks | None) ->
             name = f"{prefix}.{attribute}" if prefix else attribute
             if name in shapes:
                 answer.setdefault(name, {}).update(spec)
-    for pattern, axes in [*declared(narrow, "width_blocks"), *given_pairs("blocks", given)]:
+    for pattern, axes in [*declared(survey, "width_blocks"), *given_pairs("blocks", given)]:
         if not isinstance(axes, Mapping) or not all(isinstance(axis, int) for axis in axes):
             raise UserError(f"blocks: {pattern!r} must map to {{axis: block}} with whole numbers, got {axes!r}")
         matched = [name for name in shapes if matches(name, pattern)]
@@ -278,6 +306,10 @@ def _row(entry: TensorPlan) -> tuple[str, ...]:
         weight = f"dup · {k_out} / copies" if entry.role == "mu_readout" else "dup / copies"
     if any(entry.relative_side(axis) == "in" for axis in entry.relative_shares):
         weight += ", unequal shares"
+    if entry.unit.scale != 1:
+        weight += f" · {entry.unit.scale:.3g}"
+    if entry.unit.offset:
+        weight += f" on {entry.unit.offset:g} + w"
     return " = ".join(entry.names), entry.role, shapes, k_out, k_in, weight, _layout_text(entry)
 
 

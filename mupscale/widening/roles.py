@@ -33,11 +33,11 @@ Say what it is: roles={{"{name}": "matrix"}} for (out, in), "transposed_matrix" 
 produced."""
 
 
-def match_roles(survey: Survey, model: nn.Module, given: Roles | None) -> dict[str, Role]:
+def match_roles(survey: Survey, given: Roles | None) -> dict[str, Role]:
     """Roles by parameter name: what model classes declare, overridden by what the caller gives; the last match wins."""
     names = survey.parameter_names()
     answer: dict[str, Role] = {}
-    for pattern, role in [*declared(model, "width_roles"), *given_pairs("roles", given)]:
+    for pattern, role in [*declared(survey, "width_roles"), *given_pairs("roles", given)]:
         if role not in get_args(Role):
             raise UserError(f"roles: {pattern!r} has role {role!r}; the roles are {', '.join(get_args(Role))}")
         matched = [first for name, first in names.items() if matches(name, pattern)]
@@ -191,10 +191,21 @@ def growth(use: Use, sides: Sequence[Side], side: Side) -> float:
     return math.prod(wide / narrow for narrow, wide, s in pairs if s == side)
 
 
-def declared(model: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
-    """What model classes say in `width_roles` or `width_blocks`, by full name pattern."""
-    for prefix, module in model.named_modules():
-        for pattern, value in (getattr(module, attribute, None) or {}).items():
+def declared(survey: Survey, attribute: str) -> Iterator[tuple[str, Any]]:
+    """What model classes say in `width_roles`, `width_blocks` or `width_units`, by full name pattern.
+
+    Each of them is a mapping, or a method that takes the wide twin of the module and returns one.
+    """
+    for prefix, module, wide_twin in survey.modules:
+        mapping = getattr(module, attribute, None) or {}
+        if callable(mapping):
+            mapping = mapping(wide_twin) or {}
+        if not isinstance(mapping, Mapping):
+            raise UserError(
+                f"{attribute} of module {prefix or '(the model)'!r} ({type(module).__name__}) must map name patterns "
+                f"to values, or be a method that takes the wide module and returns such a mapping; got {mapping!r}"
+            )
+        for pattern, value in mapping.items():
             yield (f"{prefix}.{pattern}" if prefix else pattern), value
 
 

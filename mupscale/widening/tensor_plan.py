@@ -8,6 +8,7 @@ from mupscale.widening.layout import Layout, is_fractional, is_mixed, reference_
 from mupscale.widening.modules import Kind, Side
 from mupscale.widening.roles import Role
 from mupscale.widening.rules import Factors
+from mupscale.widening.units import NO_UNIT, Unit
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class TensorPlan:
     shares: tuple[tuple[int, tuple[float, ...]], ...] = ()
     """Axes on which copies of one entry are consumed unequally: (axis, the share of each wide entry in units of the
     equal one, 1 / copies)."""
+    unit: Unit = NO_UNIT
+    """What the weight is multiplied by beyond its role."""
 
     @property
     def name(self) -> str:
@@ -64,8 +67,25 @@ class TensorPlan:
 
     @property
     def factors(self) -> Factors:
-        """What Table 1 is a function of."""
-        return Factors(self.k_out, self.k_in, self.narrow_shape, self.wide_shape)
+        """What Table 1 is a function of; a unit s is the pair of factors (k_out · s, k_in / s)."""
+        k_out, k_in = self.k_out, self.k_in
+        if self.unit.scale != 1:
+            k_out, k_in = k_out * self.unit.scale, k_in / self.unit.scale
+        return Factors(k_out, k_in, self.narrow_shape, self.wide_shape)
+
+    @property
+    def shift(self) -> float:
+        """What the wide weight has beyond its multiple of the narrow one.
+
+        A parameter w that acts as c + w becomes w', with c + w' = a (c + w) and a = s / k_in.
+        """
+        if not self.unit.offset:
+            return 0.0
+        return (1 / self.factors.k_in - 1) * self.unit.offset
+
+    def unit_scale(self, out_power: int, in_power: int) -> float:
+        """What a unit adds to `scales` of these powers."""
+        return self.unit.scale ** (out_power - in_power)
 
     @property
     def copies_summed(self) -> int:
@@ -100,7 +120,7 @@ class TensorPlan:
         return any(piece.block > 1 and piece.factor > 1 for piece in pieces)
 
     def scales(self, out_power: int, in_power: int) -> list[list[float]]:
-        """k_out^out_power · k_in^in_power, spelled out per axis and piece, as `layout.duplicate_` takes it."""
+        """k_out^out_power · k_in^in_power of the role, per axis and piece, as `layout.duplicate_` takes it."""
         power = {"out": out_power, "in": in_power, None: 0}
         answer = []
         for axis, (layout, side) in enumerate(zip(self.layouts, self.sides, strict=True)):

@@ -22,10 +22,12 @@ from mupscale.widening.plan import Blocks, Plan
 from mupscale.widening.roles import Roles
 from mupscale.widening.sharding import gathered, whole
 from mupscale.widening.survey import refuse_unless_model
+from mupscale.widening.units import Units
 from mupscale.widening.weights import (
     materialise_,
     materialise_recurrent_,
     refuse_held,
+    refuse_other_units,
     release_,
     remember_widths,
     widen_buffers_,
@@ -82,6 +84,7 @@ def upscale(
     seed: int = 0,
     roles: Roles | None = None,
     blocks: Blocks | None = None,
+    units: Units | None = None,
     plan: Plan | None = None,
     consume: bool = False,
     state: StateRule | None = None,
@@ -102,6 +105,8 @@ def upscale(
 
     `method` is another way to grow (`mupscale.widening.methods`); by default the paper's duplication.
 
+    `roles`, `blocks` and `units` are those of `plan`: what module types and model classes do not tell, by name pattern.
+
     Everything is checked before anything is written: after a UserError both models are as they were.
     """
     start = time.perf_counter()
@@ -116,9 +121,10 @@ def upscale(
     state = method.state if state is None else state
     check_state_rule(state, rewarm_steps)
     if plan is None:
-        plan = method.plan(narrow, wide, roles, blocks)
+        plan = method.plan(narrow, wide, roles, blocks, units)
     else:
         _refuse_other_plan(plan, narrow, wide)
+    refuse_other_units(plan, narrow, wide)
     method.check(plan)
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):

@@ -15,15 +15,19 @@ from mupscale.widening.layout import by_entry, duplicate, duplicate_
 from mupscale.widening.modules import Side
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.rules import Factors
+from mupscale.widening.units import NO_UNIT
 from mupscale.widening.width_table import Table, WidthFactors, merged_table, restore_infshapes, store_table
 
 
 def widen_(target: Tensor, source: Tensor, entry: TensorPlan) -> None:
-    """Writes the widened weight into `target`: dup / k_in (Table 1, first column), times unequal shares."""
-    duplicate_(target, source, entry.layouts, entry.scales(out_power=0, in_power=-1))
+    """Writes the widened weight into `target`: dup / k_in (Table 1, first column), times unit and unequal shares."""
+    powers = {"out_power": 0, "in_power": -1}
+    duplicate_(target, source, entry.layouts, entry.scales(**powers), entry.unit_scale(**powers))
     for axis, shares in entry.shares:
         if entry.relative_side(axis) == "in":
             target.mul_(target.new_tensor(shares).view([-1 if i == axis else 1 for i in range(target.ndim)]))
+    if entry.shift:
+        target.add_(entry.shift)
 
 
 def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
@@ -94,19 +98,38 @@ def remember_widths(
 ) -> None:
     """Leaves the width factors on the wide module, for clipping, where its own base shapes do not tell them.
 
-    With `entrywise`, also those by which the entries of one axis differ, for the optimizer's rates.
+    With `entrywise`, also those by which the entries of one axis differ, for the optimizer's rates, and the shifts of
+    affine units, for its decay.
     """
     before, after = merged_table(narrow), merged_table(wide, mup_only=True)
     widths = {}
     for name, entry in plan.parameters.items():
         old, factors = before.get(name, WidthFactors()), factors_of(entry)
         relative = _relative(entry, old) if entrywise else ()
-        width = WidthFactors(old.m_out * factors.k_out, old.m_in * factors.k_in, old.base, relative)
-        if name in after and (not relative or _same_widths(width, after[name])):
-            width = replace(after[name], relative=relative) if relative else after[name]
+        shift = old.shift / factors.k_in + entry.shift if entrywise else 0.0
+        width = WidthFactors(old.m_out * factors.k_out, old.m_in * factors.k_in, old.base, relative, shift)
+        if name in after and (not width.needs_hooks or _same_widths(width, after[name])):
+            width = replace(after[name], relative=relative, shift=shift) if width.needs_hooks else after[name]
         widths.update(dict.fromkeys(entry.names, width))
     if any(widths[name] is not after.get(name) for name in widths):
         store_table(wide, Table(bool(after) or bool(merged_table(narrow, mup_only=True)), widths))
+
+
+def refuse_other_units(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
+    """UserError for a unit that the base shapes of the wide model do not have: its muP rates would be others."""
+    before, after = merged_table(narrow), merged_table(wide, mup_only=True)
+    for name, entry in plan.parameters.items():
+        if name not in after or (entry.unit == NO_UNIT and not after[name].shift):
+            continue
+        old, factors = before.get(name, WidthFactors()), entry.factors
+        width = WidthFactors(old.m_out * factors.k_out, old.m_in * factors.k_in)
+        shift = old.shift / factors.k_in + entry.shift
+        if not _same_widths(width, after[name]) or not math.isclose(shift, after[name].shift, abs_tol=1e-9):
+            raise UserError(
+                f"units: {name!r} has the unit {tuple(entry.unit)} here, and another one in the base shapes of the "
+                "models, from which muP takes its rates. Give set_base_shapes the units from the base model to each "
+                "model, or declare them in width_units of the model class"
+            )
 
 
 def _same_widths(one: WidthFactors, other: WidthFactors) -> bool:

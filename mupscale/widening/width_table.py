@@ -27,6 +27,13 @@ class WidthFactors:
     """The base size of every axis, None where it is not width (muP only)."""
     relative: tuple[tuple[int, Side, tuple[float, ...]], ...] = ()
     """(axis, side, factor of each entry in units of the axis') where pieces of one axis grew by different factors."""
+    shift: float = 0.0
+    """What the weights have beyond a multiple of those at the base width, from affine units: decay acts on the rest."""
+
+    @property
+    def needs_hooks(self) -> bool:
+        """Whether the step of an optimizer must see the parameter in other units (`mixed_axes.py`)."""
+        return bool(self.relative) or self.shift != 0
 
     def relative_scale(self, side: Side, like: Tensor) -> Tensor:
         """The relative factors of that side, broadcastable to the parameter."""

@@ -34,6 +34,7 @@ from mupscale.widening.plan import Blocks, Plan, TensorPlan
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.roles import Roles
 from mupscale.widening.rules import Factors
+from mupscale.widening.units import Units
 from mupscale.widening.weights import widen_
 
 Hyperparameters = Literal["table", "same"]
@@ -73,9 +74,16 @@ class GrowthMethod(ABC):
         self.state = state
         self.hyperparameters = hyperparameters
 
-    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
+    def plan(
+        self,
+        narrow: nn.Module,
+        wide: nn.Module,
+        roles: Roles | None,
+        blocks: Blocks | None,
+        units: Units | None = None,
+    ) -> Plan:
         """Which axes grow and in which layout; UserError where this method cannot grow the model."""
-        return make_plan(narrow, wide, roles=roles, blocks=blocks)
+        return make_plan(narrow, wide, roles=roles, blocks=blocks, units=units)
 
     def fit(  # noqa: B027  most methods have nothing to learn
         self,
@@ -86,6 +94,7 @@ class GrowthMethod(ABC):
         *,
         roles: Roles | None = None,
         blocks: Blocks | None = None,
+        units: Units | None = None,
         average: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Learns from batches how to grow `narrow`. Both models stay as they are, and so do global random numbers.

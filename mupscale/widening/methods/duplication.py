@@ -58,10 +58,10 @@ class HyperCloning(GrowthMethod):
     def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
         produced = [axis for axis, side in enumerate(entry.sides) if side == "out" and _grows(entry.layouts[axis])]
         summed = [axis for axis, side in enumerate(entry.sides) if side == "in" and _grows(entry.layouts[axis])]
-        if self.variant != "diagonal" or entry.mixed or not produced or not summed:
+        if self.variant != "diagonal" or entry.mixed or entry.unit.offset or not produced or not summed:
             widen_(target, source, entry)
             return
-        duplicate_(target, source, entry.layouts)
+        duplicate_(target, source, entry.layouts, scale=entry.unit.scale)
         row = produced[0]
         for column in summed:
             shares = _diagonal_shares(entry.layouts[row][0].factor, entry.layouts[column][0].factor)

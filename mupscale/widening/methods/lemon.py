@@ -9,9 +9,10 @@ from mupscale.errors import UserError
 from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
 from mupscale.widening.methods.groups import AxisGroups, UnitGroup, norms_over_width, unit_groups, with_biases
 from mupscale.widening.new_copies import StateRule
-from mupscale.widening.plan import Blocks, Plan
+from mupscale.widening.plan import Blocks, Plan, refuse_uneven_shift
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.roles import Roles
+from mupscale.widening.units import Units
 
 
 class Lemon(GrowthMethod):
@@ -47,8 +48,15 @@ class Lemon(GrowthMethod):
         self.spread = spread
         self.groups = groups
 
-    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
-        plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
+    def plan(
+        self,
+        narrow: nn.Module,
+        wide: nn.Module,
+        roles: Roles | None,
+        blocks: Blocks | None,
+        units: Units | None = None,
+    ) -> Plan:
+        plan = make_plan(narrow, wide, roles=roles, blocks=blocks, units=units)
         normalised = set(norms_over_width(plan, narrow))
         generator = torch.Generator().manual_seed(self.seed)
         parameters = dict(plan.parameters)
@@ -64,6 +72,7 @@ class Lemon(GrowthMethod):
                 times = entry.narrow_shape[axis] // (group.units * block)
                 row = shares.repeat_interleave(block).repeat(times)
                 parameters[name] = replace(entry, shares=(*entry.shares, (axis, tuple(row.tolist()))))
+                refuse_uneven_shift(parameters[name])
         return replace(plan, parameters=parameters)
 
     def claim(self, plan: Plan, narrow: nn.Module) -> Claim:

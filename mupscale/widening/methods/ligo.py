@@ -17,6 +17,7 @@ from mupscale.widening.new_copies import StateRule
 from mupscale.widening.plan import Blocks, Plan, TensorPlan
 from mupscale.widening.roles import Roles
 from mupscale.widening.sharding import is_sharded
+from mupscale.widening.units import Units
 
 Maps = dict[str, dict[str, Tensor]]
 """By group: `out`, what the new units produce, and `in`, how they are consumed; wide units × narrow units."""
@@ -73,8 +74,15 @@ class LiGO(GrowthMethod):
         """The group of each mapped axis, by parameter, and the length of a unit on it."""
         self._maps: Maps = {}
 
-    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
-        plan = super().plan(narrow, wide, roles, blocks)
+    def plan(
+        self,
+        narrow: nn.Module,
+        wide: nn.Module,
+        roles: Roles | None,
+        blocks: Blocks | None,
+        units: Units | None = None,
+    ) -> Plan:
+        plan = super().plan(narrow, wide, roles, blocks, units)
         unit_groups("LiGO", narrow, plan, self.groups)
         return plan
 
@@ -87,6 +95,7 @@ class LiGO(GrowthMethod):
         *,
         roles: Roles | None = None,
         blocks: Blocks | None = None,
+        units: Units | None = None,
         average: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Learns the maps. `loss(model, batch)` is called with `wide` once a step; `batches` may be any number of them.
@@ -96,7 +105,7 @@ class LiGO(GrowthMethod):
         refuse_unless_callable("LiGO: loss", loss, "lambda model, batch: loss of the batch")
         refuse_unless_iterable("LiGO: batches", batches, "batches, as loss takes them")
         self.forget()
-        plan = self.plan(narrow, wide, roles, blocks)
+        plan = self.plan(narrow, wide, roles, blocks, units)
         sources = {name: parameter.detach() for name, parameter in narrow.named_parameters()}
         if any(is_sharded(source) for source in sources.values()):
             raise UserError("LiGO: its maps cannot be learned on sharded weights. Train on one device, or with DDP")
@@ -182,10 +191,11 @@ class LiGO(GrowthMethod):
         return answer
 
     def _duplicated(self, source: Tensor, entry: TensorPlan) -> Tensor:
-        """The weight grown along the axes that have no maps."""
+        """The weight in its unit, grown along the axes that have no maps."""
         mapped = self._axes.get(entry.name, {})
         layouts: list[Layout] = []
-        scales = entry.scales(out_power=0, in_power=-1)
+        powers = {"out_power": 0, "in_power": -1}
+        scales = entry.scales(**powers)
         for axis, layout in enumerate(entry.layouts):
             length = narrow_length(layout)
             layouts.append((Piece(length, length, 1),) if axis in mapped else layout)
@@ -195,7 +205,7 @@ class LiGO(GrowthMethod):
             dtype=torch.promote_types(source.dtype, torch.float32),
             device=source.device,
         )
-        duplicate_(target, source, layouts, scales)
+        duplicate_(target, source, layouts, scales, entry.unit_scale(**powers))
         return target
 
     def _mapped(self, weight: Tensor, entry: TensorPlan, maps: Maps) -> Tensor:
@@ -209,7 +219,7 @@ class LiGO(GrowthMethod):
             units = moved.reshape(-1, group.units, block, rest.numel())
             wide = torch.einsum("vu,subr->svbr", matrix, units)
             weight = wide.reshape(-1, *rest).movedim(0, axis)
-        return weight
+        return weight + entry.shift if entry.shift else weight
 
 
 class _Loss(nn.Module):

@@ -15,6 +15,7 @@ from mupscale.widening.plan import Blocks, Plan, TensorPlan
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.roles import Roles
 from mupscale.widening.sharding import gathered, whole
+from mupscale.widening.units import Units
 
 
 class Net2Net(GrowthMethod):
@@ -44,8 +45,15 @@ class Net2Net(GrowthMethod):
         self.seed = seed
         self.groups = groups
 
-    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
-        plain = make_plan(narrow, wide, roles=roles, blocks=blocks)
+    def plan(
+        self,
+        narrow: nn.Module,
+        wide: nn.Module,
+        roles: Roles | None,
+        blocks: Blocks | None,
+        units: Units | None = None,
+    ) -> Plan:
+        plain = make_plan(narrow, wide, roles=roles, blocks=blocks, units=units)
         generator = torch.Generator().manual_seed(self.seed)
         mapped: dict[str, dict[int, list[tuple[int, int, int]]]] = {}
         for group in unit_groups(type(self).__name__, narrow, plain, self.groups, with_mup_readouts=True):
@@ -53,7 +61,7 @@ class Net2Net(GrowthMethod):
             for name, (axis, block) in group.axes.items():
                 times = plain.parameters[name].narrow_shape[axis] // (group.units * block)
                 mapped.setdefault(name, {})[axis] = [(block, block, count) for count in copies] * times
-        return make_plan(narrow, wide, roles=roles, blocks={**(blocks or {}), **mapped})
+        return make_plan(narrow, wide, roles=roles, blocks={**(blocks or {}), **mapped}, units=units)
 
     def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
         return Claim(True, self._follows_the_rules())
@@ -92,8 +100,15 @@ class AKI(FPI):
     layer, stay as in FPI, and so do the gains and shifts of norms.
     """
 
-    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
-        plan = super().plan(narrow, wide, roles, blocks)
+    def plan(
+        self,
+        narrow: nn.Module,
+        wide: nn.Module,
+        roles: Roles | None,
+        blocks: Blocks | None,
+        units: Units | None = None,
+    ) -> Plan:
+        plan = super().plan(narrow, wide, roles, blocks, units)
         if not any(_next_layers(plan)):
             raise UserError(
                 f"AKI: no layer of {type(narrow).__name__} has a next one of the same shape to take new units from. "
@@ -156,7 +171,7 @@ def _next_name(plan: Plan, name: str) -> str | None:
 
 
 def _are_alike(a: TensorPlan, b: TensorPlan) -> bool:
-    return (a.narrow_shape, a.wide_shape, a.sides, a.kind) == (b.narrow_shape, b.wide_shape, b.sides, b.kind)
+    return all(getattr(a, key) == getattr(b, key) for key in ("narrow_shape", "wide_shape", "sides", "kind", "unit"))
 
 
 def _in_place_of(entry: TensorPlan, weight: Tensor, weight_entry: TensorPlan) -> Tensor:

@@ -13,6 +13,7 @@ from mupscale.widening.plan import Blocks, Plan, TensorPlan
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.roles import Roles
 from mupscale.widening.rules import Factors
+from mupscale.widening.units import NO_UNIT, Units
 
 
 class ZeroPadding(GrowthMethod):
@@ -23,9 +24,22 @@ class ZeroPadding(GrowthMethod):
 
     state_to_copies = False
 
-    def plan(self, narrow: nn.Module, wide: nn.Module, roles: Roles | None, blocks: Blocks | None) -> Plan:
-        plan = make_plan(narrow, wide, roles=roles, blocks=blocks)
+    def plan(
+        self,
+        narrow: nn.Module,
+        wide: nn.Module,
+        roles: Roles | None,
+        blocks: Blocks | None,
+        units: Units | None = None,
+    ) -> Plan:
+        plan = make_plan(narrow, wide, roles=roles, blocks=blocks, units=units)
         own = type(self).__name__
+        in_units = [name for name, entry in plan.parameters.items() if entry.unit != NO_UNIT]
+        if in_units:
+            raise UserError(
+                f"{own}: parameter {in_units[0]!r} has a unit, which makes up for what duplication does; units that "
+                "are zero would need another one. Use Duplication"
+            )
         for name, entry in plan.parameters.items():
             for axis in entry.fractional_axes:
                 if not is_unit_by_unit(entry.layouts[axis]):

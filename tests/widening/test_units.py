@@ -1,0 +1,446 @@
+"""Units: parameters that make up for constants of the model which depend on its width."""
+
+import copy
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from nets import OPTIMIZERS
+from tiers import slow_except
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import mupscale
+from mupscale.errors import UserError
+from mupscale.widening.mixed_axes import keep_reference_units
+from mupscale.widening.noise import init_scale
+from mupscale.widening.width_table import merged_table
+
+VOCABULARY = 11
+
+
+class ScaledEmbedding(nn.Module):
+    """Multiplies its embedding by sqrt(width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = math.sqrt(width)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.hidden, self.readout = nn.Linear(width, width), nn.Linear(width, VOCABULARY)
+
+    @staticmethod
+    def units(k: float) -> dict:
+        return {"embed.weight": k**-0.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) * self.scale
+        return self.readout(x + self.hidden(x).tanh())
+
+
+class Attention(nn.Module):
+    """Two heads whose size grows, with logits scaled by 1/sqrt(head_dim)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.readout = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    @staticmethod
+    def units(k: float) -> dict:
+        return {"q.*": k**-0.5}
+
+    def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q(x), self.k(x), self.v(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.projections(x))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.readout((x + self.o(y.transpose(1, 2).flatten(2))).tanh())
+
+
+class KeysWithKeys(Attention):
+    """Keys are compared with keys."""
+
+    @staticmethod
+    def units(k: float) -> dict:
+        return {"k.*": k**-0.25}
+
+    def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.k(x), self.k(x), self.v(x) + 0 * self.q(x)
+
+
+class FusedAttention(Attention):
+    """Queries, keys and values by one layer, which has one unit; the next layer undoes that of the values."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        del self.q, self.k, self.v
+        self.qkv = nn.Linear(width, 3 * width)
+
+    @staticmethod
+    def units(k: float) -> dict:
+        return {"qkv.*": k**-0.25, "o.weight": k**0.25}
+
+    def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.qkv(x).chunk(3, -1)
+
+
+class Norm(nn.Module):
+    """An RMSNorm with a gain of 1 + w."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=1e-6) * (1 + self.weight)
+
+
+class Gemma(nn.Module):
+    """A scaled embedding tied to the readout, and gains of 1 + w; the last of them carries what the tie needs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = math.sqrt(width)
+        self.embed, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.before, self.hidden, self.last = Norm(width), nn.Linear(width, width), Norm(width)
+
+    roles = {"last.weight": "readout"}  # noqa: RUF012
+
+    @staticmethod
+    def units(k: float) -> dict:
+        return {"embed.weight": k**-0.5, "last.weight": (k**0.5, 1.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) * self.scale
+        return self.head(self.last(x + self.hidden(self.before(x)).relu()))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def batches(count: int = 4) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randint(VOCABULARY, (6, 7)) for _ in range(count)]
+
+
+def step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> float:
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    assert mupscale.clip_grad_norm_(model, 0.05) > 0.05
+    optimizer.step()
+    return loss.item()
+
+
+def drift(kind: type, make_optimizer, widths: tuple[int, ...], *, reload: bool = False, **changed) -> float:
+    """The largest relative drift of the loss in 20 steps after the last upscale, in float64 with clipping."""
+    torch.manual_seed(0)
+    narrow = kind(widths[0]).double()
+    runs = [(narrow, make_optimizer(narrow.parameters()))]
+    data = batches()
+    for index in range(5):
+        step(*runs[0], data[index % 4])
+    for before, after in pairwise(widths):
+        given = {"roles": getattr(kind, "roles", None), "units": kind.units(after / before)} | changed
+        model, optimizer = runs[-1]
+        wide = kind(after).double()
+        runs.append((wide, mupscale.upscale(model, wide, optimizer, **given).optimizer))
+        for index in range(2):
+            for run in runs:
+                step(*run, data[index])
+    if reload:
+        runs[-1] = reloaded(*runs[-1])
+    worst = 0.0
+    for index in range(20):
+        losses = [step(*run, data[index % 4]) for run in runs]
+        worst = max(worst, *(abs(loss / losses[0] - 1) for loss in losses[1:]))
+    return worst
+
+
+def reloaded(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Copies, as a resumed run makes them: hooks are not part of an optimizer's state."""
+    twin = copy.deepcopy(model)
+    named = dict(zip(model.parameters(), twin.parameters(), strict=True))
+    groups = [{**group, "params": [named[p] for p in group["params"]]} for group in optimizer.param_groups]
+    again = type(optimizer)(groups, lr=1.0)
+    again.load_state_dict(optimizer.state_dict())
+    keep_reference_units(twin, again)
+    return twin, again
+
+
+KINDS = [ScaledEmbedding, Attention, KeysWithKeys, FusedAttention, Gemma]
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_unit_is_exact(kind: type, optimizer_name: str):
+    assert drift(kind, OPTIMIZERS[optimizer_name], (8, 16)) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", slow_except(KINDS, Gemma))
+def test_units_compose_over_two_upscales_and_a_resume(kind: type):
+    for make_optimizer in OPTIMIZERS.values():
+        assert drift(kind, make_optimizer, (8, 16, 48), reload=True) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_their_units_the_models_drift(kind: type):
+    assert drift(kind, OPTIMIZERS["adamw"], (8, 16), units=None) > 1e-5
+
+
+def test_an_affine_unit_under_decay_needs_its_hooks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mupscale.widening.upscale.keep_reference_units", lambda *_: None)
+    for make_optimizer in OPTIMIZERS.values():
+        assert drift(Gemma, make_optimizer, (8, 16)) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lr", "eps", "decay"),
+    [("sgd", 0.25, None, 4.0), ("adam", 0.5, 2.0, 4.0), ("adamw", 0.5, 2.0, 2.0)],
+)
+def test_rates_of_a_unit_of_one_half(optimizer: str, lr: float, eps: float | None, decay: float):
+    """Table 1 for s = 1/2 of an embedding, relative to the same upscale without it: m = 1 for SGD, 0 for Adam."""
+    groups = []
+    for units in (None, {"embed.weight": 0.5}):
+        torch.manual_seed(0)
+        narrow, wide = ScaledEmbedding(4), ScaledEmbedding(8)
+        made = OPTIMIZERS[optimizer](narrow.parameters())
+        loss_of(narrow, batches(1)[0]).backward()
+        made.step()
+        continued = mupscale.upscale(narrow, wide, made, units=units).optimizer
+        group = next(g for g in continued.param_groups if any(p is wide.embed.weight for p in g["params"]))
+        groups.append((group, continued.state[wide.embed.weight]))
+    (plain, plain_state), (group, state) = groups
+    assert group["lr"] / plain["lr"] == pytest.approx(lr)
+    assert group["weight_decay"] / plain["weight_decay"] == pytest.approx(decay)
+    if eps is not None:
+        assert group["eps"] / plain["eps"] == pytest.approx(eps)
+    for key, power in {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2}.items():
+        if key in state:
+            torch.testing.assert_close(state[key], plain_state[key] * 2**power)
+
+
+NOISES = [
+    mupscale.AdditiveNoise(0.3),
+    mupscale.SignalNoise(0.5),
+    mupscale.AdditiveNoise(0.3, centred=True),
+    mupscale.SignalNoise(0.5, centred=True),
+]
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_noise_is_added_in_the_unit_and_recorded_without_it(noise):
+    torch.manual_seed(0)
+    narrow = Gemma(4).double()
+    results = []
+    for units in ({}, {"hidden.weight": 0.25, "last.weight": (0.5, 1.0), "embed.weight": 0.5}):
+        quiet, loud = Gemma(8).double(), Gemma(8).double()
+        mupscale.upscale(narrow, quiet, roles=Gemma.roles, units=units)
+        report = mupscale.upscale(narrow, loud, roles=Gemma.roles, units=units, noise=noise)
+        added = {name: p - dict(quiet.named_parameters())[name] for name, p in loud.named_parameters()}
+        results.append((report.noise, added))
+    (constants, base), (again, scaled) = results
+    for name, constant in constants.items():
+        torch.testing.assert_close(torch.tensor(again[name]), torch.tensor(constant), rtol=1e-9, atol=0)
+    assert float(base["hidden.weight"].detach().abs().max()) > 0.01
+    torch.testing.assert_close(scaled["hidden.weight"], 0.25 * base["hidden.weight"])
+    torch.testing.assert_close(scaled["embed.weight"], 0.5 * base["embed.weight"])
+
+
+def test_noise_of_unlike_pieces_is_measured_without_the_unit():
+    """Of unlike pieces the norm is that of the widened weight."""
+    torch.manual_seed(0)
+    narrow = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    pieces = [(2, 1, 1), (2, 1, 2)]
+    noise, blocks = mupscale.SignalNoise(0.5), {"0.weight": {0: pieces}, "1.weight": {1: pieces}}
+    constants = []
+    for units in ({}, {"1.weight": 0.25}):
+        wide = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2))
+        constants.append(mupscale.upscale(narrow, wide, noise=noise, blocks=blocks, units=units).noise["1.weight"])
+    assert constants[1] == pytest.approx(constants[0])
+
+
+def test_the_clip_is_the_same_in_any_unit():
+    torch.manual_seed(0)
+    narrow, wide = Gemma(4).double(), Gemma(12).double()
+    mupscale.upscale(narrow, wide, roles=Gemma.roles, units=Gemma.units(3))
+    norms = []
+    for model in (narrow, wide):
+        loss_of(model, batches(1)[0]).backward()
+        norms.append(mupscale.clip_grad_norm_(model, 1e9).item())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+
+
+def test_the_weights_of_an_affine_unit():
+    """1 + w' = (s / k) (1 + w) in role readout, s (1 + w) in role vector."""
+    narrow, wide = Gemma(4), Gemma(8)
+    units = {"last.weight": (3.0, 1.0), "before.weight": (0.5, 2.0)}
+    mupscale.upscale(narrow, wide, roles=Gemma.roles, units=units)
+    torch.testing.assert_close(1 + wide.last.weight, 1.5 * (1 + narrow.last.weight).repeat_interleave(2))
+    torch.testing.assert_close(2 + wide.before.weight, 0.5 * (2 + narrow.before.weight).repeat_interleave(2))
+    widths = merged_table(wide)
+    assert widths["last.weight"].shift == pytest.approx(0.5)
+    assert widths["before.weight"].shift == pytest.approx(-1.0)
+
+
+def test_a_parameter_without_axes_may_have_a_unit():
+    class Temperature(ScaledEmbedding):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    narrow, wide = Temperature(4), Temperature(8)
+    mupscale.upscale(narrow, wide, units={"temperature": 0.5})
+    assert wide.temperature.item() == 1.0
+
+
+def test_a_model_class_may_declare_units_roles_and_blocks_as_methods_of_the_wide_twin():
+    class Declared(Gemma):
+        def width_units(self, wide: Gemma) -> dict:
+            return self.units((wide.scale / self.scale) ** 2)
+
+        def width_roles(self, wide: Gemma) -> dict:
+            assert wide.scale > self.scale
+            return self.roles
+
+        def width_blocks(self, wide: Gemma) -> dict:
+            return {"hidden.weight": {0: 2, 1: 2}, "*.weight": {-1: 2}, "hidden.bias": {0: 2}}
+
+    plan = mupscale.plan(Declared(4), Declared(12))
+    assert plan.parameters["last.weight"].unit == pytest.approx((3**0.5, 1.0))
+    assert plan.parameters["last.weight"].role == "readout"
+    assert plan.parameters["hidden.weight"].in_blocks
+    assert drift(Declared, OPTIMIZERS["adamw"], (8, 16), units=None, roles=None) <= 1e-12
+    # what is given comes last
+    assert mupscale.plan(Declared(4), Declared(12), units={"*": 1.0}).parameters["last.weight"].unit == (1.0, 0.0)
+
+
+def test_a_printed_plan_has_units():
+    text = str(mupscale.plan(Gemma(4), Gemma(8), roles=Gemma.roles, units={"hidden.*": 0.5} | Gemma.units(2)))
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "dup / 2 · 0.5" in rows["hidden.weight"]
+    assert "dup · 0.707" in rows["embed.weight = head.weight"]
+    assert "dup / 2 · 1.41 on 1 + w" in rows["last.weight"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_knows_units(kind: type):
+    torch.manual_seed(0)
+    arguments = {
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+        "batches": batches(),
+        "loss": loss_of,
+        "steps": 4,
+        "clip": 0.1,
+        "roles": getattr(kind, "roles", None),
+    }
+    verdict = mupscale.verify(kind(8), kind(16), units=kind.units(2), **arguments)
+    assert verdict.passed, verdict
+    assert not mupscale.verify(kind(8), kind(16), **arguments).passed
+
+
+def mup_model(width: int, **given) -> nn.Module:
+    model = mupscale.set_base_shapes(Gemma(width), Gemma(4), Gemma(8), init="constant", roles=Gemma.roles, **given)
+    return model.double()
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_units_of_base_shapes_are_exact_under_mup(optimizer_name: str):
+    """Both models take their rates from the base width, in units from there."""
+    torch.manual_seed(0)
+    narrow, wide = (mup_model(width, units=Gemma.units(width / 4)) for width in (8, 16))
+    optimizers = []
+    for model in (narrow, wide):
+        optimizers.append(mupscale.apply_mup(OPTIMIZERS[optimizer_name](model.parameters()), model))
+        keep_reference_units(model, optimizers[-1])
+    data = batches()
+    for index in range(5):
+        step(narrow, optimizers[0], data[index % 4])
+    report = mupscale.upscale(narrow, wide, *optimizers, roles=Gemma.roles, units=Gemma.units(2))
+    assert not any("wide_opt" in note for note in report.notes)
+    for index in range(20):
+        losses = [
+            step(model, optimizer, data[index % 4]) for model, optimizer in zip((narrow, wide), optimizers, strict=True)
+        ]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_units_that_base_shapes_do_not_have_are_refused():
+    with pytest.raises(UserError, match="units: 'embed.weight' has the unit .* set_base_shapes"):
+        mupscale.upscale(mup_model(8), mup_model(16), roles=Gemma.roles, units=Gemma.units(2))
+
+
+@pytest.mark.parametrize(
+    "units",
+    [0.5, {"nothing.*": 0.5}]
+    + [{"embed.weight": value} for value in (0, -1.0, math.nan, math.inf, True, "2", None)]
+    + [{"embed.weight": value} for value in ((1.0,), (1.0, math.nan), (1.0, 2.0, 3.0))],
+)
+def test_bad_units_are_refused_in_one_line(units):
+    with pytest.raises(UserError, match="units") as refusal:
+        mupscale.plan(ScaledEmbedding(4), ScaledEmbedding(8), units=units)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_affine_unit_of_unlike_pieces_is_refused():
+    pieces = [(2, 1, 1), (2, 1, 2)]
+    blocks = {"0.weight": {0: pieces}, "1.weight": {1: pieces}}
+    narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)) for n in (4, 6))
+    with pytest.raises(UserError, match="units: '1.weight' .* divided by different numbers of copies"):
+        mupscale.plan(narrow, wide, blocks=blocks, units={"1.weight": (2.0, 1.0)})
+
+
+class Mapped(ScaledEmbedding):
+    """With a feed-forward layer whose units methods may map."""
+
+    width_groups = {"inner": {"up.weight": 0, "up.bias": 0, "down.weight": 1}}  # noqa: RUF012
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) * self.scale
+        return self.readout(x + self.down(self.up(x).tanh()))
+
+
+METHODS = {
+    "lemon": mupscale.Lemon(),
+    "net2net": mupscale.Net2Net(),
+    "fpi": mupscale.FPI(state="carry", hyperparameters="table"),
+    "diagonal": mupscale.HyperCloning("diagonal", state="carry", hyperparameters="table"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_apply_units(name: str):
+    units = ScaledEmbedding.units(2) | {"up.*": 1.0}
+    assert drift(Mapped, OPTIMIZERS["adamw"], (8, 16), method=METHODS[name], units=units) <= 1e-12
+
+
+def test_ligo_starts_from_weights_in_their_units():
+    torch.manual_seed(0)
+    narrow, wide = Mapped(4).double(), Mapped(8).double()
+    method, units = mupscale.LiGO(steps=1, lr=1e-30), Mapped.units(2) | {"up.*": 1.0, "readout.bias": (0.5, 1.0)}
+    method.fit(narrow, wide, batches(1), lambda model, batch: loss_of(model, batch), units=units)
+    mupscale.upscale(narrow, wide, method=method, units=units)
+    assert method.losses[0] == pytest.approx(loss_of(wide, batches(1)[0]).item(), rel=1e-12)
+    torch.testing.assert_close(wide.readout.bias, 0.5 * narrow.readout.bias - 0.5)
+    torch.testing.assert_close(wide.embed.weight, 2**-0.5 * narrow.embed.weight.repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("method", [mupscale.ZeroPadding(), mupscale.ShrinkAndPad()])
+def test_padding_refuses_units(method):
+    with pytest.raises(UserError, match=f"{type(method).__name__}: parameter 'embed.weight' has a unit"):
+        mupscale.upscale(ScaledEmbedding(4), ScaledEmbedding(8), method=method, units=ScaledEmbedding.units(2))
+
+
+def test_noise_scale_is_that_of_the_role():
+    entry = mupscale.plan(Gemma(4), Gemma(8), roles=Gemma.roles, units={"hidden.weight": 0.1}).parameters
+    assert init_scale(entry["hidden.weight"]) == 8**-0.5
