@@ -29,7 +29,9 @@ _DEPTH = re.compile(
 _STAGES = re.compile(r"depths?|block_sizes|blocks_per_stage|num_block_repeats|stage_num_blocks")
 _LAYER_NUMBERS = re.compile(r".*(indexes|indices|idxs|layer_ids)|(mlp_only|moe|cross_attention|kv_source)_layers")
 _TOKEN = re.compile(r"(.*_)?token_(ids?|index)|.*_(bos|eos|pad)_id|(begin_)?suppress_tokens|(tag|subs)_pad_id")
-_LENGTH = re.compile(r"max_position_embeddings|(.*_)?max_.*position.*|n_positions|n_ctx|max_seq_len|max_(source|target)_.*")
+_LENGTH = re.compile(
+    r"max_position_embeddings|(.*_)?max_.*position.*|n_positions|n_ctx|max_seq_len|max_(source|target)_.*"
+)
 _WINDOW = re.compile(r"(.*_)?sliding_windows?(_size)?|attention_window(_size)?|(.*_)?chunk_size|(.*_)?local_attention")
 _EXPERTS = re.compile(r"(.*_)?num_(local_)?experts|n_routed_experts|(.*_)?n_experts")
 _PER_TOKEN = re.compile(r"(.*_)?(num_experts_per_tok(en)?|moe_topk|moe_k|top_?k(_experts)?|moe_top_k|router_topk)")
@@ -184,7 +186,11 @@ def _small_head(part: PretrainedConfig, before: int) -> int:
     sections = any("mrope_section" in table for table in _rope_tables(part))
     small = before
     for candidate in _SMALL_HEADS:
-        if candidate < before and all(_whole_and_even(candidate * share) for share in shares) and candidate >= 16 * sections:
+        if (
+            candidate < before
+            and all(_whole_and_even(candidate * share) for share in shares)
+            and candidate >= 16 * sections
+        ):
             small = candidate
             break
     if _is_size(values.get("rotary_dim")):

@@ -60,7 +60,8 @@ def field_factors(config: PretrainedConfig, wide: PretrainedConfig) -> dict[str,
             ratios = {Fraction(b, a) for a, b in _pairs(value, after.get(name)) if a != b}
             if len(ratios) > 1:
                 raise UserError(f"entries of {path}{name} grow by different factors: {value} → {after.get(name)}")
-            answer.update({path + name: ratio for ratio in ratios})
+            if ratios:
+                answer[path + name] = ratios.pop()
     return answer
 
 
