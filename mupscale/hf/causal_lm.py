@@ -22,6 +22,9 @@ from mupscale.errors import UserError
 
 CONFIG = "config.json"
 
+_NOT_FOLLOWED = {"auto_map", "attn_implementation", "_attn_implementation", "experts_implementation", "model_type"}
+"""Fields that name code, which could be fetched from elsewhere and executed; and the one that is read by itself."""
+
 
 def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
     """The configuration with these fields, `model_type` among them; all others have the defaults of that type.
@@ -37,13 +40,14 @@ def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
         raise UserError(f"model_type = {kind!r} has no causal language model; choose another, such as llama or gpt2")
     if "quantization_config" in fields:
         raise UserError("the configuration is of quantised weights; take the model as it was before")
+    fields = {name: value for name, value in fields.items() if name not in _NOT_FOLLOWED}
     if "transformers_version" not in fields:  # written by hand: a field that is not known would be without effect
         known = {*config_class().to_dict(), *config_class.attribute_map}
         unknown = [name for name in fields if name not in known]
         if unknown:
             raise UserError(f"a {kind} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
     try:
-        return config_class.from_dict({name: value for name, value in fields.items() if name != "model_type"})
+        return config_class.from_dict(fields)
     except Exception as error:  # transformers and huggingface_hub raise many kinds
         raise UserError(f"these fields do not make a {kind}: {' '.join(str(error).split())}") from error
 
@@ -67,7 +71,7 @@ def config_in(path: Path) -> PretrainedConfig:
 
 def build(config: PretrainedConfig) -> PreTrainedModel:
     """A freshly initialised model, in the precision that is torch's default."""
-    return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
+    return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:

@@ -82,7 +82,8 @@ def _discovered(small: PretrainedConfig, large: PretrainedConfig, model_class: A
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.device("cpu"))
         torch.manual_seed(0)
-        narrow, wide = (model_class.from_config(each, dtype=torch.float32) for each in (small, large))
+        settings = {"dtype": torch.float32, "trust_remote_code": False}
+        narrow, wide = (model_class.from_config(each, **settings) for each in (small, large))
         return discover(narrow, wide, read_tokens if call is None else call)
 
 
