@@ -258,7 +258,16 @@ class UpscaleCallback(Strides):
         _copy_modes(narrow, wide)
         if self.method.needs_batches:
             self._fit_method(trainer, module, narrow, wide)
-        report = upscale(narrow, wide, noise=self.noise, seed=seed, plan=growth, consume=True, method=self.method)
+        report = upscale(
+            narrow,
+            wide,
+            noise=self.noise,
+            seed=seed,
+            plan=growth,
+            consume=True,
+            method=self.method,
+            rebuild=lambda: module.network(self.width),
+        )
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)
         for before, after in zip(narrow_opts, trainer.optimizers, strict=True):

@@ -6,6 +6,7 @@ For example: upscale base.ckpt --width 2000 --noise 0.1 --out wide.ckpt
 import argparse
 import importlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +156,24 @@ def upscale_checkpoint(
             continued.update({id(parameter): group for parameter in group["params"]})
         for group in after.param_groups:
             group.update({**continued[id(group["params"][0])], "params": group["params"]})
-    report = upscale(narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, plan=plan, method=method)
+    rebuild = partial(module.network, width)
+    report = upscale(
+        narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, plan=plan, method=method, rebuild=rebuild
+    )
     _store(checkpoint[key], wide)
     if averaged:
         # the draw depends on the precision, and the average may have a lower one than the weights
         precision = next(narrow.parameters()).dtype
         average, wide_average = _networks(module, width, checkpoint.get("state_dict", {}), at_least=precision)
-        upscale(average, wide_average, noise=report.same_noise(), seed=seed, plan=report.plan, method=method)
+        upscale(
+            average,
+            wide_average,
+            noise=report.same_noise(),
+            seed=seed,
+            plan=report.plan,
+            method=method,
+            rebuild=rebuild,
+        )
         _store(checkpoint["state_dict"], wide_average)
     checkpoint["hyper_parameters"]["width"] = width
     checkpoint.pop(RUN_KEY, None)  # it goes on with another configuration

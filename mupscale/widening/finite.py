@@ -57,7 +57,7 @@ def refuse_non_finite_model(plan: Plan, narrow: nn.Module, wide: nn.Module) -> N
                 f"large for the {dtype} of the wide one. Give the wide model the dtype {parameter.dtype}"
             )
     for (name, buffer), value in zip(buffers, largest[len(parameters) :], strict=True):
-        if math.isnan(value) or (plan.buffers[name].grows and math.isinf(value)):
+        if math.isnan(value) or (plan.buffers[name].grows and not plan.buffers[name].kept and math.isinf(value)):
             raise UserError(
                 f"buffer {name!r} {tuple(buffer.shape)} of the narrow model has NaN or infinite entries; take an "
                 "earlier checkpoint"

@@ -30,7 +30,7 @@ from mupscale.widening.layout import (
 )
 from mupscale.widening.modules import Side
 from mupscale.widening.roles import Role, Roles, all_sides, declared, given_pairs, match_roles, matches
-from mupscale.widening.survey import Survey, Use, some_names
+from mupscale.widening.survey import Survey, Use, some_names, unsaved_buffers
 from mupscale.widening.tensor_plan import TensorPlan
 from mupscale.widening.units import NO_UNIT, Unit, Units, match_units
 
@@ -96,8 +96,12 @@ def plan(
     fractional_growth.refuse_one_sided(entries, in_pieces)
 
     buffers: dict[str, TensorPlan] = {}
+    unsaved = unsaved_buffers(wide)
     for name, source, target in survey.buffers:
         shapes = tuple(source.shape), tuple(target.shape)
+        if name in unsaved:
+            buffers[name] = _kept_buffer(name, *shapes)
+            continue
         if shapes[0] != shapes[1] and source.dtype in (torch.int8, torch.uint8):
             raise UserError(
                 f"buffer {name!r} {shapes[0]} → {shapes[1]} is quantised ({source.dtype}): its scales lie elsewhere, "
@@ -113,6 +117,11 @@ def plan(
         fractional_growth.refuse_buffer(buffers[name], entries, block_of.get(name, {}))
     in_blocks = [name for name, entry in entries.items() if entry.in_blocks]
     return Plan(entries, buffers, (*survey.caveats(in_blocks), *_guesses(survey, role_of)))
+
+
+def _kept_buffer(name: str, narrow: tuple[int, ...], wide: tuple[int, ...]) -> TensorPlan:
+    layouts = tuple((Piece(n, max(n, 1), 1),) for n in narrow)
+    return TensorPlan((name,), narrow, wide, "buffer", "buffer", (None,) * len(narrow), layouts, 1, None, kept=True)
 
 
 def _guesses(survey: Survey, role_of: Mapping[str, Role]) -> Iterator[str]:
@@ -306,6 +315,8 @@ def _row(entry: TensorPlan) -> tuple[str, ...]:
         weight = f"dup · {k_out} / copies" if entry.role == "mu_readout" else "dup / copies"
     if any(entry.relative_side(axis) == "in" for axis in entry.relative_shares):
         weight += ", unequal shares"
+    if entry.kept:
+        weight = "kept"
     if entry.unit.scale != 1:
         weight += f" · {entry.unit.scale:.3g}"
     if entry.unit.offset:

@@ -90,14 +90,13 @@ class Survey:
             if text:
                 yield f"{name or '(the model)'}: {text}"
             for attribute in sorted(non_persistent_buffers(before)):
-                buffer, other = getattr(before, attribute), getattr(after, attribute)
+                buffer, other = getattr(before, attribute), getattr(after, attribute, None)
                 if buffer is None or other is None or buffer.is_meta or other.is_meta or buffer.shape != other.shape:
                     continue
                 if not torch.equal(buffer, other.to(buffer)):
                     yield (
-                        f"{name + '.' * bool(name)}{attribute}: this buffer differs between the models and is not "
-                        "saved; the wide "
-                        "model gets the narrow value, and loses it when it is rebuilt from a checkpoint"
+                        f"{name + '.' * bool(name)}{attribute}: this buffer is not saved with the model, and differs "
+                        "between the two; the wide model keeps its own"
                     )
 
 
@@ -105,6 +104,20 @@ def refuse_unless_model(name: str, model: object) -> None:
     """UserError if something is no model: a class, a state_dict, None."""
     if not isinstance(model, nn.Module):
         raise UserError(f"{name} must be a torch.nn.Module, got {shown(model)}. Pass the network itself")
+
+
+def unsaved_buffers(model: nn.Module) -> set[str]:
+    """The names of the buffers that the model's state_dict does not hold under any name."""
+    saved: set[int] = set()
+    unsaved: dict[str, int] = {}
+    for prefix, module in model.named_modules():
+        left_out = non_persistent_buffers(module)
+        for attribute, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if attribute in left_out:
+                unsaved[f"{prefix}.{attribute}".removeprefix(".")] = id(buffer)
+            else:
+                saved.add(id(buffer))
+    return {name for name, key in unsaved.items() if key not in saved}
 
 
 def some_names(names: Iterable[str]) -> str:

@@ -36,6 +36,8 @@ class TensorPlan:
     equal one, 1 / copies)."""
     unit: Unit = NO_UNIT
     """What the weight is multiplied by beyond its role."""
+    kept: bool = False
+    """Of a buffer that is not saved: the wide model keeps its own."""
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from mupscale.arguments import refuse_unless_whole, shown
 from mupscale.errors import UserError
+from mupscale.widening.buffers import Rebuild, copied_for_want_of_own, refuse_unknown_buffers, widen_buffers_
 from mupscale.widening.finite import refuse_non_finite_model
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.mixed_axes import keep_reference_units
@@ -30,7 +31,6 @@ from mupscale.widening.weights import (
     refuse_other_units,
     release_,
     remember_widths,
-    widen_buffers_,
 )
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -90,6 +90,7 @@ def upscale(
     state: StateRule | None = None,
     rewarm_steps: int = 0,
     method: GrowthMethod | None = None,
+    rebuild: Rebuild | None = None,
 ) -> UpscaleReport:
     """Writes the widened `narrow` into `wide`: weights, buffers, noise and optimizer state, all by name.
 
@@ -104,6 +105,9 @@ def upscale(
     over `rewarm_steps`. By default it is the method's.
 
     `method` is another way to grow (`mupscale.widening.methods`); by default the paper's duplication.
+
+    Buffers that are not saved stay those of `wide`, also where they differ from the narrow ones. `rebuild` builds the
+    wide model anew, for those that it does not have on the meta device.
 
     `roles`, `blocks` and `units` are those of `plan`: what module types and model classes do not tell, by name pattern.
 
@@ -133,11 +137,13 @@ def upscale(
         if not isinstance(noise, Noise):
             raise UserError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
         noise.check(plan)
+    refuse_unknown_buffers(plan, wide, rebuild)
     refuse_non_finite_model(plan, narrow, wide)
     if noise is not None:
         _refuse_overflow(plan, narrow, wide, method, noise, seed)
     refuse_held(wide, wide_opts)
 
+    notes = [*plan.notes, *(copied_for_want_of_own(plan, wide) if rebuild is None else ())]
     materialise_recurrent_(wide, narrow)
     constants: Constants = {}
     targets = dict(wide.named_parameters())
@@ -154,14 +160,13 @@ def upscale(
         if consume:
             release_(source)
     method.edit_(plan, wide)
-    widen_buffers_(plan, narrow, wide)
+    widen_buffers_(plan, narrow, wide, rebuild)
     kept = {id(buffer) for buffer in wide.buffers()}
     for buffer in narrow.buffers() if consume else ():
         if id(buffer) not in kept:
             release_(buffer)
     remember_widths(plan, narrow, wide, method.factors, entrywise=method.hyperparameters == "table")
     optimizers: list[Optimizer] = []
-    notes = list(plan.notes)
     if narrow_opts and state != "carry":
         notes.append(f"the state of {'new copies' if state == 'reset_new_copies' else 'the optimizer'} starts anew")
     for before, given in zip(narrow_opts, wide_opts, strict=True):

@@ -1,4 +1,4 @@
-"""Weights and buffers (Step 1 of the paper's meta-algorithm): duplicated along width axes, weights divided by k_in."""
+"""Weights (Step 1 of the paper's meta-algorithm): duplicated along width axes, and divided by k_in."""
 
 import math
 import weakref
@@ -28,20 +28,6 @@ def widen_(target: Tensor, source: Tensor, entry: TensorPlan) -> None:
             target.mul_(target.new_tensor(shares).view([-1 if i == axis else 1 for i in range(target.ndim)]))
     if entry.shift:
         target.add_(entry.shift)
-
-
-def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
-    """Buffers are statistics and tables of their units: duplicated, never rescaled."""
-    sources = dict(narrow.named_buffers())
-    real: dict[int, Tensor] = {}
-    for name, target in list(wide.named_buffers(remove_duplicate=False)):
-        owner, _, attribute = name.rpartition(".")
-        if target.is_meta:
-            if id(target) not in real:
-                real[id(target)] = torch.empty_like(target, device=sources[name].device)
-            setattr(wide.get_submodule(owner), attribute, real[id(target)])
-    for name, target in wide.named_buffers():
-        duplicate_(target, sources[name], plan.buffers[name].layouts)
 
 
 def materialise_(parameter: nn.Parameter, device: torch.device) -> None:

@@ -372,7 +372,7 @@ def test_units_of_base_shapes_are_exact_under_mup(optimizer_name: str):
 
 
 def test_units_that_base_shapes_do_not_have_are_refused():
-    with pytest.raises(UserError, match="units: 'embed.weight' has the unit .* set_base_shapes"):
+    with pytest.raises(UserError, match=r"units: 'embed.weight' has the unit .* set_base_shapes"):
         mupscale.upscale(mup_model(8), mup_model(16), roles=Gemma.roles, units=Gemma.units(2))
 
 
@@ -392,7 +392,7 @@ def test_an_affine_unit_of_unlike_pieces_is_refused():
     pieces = [(2, 1, 1), (2, 1, 2)]
     blocks = {"0.weight": {0: pieces}, "1.weight": {1: pieces}}
     narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)) for n in (4, 6))
-    with pytest.raises(UserError, match="units: '1.weight' .* divided by different numbers of copies"):
+    with pytest.raises(UserError, match=r"units: '1.weight' .* divided by different numbers of copies"):
         mupscale.plan(narrow, wide, blocks=blocks, units={"1.weight": (2.0, 1.0)})
 
 

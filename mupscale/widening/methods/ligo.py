@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from mupscale.arguments import refuse_unless_callable, refuse_unless_iterable, refuse_unless_whole
 from mupscale.errors import UserError
-from mupscale.widening.layout import Layout, Piece, duplicate, duplicate_, narrow_length
+from mupscale.widening.buffers import wide_buffers
+from mupscale.widening.layout import Layout, Piece, duplicate_, narrow_length
 from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters, Loss
 from mupscale.widening.methods.groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
 from mupscale.widening.new_copies import StateRule
@@ -113,7 +114,7 @@ class LiGO(GrowthMethod):
         self._axes = _mapped_axes(plan, groups)
         maps = self._first_maps(groups, sources)
         duplicated = {name: self._duplicated(source, plan.parameters[name]) for name, source in sources.items()}
-        buffers = {name: duplicate(value, plan.buffers[name].layouts) for name, value in narrow.named_buffers()}
+        buffers = wide_buffers(plan, narrow, wide)
         dtypes = {name: parameter.dtype for name, parameter in wide.named_parameters()}
         model = _Loss(wide, loss)
 
