@@ -266,7 +266,7 @@ class UpscaleCallback(Strides):
             plan=growth,
             consume=True,
             method=self.method,
-            rebuild=lambda: module.network(self.width),
+            rebuild=lambda: self._built_again(trainer, module),
         )
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)
@@ -288,6 +288,11 @@ class UpscaleCallback(Strides):
         self._log(trainer, module, narrow_width, growth, *losses, time.perf_counter() - start)
         if report.notes:
             rank_zero_info("\n".join(report.notes))
+
+    def _built_again(self, trainer: Trainer, module: WidthScalable) -> nn.Module:
+        """The wide network with the buffers that it has when it is built for this run, in the run's precision."""
+        with trainer.precision_plugin.module_init_context():
+            return module.network(self.width)
 
     def _fit_method(self, trainer: Trainer, module: WidthScalable, narrow: nn.Module, wide: nn.Module) -> None:
         """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""

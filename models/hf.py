@@ -1,6 +1,7 @@
 """Any causal language model of the transformers library as a width-scalable module."""
 
 import math
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,8 @@ class CausalLMNet(nn.Module):
         """Logits; given targets, their mean loss, with the loss of the routers where the configuration asks for it."""
         from mupscale.hf.whole_rows import whole_rows
 
-        with whole_rows():
+        # inside of a compilation transformers does not look at values either way
+        with nullcontext() if torch.compiler.is_compiling() else whole_rows():
             outputs: Any = self.model(input_ids=tokens_BT, use_cache=False)
         if targets_BT is None:
             return at_least_float32(outputs.logits)
@@ -192,7 +194,8 @@ class HFCausalLM(LanguageModel):
         try:
             return CausalLMNet(config_at(config_of(self.hparams["config"]), width))
         except UserError as error:
-            raise UserError(f"model.width = {width}: {error}") from error
+            problem = str(error).partition("; choose")[0]  # it goes on with arguments of wide_config
+            raise UserError(f"model.width = {width}: {problem}; choose another width") from error
 
     def compile_network(self, net: nn.Module) -> None:
         # by parts: masks are made outside of them, so attention without a mask stays without one, and layers share a

@@ -82,7 +82,8 @@ def _discovered(small: PretrainedConfig, large: PretrainedConfig, model_class: A
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.device("cpu"))
         torch.manual_seed(0)
-        settings = {"dtype": torch.float32, "trust_remote_code": False}
+        # in float64, because units are read off constants that the models keep in their own precision
+        settings = {"dtype": torch.float64, "trust_remote_code": False}
         narrow, wide = (model_class.from_config(each, **settings) for each in (small, large))
         return discover(narrow, wide, read_tokens if call is None else call)
 
