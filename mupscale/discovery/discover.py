@@ -1,5 +1,8 @@
 """One public call, `discover`: how a model grows that nobody prepared."""
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +17,7 @@ from mupscale.widening.layout import LayoutSpec
 from mupscale.widening.modules import Side
 from mupscale.widening.roles import Role
 from mupscale.widening.survey import Use, refuse_unless_model
+from mupscale.widening.upscale import upscale
 
 TOLERANCE = 1e-9
 
@@ -35,12 +39,19 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call) -> Found:
     with torch.random.fork_rng():
         before, after = (float64_copy(model).cpu().eval() for model in (narrow, wide))
         for model in (before, after):
-            if hasattr(model, "set_experts_implementation"):  # of transformers: its fast kernels are not for float64
-                model.set_experts_implementation("eager")
+            use_plain_experts(model)
         move_(before)
         search = Search(before, after, call, TOLERANCE)
         search.run()
-    return _found(search.hypothesis, search.passes)
+        found = _found(search.hypothesis, search.passes, search.untested())
+        _confirm(search.hypothesis, found)
+    return found
+
+
+def use_plain_experts(model: Any) -> None:
+    """Models of transformers have kernels for their experts that do not take float64."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
 
 
 @torch.no_grad()
@@ -60,7 +71,7 @@ def move_(model: nn.Module) -> None:
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
 
 
-def _found(hypothesis: Hypothesis, passes: int) -> Found:
+def _found(hypothesis: Hypothesis, passes: int, untested: tuple[str, ...]) -> Found:
     roles: dict[str, Role] = {}
     blocks: dict[str, dict[int, LayoutSpec]] = {}
     units: dict[str, Unit] = {}
@@ -86,7 +97,23 @@ def _found(hypothesis: Hypothesis, passes: int) -> Found:
             units[name] = (unit, assumed.offset) if assumed.offset else unit
     shapes = {name: (use.narrow_shape, use.wide_shape) for name, use in hypothesis.uses.items()}
     shapes |= {name: (tuple(before.shape), tuple(after.shape)) for name, before, after in hypothesis.survey.buffers}
-    return Found(roles, blocks, units, passes, shapes)
+    return Found(roles, blocks, units, passes, shapes, untested)
+
+
+def _confirm(hypothesis: Hypothesis, found: Found) -> None:
+    """UserError unless `upscale` with what was found writes what made the models agree, with rates that fit it."""
+    written = {name: tensor.detach().clone() for name, tensor in hypothesis.wide.state_dict().items()}
+    report = upscale(hypothesis.narrow, hypothesis.wide, **found.hints)
+    for name, tensor in hypothesis.wide.state_dict().items():
+        size = float(written[name].abs().max()) if tensor.numel() and not tensor.is_complex() else 1.0
+        if not torch.allclose(tensor, written[name], rtol=1e-9, atol=1e-9 * size):
+            raise UserError(f"discover: {name!r} grows in a way that a plan cannot say. Give its blocks by hand")
+    for name, entry in report.plan.parameters.items():
+        assumed = hypothesis.assumed[name]
+        if not entry.mixed and not math.isclose(
+            entry.factors.k_out, assumed.copies * hypothesis.weight_scale(name), rel_tol=1e-9
+        ):
+            raise UserError(f"discover: {name!r} has a role that a plan cannot say. Give its role by hand")
 
 
 def _is_tied(use: Use) -> bool:

@@ -30,6 +30,8 @@ class Found:
     """Forward passes of the wide model that it took."""
     shapes: dict[str, tuple[Shape, Shape]] = field(repr=False)
     """Of every parameter and buffer in the narrow and in the wide model."""
+    untested: tuple[str, ...] = ()
+    """Growing parameters that had no part in what the model returns, so that nothing is known of them."""
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -50,7 +52,7 @@ class Found:
         places: dict[str, list[str]] = {}
         for name in sources:
             places.setdefault(starred(name), []).append(name)
-        answer = Found({}, {}, {}, self.passes, {})
+        answer = Found({}, {}, {}, self.passes, {}, self.untested)
         for key, names in places.items():
             if key not in alike:
                 raise UserError(f"{names[0]!r} has no counterpart in the model in which growth was found")
@@ -81,7 +83,8 @@ class Found:
         if model in self.units:
             answer.units[name] = self.units[model]
         for axis, (n, w) in enumerate(zip(*shapes, strict=True)):
-            small = tuple(shape[axis] for shape in self.shapes[model])
+            before, after = self.shapes[model]
+            small = before[axis], after[axis]
             if (n == w) != (small[0] == small[1]):
                 raise UserError(
                     f"axis {axis} of {name!r} {shapes[0]} → {shapes[1]} grows in one size of the family only. Were "
@@ -96,6 +99,9 @@ class Found:
         for title, values in (("roles", self.roles), ("units", self.units), ("blocks", self.blocks)):
             if values:
                 lines += [f"{title}:", *(f"  {line}" for line in _by_layer(values))]
+        if self.untested:
+            names = ", ".join(dict.fromkeys(map(starred, self.untested)))
+            lines.append(f"not tested, because what the model returns does not depend on them: {names}")
         return "\n".join(lines)
 
 

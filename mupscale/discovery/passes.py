@@ -75,8 +75,18 @@ def floats(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def compare(hypothesis: Hypothesis, narrow: Recording, call: Call, tolerance: float) -> Outcome:
-    """Runs the wide model as it is assumed to be, up to the first difference."""
+def compare(
+    hypothesis: Hypothesis,
+    narrow: Recording,
+    call: Call,
+    tolerance: float,
+    base: Outcome | None = None,
+    since: int = 0,
+) -> Outcome:
+    """Runs the wide model as it is assumed to be, up to the first difference.
+
+    Events before `since` are known to agree as in `base`.
+    """
     hypothesis.write()
     outcome = Outcome(0, len(narrow.events))
 
@@ -85,6 +95,10 @@ def compare(hypothesis: Hypothesis, narrow: Recording, call: Call, tolerance: fl
         if index >= len(narrow.events) or (narrow.events[index].module, narrow.events[index].kind) != (name, kind):
             outcome.reason = "the two models call different modules"
             raise _Stop
+        if base is not None and index < min(since, base.agreed):
+            outcome.matches.append(base.matches[index])
+            outcome.agreed += 1
+            return
         matches = _matched(narrow.events[index].tensors, float_copies(values), tolerance)
         if matches is None:
             outcome.reason = f"what {_shown(name)} {'reads' if kind == 'begins' else 'returns'} differs"
@@ -220,5 +234,5 @@ def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) 
         total = total + torch.where(output.detach().abs() < MASKED, output * weights.to(output), 0.0).sum()
     if not total.requires_grad:
         return {}
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -7,11 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mupscale.discovery.hypothesis import Group, Hypothesis, is_known, starred
+from mupscale.discovery.hypothesis import Assumed, Axis, Group, Hypothesis, is_known, starred
 from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients
 from mupscale.errors import UserError
 from mupscale.widening.layout import Layout, Piece, duplicate_, evenly
 from mupscale.widening.modules import Side
+
+MOST_PASSES = 4000
+"""Forward passes of the wide model, after which the search ends."""
+
+MOST_BRANCHES = 4
+"""Of changes that help, those that are followed up."""
+
+State = tuple[dict[str, Assumed], frozenset[Axis]]
 
 
 class Change(NamedTuple):
@@ -22,6 +30,13 @@ class Change(NamedTuple):
     sides: tuple[tuple[str, ...], tuple[Side, ...]] | None = None
     units: tuple[tuple[str, ...], float, float] | None = None
     """Names, a factor and an offset."""
+
+    def names(self) -> Iterator[str]:
+        """The tensors that it changes."""
+        if self.layout is not None:
+            yield from (name for name, _ in self.layout[0].axes)
+        yield from self.sides[0] if self.sides is not None else ()
+        yield from self.units[0] if self.units is not None else ()
 
     def apply(self, hypothesis: Hypothesis) -> None:
         if self.layout is not None:
@@ -48,62 +63,71 @@ class Search:
         self._gradients: dict[str, Tensor] | None = None
         self.passes = 0
         self.tried: list[str] = []
+        self.furthest: Outcome | None = None
+        self._begins = self._first_events()
 
     def run(self) -> Outcome:
         """Changes what is assumed until the models agree; UserError where no change helps."""
-        outcome = self._pass()
-        while not outcome.complete:
-            self.tried = []
-            better = self._better(outcome)
-            if better is None:
-                raise self._stuck(outcome)
-            outcome = better
-        return outcome
+        first = self._pass()
+        for at_once in (1, 2):  # two changes at once only if one at a time do not lead to the end
+            outcome = self._solved(first, at_once)
+            if outcome is not None:
+                return outcome
+        raise self._stuck()
 
-    def _pass(self) -> Outcome:
+    def _pass(self, base: Outcome | None = None, since: int = 0) -> Outcome:
+        """Runs the wide model; events before `since` are known to agree as in `base`."""
         self.passes += 1
-        outcome = compare(self.hypothesis, self.narrow, self.call, self.tolerance)
+        outcome = compare(self.hypothesis, self.narrow, self.call, self.tolerance, base, since)
         if outcome.reason is None:
             outcome.untrained = self._unlike_gradients(outcome)
+        if self.furthest is None or outcome.score > self.furthest.score:
+            self.furthest = outcome
         return outcome
 
-    def _better(self, outcome: Outcome) -> Outcome | None:
-        """The outcome of the change after which the models agree for longest; None if no change helps.
+    def _solved(self, outcome: Outcome, at_once: int) -> Outcome | None:
+        """The outcome in which the models agree to the end, by changes from here on; None if there is none.
 
-        Changes inside the module where the models part come first, then those in the modules around it; two changes at
-        once only if no single one helps.
+        Changes inside the module where the models part come first, then those in the modules around it.
         """
+        if outcome.complete:
+            return outcome
         seen: set[Change] = set()
-        by_scope = []
+        start = self.hypothesis.state()
         for scope in self._scopes(outcome):
             changes = [change for change in self._changes(outcome, scope) if change not in seen]
             seen.update(changes)
-            by_scope.append(changes)
-        for changes in by_scope:
-            best = self._best_of(outcome, ((change,) for change in changes))
-            if best is not None:
-                return best
-        for changes in by_scope:
-            best = self._best_of(outcome, _pairs(changes))
-            if best is not None:
-                return best
+            trials = [(change,) for change in changes] if at_once == 1 else [*_pairs(changes)]
+            for better, state in self._improvements(outcome, trials):
+                self.hypothesis.restore(state)
+                answer = self._solved(better, 1)
+                if answer is not None:
+                    return answer
+        self.hypothesis.restore(start)
         return None
 
-    def _best_of(self, outcome: Outcome, trials: Iterable[tuple[Change, ...]]) -> Outcome | None:
+    def _improvements(self, outcome: Outcome, trials: Iterable[tuple[Change, ...]]) -> list[tuple[Outcome, State]]:
+        """What helps, the best first."""
         start = self.hypothesis.state()
-        best, kept = outcome, start
+        found: list[tuple[Outcome, State]] = []
         for trial in trials:
+            if self.passes >= MOST_PASSES:
+                break
             self.hypothesis.restore(start)
             for change in trial:
                 change.apply(self.hypothesis)
-            after = self._pass()
+            after = self._pass(outcome, min(self._first_event(change) for change in trial))
             self.tried.append(" with ".join(change.words for change in trial))
-            if after.score > best.score:
-                best, kept = after, self.hypothesis.state()
-            if after.complete or (len(trial) > 1 and best is not outcome):
+            if after.score > outcome.score:
+                found.append((after, self.hypothesis.state()))
+            if after.complete or (len(trial) > 1 and found):
                 break
-        self.hypothesis.restore(kept)
-        return None if best is outcome else best
+        self.hypothesis.restore(start)
+        return sorted(found, key=lambda each: each[0].score, reverse=True)[:MOST_BRANCHES]
+
+    def _first_event(self, change: Change) -> int:
+        """The first event that a change can alter."""
+        return min((self._begins.get(name, 0) for name in change.names()), default=0)
 
     def _scopes(self, outcome: Outcome) -> Iterator[str]:
         """The module in whose code the models part, and those that contain it, up to the model."""
@@ -117,8 +141,21 @@ class Search:
             scope = scope.rpartition(".")[0]
             yield scope
 
+    def _first_events(self) -> dict[str, int]:
+        """The first event of a module that holds each tensor, or that contains one; other modules may read it too."""
+        first: dict[str, int] = {}
+        for index, event in enumerate(self.narrow.events):
+            first.setdefault(event.module, index)
+        answer = {}
+        for name, use in self.hypothesis.uses.items():
+            answer[name] = min(first.get(owner.rpartition(".")[0], 0) for owner, _, _, _ in use.owners)
+        for name in self.hypothesis.buffers:
+            answer[name] = first.get(name.rpartition(".")[0].rpartition(".")[0], 0)
+        return answer
+
     def _changes(self, outcome: Outcome, scope: str) -> Iterator[Change]:
         ran = self._modules_run(outcome, scope)
+        yield from self._carrier_changes(outcome)
         yield from self._unit_changes(ran, self._ratios(outcome))
         yield from self._layout_changes(ran)
         yield from self._side_changes(ran)
@@ -132,6 +169,23 @@ class Search:
             if (event.module == scope or event.module.startswith(inside)) and self.hypothesis.own(event.module):
                 seen.setdefault(event.module)
         return list(seen)
+
+    def _carrier_changes(self, outcome: Outcome) -> Iterator[Change]:
+        """The last norm before a readout that is tied to an embedding carries the factor of the readout."""
+        running = {event.module for event in self.narrow.events[: outcome.agreed + 1]}
+        for use in self.hypothesis.uses.values():
+            sides = self.hypothesis.assumed[use.name].sides
+            if use.narrow.ndim < 2 or len(use.owners) < 2 or "out" not in sides:
+                continue
+            if not any(owner in running and not isinstance(module, nn.Embedding) for owner, module, _, _ in use.owners):
+                continue
+            for module in self._modules_run(outcome, ""):
+                own = self.hypothesis.own(module)
+                uses = [self.hypothesis.uses[name] for name in own]
+                if all(each.narrow.ndim == 1 and each.growing for each in uses):
+                    factor = self.hypothesis.assumed[use.name].copies
+                    yield Change(f"{module} carries the factor of {use.name}", units=(tuple(own), 1 / factor, 0.0))
+                    return
 
     def _layout_changes(self, ran: list[str]) -> Iterator[Change]:
         for module in ran:
@@ -253,9 +307,18 @@ class Search:
                     answer.append(name)
         return answer
 
-    def _stuck(self, outcome: Outcome) -> UserError:
+    def untested(self) -> tuple[str, ...]:
+        """Growing parameters without a gradient, here and in other layers: of these, everything may be wrong."""
+        assert self._gradients is not None
+        tested = {starred(name) for name, gradient in self._gradients.items() if bool(gradient.any())}
+        uses = self.hypothesis.uses
+        return tuple(name for name, use in uses.items() if use.growing and starred(name) not in tested)
+
+    def _stuck(self) -> UserError:
         tried = ", ".join(dict.fromkeys(self.tried[:4]))
         tried = f"{len(self.tried)} changes were tried" + f": {tried}, ..." * bool(tried)
+        outcome = self.furthest
+        assert outcome is not None
         if outcome.untrained:
             return UserError(
                 "discover: the models compute the same, but copies of one entry of "
