@@ -17,6 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--attack", action="store_true", help="test_attack.py kills runs at all their file operations: 20 minutes"
     )
+    parser.addoption("--zoo", action="store_true", help="hf/test_zoo.py widens all families that it has: 30 minutes")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

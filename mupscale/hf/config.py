@@ -16,10 +16,8 @@ from mupscale.hf.config_walk import fields_of, parts
 
 Factor = int | float | Fraction
 
-_SLOPES_OF_HEADS = {
-    "bloom",
-    "minimax",
-}  # the slope of a head is a function of the number of heads, and no field says so
+# families in which the slope of a head is a function of the number of heads, and no field says so
+_SLOPES_OF_HEADS = {"bloom", "minimax"}
 _HEAD_SIZE = ("head_dim", "d_kv", "d_head", "attention_head_dim", "attention_head_size", "dim_head", "kv_channels")
 _HEAD_SIZE += ("qk_head_dim", "mamba_d_head")
 
@@ -112,7 +110,7 @@ def _scaled(
     if common != 1 and not grown:
         what = "no feed-forward size that is set" if only else "no width"
         raise UserError(f"the configuration of {config.model_type!r} has {what}; name the fields, as in fields={{...}}")
-    _refuse_odd_heads(wide)
+    _refuse_odd_heads(config, wide)
     return wide
 
 
@@ -173,17 +171,17 @@ def _refuse_unused(names: set[str], config: PretrainedConfig) -> None:
         raise UserError(f"fields: the configuration of {config.model_type!r} has no field {name!r} with a size in it")
 
 
-def _refuse_odd_heads(wide: PretrainedConfig) -> None:
-    """Where the size of a head is hidden / heads, it must be whole."""
-    for path, part in parts(wide):
-        values = vars(part)
-        hidden = next((name for name in HIDDEN if isinstance(values.get(name), int)), None)
-        if hidden is None or any(values.get(name) for name in _HEAD_SIZE):
+def _refuse_odd_heads(narrow: PretrainedConfig, wide: PretrainedConfig) -> None:
+    """Where the size of a head is hidden / heads, it must stay whole."""
+    for (path, before), (_, after) in zip(parts(narrow), parts(wide), strict=True):
+        old, new = vars(before), vars(after)
+        hidden = next((name for name in HIDDEN if isinstance(new.get(name), int)), None)
+        if hidden is None or any(new.get(name) for name in _HEAD_SIZE):
             continue
         for heads in HEADS:
-            count = values.get(heads)
-            if isinstance(count, int) and count > 0 and values[hidden] % count:
+            count = new.get(heads)
+            if isinstance(count, int) and count > 0 and new[hidden] % count and old[hidden] % old[heads] == 0:
                 raise UserError(
-                    f"{path}{hidden} = {values[hidden]} is not divisible by {path}{heads} = {count}; choose factors of "
+                    f"{path}{hidden} = {new[hidden]} is not divisible by {path}{heads} = {count}; choose factors of "
                     "these two fields for which it is"
                 )

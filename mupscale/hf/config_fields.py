@@ -16,7 +16,7 @@ _KEPT = (  # names that look like widths and are none
     # what goes in and comes out
     r"(.*_)?vocab_sizes?|codebook_(size|dim)|(.*_)?codevector_dim|(.*_)?image_sizes?|(.*_)?img_size|(.*_)?patch_size",
     r"num_channels(_out)?|(audio_|input_|stem_num_)?channels|input_num_channels|output_num_channels|patch_sizes|in_chans",
-    r"(text_|audio_|vision_)?projection_(dim|size)|project_dim|classifier_proj_size|(xvector_)?output_dim|input_dim",
+    r"(text_|audio_|vision_)?projection_dim|project_dim|classifier_proj_size|(xvector_)?output_dim|input_dim",
     r"feature_projection_input_dim|(act|state|max_action|max_state|mel|model_in|visual_pos|visual_feat|query)_dim",
     r"visual_embedding_dim|speaker_embedding_(dim|size)|(lang|spkr|speaker)_embed_dim|dim_bbox(_.*)?|sampling_dim",
     r"input_feat_per_channel|num_mel_bins|pooler_output_size|dim_model_base|retrieval_vector_size|mask_input_channels",
@@ -27,8 +27,8 @@ _KEPT = (  # names that look like widths and are none
     r"(.*_)?(cache|ngram|group|posemb|pos_emb|frame|shot|spec|input|image_feature_pool|mask|freq|final|train)_size",
     r"median_filter_width|pos_emb_width|width_factor|image_width|hop_size|temperature_width|block_sizes",
     r"index_n_heads|guided_attention_loss_num_heads|heads_per_ngram|fine_matching_slice_dim|o_groups|window_.*_size",
-    r"resblock_(dilation|stride|kernel)_sizes|upsample_kernel_sizes|axial_pos_embds_dim|model_parallel_size",
-    r"num_.*(features|channels)|chunk_size_.*|max_pos_emb|scale_emb|context_size|feature_size|input_feat_size|patch_dim",
+    r"resblock_(dilation|stride|kernel)_sizes|upsample_kernel_sizes|model_parallel_size",
+    r"base_attn_unit_dims|num_.*(features|channels)|chunk_size_.*|max_pos_emb|scale_emb|context_size|feature_size|input_feat_size|patch_dim",
     r"(.*_)?prompt_size|intermediate_multiple_size|(.*_)?dim_head|(.*_)?input_channels|kernel_predictor_conv_size",
     r"_label_trainable_num_channels|depth_separable_channels|position_embedding_size|window_positional_.*",
     r"(low_res_)?mask_size|num_dense_dim|.*_dilation_sizes|fpn_feature_size|pretrained_window_sizes|keypoint_decoder_dim",
@@ -52,10 +52,11 @@ _WIDTH = (
     r"(.*_)?conv_channels|depth_multiplier|width_multiplier|reduce_dim|flow_size|vit_dim",
     r"(.*_)?(stem|base|stage_in|stage_mid|stage_out|auxiliary|subsampling_conv|downsample|latent)_channels?(_list)?",
     r"prediction_head_size|coordinate_size|shape_size|upsample_initial_channel|backbone_channel_list|num_filters",
-    r"mask_feature_(size|channels)|base_attn_unit_dims|adapter_hidden_size|(.*_)?out_channels?",
+    r"mask_feature_(size|channels)|projection_size|axial_pos_embds_dim|width_coefficient|adapter_hidden_size|(.*_)?out_channels?",
     r"(decoder|encoder)_in_channels|(.*_)?feature_dims|vision_features_channels|output_channels|post_process_channels",
 )
 _LISTS_ONLY = r"in_channels|out_channels"  # a number under this name is that of an image or of a latent
+_MULTIPLIER = "width_coefficient"  # where it is, the channels in the lists are multiplied by it
 _REFUSED = (
     r"block_configs|stage_configs|resnet_configs|resnet_head|down_ops|detectron2_config_args|out_point_positions2D"
 )
@@ -86,7 +87,7 @@ def kind_of(name: str, value: Any, beside: Any = ()) -> Kind:
     if re.fullmatch(_REFUSED, name):
         return "refused" if value else "kept"
     if re.fullmatch(_LISTS_ONLY, name):
-        return "width" if isinstance(value, list | tuple) else "kept"
+        return "width" if isinstance(value, list | tuple) and _MULTIPLIER not in beside else "kept"
     if _FEED_FORWARD_BESIDE.get(name) in beside:
         return "feed_forward"
     for kind, pattern in _TABLE:

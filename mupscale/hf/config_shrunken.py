@@ -18,13 +18,17 @@ from mupscale.hf.config_walk import fields_of, parts
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 HEAD_SIZE = ("head_dim", "d_kv", "d_head", "attention_head_dim", "attention_head_size", "dim_head", "kv_channels")
-_STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("n_mamba_heads", ""))
+_STATE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"),
+    ("mamba_num_heads", "mamba_head_dim"),
+    ("n_mamba_heads", "mamba_headdim"),
+)
 _SMALL_HEADS = (8, 10, 12, 16, 20, 24, 32, 40, 64)
 _VOCABULARIES = (61, 67, 71, 73, 79, 83, 89, 97)  # primes: no size is equal to them, nor any multiple of one
 _POSITIONS = 50
 _LAYERS = 2
 _DEPTH = re.compile(
-    r"(.*_)?n(um)?_(hidden_|decoder_|encoder_|conv_)?layers?|(.*_)?(encoder|decoder)_layers|depth|layers|[lrx]_layers"
+    r"(.*_)?n(um)?_(hidden_|decoder_|encoder_|conv_)?layers?|(.*_)?(encoder|decoder)_layers|depth|layers|[lrx]_layers|num_blocks"
 )
 _STAGES = re.compile(r"depths?|block_sizes|blocks_per_stage|num_block_repeats|stage_num_blocks")
 _LAYER_NUMBERS = re.compile(r".*(indexes|indices|idxs|layer_ids)|(mlp_only|moe|cross_attention|kv_source)_layers")
@@ -41,7 +45,7 @@ _LATENT_HEADS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def shrunken(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of `config` with the same structure at the smallest sizes: a model of it takes milliseconds to build and run.
+    """A copy of `config` with the same structure at the smallest sizes; its model takes milliseconds to build and run.
 
     >>> from transformers import LlamaConfig
     >>> small = shrunken(LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8))
@@ -111,8 +115,10 @@ def _shrink_heads(part: PretrainedConfig, sizes: _Sizes) -> None:
     values = vars(part)
     heads = _attention_heads(part)
     hidden, count = _first(values, HIDDEN), _first(values, HEADS)
-    if _has_stages(part) or not heads or count is None:
+    if _has_stages(part) or not heads:
         return
+    if count is None:
+        count = max(heads, key=lambda name: heads[name])
     common = math.gcd(*heads.values())
     base = _base([value // common for value in heads.values()], common)
     before = values[count]
@@ -266,13 +272,15 @@ def _shrink_state_heads(part: PretrainedConfig, heads: str, head_size: str, befo
     values = vars(part)
     if not _is_size(values.get(heads)):
         return
-    if not head_size:
-        setattr(part, heads, min(values[heads], 2))
-        return
-    if _is_size(values.get(head_size)) and values[heads] * values[head_size] % before == 0:
-        inner = values[heads] * values[head_size] // before * after
+    inner = values[heads] * values[head_size] if _is_size(values.get(head_size)) else 0
+    if values.get("mamba_d_ssm") and inner:  # a width of its own
         setattr(part, head_size, 8)
-        setattr(part, heads, inner // 8)
+        setattr(part, heads, values["mamba_d_ssm"] // 8)
+    elif inner and inner % before == 0:
+        setattr(part, head_size, 8)
+        setattr(part, heads, inner // before * after // 8)
+    elif not inner:
+        setattr(part, heads, min(values[heads], 2))
     for groups in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
         if _is_size(values.get(groups)):
             setattr(part, groups, min(values[groups], 2))
@@ -312,8 +320,13 @@ def _shrink_layers(part: PretrainedConfig) -> None:
     depth_names = [n for n, v in fields_of(part) if _DEPTH.fullmatch(n) and _is_size(v)]
     main = _first(values, ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth"))
     whole = values[main] if main is not None else 0
-    per_layer = {n: v for n, v in vars(part).items() if isinstance(v, list) and len(v) == whole and whole > _LAYERS}
-    kept = max([_LAYERS, *(_until_all_seen(value) for value in per_layer.values())])
+    per_layer = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, list) and len(value) == whole > _LAYERS and not _LAYER_NUMBERS.fullmatch(name)
+    }
+    offsets = [value + 1 for name, value in fields_of(part) if name.endswith("_layer_offset") and _is_size(value)]
+    kept = max([_LAYERS, *offsets, *(_until_all_seen(value) for value in per_layer.values())])
     pattern = values.get("attention_types")
     if isinstance(pattern, list) and pattern and isinstance(pattern[0], list):
         part.attention_types = [[pattern[0][0], 1]]
@@ -369,6 +382,9 @@ def _shrink_lengths(part: PretrainedConfig) -> None:
                 setattr(part, name, [min(entry, 4) if _is_size(entry) else entry for entry in value])
             elif _is_size(value):
                 setattr(part, name, min(value, 4))
+    for name in ("block_multiple_of", "ffn_round_up_to_multiple_of"):
+        if _is_size(values.get(name)):
+            setattr(part, name, min(values[name], 8))
     image, patch = values.get("image_size"), values.get("patch_size")
     if _is_size(image) and _is_size(patch) and not _has_stages(part) and image % patch == 0:
         part.patch_size = min(patch, 4)
@@ -380,7 +396,7 @@ def _shrink_vocabulary(config: PretrainedConfig) -> None:
     new: dict[int, int] = {}
     for _, part in parts(config):
         for name, value in list(fields_of(part)):
-            if re.fullmatch(r"(.*_)?vocab_size", name) and _is_size(value) and value > _VOCABULARIES[-1]:
+            if re.fullmatch(r"(.*_)?vocab_size(_.*)?", name) and _is_size(value) and value > _VOCABULARIES[-1]:
                 new.setdefault(value, _VOCABULARIES[len(new) % len(_VOCABULARIES)])
                 setattr(part, name, new[value])
     if not new:

@@ -1,0 +1,245 @@
+"""Configurations of the transformers library: which fields grow, and which size shows a family's structure."""
+
+from fractions import Fraction
+
+import pytest
+
+hf = pytest.importorskip("transformers")
+
+from mupscale.errors import UserError  # noqa: E402
+from mupscale.hf.config import shrunken, wide_config  # noqa: E402
+from mupscale.hf.config_fields import kind_of  # noqa: E402
+from mupscale.hf.config_walk import fields_of  # noqa: E402
+
+
+def llama(**settings):
+    return hf.LlamaConfig(
+        **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2} | settings
+    )
+
+
+def sizes(config, *names):
+    return [getattr(config, name) for name in names]
+
+
+LLAMA = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def test_widths_and_heads_grow_and_the_rest_stays():
+    narrow = llama(vocab_size=61, num_hidden_layers=3)
+    wide = wide_config(narrow, 3)
+    assert sizes(wide, *LLAMA) == [192, 288, 12, 6, 16]
+    assert sizes(wide, "vocab_size", "num_hidden_layers", "max_position_embeddings") == [61, 3, 2048]
+    assert sizes(narrow, *LLAMA) == [64, 96, 4, 2, 16]
+
+
+def test_a_fraction_grows_where_all_sizes_stay_whole():
+    assert sizes(wide_config(llama(), 1.5), *LLAMA) == [96, 144, 6, 3, 16]
+    assert sizes(wide_config(llama(), Fraction(3, 2)), *LLAMA) == [96, 144, 6, 3, 16]
+
+
+def test_derived_sizes_stay_derived():
+    wide = wide_config(hf.GPT2Config(n_embd=32, n_head=4), 2)
+    assert sizes(wide, "n_embd", "n_head", "n_inner") == [64, 8, None]
+
+
+def test_nested_configurations_grow():
+    wide = wide_config(hf.CLIPConfig(), 2)
+    assert wide.text_config.hidden_size == 2 * hf.CLIPTextConfig().hidden_size
+    assert wide.vision_config.num_attention_heads == 2 * hf.CLIPVisionConfig().num_attention_heads
+    assert wide.vision_config.patch_size == hf.CLIPVisionConfig().patch_size
+    assert wide.projection_dim == hf.CLIPConfig().projection_dim
+
+
+def test_lists_grow():
+    wide = wide_config(hf.SegformerConfig(hidden_sizes=[8, 16, 24, 32], num_attention_heads=[1, 2, 3, 4]), 2)
+    assert wide.hidden_sizes == [16, 32, 48, 64]
+    assert wide.num_attention_heads == [2, 4, 6, 8]
+    assert wide.depths == hf.SegformerConfig().depths
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        (hf.BloomConfig(hidden_size=64, n_head=8), "n_head"),
+        (hf.MptConfig(d_model=64, n_heads=8), "n_heads"),
+        (hf.FalconConfig(hidden_size=64, num_attention_heads=8, alibi=True), "num_attention_heads"),
+    ],
+)
+def test_the_number_of_heads_stays_under_alibi(config, heads):
+    assert getattr(wide_config(config, 2), heads) == 8
+    assert getattr(wide_config(config, 2, keep_heads=False), heads) == 16
+    assert wide_config(config, 2).hidden_size == 128
+
+
+def test_heads_are_kept_on_request():
+    assert sizes(wide_config(llama(), 2, keep_heads=True), *LLAMA) == [128, 192, 4, 2, 16]
+
+
+def test_feed_forward_alone():
+    assert sizes(wide_config(llama(), 2, only="feed_forward"), *LLAMA) == [64, 192, 4, 2, 16]
+    wide = wide_config(hf.DistilBertConfig(dim=32, hidden_dim=48, n_heads=4), 2, only="feed_forward")
+    assert sizes(wide, "dim", "hidden_dim", "n_heads") == [32, 96, 4]
+    wide = wide_config(hf.Qwen2MoeConfig(), 2, only="feed_forward")
+    before = hf.Qwen2MoeConfig()
+    names = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size")
+    assert sizes(wide, *names) == [2 * size for size in sizes(before, *names)]
+    assert sizes(wide, "hidden_size", "num_experts") == sizes(before, "hidden_size", "num_experts")
+
+
+def test_other_factors_by_field():
+    assert sizes(wide_config(llama(), 2, fields={"intermediate_size": 3}), *LLAMA) == [128, 288, 8, 4, 16]
+    wide = wide_config(hf.CLIPConfig(), 2, fields={"text_config.hidden_size": 1, "num_attention_heads": 1})
+    assert wide.text_config.hidden_size == hf.CLIPTextConfig().hidden_size
+    assert wide.vision_config.hidden_size == 2 * hf.CLIPVisionConfig().hidden_size
+
+
+class Odd(hf.PretrainedConfig):
+    model_type = "odd"
+
+    def __init__(self, hidden_size=32, mixer_dim=48, **rest):
+        self.hidden_size, self.mixer_dim = hidden_size, mixer_dim
+        super().__init__(**rest)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (llama(), {"factor": 1.3}, r"hidden_size = 64 times 13/10 is not whole"),
+        (llama(), {"factor": 1.25}, r"num_key_value_heads = 2 times 5/4 is not whole"),
+        (llama(), {"factor": 0.5}, r"factor must be a number of at least 1, got 0.5"),
+        (llama(), {"factor": "2"}, r"factor must be a number of at least 1, got '2'"),
+        (llama(), {"factor": float("nan")}, r"factor must be a number of at least 1, got nan"),
+        (llama(), {"factor": 2, "fields": {"hidden": 2}}, r"has no field 'hidden'"),
+        (
+            llama(),
+            {"factor": 2, "fields": {"hidden_size": -1}},
+            r"fields\['hidden_size'\] must be a number of at least",
+        ),
+        (llama(), {"factor": 2, "only": "heads"}, r"only must be 'feed_forward' or None, got 'heads'"),
+        (hf.GPT2Config(), {"factor": 2, "only": "feed_forward"}, r"'gpt2' has no feed-forward size that is set"),
+        (hf.GPT2Config(), {"factor": 2, "fields": {"n_inner": 2}}, r"n_inner is None: the model derives its value"),
+        (
+            hf.GPT2Config(n_embd=24, n_head=4),
+            {"factor": 2, "fields": {"n_head": 5}},
+            r"n_embd = 48 is not divisible by n_head = 20",
+        ),
+        (Odd(), {"factor": 2}, r"field 'mixer_dim' = 48 looks like a size, and it is not known whether it grows"),
+        (hf.LevitConfig(), {"factor": 2}, r"field 'down_ops' has widths among other numbers"),
+        ("llama", {"factor": 2}, r"config must be a PretrainedConfig of transformers, got str"),
+    ],
+)
+def test_bad_factors_and_fields_are_refused(config, arguments, message):
+    with pytest.raises(UserError, match=message) as refusal:
+        wide_config(config, **arguments)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_unknown_size_grows_or_stays_as_said():
+    assert wide_config(Odd(), 2, fields={"mixer_dim": 2}).mixer_dim == 96
+    assert wide_config(Odd(), 2, fields={"mixer_dim": 1}).mixer_dim == 48
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("hidden_size", 8, "width"),
+        ("n_embd", 8, "width"),
+        ("word_embed_proj_dim", 8, "width"),
+        ("lru_width", 8, "width"),
+        ("time_step_rank", 8, "width"),
+        ("kv_lora_rank", 8, "kept"),
+        ("qk_rope_head_dim", 8, "kept"),
+        ("moe_intermediate_size", 8, "feed_forward"),
+        ("encoder_ffn_dim", 8, "feed_forward"),
+        ("num_key_value_heads", 8, "heads"),
+        ("n_groups", 8, "heads"),
+        ("n_group", 8, "kept"),
+        ("state_size", 8, "kept"),
+        ("vocab_size", 8, "kept"),
+        ("num_local_experts", 8, "kept"),
+        ("out_channels", [8, 16], "width"),
+        ("out_channels", 3, "kept"),
+    ],
+)
+def test_kinds_of_fields(name, value, kind):
+    assert kind_of(name, value) == kind
+
+
+@pytest.mark.slow
+def test_every_causal_family_of_transformers_is_decided():
+    """A field of a new family that no pattern knows is a gap in the table."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    undecided = {}
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = CONFIG_MAPPING[model_type]()
+        except Exception:  # its defaults do not fit each other
+            continue
+        unknown = [field for field, value in fields_of(config) if value and kind_of(field, value) == "unknown"]
+        if unknown:
+            undecided[model_type] = unknown
+    assert undecided == {}
+
+
+# ---- shrunken ------------------------------------------------------------------------------------------------------
+
+
+def parameters(config):
+    return sum(parameter.numel() for parameter in hf.AutoModelForCausalLM.from_config(config).parameters())
+
+
+def test_shrunken_keeps_the_ratio_of_heads_and_the_flags():
+    small = shrunken(
+        hf.Qwen2Config(hidden_size=896, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
+    )
+    assert sizes(small, "num_attention_heads", "num_key_value_heads", "num_hidden_layers") == [14, 2, 2]
+    assert small.hidden_size == 14 * 8
+    assert small.tie_word_embeddings
+    assert small.hidden_act == hf.Qwen2Config().hidden_act
+
+
+def test_shrunken_keeps_equal_sizes_equal_and_others_apart():
+    small = shrunken(hf.OPTConfig(hidden_size=768, word_embed_proj_dim=768, ffn_dim=3072))
+    assert small.hidden_size == small.word_embed_proj_dim
+    assert small.ffn_dim == 4 * small.hidden_size
+    small = shrunken(hf.OPTConfig(hidden_size=1024, word_embed_proj_dim=512, ffn_dim=4096, num_attention_heads=16))
+    assert small.hidden_size != small.word_embed_proj_dim
+    small = shrunken(llama(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, vocab_size=32000))
+    assert len({small.hidden_size, small.intermediate_size, small.vocab_size, small.max_position_embeddings}) == 4
+
+
+def test_shrunken_has_every_kind_of_layer():
+    small = shrunken(hf.Gemma3TextConfig())
+    assert set(small.layer_types) == {"sliding_attention", "full_attention"}
+    assert len(small.layer_types) == small.num_hidden_layers == 6
+    assert 0 < small.sliding_window < 8
+    small = shrunken(hf.DeepseekV3Config())
+    assert sizes(small, "num_hidden_layers", "first_k_dense_replace", "num_experts_per_tok") == [2, 1, 8]
+
+
+def test_shrunken_keeps_rotary_parts_whole():
+    small = shrunken(hf.PhiConfig(hidden_size=2560, num_attention_heads=32))
+    share = small.rope_parameters["partial_rotary_factor"]
+    rotary = small.hidden_size // small.num_attention_heads * share
+    assert rotary == int(rotary)
+    assert int(rotary) % 2 == 0
+
+
+def test_shrunken_keeps_tokens_inside_the_vocabulary():
+    small = shrunken(hf.GPT2Config())
+    assert small.bos_token_id == small.eos_token_id < small.vocab_size
+    small = shrunken(hf.Qwen2VLConfig())
+    assert small.image_token_id != small.video_token_id
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mamba", "Falcon", "Qwen3Moe", "DeepseekV3", "GPTNeoX", "Gemma2"])
+def test_a_shrunken_model_is_small_and_can_be_widened(name):
+    config = getattr(hf, f"{name}Config")()
+    small = shrunken(config)
+    wide = wide_config(small, 2)
+    assert 4_000 < parameters(small) < 400_000
+    assert parameters(wide) > 3 * parameters(small)
+    assert type(small) is type(config)

@@ -1,0 +1,69 @@
+"""Models nobody prepared, widened in the middle of training without a hint, followed in float64 and loaded again.
+
+The families that must come out exact run in `make test`. All others, about two hundred, run with `--zoo`:
+`python -m pytest tests/hf/test_zoo.py --zoo`. None may be silently wrong: each is exact, or refused with a reason.
+"""
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("timm")
+
+from hf_zoo import ENTRIES, NAMED  # noqa: E402
+from tiers import slow_except  # noqa: E402
+from zoo_trial import tiled, trial  # noqa: E402
+
+THREEFOLD = ["gpt2", "phi3", "gemma2", "falcon_multi_query", "t5_1_0", "timm_regnety"]
+REST = [name for name in ENTRIES if name not in NAMED]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of other libraries' models are not ours to mend
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """No progress bars while weights are saved and loaded."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+@pytest.mark.parametrize("name", slow_except(NAMED, "llama_tied"))
+def test_exact_without_a_hint(name):
+    outcome = trial(ENTRIES[name])
+    assert outcome.verdict == "exact", str(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THREEFOLD)
+def test_exact_at_three_times_the_width(name):
+    outcome = trial(ENTRIES[name], 3)
+    assert outcome.verdict == "exact", str(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+def test_exact_to_rounding_as_shipped(name):
+    """These cast to float32 inside."""
+    outcome = trial(ENTRIES[name], as_shipped=True)
+    assert outcome.verdict == "exact", str(outcome)
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+@pytest.mark.parametrize("name", REST)
+def test_exact_or_refused(name, factor, request):
+    if not request.config.getoption("--zoo"):
+        pytest.skip("takes long: give --zoo")
+    outcome = trial(ENTRIES[name], factor)
+    assert outcome.verdict in ("exact", "refused"), str(outcome)
+    assert not ENTRIES[name].refused or ENTRIES[name].refused in outcome.reason
+
+
+def test_a_trial_finds_what_is_wrong(monkeypatch):
+    """Tiling alone, without the units that Gemma needs, and without the pieces of Phi-3's fused projection."""
+    monkeypatch.setattr("zoo_trial.found", lambda entry, narrow, wide: {"blocks": tiled(narrow, wide)})
+    for name in ("gemma2_untied", "phi3"):
+        outcome = trial(ENTRIES[name])
+        assert outcome.verdict == "WRONG", str(outcome)
+        assert outcome.drift > 1e-6

@@ -1,0 +1,82 @@
+"""Tiny models of the transformers library and of timm that nobody prepared, by the name of their family.
+
+    python tests/support/hf_zoo.py list
+    python tests/support/hf_zoo.py run llama t5_1_0 --factor 2
+    python tests/support/hf_zoo.py run --named --factor 3
+    python tests/support/hf_zoo.py run --all
+
+`run` prints one line for each: exact, refused with the reason, WRONG, or BROKEN where something else was raised.
+"""
+
+import argparse
+import sys
+import warnings
+from collections import Counter
+
+import torch
+from no_float32 import float64_everywhere
+from zoo_entry import Entry
+from zoo_timm import timm_entries
+from zoo_transformers import transformers_entries
+from zoo_trial import built, trial
+
+import mupscale  # noqa: F401  (lets torchvision be imported, which transformers and timm do)
+
+ENTRIES: dict[str, Entry] = {entry.name: entry for entry in [*transformers_entries(), *timm_entries()]}
+NAMED = [name for name, entry in ENTRIES.items() if entry.named]
+
+
+def sizes(entry: Entry) -> str:
+    """Builds the narrow and the wide model and runs both: their numbers of parameters, or what went wrong."""
+    try:
+        with float64_everywhere(), torch.no_grad():
+            counts = []
+            for factor in (1, 2):
+                model = built(entry, factor, 0)
+                shape = tuple(entry.call(model).shape)
+                counts.append(sum(parameter.numel() for parameter in model.parameters()))
+        return f"{counts[0]:,} → {counts[1]:,} parameters, output {shape}"
+    except Exception as error:
+        return f"FAILS: {type(error).__name__}: {str(error)[:200]}".replace("\n", " ")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Tiny models that nobody prepared.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="names of all entries; those with a star must come out exact")
+    for command, text in (("sizes", "build and run every model, narrow and wide"), ("run", "widen in mid-training")):
+        sub = commands.add_parser(command, help=text)
+        sub.add_argument("names", nargs="*", metavar="NAME")
+        sub.add_argument("--named", action="store_true", help="those that must come out exact")
+        sub.add_argument("--all", action="store_true")
+        sub.add_argument("--factor", type=float, default=2)
+        sub.add_argument("--as-shipped", action="store_true", help="leave the models' own casts to float32")
+    options = parser.parse_args(arguments)
+    if options.command == "list":
+        for name in ENTRIES:
+            print(name + " *" * (name in NAMED))
+        return 0
+    unknown = sorted(set(options.names) - ENTRIES.keys())
+    if unknown:
+        parser.error(f"no entry {unknown[0]!r}")
+    names = list(ENTRIES) if options.all else options.names + NAMED * options.named
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    verdicts: Counter[str] = Counter()
+    for name in names:
+        if options.command == "sizes":
+            print(f"{name:26}{sizes(ENTRIES[name])}", flush=True)
+            continue
+        outcome = trial(ENTRIES[name], options.factor, as_shipped=options.as_shipped)
+        verdicts[outcome.verdict] += 1
+        print(outcome, flush=True)
+    print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
+    return int(bool(verdicts["WRONG"] or verdicts["BROKEN"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,142 @@
+"""One trial of a zoo entry: find how it grows, widen it in the middle of training, follow both runs, reload it."""
+
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from no_float32 import float64_everywhere
+from torch import Tensor, nn
+from zoo_entry import Entry, loss
+
+import mupscale
+from mupscale.errors import UserError
+
+WARM_UP = 4
+STEPS = 12
+EXACT = 1e-10
+AS_SHIPPED = 1e-6
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial: exact, refused, wrong, or broken where something other than a refusal was raised."""
+
+    name: str
+    verdict: str
+    drift: float = float("nan")
+    """The largest difference of the losses in the steps after the swap, relative."""
+    reload: float = float("nan")
+    """The largest difference of the logits after saving and loading, relative."""
+    reason: str = ""
+    seconds: float = 0.0
+    finding: float = 0.0
+    """Seconds of the finding alone."""
+
+    def __str__(self) -> str:
+        text = f"{self.verdict:8}{self.name:26}"
+        if self.verdict in ("exact", "WRONG"):
+            text += f"drift {self.drift:.1e}  reload {self.reload:.1e}"
+        text += f"  {self.seconds:.1f} s, finding {self.finding:.1f} s"
+        return text + (f"  {self.reason}" if self.reason else "")
+
+
+def perturb_(model: nn.Module, seed: int = 5) -> None:
+    """Moves every parameter and running statistic a little, so that zeros and ones hide no mistake."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+            parameter.add_(0.05 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                noise = torch.randn(buffer.shape, generator=generator, dtype=torch.float64).to(buffer.dtype)
+                buffer.mul_(1 + 0.1 * noise.tanh()).add_(0.05 * noise.abs())
+
+
+def tiled(narrow: nn.Module, wide: nn.Module) -> dict[str, dict[int, int]]:
+    """Blocks as large as the narrow axis for every axis that grows by a whole factor."""
+    blocks = {}
+    after = dict(wide.named_parameters())
+    for name, parameter in narrow.named_parameters():
+        sizes = enumerate(zip(parameter.shape, after[name].shape, strict=True))
+        axes = {axis: before for axis, (before, now) in sizes if now != before and now % before == 0}
+        if axes:
+            blocks[name] = axes
+    return blocks
+
+
+def found(entry: Entry, narrow: nn.Module, wide: nn.Module) -> dict[str, object]:
+    """What `upscale` needs to know: from `discover`, or plain tiling where that is not there."""
+    if not hasattr(mupscale, "discover"):
+        return {"blocks": tiled(narrow, wide)}
+    finding = mupscale.discover(narrow, wide, entry.call)
+    return {"roles": finding.roles, "blocks": finding.blocks, "units": finding.units}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, entry: Entry, seed: int) -> float:
+    optimizer.zero_grad()
+    value = loss(model, entry.batch(seed))
+    value.backward()
+    optimizer.step()
+    return value.item()
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-12))
+
+
+def trial(entry: Entry, factor: float = 2, *, as_shipped: bool = False) -> Outcome:
+    """Widens the entry's model after a few steps of AdamW and compares the twelve steps after it, then its reload.
+
+    All is computed in float64; what a model casts to float32 inside stays float64 too, unless `as_shipped`.
+    """
+    start = time.perf_counter()
+    seconds = [0.0]
+    try:
+        with nullcontext() if as_shipped else float64_everywhere():
+            drift, reload = _run(entry, factor, seconds)
+    except UserError as refusal:
+        took = time.perf_counter() - start
+        return Outcome(entry.name, "refused", reason=str(refusal).replace("\n", " "), seconds=took, finding=seconds[0])
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+        took = time.perf_counter() - start
+        return Outcome(entry.name, "BROKEN", reason=reason, seconds=took, finding=seconds[0])
+    limit = AS_SHIPPED if as_shipped else EXACT
+    right = drift <= limit and reload <= (1e-4 if as_shipped else 1e-9)
+    took = time.perf_counter() - start
+    return Outcome(entry.name, "exact" if right else "WRONG", drift, reload, seconds=took, finding=seconds[0])
+
+
+def built(entry: Entry, factor: float, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = entry.build(factor).double().eval()
+    model.zoo_factor = factor
+    return model
+
+
+def _run(entry: Entry, factor: float, seconds: list[float]) -> tuple[float, float]:
+    narrow, wide = built(entry, 1, 0), built(entry, factor, 1)
+    perturb_(narrow)
+    start = time.perf_counter()
+    try:
+        hints = {name: value for name, value in found(entry, narrow, wide).items() if value}
+    finally:
+        seconds[0] = time.perf_counter() - start
+    trained = [parameter for parameter in narrow.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1)
+    for seed in range(WARM_UP):
+        step(narrow, optimizer, entry, seed)
+    report = mupscale.upscale(narrow, wide, optimizer, **hints)
+    drift = 0.0
+    for seed in range(WARM_UP, WARM_UP + STEPS):
+        before, after = step(narrow, optimizer, entry, seed), step(wide, report.optimizer, entry, seed)
+        drift = max(drift, abs(before - after) / max(abs(before), 1e-12))
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        reloaded = entry.rebuild(wide, folder)
+        reload = difference(entry.call(narrow), entry.call(reloaded))
+    return (drift if drift == drift else float("inf")), reload
