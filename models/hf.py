@@ -156,6 +156,8 @@ class HFCausalLM(LanguageModel):
                 start with.
         """
         with needs_extra("hf"):
+            import transformers  # noqa: F401
+
             from mupscale.hf.causal_lm import config_in, config_of
             from mupscale.hf.config import hidden_size_of
 

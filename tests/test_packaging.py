@@ -217,6 +217,9 @@ COMMANDS = {
     "prepare fineweb": [
         "prepare", "fineweb", "--subset", "sample-10BT", "--tokens", "1M", "--vocab", "gpt2", "--out", "out",
     ],
+    "fit of transformers": [
+        "fit", "--config", str(ROOT / "configs" / "hf" / "llama_tiny.yaml"), "--seed_everything=false",
+    ],
 }  # fmt: skip
 
 NEEDS = {
@@ -226,6 +229,7 @@ NEEDS = {
     "coord-check": ("plot", ["matplotlib"]),
     "prepare text": ("data", ["tiktoken", "tokenizers"]),
     "prepare fineweb": ("data", ["datasets", "tiktoken"]),
+    "fit of transformers": ("hf", ["transformers"]),
 }
 """The extra of a command, and the packages without which it says so."""
 

@@ -46,13 +46,16 @@ def saved_network(checkpoint: dict[str, Any]) -> CausalLMNet:
     weights = {key.removeprefix("net."): value for key, value in checkpoint.get("state_dict", {}).items()}
     try:
         module = HFCausalLM(**settings)
+    except TypeError as error:
+        raise UserError(f"the checkpoint is damaged: its hyper_parameters make no HFCausalLM ({error})") from error
+    try:
         with torch.device("meta"):
             net: nn.Module = module.build(module.width)
         net.load_state_dict({key: weights[key] for key in net.state_dict()}, assign=True)
     except KeyError as error:
         raise UserError(f"the checkpoint is damaged: it has no weight {error}; take another checkpoint") from error
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except RuntimeError as error:  # torch's, for weights of other shapes
         message = " ".join(str(error).split())
-        raise UserError(f"the checkpoint does not make a model of the transformers library: {message}") from error
+        raise UserError(f"the checkpoint's weights are not those of its configuration: {message}") from error
     assert isinstance(net, CausalLMNet)
     return net
