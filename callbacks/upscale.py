@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -266,7 +267,7 @@ class UpscaleCallback(Strides):
             plan=growth,
             consume=True,
             method=self.method,
-            rebuild=lambda: self._built_again(trainer, module),
+            rebuild=partial(_built, trainer, module, self.width),
         )
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)
@@ -288,11 +289,6 @@ class UpscaleCallback(Strides):
         self._log(trainer, module, narrow_width, growth, *losses, time.perf_counter() - start)
         if report.notes:
             rank_zero_info("\n".join(report.notes))
-
-    def _built_again(self, trainer: Trainer, module: WidthScalable) -> nn.Module:
-        """The wide network with the buffers that it has when it is built for this run, in the run's precision."""
-        with trainer.precision_plugin.module_init_context():
-            return module.network(self.width)
 
     def _fit_method(self, trainer: Trainer, module: WidthScalable, narrow: nn.Module, wide: nn.Module) -> None:
         """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""
@@ -462,6 +458,12 @@ def _what_is_saved(checkpoint: Path | None) -> str:
             f"The run before it, saved in {checkpoint}, has NaN or infinite entries in {bad}: go on from an earlier one"
         )
     return f"Nothing is lost: the run before it is saved in {checkpoint}"
+
+
+def _built(trainer: Trainer, module: WidthScalable, width: Width) -> nn.Module:
+    """A network of this width, in the precision of the run."""
+    with init_contexts(trainer):
+        return module.network(width)
 
 
 def _copy_modes(narrow: nn.Module, wide: nn.Module) -> None:

@@ -230,9 +230,27 @@ class _Comparison:
                 given = self._tensors_drift((index, "in"), before.inputs, after.inputs)
                 if given <= self.tolerance:
                     self.blame(before.name, f"its output drifts by {drift:.1e} although its input agrees,")
-                else:  # whatever happened between modules happened in the forward of the one that contains this
-                    parent = before.name.rpartition(".")[0]
-                    self.blame(parent, f"what it computes before {before.name!r} drifts by {given:.1e}")
+                elif self.first is None:
+                    self._blame_container(index, given, narrow, wide)
+
+    def _blame_container(self, index: int, given: float, narrow: list[Call], wide: list[Call]) -> None:
+        """Blames the innermost module around this call whose own input agrees.
+
+        Whatever happened between two modules happened in the forward pass of a module that contains both. Calls stand
+        in the order in which they end, so that of a container comes after those of its parts.
+        """
+        inner = narrow[index].name
+        parent = inner
+        while parent:
+            parent = parent.rpartition(".")[0]
+            around = next((i for i in range(index + 1, len(narrow)) if narrow[i].name == parent), None)
+            if around is None:  # a list of modules is never called
+                continue
+            drift = self._tensors_drift((around, "in"), narrow[around].inputs, wide[around].inputs)
+            if drift <= self.tolerance:
+                break
+            inner, given = parent, drift
+        self.blame(parent, f"what it computes before {inner!r} drifts by {given:.1e}")
 
     def gradients(self, narrow: nn.Module, wide: nn.Module, order: dict[str, int]) -> None:
         targets = dict(wide.named_parameters())
@@ -340,7 +358,7 @@ class _Comparison:
         best = _duplication_error(narrow, wide, *known, size) if known else math.inf
         if best <= self.tolerance or (known and self.first):  # once diverged, no other layout will fit
             return best
-        candidates = list(islice(self._candidates(narrow.shape, wide.shape), 4096))
+        candidates = list(islice(self._candidates(narrow, wide), 4096))
         if not candidates:  # a concatenation that no parameter describes: what follows will show
             return 0.0
         for candidate in candidates:
@@ -351,12 +369,12 @@ class _Comparison:
                 break
         return best
 
-    def _candidates(self, narrow: torch.Size, wide: torch.Size) -> Iterator[tuple[tuple[Layout, ...], float]]:
+    def _candidates(self, narrow: Tensor, wide: Tensor) -> Iterator[tuple[tuple[Layout, ...], float]]:
         planned = {layout for entry in self.plan.parameters.values() for layout in entry.layouts}
         by_units = [layout for layout in planned if is_unit_by_unit(layout)]
         fractions = {Fraction(wide_length(layout), narrow_length(layout)) for layout in by_units if layout[0].length}
         axes: list[list[Layout]] = []
-        for n, w in zip(narrow, wide, strict=True):
+        for n, w in zip(narrow.shape, wide.shape, strict=True):
             if n == w:
                 axes.append([(Piece(n, max(n, 1), 1),)])
                 continue
@@ -365,11 +383,15 @@ class _Comparison:
                 blocks = [block for block in range(1, n + 1) if n % block == 0 and w % block == 0]
                 options += [x for block in blocks if (x := evenly(n, w, block)) not in options]
             axes.append(options)
-        # the output of a norm in role `readout` carries the 1/k of the readout behind it, that of a unit the unit
+        # the output of a norm or a matrix in role `readout` carries the 1/k of the readout behind it, and any output
+        # the unit of what produced it
         scales = {1.0} | {entry.unit.scale for entry in self.plan.parameters.values()}
         for entry in self.plan.parameters.values():
-            if entry.role == "readout" and entry.kind == "gain":
-                scales.add(1 / entry.factors.k_in)
+            summed = [axis for axis, side in enumerate(entry.sides) if side == "in"]
+            if entry.role == "readout" and (entry.kind == "gain" or len(summed) > 1):
+                scales |= {entry.unit.scale / entry.reference(axis) for axis in summed}
+        if _is_normalised(narrow, wide):
+            scales.add(math.sqrt(narrow.numel() / wide.numel()))
         for scale in sorted(scales, reverse=True):
             for layouts in product(*axes):
                 yield layouts, scale
@@ -417,7 +439,7 @@ def _concerns(noted: str, module: str) -> bool:
 
 def _computes_in_float32(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> bool:
     with buffers_kept(model), _LowPrecisionWatch() as watch:
-        loss(model, batch)
+        _in_float64(loss, model, batch)
     return watch.seen
 
 
@@ -430,10 +452,24 @@ def _steps_in_float32(optimizer: Optimizer) -> bool:
     )
 
 
+def _in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    """The loss; UserError where the model uses an operation that does not exist in float64."""
+    try:
+        return loss(model, batch)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        message = " ".join(str(error).split())
+        if not any(word in message for word in ("Double", "float64", "dtype", "data type", "scalar type")):
+            raise
+        raise UserError(
+            f"verify: the model does not compute in float64 ({message}). Give it an implementation that does, or make "
+            "its tensors of the dtype of its inputs"
+        ) from error
+
+
 def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], seed: int) -> Tensor:
     torch.manual_seed(seed)
     model.zero_grad()
-    value = loss(model, batch)
+    value = _in_float64(loss, model, batch)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise UserError(f"loss must return a tensor with one element, the loss of the batch, got {shown(value)}")
     if value.requires_grad:  # a constant has no gradients, which the verdict says
@@ -474,6 +510,9 @@ def _step(model: nn.Module, optimizers: Sequence[Optimizer], clip: float | None)
 def float64_copy(model: nn.Module) -> nn.Module:
     restore_infshapes(model)
     twin = copy.deepcopy(model).double()
+    set_experts: Any = getattr(twin, "set_experts_implementation", None)
+    if callable(set_experts):
+        set_experts("eager")  # the other implementations of transformers have no float64
     for parameter in twin.parameters():
         if parameter.is_complex():  # which `double` leaves alone
             parameter.data = parameter.data.to(torch.complex128)
@@ -494,6 +533,14 @@ def _widened_gradient(entry: TensorPlan, source: Tensor) -> Tensor:
 
 def _duplication_error(narrow: Tensor, wide: Tensor, layouts: tuple[Layout, ...], scale: float, size: float) -> float:
     return _relative(wide, duplicate(narrow, layouts) * scale, size * scale)
+
+
+def _is_normalised(narrow: Tensor, wide: Tensor) -> bool:
+    """Whether the narrow tensor holds vectors of length 1 along the axes that grow, so that its copies are smaller."""
+    axes = [axis for axis, (n, w) in enumerate(zip(narrow.shape, wide.shape, strict=True)) if n != w]
+    if not axes or not narrow.numel() or not wide.numel():
+        return False
+    return bool((torch.linalg.vector_norm(narrow, dim=axes) - 1).abs().max() < 1e-5)
 
 
 def _relative(value: Tensor, wanted: Tensor, size: float) -> float:

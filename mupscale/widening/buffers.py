@@ -106,7 +106,8 @@ def parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(on_meta)
+    # torch types its answer as None, and uses it
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:

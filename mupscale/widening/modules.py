@@ -34,7 +34,6 @@ _HEAD_COUNTS = (
     "n_kv_heads",
     "heads",
 )
-_LOGIT_SCALES = ("scale", "scaling", "softmax_scale", "inv_norm_factor")
 
 
 def axis_sides(module: nn.Module, attribute: str, parameter: Tensor) -> tuple[Side, ...] | None:
@@ -222,16 +221,25 @@ def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
     return None
 
 
-def growing_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
+def growing_heads(narrow: nn.Module, wide: nn.Module, *, of_configuration: bool = True) -> str | None:
     """The head count of an attention module, or of a model's configuration, that grows."""
     if isinstance(narrow, nn.MultiheadAttention):  # knows its own blocks
         return None
-    for before_owner, after_owner in ((narrow, wide), (getattr(narrow, "config", None), getattr(wide, "config", None))):
+    owners: list[tuple[object, object]] = [(narrow, wide)]
+    if of_configuration:
+        owners.append((getattr(narrow, "config", None), getattr(wide, "config", None)))
+    for before_owner, after_owner in owners:
         for attribute in _HEAD_COUNTS:
             before, after = getattr(before_owner, attribute, None), getattr(after_owner, attribute, None)
             if isinstance(before, int) and isinstance(after, int) and after > before:
                 return f"{attribute} grows {before} → {after}"
     return None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention, by the name of its class."""
+    kind = type(module).__name__.lower()
+    return "attention" in kind or "attn" in kind
 
 
 def kept_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
@@ -244,7 +252,7 @@ def kept_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
 
 
 def caveat(narrow: nn.Module, wide: nn.Module) -> str | None:
-    """What a reader of the plan should know of this module: dropout, groups, logit scales, what mixes neighbours."""
+    """What a reader of the plan should know of this module: dropout, groups, what mixes neighbours."""
     dropout = getattr(narrow, "p", 0.0) if isinstance(narrow, DropoutNd) else getattr(narrow, "dropout", 0.0)
     if isinstance(narrow, (DropoutNd, nn.MultiheadAttention, RNNBase)) and dropout:
         return f"dropout p = {dropout} draws another mask for every unit, so wide and narrow agree only without it"
@@ -257,15 +265,4 @@ def caveat(narrow: nn.Module, wide: nn.Module) -> str | None:
             f"groups grow, so channels are duplicated in blocks of (in, out) {_group_channels(narrow)}; "
             "every layer that reads or writes them needs the same blocks"
         )
-    if isinstance(narrow, (nn.Linear, ConvNd)):
-        return None
-    for attribute in _LOGIT_SCALES:
-        before, after = getattr(narrow, attribute, None), getattr(wide, attribute, None)
-        if isinstance(before, float) and isinstance(after, float) and before > after > 0:
-            k = (before / after) ** 2
-            if round(k) > 1 and abs(k - round(k)) < 1e-6:
-                return (
-                    f"{attribute} shrinks by sqrt({round(k)}), as 1/sqrt(head_dim) does; growing head_dim is exact "
-                    "only under c/head_dim"
-                )
     return None

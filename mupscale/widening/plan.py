@@ -75,7 +75,8 @@ def plan(
             f"the model ({type(narrow).__name__}) has no parameters: there is nothing to widen. Pass the network itself"
         )
     role_of = match_roles(survey, roles)
-    block_of = _block_overrides(survey, blocks)
+    implied = _implied_blocks(survey)
+    block_of = _given_blocks(survey, blocks)
     unit_of = match_units(survey, units)
     sides = all_sides(survey, role_of)
     entries: dict[str, TensorPlan] = {}
@@ -83,8 +84,9 @@ def plan(
     in_pieces: dict[str, set[int]] = {}
     weights_first = sorted(survey.uses, key=lambda use: "bias" in use.owners[0][3])
     for use in weights_first:  # a bias follows the layout of its weight
-        spec = {**_inherited(survey, layouts, sides, use), **_merge(block_of, use.names)}
-        layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec)
+        given = _merge(block_of, use.names)
+        spec = {**_merge(implied, use.names), **_inherited(survey, layouts, sides, use), **given}
+        layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec, given)
         in_pieces[use.name] = {axis for axis, row in spec.items() if not isinstance(row, int)}
     for use in survey.uses:
         unit = unit_of.get(use.name, NO_UNIT)
@@ -109,14 +111,14 @@ def plan(
             )
         owner = name.rpartition(".")[0]
         weight = f"{owner}.weight" if owner else "weight"
+        given = block_of.get(name, {})
         spec = {} if weight not in layouts else _like(layouts[weight], sides[weight][1], shapes[0])
-        spec = {**spec, **block_of.get(name, {})}
-        buffers[name] = TensorPlan(
-            (name,), *shapes, "buffer", "buffer", (None,) * source.ndim, _layouts(name, *shapes, spec), 1, None
-        )
-        fractional_growth.refuse_buffer(buffers[name], entries, block_of.get(name, {}))
+        own = _layouts(name, *shapes, {**implied.get(name, {}), **spec, **given}, given)
+        buffers[name] = TensorPlan((name,), *shapes, "buffer", "buffer", (None,) * source.ndim, own, 1, None)
+        fractional_growth.refuse_buffer(buffers[name], entries, given)
     in_blocks = [name for name, entry in entries.items() if entry.in_blocks]
-    return Plan(entries, buffers, (*survey.caveats(in_blocks), *_guesses(survey, role_of)))
+    in_units = [name for entry in entries.values() if entry.unit != NO_UNIT for name in entry.names]
+    return Plan(entries, buffers, (*survey.caveats(in_blocks, in_units), *_guesses(survey, role_of)))
 
 
 def _kept_buffer(name: str, narrow: tuple[int, ...], wide: tuple[int, ...]) -> TensorPlan:
@@ -225,15 +227,26 @@ def refuse_uneven_shift(entry: TensorPlan) -> None:
 
 
 def _layouts(
-    name: str, narrow: tuple[int, ...], wide: tuple[int, ...], spec: Mapping[int, LayoutSpec]
+    name: str,
+    narrow: tuple[int, ...],
+    wide: tuple[int, ...],
+    spec: Mapping[int, LayoutSpec],
+    given: Mapping[int, LayoutSpec],
 ) -> tuple[Layout, ...]:
+    """The layout of each axis. `given` is what of `spec` the user, or the model class, has said."""
     answer: list[Layout] = []
     for axis, (n, w) in enumerate(zip(narrow, wide, strict=True)):
         if axis in spec:
             try:
                 answer.append(parse_layout(spec[axis], n, w))
             except ValueError as error:
-                raise UserError(f"blocks: axis {axis} of {name!r} {narrow} → {wide}: {error}") from None
+                where = f"axis {axis} of {name!r} {narrow} → {wide}: {error}"
+                if axis in given:
+                    raise UserError(f"blocks: {where}") from None
+                raise UserError(
+                    f"{where}. The module implies this layout; give another: "
+                    f'blocks={{"{name}": {{{axis}: [(length, block, factor), ...]}}}}'
+                ) from None
         elif n == w:
             answer.append((Piece(n, max(n, 1), 1),))
         elif w < n:
@@ -265,9 +278,12 @@ def _inherited(
 
 
 def _like(layouts: tuple[Layout, ...], sides: tuple[Side, ...], shape: tuple[int, ...]) -> dict[int, LayoutSpec]:
-    """The layout of a weight's produced axis, for a one-axis tensor of the same length."""
+    """The layout of a weight's produced axis, for a one-axis tensor of the same length.
+
+    A weight with one axis, as a norm's, is that axis whatever its side: in role `readout` it is "in".
+    """
     for layout, side in zip(layouts, sides, strict=True):
-        if side == "out" and shape == (sum(p.length for p in layout),):
+        if (side == "out" or len(layouts) == 1) and shape == (sum(p.length for p in layout),):
             return {0: [tuple(piece) for piece in layout]}
     return {}
 
@@ -276,16 +292,20 @@ def _merge(block_of: Mapping[str, Mapping[int, LayoutSpec]], names: Iterable[str
     return {axis: spec for name in names for axis, spec in block_of.get(name, {}).items()}
 
 
-def _block_overrides(survey: Survey, given: Blocks | None) -> dict[str, dict[int, LayoutSpec]]:
-    """Blocks by tensor name: what module types imply, then what model classes declare, then what the caller gives."""
-    shapes = {name: use.narrow_shape for use in survey.uses for name in use.names}
-    shapes |= {name: tuple(buffer.shape) for name, buffer, _ in survey.buffers}
+def _implied_blocks(survey: Survey) -> dict[str, dict[int, LayoutSpec]]:
+    """What module types imply, by tensor name."""
     answer: dict[str, dict[int, LayoutSpec]] = {}
     for prefix, before, after in survey.modules:
         for attribute, spec in modules.own_blocks(before, after).items():
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            if name in shapes:
-                answer.setdefault(name, {}).update(spec)
+            answer.setdefault(f"{prefix}.{attribute}" if prefix else attribute, {}).update(spec)
+    return answer
+
+
+def _given_blocks(survey: Survey, given: Blocks | None) -> dict[str, dict[int, LayoutSpec]]:
+    """Blocks by tensor name: what model classes declare, then what the caller gives."""
+    shapes = {name: use.narrow_shape for use in survey.uses for name in use.names}
+    shapes |= {name: tuple(buffer.shape) for name, buffer, _ in survey.buffers}
+    answer: dict[str, dict[int, LayoutSpec]] = {}
     for pattern, axes in [*declared(survey, "width_blocks"), *given_pairs("blocks", given)]:
         if not isinstance(axes, Mapping) or not all(isinstance(axis, int) for axis in axes):
             raise UserError(f"blocks: {pattern!r} must map to {{axis: block}} with whole numbers, got {axes!r}")

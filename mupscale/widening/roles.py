@@ -97,8 +97,8 @@ def all_sides(
         if use.name in role_of:
             role = role_of[use.name]
             given[use.name] = role, _sides_of_role(survey, use, role)
-            if role == "readout":
-                carried.add(growth(use, given[use.name][1], "in"))
+            if role == "readout":  # of two axes, the one that it produces carries the factor of the readout behind it
+                carried |= {use.wide_shape[axis] / use.narrow_shape[axis] for axis in use.growing}
     return {use.name: given.get(use.name) or _sides_found(survey, use, carried, averaging) for use in survey.uses}
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -11,6 +10,7 @@ from mupscale._torch import non_persistent_buffers
 from mupscale.arguments import shown
 from mupscale.errors import UserError
 from mupscale.widening import modules
+from mupscale.widening.constants import buffer_caveats, constant_caveats
 from mupscale.widening.width_table import merged_table
 
 
@@ -80,24 +80,28 @@ class Survey:
             if reason:
                 raise UserError(reason)
 
-    def caveats(self, in_blocks: Sequence[str]) -> Iterator[str]:
-        """What a reader of the plan should know; `in_blocks` are the parameters that are duplicated in blocks."""
+    def caveats(self, in_blocks: Sequence[str], in_units: Sequence[str]) -> Iterator[str]:
+        """What a reader of the plan should know.
+
+        `in_blocks` are the parameters that are duplicated in blocks, `in_units` those that have a unit.
+        """
+        growing = [name for use in self.uses if use.growing for name in use.names]
         for name, before, after in self.modules:
-            heads = modules.growing_heads(before, after)
-            if heads and not any(parameter.startswith(f"{name}." if name else "") for parameter in in_blocks):
+            inside = f"{name}." if name else ""
+            # a configuration is handed to every module, and only some of them have heads
+            of_configuration = not name or modules.is_attention(before)
+            heads = modules.growing_heads(before, after, of_configuration=of_configuration)
+            has_projections = any(parameter.startswith(inside) for parameter in growing)
+            if heads and has_projections and not any(parameter.startswith(inside) for parameter in in_blocks):
                 yield f"{name or '(the model)'}: {heads}; its projections need blocks of whole heads"
             text = modules.caveat(before, after)
             if text:
                 yield f"{name or '(the model)'}: {text}"
-            for attribute in sorted(non_persistent_buffers(before)):
-                buffer, other = getattr(before, attribute), getattr(after, attribute, None)
-                if buffer is None or other is None or buffer.is_meta or other.is_meta or buffer.shape != other.shape:
-                    continue
-                if not torch.equal(buffer, other.to(buffer)):
-                    yield (
-                        f"{name + '.' * bool(name)}{attribute}: this buffer is not saved with the model, and differs "
-                        "between the two; the wide model keeps its own"
-                    )
+            if not any(parameter.startswith(inside) for parameter in in_units):
+                for constant in constant_caveats(before, after):
+                    yield f"{name or '(the model)'}: {constant}"
+            for attribute, note in buffer_caveats(before, after):
+                yield f"{inside}{attribute}: {note}"
 
 
 def refuse_unless_model(name: str, model: object) -> None:

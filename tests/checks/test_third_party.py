@@ -382,6 +382,25 @@ def test_tied_t5_scales_its_logits_by_the_width():
     assert answer.activation_drift == pytest.approx(1 - 0.5**0.5, rel=0.05)
 
 
+@pytest.mark.slow
+def test_tied_t5_is_exact_with_a_unit():
+    """The last norm makes up for d_model**-0.5."""
+    torch.manual_seed(0)
+    case = CASES["t5_v1_1"]
+    answer = mupscale.verify(
+        t5(1),
+        t5(2),
+        optimizer=adamw,
+        batches=case.batches(),
+        loss=case.loss,
+        steps=12,
+        roles=case.roles,
+        blocks=case.blocks,
+        units={"decoder.final_layer_norm.weight": 2**0.5},
+    )
+    check(case, answer)
+
+
 def test_tied_readout_without_a_role_is_refused():
     with pytest.raises(ValueError, match=r"'transformer.wte.weight' = 'lm_head.weight' is used in conflicting roles"):
         verdict(CASES["gpt2"]._replace(roles=None))

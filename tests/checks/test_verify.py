@@ -309,3 +309,92 @@ def test_a_convolution_block_forgotten(pattern: str, axis: int, named: str):
     answer = verdict("convnet", "adamw", blocks={pattern: {axis: 1}})
     assert not answer.passed
     assert answer.first_divergent == named
+
+
+# --- who is blamed
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner[0](x)
+
+
+class ScaledInside(nn.Module):
+    """Multiplies by its width between two modules."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(3, width), Residual(width), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.block(x * x.shape[-1]))
+
+
+def test_the_module_that_computed_a_wrong_input_is_blamed_and_not_one_inside_the_next():
+    torch.manual_seed(0)
+    models = [nn.Sequential(ScaledInside(n)) for n in (4, 8)]
+    answer = verify_layers(*models)
+    assert answer.first_divergent == "0"
+    assert "what it computes before '0.block' drifts" in answer.reason
+
+
+class Normalised(nn.Module):
+    """Hands out features of length 1, as CLIP does, and compares them with others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, width), nn.Linear(3, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = (nn.functional.normalize(layer(x), dim=-1) for layer in (self.one, self.other))
+        return one @ other.T, one
+
+
+def test_features_of_length_one_are_no_false_alarm():
+    torch.manual_seed(0)
+    answer = verify_layers(Normalised(4), Normalised(12), loss=lambda model, x: model(x)[0].square().mean())
+    assert answer.passed, answer
+
+
+def test_a_model_without_float64_is_refused_in_one_line():
+    class OnlyFloat32(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype != torch.float32:
+                raise RuntimeError("Expected mat_a to be Float32,\nBFloat16 or Float16 matrix, got Double")
+            return super().forward(x)
+
+    with pytest.raises(ValueError, match="verify: the model does not compute in float64") as refusal:
+        verify_layers(OnlyFloat32(3, 4), OnlyFloat32(3, 8))
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_error_of_the_model_itself_is_left_alone():
+    def wrong(model: nn.Module, x: Tensor) -> Tensor:
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        verify_layers(layers(4), layers(8), loss=wrong)
+
+
+def test_a_mixture_of_experts_is_verified_in_float64_as_it_is():
+    """transformers' fast implementations of experts have no float64."""
+
+    class Experts(nn.Linear):
+        implementation = "grouped"
+
+        def set_experts_implementation(self, implementation: str) -> None:
+            self.implementation = implementation
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype == torch.float64 and self.implementation != "eager":
+                raise RuntimeError("Expected mat_a to be Float32, got Double")
+            return super().forward(x)
+
+    narrow, wide = Experts(3, 4), Experts(3, 8)
+    assert verify_layers(narrow, wide, roles={"weight": "vector"}).passed
+    assert narrow.implementation == wide.implementation == "grouped"

@@ -1,8 +1,11 @@
 """The plan of an upscale, in words."""
 
-from torch import nn
+import pytest
+import torch
+from torch import Tensor, nn
 
 import mupscale
+from mupscale.errors import UserError
 from mupscale.models.mlp import MLPNet
 
 PLAN = """\
@@ -26,3 +29,74 @@ def test_pieces_of_an_axis_in_words():
     narrow, wide = (nn.Sequential(nn.Linear(width + 3, 2)) for width in (4, 8))
     plan = mupscale.plan(narrow, wide, blocks={"0.weight": {1: [(4, 1, 2), (3, 1, 1)]}})
     assert "axis 1: 4·2 by 1 + 3·1 by 1" in str(plan)
+
+
+def duplicated(plan: mupscale.Plan, name: str) -> list[tuple[int, ...]]:
+    """The pieces of the first axis."""
+    return [tuple(piece) for piece in plan.parameters[name].layouts[0]]
+
+
+def test_a_bias_follows_the_blocks_of_its_norm_in_any_role():
+    narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.LayerNorm(n), nn.Linear(n, 2)) for n in (4, 8))
+    blocks = {"*.weight": {0: 2}, "2.weight": {0: 1, 1: 2}}
+    for role in ("vector", "readout"):
+        plan = mupscale.plan(narrow, wide, blocks=blocks, roles={"1.*": role})
+        assert duplicated(plan, "1.bias") == duplicated(plan, "1.weight") == [(4, 2, 2)]
+    # the bias of a square readout is no copy of what it sums over
+    square = [nn.Sequential(nn.Linear(3, n), nn.Linear(n, 4)) for n in (4, 8)]
+    assert duplicated(mupscale.plan(*square, blocks={"0.weight": {0: 2}, "1.weight": {1: 2}}), "1.bias") == [(4, 4, 1)]
+
+
+def test_a_bias_and_statistics_follow_the_blocks_of_a_depthwise_convolution():
+    def build(n: int) -> nn.Module:
+        return nn.Sequential(nn.Conv1d(3, n, 1), nn.Conv1d(n, n, 3, groups=n), nn.BatchNorm1d(n))
+
+    plan = mupscale.plan(build(4), build(8), blocks={"*.weight": {0: 2}})
+    assert duplicated(plan, "1.bias") == duplicated(plan, "1.weight") == [(4, 2, 2)]
+    assert tuple(plan.buffers["2.running_mean"].layouts[0][0]) == (4, 2, 2)
+    # what the module implies holds where nothing is given, and what is given for the bias itself wins
+    assert duplicated(mupscale.plan(build(4), build(8)), "1.bias") == [(4, 1, 2)]
+    plan = mupscale.plan(build(4), build(8), blocks={"*.weight": {0: 2}, "1.bias": {0: 4}})
+    assert duplicated(plan, "1.bias") == [(4, 4, 2)]
+
+
+class Projected(nn.Module):
+    """An embedding tied to a readout, with a projection right before it instead of a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, width), nn.Linear(width, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.project = nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.project(self.embed(tokens).tanh()))
+
+
+def test_a_readout_role_with_two_axes_carries_the_factor_of_a_tied_readout():
+    torch.manual_seed(0)
+    with pytest.raises(UserError, match="conflicting roles"):
+        mupscale.plan(Projected(4), Projected(8))
+    tokens = torch.randint(7, (4, 5))
+    answer = mupscale.verify(
+        Projected(4),
+        Projected(12),
+        roles={"project.*": "readout"},
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        batches=[tokens],
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.roll(1).flatten()),
+        steps=4,
+    )
+    assert answer.passed, answer
+
+
+def test_blocks_that_do_not_fit_have_a_remedy():
+    narrow, wide = nn.Sequential(nn.Linear(3, 8)), nn.Sequential(nn.Linear(3, 4))
+    with pytest.raises(UserError, match=r"blocks: axis 0 of '0.weight' .* narrower in the wide model \(4 < 8\); swap"):
+        mupscale.plan(narrow, wide, blocks={"0.weight": {0: 2}})
+
+
+def test_a_layout_that_a_module_implies_is_not_blamed_on_blocks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mupscale.widening.modules.own_blocks", lambda narrow, wide: {"weight": {0: 3}})
+    with pytest.raises(UserError, match=r"^axis 0 of '0.weight' .* a block of 3 does not divide 4 .* give another"):
+        mupscale.plan(nn.Sequential(nn.Linear(3, 4)), nn.Sequential(nn.Linear(3, 8)))
