@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mupscale.arguments import refuse_unless_callable
 from mupscale.checks.verify import float64_copy
-from mupscale.discovery.found import Found, Unit
+from mupscale.discovery.found import Found, Unit, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known
 from mupscale.discovery.passes import Call
 from mupscale.discovery.search import Search
@@ -94,7 +94,8 @@ def _found(hypothesis: Hypothesis, passes: int, untested: tuple[str, ...]) -> Fo
         if role != _default_role(use):
             roles[name] = role
         if abs(unit - 1) > 1e-9 or assumed.offset:
-            units[name] = (unit, assumed.offset) if assumed.offset else unit
+            said = (unit, assumed.offset) if assumed.offset else unit
+            units[name] = without_rounding(said, use.narrow_shape, use.wide_shape, 1e-12)
     shapes = {name: (use.narrow_shape, use.wide_shape) for name, use in hypothesis.uses.items()}
     shapes |= {name: (tuple(before.shape), tuple(after.shape)) for name, before, after in hypothesis.survey.buffers}
     return Found(roles, blocks, units, passes, shapes, untested)

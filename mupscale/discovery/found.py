@@ -1,5 +1,6 @@
 """What was found: roles, blocks and units by parameter name, as `plan`, `upscale` and `verify` take them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -81,7 +82,7 @@ class Found:
         if model in self.roles:
             answer.roles[name] = self.roles[model]
         if model in self.units:
-            answer.units[name] = self.units[model]
+            answer.units[name] = without_rounding(self.units[model], *self.shapes[model], 1e-6)
         for axis, (n, w) in enumerate(zip(*shapes, strict=True)):
             before, after = self.shapes[model]
             small = before[axis], after[axis]
@@ -103,6 +104,24 @@ class Found:
             names = ", ".join(dict.fromkeys(map(starred, self.untested)))
             lines.append(f"not tested, because what the model returns does not depend on them: {names}")
         return "\n".join(lines)
+
+
+def nearest_power(ratio: float, factor: int) -> float:
+    """The power of a growth factor, in quarters, that is nearest to a ratio."""
+    return float(factor ** (round(4 * math.log(ratio, factor)) / 4))
+
+
+def without_rounding(unit: Unit, narrow: Shape, wide: Shape, tolerance: float) -> Unit:
+    """A unit as a power of the growth factor, where it is one but for rounding.
+
+    That of a constant which a model holds in float32 is one to 1e-6.
+    """
+    scale = unit[0] if isinstance(unit, tuple) else unit
+    for factor in {w // n for n, w in zip(narrow, wide, strict=True) if n and w > n and w % n == 0}:
+        power = nearest_power(scale, factor)
+        if math.isclose(scale, power, rel_tol=tolerance):
+            scale = power
+    return (scale, unit[1]) if isinstance(unit, tuple) else scale
 
 
 def _rescaled(name: str, layout: Layout, small: tuple[int, int], large: tuple[int, int]) -> LayoutSpec:

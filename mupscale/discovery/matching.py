@@ -72,8 +72,8 @@ def _matched_by_units(narrow: Tensor, wide: Tensor, tolerance: float) -> Match |
     if len(growing) != 1 or narrow.numel() == 0:
         return None
     axis = growing[0]
-    before = narrow.movedim(axis, 0).flatten(1).clamp(-MASKED, MASKED)
-    after = wide.movedim(axis, 0).flatten(1).clamp(-MASKED, MASKED)
+    before = narrow.movedim(axis, 0).reshape(narrow.shape[axis], -1).clamp(-MASKED, MASKED)
+    after = wide.movedim(axis, 0).reshape(wide.shape[axis], -1).clamp(-MASKED, MASKED)
     likeness = torch.nn.functional.normalize(after, dim=1) @ torch.nn.functional.normalize(before, dim=1).T
     layout = as_layout(likeness.argmax(1).tolist())
     if layout is None or wide_length(layout) != wide.shape[axis]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ class Event:
     module: str
     kind: Literal["begins", "ends"]
     tensors: list[Tensor]
+    made_before: list[Tensor]
+    """What operations have made since the event before it."""
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Outcome:
     reason: str | None = None
     """What differs in the first event that does not agree; None if all do."""
 
+    operations: int = 0
+    """Operations that agree after the last event that does."""
     untrained: list[str] = field(default_factory=list)
     """Parameters of which copies of one entry would not train alike."""
 
@@ -47,8 +51,8 @@ class Outcome:
         return self.reason is None and not self.untrained
 
     @property
-    def score(self) -> tuple[int, bool, int]:
-        return self.agreed, self.reason is None, -len(self.untrained)
+    def score(self) -> tuple[int, bool, int, int]:
+        return self.agreed, self.reason is None, self.operations, -len(self.untrained)
 
 
 class _Stop(Exception):
@@ -62,11 +66,12 @@ class Recording:
         self.events: list[Event] = []
         self.outputs: list[Tensor] = []
         """Of the model itself, with their graph."""
-        self._model = model
-        _watched(model, call, self._note)
+        self._made: list[Tensor] = []
+        _watched(model, call, self._note, self._made.append)
 
     def _note(self, name: str, module: nn.Module, kind: Literal["begins", "ends"], values: Any) -> None:
-        self.events.append(Event(name, kind, float_copies(values)))
+        self.events.append(Event(name, kind, float_copies(values), [*self._made]))
+        self._made.clear()
         if not name and kind == "ends":
             self.outputs = floats(values)
 
@@ -89,38 +94,52 @@ def compare(
     """
     hypothesis.write()
     outcome = Outcome(0, len(narrow.events))
+    made: list[Tensor] = []
+
+    def differs(reason: str) -> NoReturn:
+        outcome.reason = reason
+        if outcome.agreed < len(narrow.events):
+            outcome.operations = _operations(narrow.events[outcome.agreed].made_before, made, tolerance)
+        raise _Stop
 
     def note(name: str, module: nn.Module, kind: Literal["begins", "ends"], values: Any) -> None:
         index = outcome.agreed
         if index >= len(narrow.events) or (narrow.events[index].module, narrow.events[index].kind) != (name, kind):
-            outcome.reason = "the two models call different modules"
-            raise _Stop
+            differs("the two models call different modules")
         if base is not None and index < min(since, base.agreed):
             outcome.matches.append(base.matches[index])
             outcome.agreed += 1
+            made.clear()
             return
         matches = _matched(narrow.events[index].tensors, float_copies(values), tolerance)
         if matches is None:
-            outcome.reason = f"what {_shown(name)} {'reads' if kind == 'begins' else 'returns'} differs"
-            raise _Stop
+            differs(f"what {_shown(name)} {'reads' if kind == 'begins' else 'returns'} differs")
         if kind == "begins":
             _follow(hypothesis, name, narrow.events[index].tensors, matches)
         if not name and kind == "ends" and not _in_full(narrow.events[index].tensors, matches):
-            outcome.reason = "what the model returns is multiplied by a number"
             outcome.matches.append(matches)
-            raise _Stop
+            differs("what the model returns is multiplied by a number")
         outcome.matches.append(matches)
         outcome.agreed += 1
+        made.clear()
 
     try:
         with torch.no_grad():
-            _watched(hypothesis.wide, call, note)
+            _watched(hypothesis.wide, call, note, made.append)
     except _Stop:
         pass
     else:
         if outcome.agreed < len(narrow.events):
             outcome.reason = "the two models call different modules"
     return outcome
+
+
+def _operations(narrow: list[Tensor], wide: list[Tensor], tolerance: float) -> int:
+    """How many operations agree until the first that does not."""
+    for count, (before, after) in enumerate(zip(narrow, wide, strict=False)):
+        if match(before, after, tolerance) is None:
+            return count
+    return min(len(narrow), len(wide))
 
 
 def _shown(name: str) -> str:
@@ -183,22 +202,33 @@ def _layout_of_units(inputs: list[Tensor], matches: list[Match], narrow: int, wi
     return found.pop() if len(found) == 1 else None
 
 
-def _watched(model: nn.Module, call: Call, note: Callable[[str, nn.Module, Any, Any], None]) -> None:
-    """Runs the model, and calls `note` where each module begins and ends."""
+def _watched(
+    model: nn.Module, call: Call, note: Callable[[str, nn.Module, Any, Any], None], made: Callable[[Tensor], None]
+) -> None:
+    """Runs the model, and calls `note` where each module begins and ends, `made` with what each operation makes."""
     handles = [model.register_forward_pre_hook(_in_float64, with_kwargs=True)]
+    mode = DoublePrecision(made)
 
     def begins(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda module, args, kwargs: note(name, module, "begins", (args, kwargs))
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            with mode.paused():
+                note(name, module, "begins", (args, kwargs))
+
+        return hook
 
     def ends(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda module, args, output: note(name, module, "ends", output)
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            with mode.paused():
+                note(name, module, "ends", output)
+
+        return hook
 
     try:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(begins(name), with_kwargs=True))
             handles.append(module.register_forward_hook(ends(name)))
         torch.manual_seed(0)
-        with DoublePrecision():
+        with mode:
             call(model)
     finally:
         for handle in handles:

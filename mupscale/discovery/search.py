@@ -1,5 +1,6 @@
 """The search: at the first difference between the models, what is assumed of the modules before it is changed."""
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mupscale.discovery.found import nearest_power
 from mupscale.discovery.hypothesis import Assumed, Axis, Group, Hypothesis, is_known, starred
 from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients
 from mupscale.errors import UserError
@@ -98,6 +100,7 @@ class Search:
             changes = [change for change in self._changes(outcome, scope) if change not in seen]
             seen.update(changes)
             trials = [(change,) for change in changes] if at_once == 1 else [*_pairs(changes)]
+            self.hypothesis.restore(start)
             for better, state in self._improvements(outcome, trials):
                 self.hypothesis.restore(state)
                 answer = self._solved(better, 1)
@@ -265,9 +268,18 @@ class Search:
         seen: dict[float, None] = {}
         for matches in reversed(outcome.matches):
             for found in matches:
-                if found.ratio != 1 and not any(abs(found.ratio / other - 1) < 1e-6 for other in seen):
-                    seen.setdefault(found.ratio)
+                ratio = self._as_power(found.ratio)
+                if ratio != 1 and not any(math.isclose(ratio, other, rel_tol=1e-6) for other in seen):
+                    seen.setdefault(ratio)
         return list(seen)[:4]
+
+    def _as_power(self, ratio: float) -> float:
+        """A ratio without its rounding errors, where it is a power of a growth factor."""
+        for factor in self._factors():
+            power = nearest_power(ratio, factor)
+            if math.isclose(ratio, power, rel_tol=1e-12):
+                return power
+        return ratio
 
     def _usual_ratios(self) -> list[float]:
         powers = (0.5, -0.5, 0.25, 1, -1)

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("timm")
 
-from hf_zoo import ENTRIES, NAMED  # noqa: E402
-from tiers import slow_except  # noqa: E402
-from zoo_trial import tiled, trial  # noqa: E402
+from hf_zoo import ENTRIES, NAMED
+from tiers import slow_except
+from zoo_trial import tiled, trial
 
 THREEFOLD = ["gpt2", "phi3", "gemma2", "falcon_multi_query", "t5_1_0", "timm_regnety"]
 REST = [name for name in ENTRIES if name not in NAMED]
@@ -50,16 +50,19 @@ def test_exact_to_rounding_as_shipped(name):
     assert outcome.verdict == "exact", str(outcome)
 
 
+def pytest_generate_tests(metafunc):
+    if metafunc.function is test_exact_or_refused:
+        metafunc.parametrize("name", REST if metafunc.config.getoption("--zoo") else [])
+
+
 @pytest.mark.parametrize("factor", [2, 3])
-@pytest.mark.parametrize("name", REST)
-def test_exact_or_refused(name, factor, request):
-    if not request.config.getoption("--zoo"):
-        pytest.skip("takes long: give --zoo")
+def test_exact_or_refused(name, factor):
     outcome = trial(ENTRIES[name], factor)
     assert outcome.verdict in ("exact", "refused"), str(outcome)
     assert not ENTRIES[name].refused or ENTRIES[name].refused in outcome.reason
 
 
+@pytest.mark.slow
 def test_a_trial_finds_what_is_wrong(monkeypatch):
     """Tiling alone, without the units that Gemma needs, and without the pieces of Phi-3's fused projection."""
     monkeypatch.setattr("zoo_trial.found", lambda entry, narrow, wide: {"blocks": tiled(narrow, wide)})
