@@ -8,20 +8,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from mupscale.atomic import replacing
-from mupscale.models._lightning import close_writer
+from mupscale.models._lightning import close_writer, run_folder
 
-
-def folder(trainer: Trainer, log_dir: str | None) -> Path | None:
-    """The folder of a run, in which its checkpoints are. `log_dir` is Lightning's: that of all runs, for most loggers
-    but these two.
-    """
-    if not trainer.loggers or isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
-        return None if log_dir is None else Path(log_dir)
-    logger = trainer.loggers[0]
-    version = (
-        logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    )  # as ModelCheckpoint spells it
-    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+folder = run_folder
+"""The folder of a run."""
 
 
 def written(trainer: Trainer) -> dict[str, list[Any]]:

@@ -139,17 +139,32 @@ class FineWeb(LightningDataModule):
 
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
         """UserError if a model with these arguments does not fit the data."""
-        index, model = self._index(), arguments
-        if model.get("vocabulary", index.vocabulary) < index.vocabulary:
+        index = self._index()
+        key, vocabulary = _size_in(arguments, "vocabulary", "vocab_size")
+        if vocabulary is not None and vocabulary < index.vocabulary:
             raise UserError(
-                f"model.vocabulary = {model['vocabulary']}: the tokens of {index.folder} are of a vocabulary of "
-                f"{index.vocabulary}; set model.vocabulary: {index.vocabulary}, or more"
+                f"{key} = {vocabulary}: the tokens of {index.folder} are of a vocabulary of "
+                f"{index.vocabulary}; set {key}: {index.vocabulary}, or more"
             )
-        if model.get("context", self.context) < self.context:
+        key, context = _size_in(arguments, "context", "max_position_embeddings", "n_positions")
+        if context is not None and context < self.context:
             raise UserError(
-                f"data.context = {self.context}: the model has model.context = {model['context']} positions; "
-                "make them agree"
+                f"data.context = {self.context}: the model has {key} = {context} positions; make them agree"
             )
+
+
+def _size_in(arguments: Mapping[str, Any], own: str, *of_transformers: str) -> tuple[str, int | None]:
+    """The key of a size among a model's arguments, or in the configuration of transformers among them; and the size."""
+    if own in arguments:
+        return f"model.{own}", arguments[own]
+    config = arguments.get("config")
+    prefix = "model.config"
+    if isinstance(config, Mapping) and isinstance(config.get("text_config"), Mapping):
+        config, prefix = config["text_config"], f"{prefix}.text_config"
+    for name in of_transformers if isinstance(config, Mapping) else ():
+        if isinstance(config.get(name), int) and config[name] > 0:
+            return f"{prefix}.{name}", config[name]
+    return own, None
 
 
 @contextmanager

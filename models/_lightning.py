@@ -52,6 +52,19 @@ def is_trial_run(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
+def run_folder(trainer: Trainer, log_dir: str | None) -> Path | None:
+    """The folder of a run, in which its checkpoints are. `log_dir` is Lightning's: that of all runs, for most loggers
+    but these two.
+    """
+    if not trainer.loggers or isinstance(trainer.loggers[0], TensorBoardLogger | CSVLogger):
+        return None if log_dir is None else Path(log_dir)
+    logger = trainer.loggers[0]
+    version = (
+        logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    )  # as ModelCheckpoint spells it
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+
+
 def log_interval(trainer: Trainer) -> int:
     """`trainer.log_every_n_steps`."""
     return trainer.log_every_n_steps  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 Shapes: B batch, T positions, D model width, A attention width, H heads, E head_dim = A / H, V vocabulary.
 """
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torchmetrics.text import Perplexity
 
 from mupscale.errors import UserError
-from mupscale.models.base import Scores, WidthScalable, refuse_bad_counts, refuse_bad_width
+from mupscale.models.base import refuse_bad_counts, refuse_bad_width
+from mupscale.models.language import LanguageModel
 from mupscale.widening.readout import Readout
 
 ATTENTION_SCALE = 8.0
@@ -202,7 +201,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
 
-class GPT2(WidthScalable):
+class GPT2(LanguageModel):
     """The paper's GPT-2, trained on batches of token rows: each position predicts the next."""
 
     init = "constant"
@@ -254,7 +253,6 @@ class GPT2(WidthScalable):
             if (value[1] if isinstance(value, list) else value) % kept:
                 raise UserError(f"model.{name} = {value} is not divisible by model.{key} = {kept}")
         super().__init__(width, base_width, **kwargs)
-        self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
 
     def build(self, width: int | list[int]) -> nn.Module:
         shape = {name: self.hparams[name] for name in ("layers", "heads", "head_dim", "vocabulary", "context", "tied")}
@@ -278,42 +276,5 @@ class GPT2(WidthScalable):
         for part in (*net.blocks, net.head):
             part.compile()
 
-    def batch_size(self, batch: Tensor) -> int:
-        return batch[:, 1:].numel()
-
     def loss(self, batch: Tensor) -> Tensor:
         return self(batch[:, :-1], batch[:, 1:])
-
-    def mappable_loss(self, batch: Tensor) -> Tensor:
-        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self._evaluate(batch, "val", self.val_perplexity)
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self._evaluate(batch, "test", self.test_perplexity)
-
-    def joint_scores(self) -> Scores | None:
-        methods = ("validation_step", "_evaluate")
-        if any(getattr(type(self), method) is not getattr(GPT2, method) for method in methods):
-            return None
-        return Scores(_scores, lambda means: {"val/loss": means["loss"], "val/perplexity": math.exp(means["loss"])})
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return torch.log_softmax(self(batch), dim=-1)
-
-    def _evaluate(self, batch: Tensor, stage: str, perplexity: Perplexity) -> None:
-        logits, targets = self(batch[:, :-1]), batch[:, 1:]
-        perplexity(logits.float(), targets)
-        self.log(
-            f"{stage}/loss",
-            F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
-            batch_size=len(batch),
-            sync_dist=True,
-        )
-        self.log(f"{stage}/perplexity", perplexity, batch_size=len(batch), prog_bar=True)
-
-
-def _scores(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    logits = model(batch[:, :-1])
-    return {"loss": F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())}

@@ -22,6 +22,7 @@ COMMANDS = {
         "tell whether outputs and updates keep their size as the width grows, or which layer's do not",
     ),
     "upscale": ("upscale", "widen a checkpoint, offline"),
+    "export": ("export", "write a model of the transformers library from a checkpoint, for from_pretrained"),
     "sweep": ("sweep", "run a configuration with many values of some of its keys, and find the best"),
     "experiment": (
         "experiment",

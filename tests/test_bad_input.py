@@ -176,7 +176,7 @@ COMMANDS = {
     "experiment: noise": ("experiment noise.yaml --plan", "noise: {class_path: mupscale.AdditiveNoise"),
     "experiment: a typo": ("experiment right.yaml --plna", "Did you mean --plan?"),
     "experiment: workers": ("experiment right.yaml --workers 0", "--workers must be at least 1"),
-    # report, prepare, resume
+    # report, prepare, export, resume
     "report without anything": ("report", "required: RUNS"),
     "report: a typo": ("report folder --otu x", "Did you mean --out?"),
     "report: a configuration that is a list": ("report listed", "is not the configuration of a run"),
@@ -189,6 +189,12 @@ COMMANDS = {
     "prepare: no tokens": ("prepare text text.txt --vocab 300 --out p --tokens nan", "wanted a number like 500k"),
     "prepare: nothing held out": ("prepare text text.txt --vocab 300 --out p --val-fraction nan", "between 0 and 1"),
     "prepare: --out is a file": ("prepare text text.txt --vocab 300 --out text.txt", "is a file: name a folder"),
+    "export without a folder": ("export mlp.ckpt", "required: --out"),
+    "export: another model": ("export mlp.ckpt --out o", "only those of HFCausalLM can be exported"),
+    "export: no checkpoint": ("export no.ckpt --out o", "name a file that exists"),
+    "export: half a checkpoint": ("export half.ckpt --out o", "half.ckpt is not a checkpoint, or a damaged one"),
+    "export: a folder that exists": ("export mlp.ckpt --out folder", "name a folder that does not"),
+    "export: a folder nowhere": ("export mlp.ckpt --out /proc/x", "--out: /proc cannot be written to"),
     "resume: no checkpoint": ("resume listed", "has no checkpoint that can be read"),
     "resume: a typo": ("resume run --trainer.max_stps=4", "Did you mean trainer.max_steps"),
     "resume: batch size 0": ("resume run --data.batch_size=0", "data.batch_size is"),

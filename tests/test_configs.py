@@ -339,6 +339,29 @@ def test_one_step_of_every_run(folder: str) -> None:
             assert all(torch.equal(before["state_dict"][key], tensor) for key, tensor in base["state_dict"].items())
 
 
+LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+OF_TRANSFORMERS = {"llama_tiny": (64, 128), "llama": (256, 512)}
+"""The widths of each file in configs/hf."""
+
+
+@pytest.mark.parametrize("name", slow_except(OF_TRANSFORMERS, "llama_tiny"))
+def test_models_of_transformers(name: str) -> None:
+    """The files grow the model to twice its width, and a tiny one of the same kind trains so."""
+    assert {path.stem for path in (CONFIGS / "hf").glob("*.yaml")} == OF_TRANSFORMERS.keys()
+    fit = told("hf", name, "fit")
+    cli = parsed([*fit, "--trainer.accelerator=cpu"], run=False)
+    (swap,) = (callback for callback in callbacks(cli) if isinstance(callback, UpscaleCallback))
+    assert (cli.model.width, swap.width) == OF_TRANSFORMERS[name]
+    assert cli.model.hparams["base_width"] == cli.model.width
+    sizes = [f"--model.config.{key}={value}" for key, value in LLAMA.items()]
+    sizes += ["--trainer.callbacks.at_step=0", f"--trainer.callbacks.width={2 * LLAMA['hidden_size']}"]
+    sizes += ["--model.compile=false", "--data.context=8", "--data.batch_size=2"]
+    cli = parsed([*fit, *ONE_STEP, *sizes], run=False)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert cli.model.width == 2 * LLAMA["hidden_size"]
+    assert torch.isfinite(cli.model.train_loss)
+
+
 def callbacks(cli: CLI) -> list[Callback]:
     found: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
     return found

@@ -42,7 +42,7 @@ from mupscale.commands._jsonargparse import (
     unknown_class,
     unknown_key,
 )
-from mupscale.commands.checkpoints import checked
+from mupscale.commands.checkpoints import checked, dictionary
 from mupscale.commands.config import Config
 from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
@@ -212,9 +212,16 @@ class CLI(OpenCLI):
                 refuse_changes(
                     then, self.plain(self.config), saved.get("global_step", 0), same_place=self.folder is not None
                 )
+        self._replace_folder(section.model.get("init_args") or {}, saved)
         if Path(path).is_dir():
             name = section.model.class_path.rpartition(".")[2]
             self.config[f"{self.config.subcommand}.model.init_args.width"] = checkpoint_width(saved, name)
+
+    def _replace_folder(self, arguments: Any, saved: dict[str, Any]) -> None:
+        """A released model that a run started from may be gone: the checkpoint has its weights and configuration."""
+        config = dictionary(saved.get("hyper_parameters")).get("config")
+        if arguments.get("folder") is not None and isinstance(config, dict):
+            arguments["folder"], arguments["config"] = None, config
 
     def plain(self, config: Any) -> Config:
         """The section of the command as plain values."""

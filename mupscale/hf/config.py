@@ -51,6 +51,37 @@ def wide_config(
         raise UserError(f"wide_config: only must be 'feed_forward' or None, got {only!r}")
     given = {name: _fraction(f"fields[{name!r}]", value) for name, value in (fields or {}).items()}
     common = _fraction("factor", factor)
+    return _scaled(config, common, keep_heads, only, given)
+
+
+def config_at(config: PretrainedConfig, hidden_size: int) -> PretrainedConfig:
+    """A copy of `config` with another hidden size, larger or smaller; all that `wide_config` grows follows its ratio.
+
+    >>> from transformers import LlamaConfig
+    >>> config_at(LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=4), 32).intermediate_size
+    48
+    """
+    if hidden_size == hidden_size_of(config):
+        return copy.deepcopy(config)
+    return _scaled(config, Fraction(hidden_size, hidden_size_of(config)), None, None, {})
+
+
+def hidden_size_of(config: PretrainedConfig) -> int:
+    """The width of the residual stream; of a model with several parts, that of the text."""
+    values = vars(config.get_text_config())
+    for name in HIDDEN:
+        if isinstance(values.get(name), int):
+            return values[name]
+    raise UserError(f"the configuration of {config.model_type!r} has no hidden size; it is none of {', '.join(HIDDEN)}")
+
+
+def _scaled(
+    config: PretrainedConfig,
+    common: Fraction,
+    keep_heads: bool | None,
+    only: Literal["feed_forward"] | None,
+    given: Mapping[str, Fraction],
+) -> PretrainedConfig:
     wide = copy.deepcopy(config)
     used: set[str] = set()
     grown: set[str] = set()

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as schedules
 
 from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
+from mupscale.models.language import LanguageModel
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
 
@@ -62,7 +63,7 @@ MODELS: dict[str, tuple[Callable[..., WidthScalable], Any]] = {
 def rows(module: LightningModule, count: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """So many rows of training data for a module; those with a true `takes_images` get images, as ResNet18 does."""
     generator = torch.Generator().manual_seed(7)
-    if isinstance(module, GPT2):
+    if isinstance(module, LanguageModel):
         return ((torch.randint(11, (count, 1), generator=generator) + torch.arange(9)) % 11,)
     takes_images = isinstance(module, ResNet18) or getattr(module, "takes_images", False)
     shape = (3, 8, 8) if takes_images else (6,)

@@ -15,6 +15,7 @@ from mupscale.commands.configured import refuse_growths
 from mupscale.commands.runs import Run, with_run
 from mupscale.commands.tuning.space import Axis
 from mupscale.errors import UserError
+from mupscale.models.hf import SAVED
 
 
 def runs_of(config: Config, metric: str, folders: dict[int, Path], name: str) -> list[Run]:
@@ -105,4 +106,5 @@ def folder_name(cell: int, point: Point, names: dict[str, str]) -> str:
 
 def drop_checkpoints(folder: Path) -> None:
     """Deletes the checkpoints of a finished run: the disk space of a sweep must not grow with its trials."""
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    for name in ("checkpoints", SAVED):
+        shutil.rmtree(folder / name, ignore_errors=True)

@@ -1,0 +1,63 @@
+"""A width-scalable language model: next-token loss and perplexity."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.text import Perplexity
+
+from mupscale.models.base import Scores, WidthScalable
+
+
+class LanguageModel(WidthScalable):
+    """Trains on rows of tokens, where each position predicts the next; validates and tests with loss and perplexity.
+
+    The network returns logits.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # outside the network, so that widening leaves them alone
+        self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
+
+    def batch_size(self, batch: Tensor) -> int:
+        return batch[:, 1:].numel()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.mappable_loss(batch)
+
+    def mappable_loss(self, batch: Tensor) -> Tensor:
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_perplexity)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_perplexity)
+
+    def joint_scores(self) -> Scores | None:
+        methods = ("validation_step", "_evaluate")
+        if any(getattr(type(self), method) is not getattr(LanguageModel, method) for method in methods):
+            return None
+        return Scores(_scores, lambda means: {"val/loss": means["loss"], "val/perplexity": math.exp(means["loss"])})
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return torch.log_softmax(self(batch), dim=-1)
+
+    def _evaluate(self, batch: Tensor, stage: str, perplexity: Perplexity) -> None:
+        logits, targets = self(batch[:, :-1]), batch[:, 1:]
+        perplexity(logits.float(), targets)
+        self.log(
+            f"{stage}/loss",
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+            batch_size=len(batch),
+            sync_dist=True,
+        )
+        self.log(f"{stage}/perplexity", perplexity, batch_size=len(batch), prog_bar=True)
+
+
+def _scores(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    logits = model(batch[:, :-1])
+    return {"loss": F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())}

@@ -1,0 +1,126 @@
+"""Causal language models of the transformers library: configurations and weights from files, and back into files.
+
+Nothing in a file is executed: weights are safetensors, and `trust_remote_code` is never set.
+"""
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from mupscale.data_files import json_of
+from mupscale.errors import UserError
+
+CONFIG = "config.json"
+
+_NOT_FOLLOWED = {"auto_map", "attn_implementation", "_attn_implementation", "experts_implementation", "model_type"}
+"""Fields that name code, which could be fetched from elsewhere and executed; and the one that is read by itself."""
+
+
+def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration with these fields, `model_type` among them; all others have the defaults of that type.
+
+    >>> config_of({"model_type": "llama", "hidden_size": 64}).hidden_size
+    64
+    """
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UserError(f"model_type = {kind!r} is no model of the transformers library, such as llama or gpt2")
+    config_class = CONFIG_MAPPING[kind]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model_type = {kind!r} has no causal language model; choose another, such as llama or gpt2")
+    if "quantization_config" in fields:
+        raise UserError("the configuration is of quantised weights; take the model as it was before")
+    fields = {name: value for name, value in fields.items() if name not in _NOT_FOLLOWED}
+    if "transformers_version" not in fields:  # written by hand: a field that is not known would be without effect
+        known = {*config_class().to_dict(), *config_class.attribute_map}
+        unknown = [name for name in fields if name not in known]
+        if unknown:
+            raise UserError(f"a {kind} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    try:
+        return config_class.from_dict(fields)
+    except Exception as error:  # transformers and huggingface_hub raise many kinds
+        raise UserError(f"these fields do not make a {kind}: {' '.join(str(error).split())}") from error
+
+
+def config_in(path: Path) -> PretrainedConfig:
+    """The configuration in a folder, or in a file such as config.json."""
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"there is no {file}")
+    try:
+        fields = json_of(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is not JSON that can be read: {' '.join(str(error).split())}") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{file} is not a configuration of the transformers library")
+    try:
+        return config_of(fields)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+
+
+def build(config: PretrainedConfig) -> PreTrainedModel:
+    """A freshly initialised model, in the precision that is torch's default."""
+    return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder, one safetensors file or many, by the names that a model of its configuration has."""
+    config_in(folder)
+    if (folder / "adapter_config.json").exists():
+        raise UserError(f"{folder} holds an adapter; merge it into its model first")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no safetensors; other formats can execute code, and are not read")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model, notes = AutoModelForCausalLM.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            dtype="auto",
+        )
+    except Exception as error:  # transformers and safetensors raise many kinds
+        raise UserError(f"{folder}: its weights cannot be loaded: {' '.join(str(error).split())}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(map(str, notes.get(what) or ()))
+        if names:
+            raise UserError(f"{folder}: its weights are not those of its configuration: {what} {', '.join(names[:4])}")
+    return model.state_dict()
+
+
+def save(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` reads, in place of one of that name.
+
+    It is written beside it first: a process that is killed leaves no folder of that name that is not whole.
+    """
+    new = folder.with_name(f".{folder.name}.{platform.node()}.{os.getpid()}")
+    old = folder.with_name(f"{new.name}.old")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(new, state_dict=weights)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+        for leftover in (new, old):
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,96 @@
+"""How a family of the transformers library grows: found once, on the smallest models that show its structure."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from fractions import Fraction
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from mupscale.discovery.discover import discover
+from mupscale.discovery.found import Found
+from mupscale.discovery.passes import Call
+from mupscale.errors import UserError
+from mupscale.hf.config import shrunken, wide_config
+from mupscale.hf.config_walk import fields_of, parts
+
+TOKENS = 12
+"""In each of the two rows on which the small models run."""
+
+_lock = RLock()  # fits that take their steps together run in threads, and all ask for the same
+_known: dict[tuple[Any, ...], Found] = {}
+
+
+def found_for(
+    config: PretrainedConfig,
+    wide: PretrainedConfig,
+    *,
+    model_class: Any = AutoModelForCausalLM,
+    call: Call | None = None,
+) -> Found:
+    """How a model of `config` grows to one of `wide`, found with small models of the same family and factors.
+
+    `found_for(config, wide).resolved(narrow_model, wide_model)` is the finding for models of these configurations, on
+    any device. `call(model)` runs one forward pass of a small model; by default it reads tokens. A finding is made once
+    in a process.
+    """
+    factors = field_factors(config, wide)
+    small = shrunken(config)
+    sizes = json.dumps([small.to_dict(), factors], sort_keys=True, default=str)
+    key = type(small), model_class, call, sizes
+    with _lock:
+        if key not in _known:
+            _known[key] = _discovered(small, wide_config(small, 1, fields=factors), model_class, call)
+        return _known[key]
+
+
+def field_factors(config: PretrainedConfig, wide: PretrainedConfig) -> dict[str, Fraction]:
+    """By what each field grows, by its path, as `wide_config` takes it."""
+    answer: dict[str, Fraction] = {}
+    targets = dict(parts(wide))
+    for path, part in parts(config):
+        if path not in targets or type(targets[path]) is not type(part):
+            raise UserError(f"the configurations differ in more than sizes: {path.rstrip('.') or type(part).__name__}")
+        after = dict(fields_of(targets[path]))
+        for name, value in fields_of(part):
+            ratios = {Fraction(b, a) for a, b in _pairs(value, after.get(name)) if a != b}
+            if len(ratios) > 1:
+                raise UserError(f"entries of {path}{name} grow by different factors: {value} → {after.get(name)}")
+            if ratios:
+                answer[path + name] = ratios.pop()
+    return answer
+
+
+def _pairs(before: Any, after: Any) -> Iterator[tuple[int, int]]:
+    if isinstance(before, list | tuple) and isinstance(after, list | tuple):
+        for a, b in zip(before, after, strict=False):
+            yield from _pairs(a, b)
+    elif isinstance(before, int) and isinstance(after, int) and before > 0:
+        yield before, after
+
+
+def _discovered(small: PretrainedConfig, large: PretrainedConfig, model_class: Any, call: Call | None) -> Found:
+    with ExitStack() as stack:
+        # whatever the caller is in the middle of: building on another device, a step without gradients, autocast
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.device("cpu"))
+        torch.manual_seed(0)
+        # in float64, because units are read off constants that the models keep in their own precision
+        settings = {"dtype": torch.float64, "trust_remote_code": False}
+        narrow, wide = (model_class.from_config(each, **settings) for each in (small, large))
+        return discover(narrow, wide, read_tokens if call is None else call)
+
+
+def read_tokens(model: nn.Module) -> Any:
+    """One forward pass on fixed tokens."""
+    config: Any = model.config
+    vocabulary = config.get_text_config().vocab_size
+    tokens = torch.randint(vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    return model(input_ids=tokens, use_cache=False)
