@@ -15,6 +15,7 @@ from mupscale.discovery.search import Search
 from mupscale.errors import UserError
 from mupscale.widening.layout import LayoutSpec
 from mupscale.widening.modules import Side
+from mupscale.widening.plan import plan
 from mupscale.widening.roles import Role
 from mupscale.widening.survey import Use, refuse_unless_model
 from mupscale.widening.upscale import upscale
@@ -37,15 +38,35 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call) -> Found:
             raise UserError(f"discover: {name} is on the meta device and cannot run; build it on the CPU")
     refuse_unless_callable("discover: call", call, "lambda model: model(batch)")
     with torch.random.fork_rng():
-        before, after = (float64_copy(model).cpu().eval() for model in (narrow, wide))
-        for model in (before, after):
-            use_plain_experts(model)
-        move_(before)
-        search = Search(before, after, call, TOLERANCE)
+        search = Search(*_copies(narrow, wide), call, TOLERANCE)
         search.run()
         found = _found(search.hypothesis, search.passes, search.untested())
         _confirm(search.hypothesis, found)
     return found
+
+
+def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> None:
+    """UserError unless a finding, made with other sizes of a family, makes these two models agree.
+
+    Outputs and all gradients are compared, as `discover` does. The arguments are not changed.
+    """
+    with torch.random.fork_rng():
+        before, after = _copies(narrow, wide)
+        search = Search(before, after, call, TOLERANCE)
+        search.hypothesis.assume(plan(before, after, **found.hints))
+        outcome = search.outcome()
+        if not outcome.complete:
+            reason = outcome.reason or f"copies of one entry of {outcome.untrained[0]!r} do not get the same gradient"
+            raise UserError(f"what was found for a smaller model of this family does not hold for this one: {reason}")
+
+
+def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Copies of both models in float64 on the CPU, the parameters of the narrow one moved."""
+    before, after = (float64_copy(model).cpu().eval() for model in (narrow, wide))
+    for model in (before, after):
+        use_plain_experts(model)
+    move_(before)
+    return before, after
 
 
 def use_plain_experts(model: Any) -> None:

@@ -13,6 +13,7 @@ from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
 from mupscale.widening import modules
 from mupscale.widening.layout import Layout, Piece, duplicate_, evenly, narrow_length, wide_length
 from mupscale.widening.modules import Side
+from mupscale.widening.plan import Plan
 from mupscale.widening.survey import Survey, Use
 
 Axis = tuple[str, int]
@@ -79,6 +80,14 @@ class Hypothesis:
 
     def restore(self, state: tuple[dict[str, Assumed], frozenset[Axis]]) -> None:
         self.assumed, self.pinned = dict(state[0]), state[1]
+
+    def assume(self, plan: Plan) -> None:
+        """Everything as a plan has it."""
+        for name, entry in {**plan.parameters, **plan.buffers}.items():
+            if name in self.assumed:
+                sides = entry.sides
+                self.assumed[name] = Assumed(entry.layouts, sides, entry.unit.scale, entry.unit.offset)
+                self.pinned |= {(name, axis) for axis in range(len(sides))}
 
     def choose(self, group: Group, layout: Layout) -> None:
         for name, axis in group.axes:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from mupscale.discovery.discover import discover
+from mupscale.discovery.discover import confirm, discover
 from mupscale.discovery.found import Found
 from mupscale.discovery.passes import Call
 from mupscale.errors import UserError
@@ -20,6 +20,9 @@ from mupscale.hf.config_walk import fields_of, parts
 
 TOKENS = 12
 """In each of the two rows on which the small models run."""
+
+OTHER_SIZE = 3
+"""Times the size of the small models: there, what was found is confirmed to hold for other sizes too."""
 
 _lock = RLock()  # fits that take their steps together run in threads, and all ask for the same
 _known: dict[tuple[Any, ...], Found] = {}
@@ -84,8 +87,15 @@ def _discovered(small: PretrainedConfig, large: PretrainedConfig, model_class: A
         torch.manual_seed(0)
         # in float64, because units are read off constants that the models keep in their own precision
         settings = {"dtype": torch.float64, "trust_remote_code": False}
+        call = read_tokens if call is None else call
         narrow, wide = (model_class.from_config(each, **settings) for each in (small, large))
-        return discover(narrow, wide, read_tokens if call is None else call)
+        found = discover(narrow, wide, call)
+        narrow, wide = (
+            model_class.from_config(wide_config(each, OTHER_SIZE, keep_heads=False), **settings)
+            for each in (small, large)
+        )
+        confirm(narrow, wide, call, found.resolved(narrow, wide))
+        return found
 
 
 def read_tokens(model: nn.Module) -> Any:
