@@ -259,7 +259,7 @@ def optimizer_names(module: nn.Module, optimizer: Optimizer, prefix: str = "") -
 
 
 def mixed_widths(net: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """The widths of parameters whose pieces grew by different factors, as primitives."""
+    """The widths of parameters whose pieces grew by different factors, or that have an affine unit, as primitives."""
     return {name: astuple(width) for name, width in merged_table(net).items() if width.needs_hooks}
 
 
