@@ -157,13 +157,13 @@ def _size_in(arguments: Mapping[str, Any], own: str, *of_transformers: str) -> t
     """The key of a size among a model's arguments, or in the configuration of transformers among them; and the size."""
     if own in arguments:
         return f"model.{own}", arguments[own]
-    config = arguments.get("config")
-    prefix = "model.config"
+    config, prefix = arguments.get("config"), "model.config"
     if isinstance(config, Mapping) and isinstance(config.get("text_config"), Mapping):
         config, prefix = config["text_config"], f"{prefix}.text_config"
-    for name in of_transformers if isinstance(config, Mapping) else ():
-        if isinstance(config.get(name), int) and config[name] > 0:
-            return f"{prefix}.{name}", config[name]
+    if isinstance(config, Mapping):
+        for name in of_transformers:
+            if isinstance(config.get(name), int) and config[name] > 0:
+                return f"{prefix}.{name}", config[name]
     return own, None
 
 

@@ -178,11 +178,22 @@ def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], chec
     # a sharded checkpoint has loaded its weights before
     theirs = {name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith("net.")}
     odd = sorted(ours.keys() ^ theirs.keys()) or [name for name in ours if ours[name].shape != theirs[name].shape]
-    saved = checkpoint["hyper_parameters"]
+    saved, arguments = _by_key(checkpoint["hyper_parameters"]), _by_key(arguments)
     differing = {key: value for key, value in arguments.items() if key not in _FREE and saved.get(key, value) != value}
     if odd or "base_width" in differing:
         pairs = [f"model.{key} is {saved[key]} there and {value} here" for key, value in differing.items()]
         raise UserError(f"the checkpoint is of another architecture: {'; '.join(pairs) or f'it differs in {odd[:4]}'}")
+
+
+def _by_key(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A model's arguments with those inside of mappings, by their keys in a configuration."""
+    answer: dict[str, Any] = {}
+    for key, value in arguments.items():
+        if isinstance(value, Mapping) and value:
+            answer |= _by_key(value, f"{prefix}{key}.")
+        else:
+            answer[f"{prefix}{key}"] = value
+    return answer
 
 
 def non_finite_in(checkpoint: dict[str, Any], parameters: Iterable[str] = ()) -> str | None:

@@ -212,15 +212,16 @@ class CLI(OpenCLI):
                 refuse_changes(
                     then, self.plain(self.config), saved.get("global_step", 0), same_place=self.folder is not None
                 )
-        self._replace_folder(section.model.get("init_args") or {}, saved)
+        self._replace_files(section.model.get("init_args") or {}, saved)
         if Path(path).is_dir():
             name = section.model.class_path.rpartition(".")[2]
             self.config[f"{self.config.subcommand}.model.init_args.width"] = checkpoint_width(saved, name)
 
-    def _replace_folder(self, arguments: Any, saved: dict[str, Any]) -> None:
+    def _replace_files(self, arguments: Any, saved: dict[str, Any]) -> None:
         """A released model that a run started from may be gone: the checkpoint has its weights and configuration."""
         config = dictionary(saved.get("hyper_parameters")).get("config")
-        if arguments.get("folder") is not None and isinstance(config, dict):
+        starts_from_files = arguments.get("folder") is not None or isinstance(arguments.get("config"), str)
+        if starts_from_files and isinstance(config, dict):
             arguments["folder"], arguments["config"] = None, config
 
     def plain(self, config: Any) -> Config:

@@ -50,7 +50,7 @@ def saved_network(checkpoint: dict[str, Any]) -> CausalLMNet:
         raise UserError(f"the checkpoint is damaged: its hyper_parameters make no HFCausalLM ({error})") from error
     try:
         with torch.device("meta"):
-            net: nn.Module = module.build(module.width)
+            net: nn.Module = module.build(module.hparams["width"])
         net.load_state_dict({key: weights[key] for key in net.state_dict()}, assign=True)
     except KeyError as error:
         raise UserError(f"the checkpoint is damaged: it has no weight {error}; take another checkpoint") from error

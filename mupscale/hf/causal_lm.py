@@ -22,8 +22,8 @@ from mupscale.errors import UserError
 
 CONFIG = "config.json"
 
-_NOT_FOLLOWED = {"auto_map", "attn_implementation", "_attn_implementation", "experts_implementation", "model_type"}
-"""Fields that name code, which could be fetched from elsewhere and executed; and the one that is read by itself."""
+_NAMES_OF_CODE = {"auto_map", "attn_implementation", "_attn_implementation", "experts_implementation"}
+"""Fields that name code, which could be fetched from elsewhere and executed. They have no effect here."""
 
 
 def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
@@ -40,16 +40,22 @@ def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
         raise UserError(f"model_type = {kind!r} has no causal language model; choose another, such as llama or gpt2")
     if "quantization_config" in fields:
         raise UserError("the configuration is of quantised weights; take the model as it was before")
-    fields = {name: value for name, value in fields.items() if name not in _NOT_FOLLOWED}
+    fields = _without_code(fields)
     if "transformers_version" not in fields:  # written by hand: a field that is not known would be without effect
         known = {*config_class().to_dict(), *config_class.attribute_map}
         unknown = [name for name in fields if name not in known]
         if unknown:
             raise UserError(f"a {kind} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
     try:
-        return config_class.from_dict(fields)
+        return config_class.from_dict({name: value for name, value in fields.items() if name != "model_type"})
     except Exception as error:  # transformers and huggingface_hub raise many kinds
         raise UserError(f"these fields do not make a {kind}: {' '.join(str(error).split())}") from error
+
+
+def _without_code(fields: Any) -> Any:
+    if not isinstance(fields, Mapping):
+        return fields
+    return {name: _without_code(value) for name, value in fields.items() if name not in _NAMES_OF_CODE}
 
 
 def config_in(path: Path) -> PretrainedConfig:
@@ -76,7 +82,7 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """The weights of a folder, one safetensors file or many, by the names that a model of its configuration has."""
-    config_in(folder)
+    config = config_in(folder)
     if (folder / "adapter_config.json").exists():
         raise UserError(f"{folder} holds an adapter; merge it into its model first")
     if not any(folder.glob("*.safetensors")):
@@ -84,8 +90,9 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model, notes = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -97,6 +104,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     finally:
         if shown:
             logging.enable_progress_bar()
+    model, notes = loaded
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(map(str, notes.get(what) or ()))
         if names:

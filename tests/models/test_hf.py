@@ -100,6 +100,7 @@ def test_growth_leaves_the_losses_as_they_were(family: str, tmp_path: Path) -> N
         assert float((narrow.module.eval()(tokens) - ours).abs().max()) < 1e-10
 
 
+@pytest.mark.slow
 def test_growth_threefold_in_two_steps(tmp_path: Path) -> None:
     with DoublePrecision():
         narrow = fit(module(), tmp_path / "narrow", steps=9)
@@ -138,10 +139,23 @@ def test_noise_ema_low_precision_and_a_schedule(tmp_path: Path) -> None:
     schedule = lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)  # noqa: E731
     swap = UpscaleCallback(4, 32, noise=AdditiveNoise(0.01))
     run = fit(
-        module(lr_scheduler=schedule), tmp_path, average, swap, steps=8, precision="bf16-mixed", gradient_clip_val=1.0
+        module(lr_scheduler=schedule),
+        tmp_path,
+        average,
+        swap,
+        Checkpoints(tmp_path / "checkpoints"),
+        steps=8,
+        precision="bf16-mixed",
+        gradient_clip_val=1.0,
+        enable_checkpointing=True,
     )
     assert torch.isfinite(run.losses).all()
     assert run.module.width == 32
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
+    last = load_checkpoint(tmp_path / "checkpoints" / "step=8.ckpt")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(saved[name], last["state_dict"][f"net.model.{name}"])  # the average
+    assert not torch.equal(saved[name], last["current_model_state"][f"net.model.{name}"])
 
 
 @pytest.mark.parametrize("step", [2, 4, 6])
@@ -298,6 +312,11 @@ def test_mistakes(name: str) -> None:
         module(**{"config": LLAMA} | arguments)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_another_architecture_is_named(whole_run: Path, finished: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"architecture: model.config.num_hidden_layers is 2 there and 3 here$"):
+        fit(module({**LLAMA, "num_hidden_layers": 3}), tmp_path, ckpt=whole_run / "step=2.ckpt", steps=8)
 
 
 def test_a_width_that_is_no_number_of_heads() -> None:
