@@ -24,7 +24,7 @@ LEAVES = {
 }
 """Anybody may import these."""
 
-LAYERS = ("leaves", "widening", "stacking", "root", "checks", "models", "callbacks", "commands")
+LAYERS = ("leaves", "widening", "stacking", "root", "checks", "hf", "models", "callbacks", "commands")
 """From the bottom to the top: a module imports from its own layer and from those below it."""
 
 ABOVE_DATA = ("datamodules", "callbacks", "commands")

@@ -1,9 +1,11 @@
 """upscale: widen a checkpoint offline, as UpscaleCallback widens a model inside a run.
 
 For example: upscale base.ckpt --width 2000 --noise 0.1 --out wide.ckpt
+
+A model folder of the transformers library is widened into another folder: upscale FOLDER --factor 2 --out WIDE (its
+options: upscale --factor 2 --help).
 """
 
-import argparse
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,9 @@ from torch.optim import Optimizer
 from mupscale.atomic import replacing
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.cli import import_classes
+from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
 from mupscale.commands.outputs import refuse_output
+from mupscale.commands.upscale_folder import is_meant, upscale_folder
 from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable, refuse_bad_width
 from mupscale.models.checkpoint import (
@@ -30,8 +34,8 @@ from mupscale.models.checkpoint import (
     restore_mixed_widths,
 )
 from mupscale.mup_optimizers import apply_mup
-from mupscale.widening.methods import METHODS, Duplication, GrowthMethod
-from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
+from mupscale.widening.methods import Duplication, GrowthMethod
+from mupscale.widening.noise import Noise
 from mupscale.widening.optimizer_state import continued_groups
 from mupscale.widening.parameter_groups import SOURCE_GROUP
 from mupscale.widening.rules import registered_optimizer
@@ -43,31 +47,16 @@ MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, Ru
 
 
 def main(command: str, arguments: list[str]) -> None:
+    if is_meant(arguments):
+        upscale_folder(arguments)
+        return
     parser = ArgumentParser(prog="python -m mupscale upscale", description=__doc__)
     parser.add_argument("checkpoint", help="the checkpoint to widen")
     parser.add_argument(
         "--width", type=int, nargs="+", required=True, help="the target width (several for unequal layers)"
     )
     parser.add_argument("--out", type=Path, required=True, help="where to write the wide checkpoint")
-    strength = parser.add_mutually_exclusive_group()
-    strength.add_argument("--noise", type=float, metavar="STD", help="additive noise with this base constant")
-    strength.add_argument(
-        "--signal-noise", type=float, metavar="T", help="noise as this fraction of each weight's spectral norm"
-    )
-    strength.add_argument(
-        "--recorded-noise", type=Path, metavar="FILE", help="per-weight noise constants of an earlier upscale"
-    )
-    parser.add_argument(
-        "--centred",
-        action="store_true",
-        help="centre the noise over the copies of each input unit: the function stays as it was "
-        "(recorded noise is centred anyway if it was so when it was recorded)",
-    )
-    parser.add_argument(
-        "--method", choices=sorted(METHODS), default="duplication", help="the growth method (default duplication)"
-    )
-    parser.add_argument("--save-noise", type=Path, metavar="FILE", help="write the per-weight noise constants")
-    parser.add_argument("--seed", type=int, default=0, help="the seed of the noise (default 0)")
+    add_noise_options(parser)
     parser.add_argument(
         "--no-optimizer", action="store_true", help="leave the optimizer state out: then only `init_from` can use it"
     )
@@ -79,12 +68,7 @@ def main(command: str, arguments: list[str]) -> None:
     )
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)
-    method = METHODS[options.method]()
-    if method.needs_batches:
-        raise UserError(
-            f"--method {options.method}: {type(method).__name__} learns from data, which a checkpoint does not have. "
-            "Use it in a run, as UpscaleCallback.method"
-        )
+    method = method_of(options)
     inputs = {"the checkpoint to widen": Path(options.checkpoint)}
     refuse_output("--out", options.out, inputs)
     if options.out.exists() and not options.force:
@@ -108,19 +92,6 @@ def main(command: str, arguments: list[str]) -> None:
         report.save_noise(options.save_noise)
     print(report)
     print(f"wrote {options.out}")
-
-
-def noise_of(options: argparse.Namespace) -> Noise | None:
-    centred = options.centred
-    if options.noise is not None:
-        return AdditiveNoise(options.noise, centred=centred)
-    if options.signal_noise is not None:
-        return SignalNoise(options.signal_noise, centred=centred)
-    if options.recorded_noise is not None:
-        return RecordedNoise(options.recorded_noise, centred=centred or None)
-    if centred:
-        raise UserError("--centred: there is no noise to centre. Give --noise, --signal-noise or --recorded-noise too")
-    return None
 
 
 def upscale_checkpoint(
