@@ -16,18 +16,8 @@ from mupscale.commands.noise_options import add_noise_options, method_of, noise_
 from mupscale.commands.outputs import refuse_folder, refuse_output
 from mupscale.errors import UserError, needs_extra
 
-CONFIG_FILE = "config.json"
 
-
-def is_meant(arguments: list[str]) -> bool:
-    """Whether a command line names a model folder: by `--factor`, or by a folder with a configuration."""
-    if any(argument.partition("=")[0] == "--factor" for argument in arguments):
-        return True
-    folders = [Path(argument) for argument in arguments[:1] if not argument.startswith("-")]
-    return any((folder / CONFIG_FILE).is_file() for folder in folders)
-
-
-def upscale_folder(arguments: list[str]) -> None:
+def widen_folder(arguments: list[str]) -> None:
     parser = ArgumentParser(prog="python -m mupscale upscale", description=__doc__)
     parser.add_argument("folder", type=Path, help="the model folder to widen")
     parser.add_argument("--factor", type=float, required=True, help="by how much all widths grow")

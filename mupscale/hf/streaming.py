@@ -87,10 +87,11 @@ class RowChunk(NamedTuple):
     """(row of the wide tensor, row among the copies, number of rows)."""
 
 
-def row_chunks(layout: Layout, most: int) -> Iterator[RowChunk]:
+def row_chunks(layout: Layout, most: int, *, alike: bool = False) -> Iterator[RowChunk]:
     """Cuts the first axis of a tensor into chunks of about `most` wide rows.
 
-    Copies of a long block lie apart in the wide tensor; short blocks are collected with all of their copies.
+    Copies of a long block lie apart in the wide tensor; short blocks are collected with all of their copies. Where
+    copies are `alike`, which is where this axis has no scale, a long block is made once and goes to several places.
     """
     most = max(most, 1)
     pending: list[Piece] = []
@@ -106,13 +107,16 @@ def row_chunks(layout: Layout, most: int) -> Iterator[RowChunk]:
         copies = piece.block * piece.factor
         if copies > most:
             yield from collected()
-            step = max(most // piece.factor, 1)
+            made = 1 if alike else piece.factor
+            step = max(most // made, 1)
             for block in range(0, piece.length, piece.block):
                 for row in range(0, piece.block, step):
                     count = min(step, piece.block - row)
                     first = wide + block * piece.factor + row
-                    places = tuple((first + copy * piece.block, copy * count, count) for copy in range(piece.factor))
-                    yield RowChunk(narrow + block + row, (Piece(count, count, piece.factor),), places)
+                    places = tuple(
+                        (first + copy * piece.block, copy % made * count, count) for copy in range(piece.factor)
+                    )
+                    yield RowChunk(narrow + block + row, (Piece(count, count, made),), places)
         else:
             step = most // copies * piece.block
             for row in range(0, piece.length, step):
@@ -177,7 +181,8 @@ class Streamer:
         """The wide tensor in chunks; `buffers.give` takes them back."""
         entry, stored = tensor.entry, tensor.source
         row_size = torch.Size(entry.wide_shape[1:]).numel() * stored.dtype.itemsize
-        for chunk in row_chunks(entry.layouts[0], CHUNK_BYTES // max(row_size, 1)):
+        alike = all(scale == 1.0 for scale in entry.scales(out_power=0, in_power=-1)[0])
+        for chunk in row_chunks(entry.layouts[0], CHUNK_BYTES // max(row_size, 1), alike=alike):
             count = narrow_length(chunk.layout)
             source = self.rows(stored, chunk.start, count)
             refuse_non_finite(source, stored.name)
@@ -262,12 +267,11 @@ def _write_by_rows(
     writer: ThreadPoolExecutor,
     progress: Progress,
 ) -> None:
-    waiting: deque[tuple[Future[None], Tensor]] = deque()
+    waiting: deque[tuple[Future[int], Tensor]] = deque()
 
     def written() -> None:
         future, rows = waiting.popleft()
-        future.result()
-        progress(rows.nbytes)
+        progress(future.result())
         streamer.buffers.give(rows)
 
     try:
@@ -282,9 +286,11 @@ def _write_by_rows(
             future.cancel() or future.exception()
 
 
-def _write_rows(stream: BinaryIO, place: StoredTensor, chunk: RowChunk, rows: Tensor) -> None:
+def _write_rows(stream: BinaryIO, place: StoredTensor, chunk: RowChunk, rows: Tensor) -> int:
+    """Writes some rows to all of their places; the number of bytes."""
     for row, start, count in chunk.places:
         write_all(stream, place.offset + row * place.row_size, as_bytes(rows[start : start + count]))
+    return sum(count for _, _, count in chunk.places) * place.row_size
 
 
 @torch.no_grad()
@@ -317,15 +323,13 @@ def check_wide(
 
 def _same_rows(place: StoredTensor, tensor: GrowingTensor, streamer: Streamer, progress: Progress) -> bool:
     same = True
-    with place.path.open("rb", buffering=0) as stream:
-        for chunk, rows in streamer.wide_rows(tensor):
-            found = streamer.buffers.take(rows.shape, rows.dtype)
-            for row, start, count in chunk.places:
-                read_into(stream, place.offset + row * place.row_size, found[start : start + count])  # type: ignore[arg-type]
-            same = same and same_bytes(found, rows)
-            progress(rows.nbytes)
+    for chunk, rows in streamer.wide_rows(tensor):
+        for row, start, count in chunk.places:
+            found = streamer.rows(place, row, count)
+            same = same and same_bytes(found, rows[start : start + count])
+            progress(found.nbytes)
             streamer.buffers.give(found)
-            streamer.buffers.give(rows)
+        streamer.buffers.give(rows)
     return same
 
 
