@@ -3,9 +3,10 @@
     python -m benchmarks folder [--quick] [--layers 8] [--where FOLDER] [--out folder.json]
 
 The folder is a synthetic Llama of the shapes of Llama-2-7B in bfloat16 (hidden size 4096, intermediate size 11008, 32
-heads, vocabulary 32,000) with fewer layers. All layers are alike, so time and bytes for its 32 layers are extrapolated
-by layers. The command runs in a process of its own, whose peak resident memory is given; its check of the written files
-is included. `cp -r` copies the wide folder on the same disk; both times are given until the bytes are on disk.
+heads, vocabulary 32,000) with fewer layers. All layers are alike, so the time for its 32 layers is extrapolated by
+bytes, once the start-up (the same command for a tiny model) is taken off. The command runs in a process of its own, whose peak resident memory is given; its check of the written files
+is included. `cp -r` copies the wide folder on the same disk; both times are given until the bytes are on disk, and CPU
+seconds beside them, because a shared machine has other work to do.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from mupscale.hf.folder import read_folder
 from mupscale.hf.growth import on_meta
 from mupscale.hf.safetensors_files import INDEX_FILE, as_bytes, index_text, split_into_files, write_all
 
@@ -68,13 +70,21 @@ def write_narrow(folder: Path, settings: dict[str, object]) -> int:
     return sum(file.size for file in files)
 
 
-def timed(*command: str) -> float:
-    """Seconds until a command has ended and all bytes are on disk."""
+def timed(*command: str) -> tuple[float, float]:
+    """Seconds until a command has ended and all bytes are on disk, and its CPU seconds."""
     os.sync()
-    start = time.perf_counter()
+    before, start = os.times(), time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = os.times()
     os.sync()
-    return time.perf_counter() - start
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.perf_counter() - start, used
+
+
+def upscale(narrow: Path, wide: Path, noise: float | None) -> tuple[float, float]:
+    options = [] if noise is None else ["--noise", str(noise)]
+    command = ["upscale", str(narrow), "--factor", "2", "--out", str(wide), *options]
+    return timed(sys.executable, "-m", "mupscale", *command)
 
 
 def size(folder: Path) -> int:
@@ -83,33 +93,37 @@ def size(folder: Path) -> int:
 
 def measure(where: Path, layers: int, *, quick: bool, noise: float | None) -> dict[str, object]:
     narrow, wide, copy = where / "narrow", where / "wide", where / "copy"
+    write_narrow(where / "tiny", shape_of_7b(1, quick=True))
+    start_up, _ = upscale(where / "tiny", where / "tiny-wide", noise)
     narrow_bytes = write_narrow(narrow, shape_of_7b(layers, quick=quick))
-    options = [] if noise is None else ["--noise", str(noise)]
-    upscale = ["upscale", str(narrow), "--factor", "2", "--out", str(wide), *options]
-    seconds = timed(sys.executable, "-m", "mupscale", *upscale)
+    seconds, cpu = upscale(narrow, wide, noise)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    copy_seconds = timed("cp", "-r", str(wide), str(copy))
-    largest = max(settings_bytes(wide))
+    copy_seconds, copy_cpu = timed("cp", "-r", str(wide), str(copy))
+    tensors = tensor_bytes(wide)
+    in_layers = sum(count for name, count in tensors.items() if ".layers." in name)
+    whole = sum(tensors.values()) + in_layers * (LAYERS_OF_7B - layers) / layers
     return {
         "layers": layers,
         "noise": noise,
         "narrow_gb": narrow_bytes / 1e9,
         "wide_gb": size(wide) / 1e9,
+        "start_up_seconds": start_up,
         "seconds": seconds,
+        "cpu_seconds": cpu,
         "cp_seconds": copy_seconds,
+        "cp_cpu_seconds": copy_cpu,
         "ratio": seconds / copy_seconds,
         "peak_gb": peak / 1e9,
-        "largest_wide_tensor_gb": largest / 1e9,
-        "seconds_for_7b": seconds * LAYERS_OF_7B / layers,
-        "wide_gb_for_7b": size(wide) / 1e9 * LAYERS_OF_7B / layers,
+        "largest_wide_tensor_gb": max(tensors.values()) / 1e9,
+        "wide_gb_for_7b": whole / 1e9,
+        "seconds_for_7b": start_up + (seconds - start_up) * whole / size(wide),
+        "cp_seconds_for_7b": copy_seconds * whole / size(wide),
     }
 
 
-def settings_bytes(wide: Path) -> list[int]:
+def tensor_bytes(folder: Path) -> dict[str, int]:
     """The bytes of every tensor of a folder."""
-    from mupscale.hf.folder import read_folder
-
-    return [tensor.size for tensor in read_folder(wide).tensors.values()]
+    return {name: tensor.size for name, tensor in read_folder(folder).tensors.items()}
 
 
 def main(arguments: list[str]) -> None:
@@ -127,10 +141,13 @@ def main(arguments: list[str]) -> None:
     finally:
         shutil.rmtree(where)
     print(
-        "{layers} layers: {narrow_gb:.2f} GB → {wide_gb:.2f} GB in {seconds:.1f} s, cp of the wide folder "
-        "{cp_seconds:.1f} s: {ratio:.2f} times as long\n"
+        "{layers} layers: {narrow_gb:.2f} GB → {wide_gb:.2f} GB in {seconds:.1f} s ({cpu_seconds:.1f} s of CPU, "
+        "{start_up_seconds:.1f} s of it all to start up), cp of the wide folder {cp_seconds:.1f} s "
+        "({cp_cpu_seconds:.1f} s of CPU): {ratio:.2f} times as long\n"
         "peak resident memory {peak_gb:.2f} GB, largest wide tensor {largest_wide_tensor_gb:.2f} GB\n"
-        "32 layers, extrapolated: {wide_gb_for_7b:.0f} GB in {seconds_for_7b:.0f} s".format(**row)
+        "32 layers, extrapolated: {wide_gb_for_7b:.0f} GB in {seconds_for_7b:.0f} s, cp {cp_seconds_for_7b:.0f} s".format(
+            **row
+        )
     )
     if options.out:
         options.out.write_text(json.dumps(row, indent=1) + "\n")

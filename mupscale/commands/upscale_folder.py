@@ -89,7 +89,7 @@ class Meter:
             return
         self._shown = self._done
         rate = self._done / max(time.perf_counter() - self._start, 1e-9)
-        line = f"{self._what}: {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
+        line = f"{self._what}: {self._done / self._total:4.0%} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
         print(f"\r{line}" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr)
         if sys.stderr.isatty() and self._total - self._done < self._step:
             print(file=sys.stderr)

@@ -6,7 +6,6 @@ library checks a header, and maps files into memory; mapped pages count as resid
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,9 +170,3 @@ def write_all(stream: BinaryIO, offset: int, content: memoryview | bytes) -> Non
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
-def to_disk(stream: BinaryIO) -> None:
-    """Returns once the content of an open file is on disk."""
-    stream.flush()
-    os.fsync(stream.fileno())

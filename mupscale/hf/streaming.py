@@ -4,11 +4,12 @@ Memory holds a few chunks of `CHUNK_BYTES`, whatever the size of a tensor. Where
 once, it holds that one, and for noise its draw in float32 beside it.
 """
 
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -25,7 +26,6 @@ from mupscale.hf.safetensors_files import (
     as_bytes,
     read_into,
     stored_tensors,
-    to_disk,
     write_all,
 )
 from mupscale.widening.layout import Layout, Piece, narrow_length, wide_length
@@ -33,7 +33,7 @@ from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.noise import Constants, Noise, add_noise_
 from mupscale.widening.tensor_plan import TensorPlan
 
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 8 * 2**20
 """Of a wide tensor, computed and written at once."""
 
 IN_FLIGHT = 3
@@ -72,9 +72,9 @@ class Written:
     """What was written, for the check."""
 
     constants: Constants = field(default_factory=dict)
-    """σ̄ of every parameter."""
+    """σ̄ of the parameters that were made at once, 0 where they got no noise."""
     checksums: dict[str, int] = field(default_factory=dict)
-    """CRC-32 of the tensors that hold noise, which nothing but a second draw could make again."""
+    """CRC-32 of the tensors that were made at once."""
 
 
 class RowChunk(NamedTuple):
@@ -177,15 +177,17 @@ class Streamer:
         read_into(self._file(stored.path), stored.offset, target)
         return target
 
-    def wide_rows(self, tensor: GrowingTensor) -> Iterator[tuple[RowChunk, Tensor]]:
-        """The wide tensor in chunks; `buffers.give` takes them back."""
+    @torch.no_grad()
+    def wide_rows(self, tensor: GrowingTensor, *, again: bool = False) -> Iterator[tuple[RowChunk, Tensor]]:
+        """The wide tensor in chunks; `buffers.give` takes them back. `again`: its entries are known to be finite."""
         entry, stored = tensor.entry, tensor.source
         row_size = torch.Size(entry.wide_shape[1:]).numel() * stored.dtype.itemsize
         alike = all(scale == 1.0 for scale in entry.scales(out_power=0, in_power=-1)[0])
         for chunk in row_chunks(entry.layouts[0], CHUNK_BYTES // max(row_size, 1), alike=alike):
             count = narrow_length(chunk.layout)
             source = self.rows(stored, chunk.start, count)
-            refuse_non_finite(source, stored.name)
+            if not again:
+                refuse_non_finite(source, stored.name)
             shape = (wide_length(chunk.layout), *entry.wide_shape[1:])
             target = self.buffers.take(shape, stored.dtype)
             part = replace(
@@ -198,6 +200,7 @@ class Streamer:
             self.buffers.give(source)
             yield chunk, target
 
+    @torch.no_grad()
     def wide_tensor(self, tensor: GrowingTensor) -> tuple[Tensor, float | list[object]]:
         """The wide tensor at once, with its noise, and the σ̄ of that."""
         source = self.whole(tensor.source)
@@ -221,42 +224,70 @@ class Streamer:
         return self._files[path]
 
 
-@torch.no_grad()
 def write_wide(
     files: Sequence[NewFile], tensors: dict[str, GrowingTensor], widening: Widening, progress: Progress
 ) -> Written:
-    """Writes the wide files. Their content is on disk at the end."""
+    """Writes the wide files, and reads each one again while the next one is written. All are on disk at the end.
+
+    Every byte is compared with what the narrow files make; tensors with noise, which nothing but a second draw could
+    make again, with the checksum of what was written. UserError for a difference.
+    """
     written = Written()
-    with Streamer(widening) as streamer, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as syncing:
-        synced: list[Future[None]] = []
+    with _one_thread(), Streamer(widening) as streamer, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as last:
+        finished: list[Future[None]] = []
         for file in files:
             stream: BinaryIO = file.path.open("xb", buffering=0)  # type: ignore[assignment]
-            try:
+            with stream:
                 write_all(stream, 0, file.header)
                 for place in file.tensors:
                     tensor = tensors[place.name]
                     if widening.by_rows(tensor):
                         _write_by_rows(stream, place, tensor, streamer, writer, progress)
-                        constant: float | list[object] = 0.0
                     else:
-                        target, constant = streamer.wide_tensor(tensor)
-                        write_all(stream, place.offset, as_bytes(target))
-                        written.checksums[place.name] = zlib.crc32(as_bytes(target))
-                        progress(place.size)
-                    if tensor.parameter is not None:
-                        written.constants[tensor.entry.name] = constant
-            except BaseException:
-                stream.close()
-                raise
-            synced.append(syncing.submit(_finish, stream))
-        for future in synced:
+                        _write_at_once(stream, place, tensor, streamer, written, progress)
+            finished.append(last.submit(_finish, file, tensors, widening, written, progress))
+            for future in finished:
+                if future.done():
+                    future.result()
+        for future in finished:
             future.result()
     return written
 
 
-def _finish(stream: BinaryIO) -> None:
-    with stream:
-        to_disk(stream)
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keeps torch from splitting an operation: writing and reading have threads of their own, and need the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _finish(
+    file: NewFile, tensors: dict[str, GrowingTensor], widening: Widening, written: Written, progress: Progress
+) -> None:
+    with file.path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    check_file(file, tensors, widening, written, progress)
+
+
+def _write_at_once(
+    stream: BinaryIO,
+    place: StoredTensor,
+    tensor: GrowingTensor,
+    streamer: Streamer,
+    written: Written,
+    progress: Progress,
+) -> None:
+    target, constant = streamer.wide_tensor(tensor)
+    content = as_bytes(target)
+    write_all(stream, place.offset, content)
+    written.checksums[place.name] = zlib.crc32(content)
+    if tensor.parameter is not None:
+        written.constants[tensor.entry.name] = constant
+    progress(place.size)
 
 
 def _write_by_rows(
@@ -293,37 +324,27 @@ def _write_rows(stream: BinaryIO, place: StoredTensor, chunk: RowChunk, rows: Te
     return sum(count for _, _, count in chunk.places) * place.row_size
 
 
-@torch.no_grad()
-def check_wide(
-    files: Sequence[NewFile],
-    tensors: dict[str, GrowingTensor],
-    widening: Widening,
-    written: Written,
-    progress: Progress,
+def check_file(
+    file: NewFile, tensors: dict[str, GrowingTensor], widening: Widening, written: Written, progress: Progress
 ) -> None:
-    """Reads all files again, and compares every byte with what the narrow files make. UserError for a difference.
-
-    Tensors with noise are compared with the checksums of what was written.
-    """
+    """Reads a file again, with the safetensors library's own check of its header. UserError for a difference."""
+    damage = "the disk may be damaged"
+    found = {tensor.name: tensor for tensor in stored_tensors(file.path)}
+    if found != {tensor.name: tensor for tensor in file.tensors}:
+        raise UserError(f"{file.path.name} does not hold the tensors that were written; {damage}")
     with Streamer(widening) as streamer:
-        for file in files:
-            found = stored_tensors(file.path)
-            if sorted(found, key=lambda each: each.name) != sorted(file.tensors, key=lambda each: each.name):
-                raise UserError(f"{file.path.name} does not hold what was written; the disk may be damaged")
-            for place in file.tensors:
-                if place.name in written.checksums:
-                    same = _checksum(place, streamer, progress) == written.checksums[place.name]
-                else:
-                    same = _same_rows(place, tensors[place.name], streamer, progress)
-                if not same:
-                    raise UserError(
-                        f"{file.path.name}: {place.name!r} is not what was written; the disk may be damaged"
-                    )
+        for place in file.tensors:
+            if place.name in written.checksums:
+                same = _checksum(place, streamer, progress) == written.checksums[place.name]
+            else:
+                same = _same_rows(place, tensors[place.name], streamer, progress)
+            if not same:
+                raise UserError(f"{file.path.name}: {place.name!r} is not what was written; {damage}")
 
 
 def _same_rows(place: StoredTensor, tensor: GrowingTensor, streamer: Streamer, progress: Progress) -> bool:
     same = True
-    for chunk, rows in streamer.wide_rows(tensor):
+    for chunk, rows in streamer.wide_rows(tensor, again=True):
         for row, start, count in chunk.places:
             found = streamer.rows(place, row, count)
             same = same and same_bytes(found, rows[start : start + count])

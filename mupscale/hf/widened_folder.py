@@ -19,7 +19,7 @@ from mupscale.hf.growth import Growth, on_meta
 from mupscale.hf.names import GrowingTensor, growing_tensors
 from mupscale.hf.outputs import Call, fits, largest_difference
 from mupscale.hf.safetensors_files import INDEX_FILE, NewFile, index_text, split_into_files
-from mupscale.hf.streaming import Progress, Widening, Written, check_wide, refuse_unlike_twins, write_wide
+from mupscale.hf.streaming import Progress, Widening, Written, refuse_unlike_twins, write_wide
 from mupscale.hf.whole_folder import whole_folder
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.noise import Constants, Noise, save_constants
@@ -112,9 +112,8 @@ def upscale_folder(
         files = split_into_files(partial, job.layout, MOST_SHARD_BYTES)
         _refuse_full_disk(out, job, files)
         total = sum(file.size for file in files)
-        done = write_wide(files, job.tensors, job.widening, watch("widening", total))
+        done = write_wide(files, job.tensors, job.widening, watch("written and checked", 2 * total))
         _write_companions(partial, job, files, done)
-        check_wide(files, job.tensors, job.widening, done, watch("checking", total))
         checks = [_checked_text(job, done), _check_outputs(partial, job, call)]
     notes = [f"{name} is not part of the model, and stays behind" for name in job.unused]
     constants = {name: done.constants.get(name, 0.0) for name in job.plan.parameters}
