@@ -4,9 +4,10 @@
 
 The folder is a synthetic Llama of the shapes of Llama-2-7B in bfloat16 (hidden size 4096, intermediate size 11008, 32
 heads, vocabulary 32,000) with fewer layers. All layers are alike, so the time for its 32 layers is extrapolated by
-bytes, once the start-up (the same command for a tiny model) is taken off. The command runs in a process of its own, whose peak resident memory is given; its check of the written files
-is included. `cp -r` copies the wide folder on the same disk; both times are given until the bytes are on disk, and CPU
-seconds beside them, because a shared machine has other work to do.
+bytes, once the start-up (the same command for a tiny model) is taken off. The command runs in a process of its own,
+whose peak resident memory is given; its check of the written files is included. `cp -r` copies the wide folder on the
+same disk. Both times are given until the bytes are on disk, and CPU seconds beside them, because a shared machine has
+other work to do.
 """
 
 import argparse
@@ -145,9 +146,8 @@ def main(arguments: list[str]) -> None:
         "{start_up_seconds:.1f} s of it all to start up), cp of the wide folder {cp_seconds:.1f} s "
         "({cp_cpu_seconds:.1f} s of CPU): {ratio:.2f} times as long\n"
         "peak resident memory {peak_gb:.2f} GB, largest wide tensor {largest_wide_tensor_gb:.2f} GB\n"
-        "32 layers, extrapolated: {wide_gb_for_7b:.0f} GB in {seconds_for_7b:.0f} s, cp {cp_seconds_for_7b:.0f} s".format(
-            **row
-        )
+        "extrapolated to 32 layers: {wide_gb_for_7b:.0f} GB in {seconds_for_7b:.0f} s, cp {cp_seconds_for_7b:.0f} s"
+        "".format(**row)
     )
     if options.out:
         options.out.write_text(json.dumps(row, indent=1) + "\n")

@@ -8,6 +8,7 @@ weight decay for each parameter; mupscale.hf.parameter_groups makes parameter gr
 """
 
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -81,15 +82,20 @@ class Meter:
         self._what, self._total = what, total
         self._done = self._shown = 0
         self._start = time.perf_counter()
+        self._lock = threading.Lock()  # files are checked by another thread
         self._step = total / (200 if sys.stderr.isatty() else 10)
 
     def __call__(self, count: int) -> None:
+        with self._lock:
+            self._add(count)
+
+    def _add(self, count: int) -> None:
         self._done += count
-        if self._done - self._shown < self._step:
+        if self._done - self._shown < self._step and self._done < self._total:
             return
         self._shown = self._done
         rate = self._done / max(time.perf_counter() - self._start, 1e-9)
         line = f"{self._what}: {self._done / self._total:4.0%} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
-        print(f"\r{line}" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr)
-        if sys.stderr.isatty() and self._total - self._done < self._step:
-            print(file=sys.stderr)
+        renewed = sys.stderr.isatty()
+        end = "" if renewed and self._done < self._total else "\n"
+        print(f"\r{line}" if renewed else line, end=end, file=sys.stderr, flush=True)

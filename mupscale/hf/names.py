@@ -44,6 +44,8 @@ class Part:
     """The axis of the tensor that this axis of the parameter is; None where the tensor has one index of it."""
     starts: tuple[int, ...]
     """Where the tensor begins on each axis of the parameter."""
+    is_whole: bool = False
+    """Whether the tensor is the parameter."""
 
 
 def growing_tensors(
@@ -59,8 +61,7 @@ def growing_tensors(
     growing = []
     for name, part in places.items():
         entry = entries[part.parameter]
-        whole = part.axes == tuple(range(len(entry.narrow_shape))) and not any(part.starts)
-        own = entry if whole and tensors[name].shape == entry.narrow_shape else _part_of(entry, part, tensors[name])
+        own = entry if part.is_whole else _part_of(entry, part, tensors[name])
         if tensors[name].shape != own.narrow_shape:
             raise UserError(
                 f"{name!r} has shape {tensors[name].shape} in the folder, but the configuration makes "
@@ -101,7 +102,7 @@ def _places(tensors: Mapping[str, StoredTensor], narrow: "PreTrainedModel") -> t
             (unused if _is_ignored(target, narrow) else strangers).append(name)
         elif pattern is None:
             rank = len(shapes[target])
-            places[name] = Part(target, tuple(range(rank)), (0,) * rank)
+            places[name] = Part(target, tuple(range(rank)), (0,) * rank, is_whole=True)
         else:
             collected.setdefault(target, {}).setdefault(pattern, []).append(name)
     if strangers:

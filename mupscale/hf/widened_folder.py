@@ -111,7 +111,7 @@ def upscale_folder(
     with whole_folder(out) as partial:
         files = split_into_files(partial, job.layout, MOST_SHARD_BYTES)
         _refuse_full_disk(out, job, files)
-        total = sum(file.size for file in files)
+        total = sum(tensor.size for file in files for tensor in file.tensors)
         done = write_wide(files, job.tensors, job.widening, watch("written and checked", 2 * total))
         _write_companions(partial, job, files, done)
         checks = [_checked_text(job, done), _check_outputs(partial, job, call)]
@@ -198,7 +198,9 @@ def _write_config(partial: Path, job: _Job) -> None:
     before, after = job.folder.config.to_dict(), job.config.to_dict()
     path = partial / CONFIG_FILE
     path.write_text(json.dumps(_changed(job.folder.settings, before, after), indent=2) + "\n")
-    if AutoConfig.from_pretrained(partial, local_files_only=True).to_dict() != after:
+    found = AutoConfig.from_pretrained(partial, local_files_only=True).to_dict()
+    if {**found, "_name_or_path": ""} != {**after, "_name_or_path": ""}:
+        job.config.name_or_path = ""  # of the narrow folder
         job.config.save_pretrained(partial)
 
 
