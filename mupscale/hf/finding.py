@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from mupscale.hf.outputs import Call
 from mupscale.widening.layout import LayoutSpec
 from mupscale.widening.roles import Role
 
@@ -33,7 +34,12 @@ class Found:
         return Found(self.roles, blocks, self.units)
 
 
-def find(config: "PretrainedConfig", model_class: "type[PreTrainedModel]", growth: "Growth") -> Found:
+def find(
+    config: "PretrainedConfig",
+    model_class: "type[PreTrainedModel]",
+    growth: "Growth",
+    call: Call | None = None,
+) -> Found:
     """Roles, layouts and units of a family, found on a shrunken configuration of it."""
     return Found()
 

@@ -63,7 +63,7 @@ def upscale(
         _refuse_unless_pretrained(narrow)
     growth = Growth(factor, keep_heads, only, fields)
     wide = _wide_model(narrow, growth.wide(narrow.config))
-    found = find(narrow.config, type(narrow), growth).resolved(narrow, wide)
+    found = find(narrow.config, type(narrow), growth, call).resolved(narrow, wide)
     report = upscale_model(narrow, wide, optimizer, noise=noise, seed=seed, method=method, **given(found))
     wide.train(narrow.training)
     return wide, report

@@ -107,7 +107,7 @@ def upscale_folder(
     narrow = read_folder(Path(folder))
     if out.resolve().is_relative_to(narrow.path.resolve()):
         raise UserError(f"--out {out} lies inside the folder that is read; name another one")
-    job = _prepared(narrow, growth, noise, seed, Duplication() if method is None else method)
+    job = _prepared(narrow, growth, Duplication() if method is None else method, noise, seed, call)
     with whole_folder(out) as partial:
         files = split_into_files(partial, job.layout, MOST_SHARD_BYTES)
         _refuse_full_disk(out, job, files)
@@ -124,7 +124,9 @@ def upscale_folder(
     )
 
 
-def _prepared(folder: ModelFolder, growth: Growth, noise: Noise | None, seed: int, method: GrowthMethod) -> _Job:
+def _prepared(
+    folder: ModelFolder, growth: Growth, method: GrowthMethod, noise: Noise | None, seed: int, call: Call | None
+) -> _Job:
     """Finds out how everything grows. UserError for all that does not."""
     refuse_unless_whole("seed", seed, least=None)
     _refuse_method(method)
@@ -133,7 +135,7 @@ def _prepared(folder: ModelFolder, growth: Growth, noise: Noise | None, seed: in
     noise = method.noise if noise is None else noise
     config = growth.wide(folder.config)
     narrow, wide = on_meta(folder.model_class, folder.config), on_meta(folder.model_class, config)
-    found = find(folder.config, folder.model_class, growth).resolved(narrow, wide)
+    found = find(folder.config, folder.model_class, growth, call).resolved(narrow, wide)
     finding = given(found)
     plan = method.plan(narrow, wide, finding.pop("roles"), finding.pop("blocks"), **finding)
     method.check(plan)
