@@ -113,7 +113,8 @@ def upscale_with_roles(narrow: Path, out: Path) -> None:
                 if w > n:
                     blocks.setdefault(name, {})[axis] = n // 2 if "gate_up" in name and axis == 1 else n
         roles = {"*.experts.*": "matrix", "*.gate.weight": "readout"}
-        return SimpleNamespace(roles=roles, blocks=blocks, units={})
+        hints = {"roles": roles, "blocks": blocks, "units": {}}
+        return SimpleNamespace(hints=hints, **hints)
 
     with patch.context() as context:
         context.setattr(widened_folder, "find", find)
@@ -128,7 +129,7 @@ BAD = {
     "a factor below 1": ("{narrow} --factor 0.5 --out {out}", "give a number of at least 1"),
     "a factor of nan": ("{narrow} --factor nan --out {out}", "give a number of at least 1"),
     "a factor of 1": ("{narrow} --factor 1 --out {out}", "give a larger one"),
-    "odd sizes": ("{narrow} --factor 1.3 --out {out}", "factor 1.3"),
+    "odd sizes": ("{narrow} --factor 1.3 --out {out}", "whole"),
     "--out exists": ("{narrow} --factor 2 --out {empty}", "exists; name another folder"),
     "--out inside the folder": ("{narrow} --factor 2 --out {narrow}/wide", "lies inside the folder that is read"),
     "--out in no folder": ("{narrow} --factor 2 --out {out}/wide", "there is no folder"),
