@@ -39,7 +39,9 @@ def on_meta(model_class: "type[PreTrainedModel]", config: "PretrainedConfig") ->
         from transformers.initialization import no_init_weights
     try:
         with torch.device("meta"), no_init_weights():
-            return model_class(config)
+            model = model_class(config)
+        model.tie_weights()  # which is a part of the initialisation
+        return model
     except Exception as error:  # whatever it is, the configuration's values have caused it
         message = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the configuration does not make a {model_class.__name__}: {message}") from error

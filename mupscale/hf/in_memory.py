@@ -89,6 +89,7 @@ def _wide_model(narrow: "PreTrainedModel", config: "PretrainedConfig") -> "PreTr
         torch.set_default_dtype(parameter.dtype if parameter.is_floating_point() else default)
         with parameter.device, no_init_weights():
             wide = type(narrow)(config)
+        wide.tie_weights()  # which is a part of the initialisation
     finally:
         torch.set_default_dtype(default)
     narrow_parameters = dict(narrow.named_parameters())

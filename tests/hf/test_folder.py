@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from mupscale.errors import UserError
 from mupscale.hf.folder import read_folder
 from mupscale.hf.growth import Growth, on_meta
 from mupscale.hf.names import growing_tensors
+from mupscale.hf.streaming import refuse_unlike_twins
 from mupscale.widening.plan import plan
 
 INDEX = "model.safetensors.index.json"
@@ -153,7 +155,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object])
     tensors = {name: value for path in shards(folder) for name, value in load_file(path).items()}
     change(tensors)
     for path in [*shards(folder), folder / INDEX]:
-        path.unlink()
+        path.unlink(missing_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -164,6 +166,27 @@ def test_every_tensor_and_every_parameter_is_accounted_for(folder: Path) -> None
     assert unused == []
     with pytest.raises(UserError, match=r"tensors that a LlamaForCausalLM does not have: 'stray'"):
         matched(rewritten(folder, lambda tensors: tensors.update(stray=torch.ones(2))))
+
+
+def test_a_tied_parameter_may_be_in_the_folder_once_or_twice(folder: Path, tmp_path: Path) -> None:
+    """Twice only with the same values."""
+    tied = llama(tie_word_embeddings=True)
+    save(tied, tmp_path / "tied", shard="20KB")
+    read = read_folder(tmp_path / "tied")
+    model = on_meta(read.model_class, read.config)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    narrow = on_meta(read.model_class, read.config)
+    wide = on_meta(read.model_class, Growth(2).wide(read.config))
+    once = plan(narrow, wide, roles={"model.norm.weight": "readout", "model.embed_tokens.weight": "vector"})
+    growing, _ = growing_tensors(read.tensors, once, narrow)
+    assert "lm_head.weight" not in {tensor.name for tensor in growing}
+    embedding = tied.model.embed_tokens.weight.detach()
+    for copy, message in ((embedding.clone(), None), (embedding + 1, "are one parameter by the configuration")):
+        rewritten(tmp_path / "tied", lambda tensors, copy=copy: tensors.update({"lm_head.weight": copy}))
+        twice, _ = growing_tensors(read_folder(tmp_path / "tied").tensors, once, narrow)
+        assert len(twice) == len(growing) + 1
+        with pytest.raises(UserError, match=message) if message else nullcontext():
+            refuse_unlike_twins(twice)
 
 
 def test_a_missing_parameter_is_named(folder: Path) -> None:
