@@ -217,9 +217,11 @@ COMMANDS = {
     "prepare fineweb": [
         "prepare", "fineweb", "--subset", "sample-10BT", "--tokens", "1M", "--vocab", "gpt2", "--out", "out",
     ],
+    "upscale folder": ["upscale", "folder", "--factor", "2", "--out", "out"],
 }  # fmt: skip
 
 NEEDS = {
+    "upscale folder": ("hf", ["safetensors", "transformers"]),
     "sweep": ("sweep", ["matplotlib", "optuna"]),
     "experiment": ("experiment", ["jinja2", "matplotlib", "optuna"]),
     "report": ("report", ["jinja2", "matplotlib"]),
