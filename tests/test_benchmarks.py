@@ -76,3 +76,13 @@ def test_help_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
     told = capsys.readouterr().out
     assert all(f"  {name} " in told and text in told for name, text in NAMES.items())
+
+
+@pytest.mark.slow
+def test_folders_beside_cp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["folder", "--quick", "--where", str(tmp_path), "--out", str(tmp_path / "row.json")])
+    row = json.loads((tmp_path / "row.json").read_text())
+    assert row["wide_gb"] > 2 * row["narrow_gb"] > 0
+    assert row["peak_gb"] > row["largest_wide_tensor_gb"] > 0
+    assert "extrapolated to 32 layers" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["row.json"]

@@ -220,9 +220,11 @@ COMMANDS = {
     "fit of transformers": [
         "fit", "--config", str(ROOT / "configs" / "hf" / "llama_tiny.yaml"), "--seed_everything=false",
     ],
+    "upscale folder": ["upscale", "folder", "--factor", "2", "--out", "out"],
 }  # fmt: skip
 
 NEEDS = {
+    "upscale folder": ("hf", ["safetensors", "transformers"]),
     "sweep": ("sweep", ["matplotlib", "optuna"]),
     "experiment": ("experiment", ["jinja2", "matplotlib", "optuna"]),
     "report": ("report", ["jinja2", "matplotlib"]),

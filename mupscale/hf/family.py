@@ -8,21 +8,22 @@ from threading import RLock
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from mupscale.discovery.discover import confirm, discover
 from mupscale.discovery.found import Found
-from mupscale.discovery.passes import Call
 from mupscale.errors import UserError
 from mupscale.hf.config import shrunken, wide_config
 from mupscale.hf.config_walk import fields_of, parts
-
-TOKENS = 12
-"""In each of the two rows on which the small models run."""
+from mupscale.hf.inputs import Call, default_call
 
 OTHER_SIZE = 3
 """Times the size of the small models: there, what was found is confirmed to hold for other sizes too."""
+
+
+class CannotShrink(UserError):
+    """There is no small model of a family, or it does not run."""
+
 
 _lock = RLock()  # fits that take their steps together run in threads, and all ask for the same
 _known: dict[tuple[Any, ...], Found] = {}
@@ -38,8 +39,8 @@ def found_for(
     """How a model of `config` grows to one of `wide`, found with small models of the same family and factors.
 
     `found_for(config, wide).resolved(narrow_model, wide_model)` is the finding for models of these configurations, on
-    any device. `call(model)` runs one forward pass of a small model; by default it reads tokens. A finding is made once
-    in a process.
+    any device. `call(model)` runs one forward pass; where it does not run a small model, `default_call` does. A finding
+    is made once in a process.
     """
     factors = field_factors(config, wide)
     small = shrunken(config)
@@ -85,22 +86,39 @@ def _discovered(small: PretrainedConfig, large: PretrainedConfig, model_class: A
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.device("cpu"))
         torch.manual_seed(0)
-        # in float64, because units are read off constants that the models keep in their own precision
-        settings = {"dtype": torch.float64, "trust_remote_code": False}
-        call = read_tokens if call is None else call
-        narrow, wide = (model_class.from_config(each, **settings) for each in (small, large))
+        narrow, wide = _built(model_class, small), _built(model_class, large)
+        call = _working(narrow, call)
         found = discover(narrow, wide, call)
-        narrow, wide = (
-            model_class.from_config(wide_config(each, OTHER_SIZE, keep_heads=False), **settings)
-            for each in (small, large)
-        )
+        narrow, wide = (_built(model_class, wide_config(each, OTHER_SIZE, keep_heads=False)) for each in (small, large))
         confirm(narrow, wide, call, found.resolved(narrow, wide))
         return found
 
 
-def read_tokens(model: nn.Module) -> Any:
-    """One forward pass on fixed tokens."""
-    config: Any = model.config
-    vocabulary = config.get_text_config().vocab_size
-    tokens = torch.randint(vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
-    return model(input_ids=tokens, use_cache=False)
+def _built(model_class: Any, config: PretrainedConfig) -> Any:
+    """A small model in float64, because units are read off constants that models keep in their own precision."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        if hasattr(model_class, "from_config"):
+            return model_class.from_config(config, dtype=torch.float64, trust_remote_code=False)
+        return model_class(config).double()
+    except Exception as error:  # whatever it is, the small sizes have caused it
+        raise CannotShrink(
+            f"no small {config.model_type} can be built to find how it grows: {' '.join(str(error).split())[:200]}"
+        ) from error
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _working(model: Any, given: Call | None) -> Call:
+    """The given forward pass where it runs the small model, whose vocabulary is smaller; else the default one."""
+    reasons = []
+    for call in (given, default_call) if given is not None else (default_call,):
+        try:
+            with torch.no_grad():
+                call(model.eval())
+        except Exception as error:  # only the caller knows which inputs a model takes
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        else:
+            return call
+    raise CannotShrink(f"a small {model.config.model_type} cannot run ({reasons[0]}), so how it grows is not found")

@@ -7,12 +7,12 @@ from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 
 EXTRAS = {
-    "datasets", "huggingface_hub", "jinja2", "matplotlib", "optuna", "pyarrow", "sklearn", "tiktoken", "tiktoken_ext",
-    "tokenizers",
+    "datasets", "huggingface_hub", "jinja2", "matplotlib", "optuna", "pyarrow", "safetensors", "sklearn", "tiktoken",
+    "tiktoken_ext", "tokenizers", "transformers",
 }  # fmt: skip
 """What the extras bring. pillow, pyyaml and tqdm are not among them: torchvision and Lightning need them."""
 
-TOOLS = {"scipy", "seaborn", "timm", "transformers"}
+TOOLS = {"scipy", "seaborn", "timm"}
 """What the extras and the tests bring along; torchmetrics uses some of it if it is installed."""
 
 HIDDEN = EXTRAS | TOOLS

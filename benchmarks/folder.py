@@ -1,0 +1,157 @@
+"""Time and peak memory of `upscale FOLDER --factor 2`, beside `cp` of as many bytes as it writes.
+
+    python -m benchmarks folder [--quick] [--layers 8] [--where FOLDER] [--out folder.json]
+
+The folder is a synthetic Llama of the shapes of Llama-2-7B in bfloat16 (hidden size 4096, intermediate size 11008, 32
+heads, vocabulary 32,000) with fewer layers. All layers are alike, so the time for its 32 layers is extrapolated by
+bytes, once the start-up (the same command for a tiny model) is taken off. The command runs in a process of its own,
+whose peak resident memory is given; its check of the written files is included. `cp -r` copies the wide folder on the
+same disk. Both times are given until the bytes are on disk, and CPU seconds beside them, because a shared machine has
+other work to do.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from mupscale.hf.folder import read_folder
+from mupscale.hf.growth import on_meta
+from mupscale.hf.safetensors_files import INDEX_FILE, as_bytes, index_text, split_into_files, write_all
+
+LAYERS_OF_7B = 32
+FILE_BYTES = 5 * 10**9
+
+
+def shape_of_7b(layers: int, *, quick: bool) -> dict[str, object]:
+    """The settings of a configuration."""
+    width = 64 if quick else 4096
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": 11008 * width // 4096,
+        "num_attention_heads": width // 128 or 1,
+        "num_key_value_heads": width // 128 or 1,
+        "num_hidden_layers": layers,
+        "vocab_size": 32000 if not quick else 256,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_narrow(folder: Path, settings: dict[str, object]) -> int:
+    """Writes a folder with random weights; its bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings, indent=2))
+    model = on_meta(LlamaForCausalLM, LlamaConfig(**settings))
+    rows = [(name, torch.bfloat16, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
+    files = split_into_files(folder, rows, FILE_BYTES)
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(2**22, generator=generator).mul_(0.02).bfloat16()
+    for file in files:
+        with file.path.open("xb", buffering=0) as stream:
+            write_all(stream, 0, file.header)
+            for place in file.tensors:
+                for start in range(0, place.size, random.nbytes):
+                    count = min(random.nbytes, place.size - start)
+                    write_all(stream, place.offset + start, as_bytes(random)[:count])
+    if len(files) > 1:
+        (folder / INDEX_FILE).write_text(index_text(files))
+    return sum(file.size for file in files)
+
+
+def timed(*command: str) -> tuple[float, float]:
+    """Seconds until a command has ended and all bytes are on disk, and its CPU seconds."""
+    os.sync()
+    before, start = os.times(), time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = os.times()
+    os.sync()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.perf_counter() - start, used
+
+
+def upscale(narrow: Path, wide: Path, noise: float | None) -> tuple[float, float]:
+    options = [] if noise is None else ["--noise", str(noise)]
+    command = ["upscale", str(narrow), "--factor", "2", "--out", str(wide), *options]
+    return timed(sys.executable, "-m", "mupscale", *command)
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def measure(where: Path, layers: int, *, quick: bool, noise: float | None) -> dict[str, object]:
+    narrow, wide, copy = where / "narrow", where / "wide", where / "copy"
+    write_narrow(where / "tiny", shape_of_7b(1, quick=True))
+    start_up, _ = upscale(where / "tiny", where / "tiny-wide", noise)
+    narrow_bytes = write_narrow(narrow, shape_of_7b(layers, quick=quick))
+    seconds, cpu = upscale(narrow, wide, noise)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    copy_seconds, copy_cpu = timed("cp", "-r", str(wide), str(copy))
+    tensors = tensor_bytes(wide)
+    in_layers = sum(count for name, count in tensors.items() if ".layers." in name)
+    whole = sum(tensors.values()) + in_layers * (LAYERS_OF_7B - layers) / layers
+    return {
+        "layers": layers,
+        "noise": noise,
+        "narrow_gb": narrow_bytes / 1e9,
+        "wide_gb": size(wide) / 1e9,
+        "start_up_seconds": start_up,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "cp_seconds": copy_seconds,
+        "cp_cpu_seconds": copy_cpu,
+        "ratio": seconds / copy_seconds,
+        "peak_gb": peak / 1e9,
+        "largest_wide_tensor_gb": max(tensors.values()) / 1e9,
+        "wide_gb_for_7b": whole / 1e9,
+        "seconds_for_7b": start_up + (seconds - start_up) * whole / size(wide),
+        "cp_seconds_for_7b": copy_seconds * whole / size(wide),
+    }
+
+
+def tensor_bytes(folder: Path) -> dict[str, int]:
+    """The bytes of every tensor of a folder."""
+    return {name: tensor.size for name, tensor in read_folder(folder).tensors.items()}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, which takes seconds")
+    parser.add_argument("--layers", type=int, help="layers of the narrow model (default 8, which needs 32 GB of disk)")
+    parser.add_argument("--noise", type=float, help="with noise, which needs a tensor at once")
+    parser.add_argument("--where", type=Path, help="a folder on the disk to measure; by default the temporary one")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    options = parser.parse_args(arguments)
+    layers = options.layers or (2 if options.quick else 8)
+    where = Path(tempfile.mkdtemp(dir=options.where))
+    try:
+        row = measure(where, layers, quick=options.quick, noise=options.noise)
+    finally:
+        shutil.rmtree(where)
+    print(
+        "{layers} layers: {narrow_gb:.2f} GB → {wide_gb:.2f} GB in {seconds:.1f} s ({cpu_seconds:.1f} s of CPU, "
+        "{start_up_seconds:.1f} s of it all to start up), cp of the wide folder {cp_seconds:.1f} s "
+        "({cp_cpu_seconds:.1f} s of CPU): {ratio:.2f} times as long\n"
+        "peak resident memory {peak_gb:.2f} GB, largest wide tensor {largest_wide_tensor_gb:.2f} GB\n"
+        "extrapolated to 32 layers: {wide_gb_for_7b:.0f} GB in {seconds_for_7b:.0f} s, cp {cp_seconds_for_7b:.0f} s"
+        "".format(**row)
+    )
+    if options.out:
+        options.out.write_text(json.dumps(row, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,101 @@
+"""upscale FOLDER: widen a model folder of the transformers library into another folder.
+
+For example: upscale Llama-3.2-1B --factor 2 --out Llama-3.2-1B-wide
+
+The folder has config.json and safetensors files, and nothing in it is executed. Tensors are widened one by one, so that
+the model never has to fit into memory. mupscale.json beside the wide weights has the factors of learning rate, eps and
+weight decay for each parameter; mupscale.hf.parameter_groups makes parameter groups of them.
+"""
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
+from mupscale.commands.outputs import refuse_folder, refuse_output
+from mupscale.errors import UserError, needs_extra
+
+
+def widen_folder(arguments: list[str]) -> None:
+    parser = ArgumentParser(prog="python -m mupscale upscale", description=__doc__)
+    parser.add_argument("folder", type=Path, help="the model folder to widen")
+    parser.add_argument("--factor", type=float, required=True, help="by how much all widths grow")
+    parser.add_argument("--out", type=Path, required=True, help="the wide folder; it must not exist yet")
+    parser.add_argument(
+        "--keep-heads", action="store_true", default=None, help="keep the number of heads, so that each one grows"
+    )
+    parser.add_argument("--only", choices=["feed_forward"], help="grow only the intermediate sizes")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=FACTOR",
+        help="another factor for a field of config.json, such as intermediate_size=3; may be given again",
+    )
+    add_noise_options(parser)
+    options = parser.parse_args(arguments)
+    method, noise = method_of(options), noise_of(options)
+    if options.save_noise is not None:
+        if noise is None:
+            raise UserError("--save-noise: there is no noise to save; give --noise STD or --signal-noise T")
+        refuse_output("--save-noise", options.save_noise, {"--out": options.out})
+    if not options.factor >= 1:
+        raise UserError(f"--factor {options.factor:g}: give a number of at least 1")
+    refuse_folder("--out", options.out.absolute().parent)
+    with needs_extra("hf"):
+        import safetensors  # noqa: F401
+        import transformers  # noqa: F401
+    from mupscale import hf
+
+    report = hf.upscale_folder(
+        options.folder,
+        options.factor,
+        options.out,
+        noise=noise,
+        seed=options.seed,
+        method=method,
+        keep_heads=options.keep_heads,
+        only=options.only,
+        fields=dict(map(_field, options.set)) or None,
+        watch=Meter,
+    )
+    if options.save_noise:
+        report.save_noise(options.save_noise)
+    print(report)
+    print(f"wrote {options.out}")
+
+
+def _field(text: str) -> tuple[str, float]:
+    name, _, factor = text.partition("=")
+    try:
+        return name, float(factor)
+    except ValueError as error:
+        raise UserError(f"--set {text}: give a field and its factor, such as intermediate_size=3") from error
+
+
+class Meter:
+    """Shows on stderr how much is done: one line that is renewed on a terminal, else a line each tenth."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total = what, total
+        self._done = self._shown = 0
+        self._start = time.perf_counter()
+        self._lock = threading.Lock()  # files are checked by another thread
+        self._step = total / (200 if sys.stderr.isatty() else 10)
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._add(count)
+
+    def _add(self, count: int) -> None:
+        self._done += count
+        if self._done - self._shown < self._step and self._done < self._total:
+            return
+        self._shown = self._done
+        rate = self._done / max(time.perf_counter() - self._start, 1e-9)
+        line = f"{self._what}: {self._done / self._total:4.0%} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
+        renewed = sys.stderr.isatty()
+        end = "" if renewed and self._done < self._total else "\n"
+        print(f"\r{line}" if renewed else line, end=end, file=sys.stderr, flush=True)

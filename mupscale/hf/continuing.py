@@ -1,0 +1,180 @@
+"""Training a wide model elsewhere: factors of learning rate, eps and weight decay per parameter, beside its weights."""
+
+import json
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mupscale.data_files import json_of
+from mupscale.errors import UserError
+from mupscale.hf.folder import GROWTH_FILE
+from mupscale.widening.methods import Duplication, GrowthMethod
+from mupscale.widening.plan import Plan
+from mupscale.widening.roles import matches
+from mupscale.widening.rules import rule_of
+from mupscale.widening.upscale import UpscaleReport
+from mupscale.widening.weights import remember_widths
+from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
+
+FORMAT = "mupscale growth, version 1"
+
+OPTIMIZERS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+
+WRAPPERS = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before every name."""
+
+
+def growth_record(
+    plan: Plan, narrow: nn.Module, wide: nn.Module, method: GrowthMethod, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `parameter_groups` reads: role, layouts and factors of each parameter. Plain data, for a JSON file."""
+    remember_widths(plan, narrow, wide, method.factors, entrywise=method.hyperparameters == "table")
+    widths = merged_table(wide)
+    scaling = _factors(plan, method)
+    parameters = {}
+    for name, entry in plan.parameters.items():
+        parameters[name] = {
+            "role": entry.role,
+            "narrow_shape": list(entry.narrow_shape),
+            "wide_shape": list(entry.wide_shape),
+            "layouts": [[list(piece) for piece in layout] for layout in entry.layouts],
+            "unit": getattr(entry, "unit", 1.0),
+            "factors": scaling[name],
+            "width": asdict(widths[name]) if name in widths else None,
+        }
+    return {"format": FORMAT, **settings, "parameters": parameters}
+
+
+def _factors(plan: Plan, method: GrowthMethod) -> dict[str, dict[str, dict[str, float]]]:
+    """lr, eps and weight_decay of every parameter in units of the narrow run's, for each optimizer."""
+    unused = [nn.Parameter(torch.zeros(1))]
+    rules = {name: rule_of(kind(unused, lr=1.0)) for name, kind in OPTIMIZERS.items()}
+    answer = {}
+    for name, entry in plan.parameters.items():
+        factors = method.rate_factors(entry)
+        answer[name] = {kind: rule.scale({}, factors)._asdict() for kind, rule in rules.items()}
+    return answer
+
+
+def parameter_groups(
+    model: nn.Module,
+    grown: str | Path | UpscaleReport | Mapping[str, Any],
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    eps: float | None = None,
+    optimizer: str = "AdamW",
+    no_decay: Collection[str] = (),
+) -> list[dict[str, Any]]:
+    """Parameter groups with which any trainer continues the narrow run on the wide model, as the table of rules says.
+
+        model = AutoModelForCausalLM.from_pretrained("wide")
+        groups = parameter_groups(model, "wide", lr=3e-4, weight_decay=0.1, eps=1e-8)
+        optimizer = torch.optim.AdamW(groups)
+
+    Args:
+        model: The wide model, as transformers loads it; wrapped or compiled ones will do.
+        grown: The wide folder, its `mupscale.json`, or the report of an `upscale`.
+        lr: The narrow run's learning rate.
+        weight_decay: The narrow run's weight decay.
+        eps: The narrow run's eps; by default 1e-8. SGD has none.
+        optimizer: `SGD`, `Adam` or `AdamW`.
+        no_decay: Patterns of names without weight decay, such as `("*.bias", "*norm*")`.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise UserError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
+    factors, widths = _read(grown)
+    parameters = {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
+    if parameters.keys() != factors.keys():
+        only_model, only_growth = sorted(parameters.keys() - factors.keys()), sorted(factors.keys() - parameters.keys())
+        raise UserError(
+            f"the growth is one of another model: {only_model[:3] or 'nothing'} is in the model only, "
+            f"{only_growth[:3] or 'nothing'} in the growth only"
+        )
+    if widths:
+        _remember(model, widths)
+    groups: dict[tuple[float, float, float], dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        factor = factors[name][optimizer]
+        decays = not any(matches(name, pattern) for pattern in no_decay)
+        decay = weight_decay * factor["weight_decay"] if decays else 0.0
+        row: dict[str, Any] = {"lr": lr * factor["lr"], "weight_decay": decay}
+        if optimizer != "SGD":
+            row["eps"] = (1e-8 if eps is None else eps) * factor["eps"]
+        key = row["lr"], row["weight_decay"], row.get("eps", 0.0)
+        groups.setdefault(key, {"params": [], **row})["params"].append(parameter)
+    return list(groups.values())
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "") if name.startswith(wrapper) else name
+    return name
+
+
+def _read(
+    grown: str | Path | UpscaleReport | Mapping[str, Any],
+) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, WidthFactors]]:
+    if isinstance(grown, UpscaleReport):
+        return _factors(grown.plan, Duplication()), {}
+    if isinstance(grown, str | Path):
+        path = Path(grown) / GROWTH_FILE if Path(grown).is_dir() else Path(grown)
+        try:
+            grown = json_of(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read as the record of a growth ({error})") from error
+    if not isinstance(grown, Mapping) or grown.get("format") != FORMAT or not isinstance(grown["parameters"], Mapping):
+        raise UserError(f"this is not the record of a growth: wanted a folder that `upscale` wrote, got {grown!r:.60}")
+    try:
+        factors = {name: _numbers(row["factors"]) for name, row in grown["parameters"].items()}
+        widths = {name: _width(row["width"]) for name, row in grown["parameters"].items() if row.get("width")}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"the record of the growth is damaged: {type(error).__name__} {error}") from error
+    return factors, widths
+
+
+def _numbers(factors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    return {kind: {key: float(factors[kind][key]) for key in ("lr", "eps", "weight_decay")} for kind in OPTIMIZERS}
+
+
+def _width(row: Mapping[str, Any]) -> WidthFactors:
+    known = {each.name for each in fields(WidthFactors)}
+    return WidthFactors(**{key: _tuples(value) for key, value in row.items() if key in known})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+
+
+def _remember(model: nn.Module, widths: dict[str, WidthFactors]) -> None:
+    """Leaves the width factors on the model, for `clip_grad_norm_` and `keep_reference_units`."""
+    owner = model
+    while not widths.keys() <= {name for name, _ in owner.named_parameters()}:
+        children = list(owner.children())
+        if len(children) != 1:
+            return
+        owner = children[0]
+    store_table(owner, Table(False, widths))
+    unequal = [name for name, width in widths.items() if any(_unlike(width))]
+    if unequal:
+        warnings.warn(
+            f"{len(unequal)} parameters ({unequal[0]} and others) have no single rate: after the optimizer is made, "
+            "call mupscale.hf.keep_reference_units(model, optimizer)",
+            stacklevel=3,
+        )
+
+
+def _unlike(width: WidthFactors) -> list[Any]:
+    """What parameter groups cannot express of a parameter: entries of unequal factors, shifted units."""
+    plain = WidthFactors(width.m_out, width.m_in, width.base)
+    return [each.name for each in fields(WidthFactors) if getattr(width, each.name) != getattr(plain, each.name)]
+
+
+def written(record: Mapping[str, Any]) -> str:
+    """The text of a record."""
+    return json.dumps(record, indent=1) + "\n"

@@ -1,0 +1,224 @@
+"""A model folder of the transformers library, read as data: its configuration and where its tensors lie.
+
+Nothing in the folder is executed. Weights are read from safetensors files alone, classes are those of the installed
+transformers library, and every file lies in the folder itself (or among the blobs of its snapshot in a hub cache).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mupscale.data_files import json_of
+from mupscale.errors import UserError, needs_extra
+from mupscale.hf.safetensors_files import INDEX_FILE, SINGLE_FILE, StoredTensor, stored_tensors
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+CONFIG_FILE = "config.json"
+
+OTHER_WEIGHTS = {
+    ".bin", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pickle", ".pkl", ".pt", ".pth",
+    ".safetensors", ".tar", ".tflite",
+}  # fmt: skip
+"""Endings of files that hold weights of the narrow model, or may hold pickles."""
+
+CODE = {".bat", ".dll", ".dylib", ".exe", ".ipynb", ".js", ".ps1", ".py", ".pyc", ".pyd", ".sh", ".so", ".whl"}
+"""Endings of files that could be executed."""
+
+SMALL = 256 * 2**20
+"""Bytes. A larger file beside the weights is no tokenizer, and stays behind."""
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """What a folder holds, checked: `read_folder` makes it."""
+
+    path: Path
+    config: "PretrainedConfig"
+    settings: dict[str, Any]
+    """The content of config.json."""
+    model_class: "type[PreTrainedModel]"
+    tensors: dict[str, StoredTensor]
+    """By name, in the order of the files."""
+
+    @property
+    def size(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.size for tensor in self.tensors.values())
+
+    def companions(self) -> list[Path]:
+        """The files that travel with the weights as they are: tokenizer, generation configuration, licence."""
+        found = []
+        for path in sorted(self.path.iterdir()):
+            suffix = path.suffix.lower()
+            if (
+                path.name.startswith(".")
+                or path.name in (CONFIG_FILE, GROWTH_FILE)
+                or path.name.endswith(".index.json")
+            ):
+                continue
+            if suffix in OTHER_WEIGHTS | CODE or not path.is_file():
+                continue
+            if is_inside(self.path, path) and path.stat().st_size <= SMALL:
+                found.append(path)
+        return found
+
+
+GROWTH_FILE = "mupscale.json"
+"""What a growth leaves beside the weights: roles, layouts, and factors of the hyperparameters."""
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether a path looks like a folder of transformers."""
+    return (path / CONFIG_FILE).is_file()
+
+
+def read_folder(path: Path) -> ModelFolder:
+    """A model folder, with all of its headers read and compared. UserError if it cannot be widened."""
+    if not path.is_dir():
+        problem = "is a file" if path.exists() else "does not exist"
+        raise UserError(f"{path} {problem}; name a model folder, with {CONFIG_FILE} and safetensors files")
+    if (path / "adapter_config.json").exists():
+        raise UserError(
+            f"{path} holds an adapter (adapter_config.json), not a model. Merge it into its base model first "
+            "(merge_and_unload of peft), and save that"
+        )
+    if not is_model_folder(path):
+        raise UserError(f"{path} is not a model folder: it has no {CONFIG_FILE}")
+    settings = _settings(path)
+    config = _config(path, settings)
+    model_class = _model_class(path, settings, config)
+    return ModelFolder(path, config, settings, model_class, _tensors(path))
+
+
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether a file lies in a folder, or among the blobs that a snapshot of a hub cache links to."""
+    root = folder.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    return any(path.resolve().is_relative_to(each) for each in roots)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    file = path / CONFIG_FILE
+    if not is_inside(path, file):
+        raise UserError(f"{file} is a link out of its folder; it is not read")
+    try:
+        settings = json_of(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{file} is not the configuration of a model: it holds no names with values")
+    _refuse_code(file, settings)
+    if settings.get("quantization_config") is not None or settings.get("compression_config") is not None:
+        raise UserError(
+            f"{path} is quantised (quantization_config in {CONFIG_FILE}): its scales cannot be widened. "
+            "Take the model in floating point, and quantise the wide one"
+        )
+    return settings
+
+
+def _refuse_code(file: Path, settings: Any) -> None:
+    """UserError where a configuration names code that is not part of transformers."""
+    if isinstance(settings, list):
+        for value in settings:
+            _refuse_code(file, value)
+    if not isinstance(settings, dict):
+        return
+    for key, value in settings.items():
+        if key in ("auto_map", "custom_pipelines"):
+            raise UserError(
+                f"{file} needs code of its own ({key}), which is never run. If transformers itself has this model, "
+                f"delete {key} from a copy of the folder"
+            )
+        if "_implementation" in str(key) and isinstance(value, str) and "/" in value:
+            raise UserError(f"{file} names code from elsewhere ({key}: {value!r}), which is never run; delete it there")
+        _refuse_code(file, value)
+
+
+def _config(path: Path, settings: dict[str, Any]) -> "PretrainedConfig":
+    with needs_extra("hf"):
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING_NAMES:
+        raise UserError(
+            f"{path / CONFIG_FILE} has model_type {kind!r}, which the installed transformers does not have; "
+            "a newer version may"
+        )
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever it is, the file's values have caused it
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{path / CONFIG_FILE} is not a configuration of a {kind} model: {message}") from error
+
+
+def _model_class(path: Path, settings: dict[str, Any], config: "PretrainedConfig") -> "type[PreTrainedModel]":
+    """The class that the configuration names, looked up in transformers and nowhere else."""
+    import transformers
+    from transformers import PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    names = settings.get("architectures") or [MODEL_MAPPING_NAMES.get(config.model_type)]
+    name = names[0] if isinstance(names, list) and names else names
+    found = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+        raise UserError(f"{path / CONFIG_FILE} has architectures {names!r}, which transformers does not have")
+    if not isinstance(config, found.config_class or ()):
+        raise UserError(f"{path / CONFIG_FILE}: {name} is no architecture of a {config.model_type} model")
+    return found
+
+
+def _tensors(path: Path) -> dict[str, StoredTensor]:
+    index = path / INDEX_FILE
+    if index.exists():
+        weight_map = _weight_map(path, index)
+        files = list(dict.fromkeys(weight_map.values()))
+    elif (path / SINGLE_FILE).exists():
+        weight_map = None
+        files = [SINGLE_FILE]
+    else:
+        found = sorted(file.name for file in path.iterdir() if file.suffix in OTHER_WEIGHTS)
+        if any(name.endswith(".safetensors") for name in found):
+            raise UserError(f"{path} has {found[0]} but no {SINGLE_FILE} and no {INDEX_FILE}; get the missing file")
+        if found:
+            raise UserError(
+                f"{path} has its weights in {found[0]}, which may hold code; only safetensors are read. "
+                "Convert it on a machine you can lose: from_pretrained, then save_pretrained"
+            )
+        raise UserError(f"{path} has no weights: wanted {SINGLE_FILE}, or {INDEX_FILE} and its files")
+    tensors: dict[str, StoredTensor] = {}
+    for name in files:
+        file = path / name
+        if not file.is_file():
+            raise UserError(f"{path} lacks {name}, which {INDEX_FILE} names; get it again")
+        if not is_inside(path, file):
+            raise UserError(f"{file} is a link out of its folder; it is not read")
+        for tensor in stored_tensors(file):
+            if weight_map is not None and weight_map.get(tensor.name) != name:
+                raise UserError(f"{file} holds {tensor.name!r}, but {INDEX_FILE} does not say so; get both again")
+            tensors[tensor.name] = tensor
+    missing = [name for name in weight_map or () if name not in tensors]
+    if weight_map is not None and missing:
+        raise UserError(f"{path / weight_map[missing[0]]} lacks {missing[0]!r}, which {INDEX_FILE} names there")
+    if not tensors:
+        raise UserError(f"{path} has no tensors in its safetensors files")
+    return tensors
+
+
+def _weight_map(path: Path, index: Path) -> dict[str, str]:
+    if not is_inside(path, index):
+        raise UserError(f"{index} is a link out of its folder; it is not read")
+    try:
+        content = json_of(index.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{index} cannot be read as JSON ({error}); get it again") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map with the file of each tensor; get it again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise UserError(f"{index} names {file!r} for {name!r}, wanted a safetensors file in the folder")
+    return weight_map

@@ -1,0 +1,225 @@
+"""The tensors of a folder beside the parameters of its model: names of one are not always names of the other.
+
+The transformers library renames tensors when it loads a folder (prefixes, names of earlier versions), and puts some
+together (the experts of a layer into one parameter). A wide folder keeps the names of the narrow one.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mupscale.errors import UserError
+from mupscale.hf.safetensors_files import StoredTensor
+from mupscale.widening.layout import Layout, Piece
+from mupscale.widening.plan import Plan
+from mupscale.widening.survey import some_names
+from mupscale.widening.tensor_plan import TensorPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class GrowingTensor:
+    """A tensor of a folder, and how it grows."""
+
+    source: StoredTensor
+    entry: TensorPlan
+    parameter: str | None
+    """The parameter of the model that it is, or is a part of; None for a buffer."""
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+
+@dataclass(frozen=True)
+class Part:
+    """The place of a folder's tensor in a parameter of the model: for each axis of the parameter, its axis or index."""
+
+    parameter: str
+    axes: tuple[int | None, ...]
+    """The axis of the tensor that this axis of the parameter is; None where the tensor has one index of it."""
+    starts: tuple[int, ...]
+    """Where the tensor begins on each axis of the parameter."""
+    is_whole: bool = False
+    """Whether the tensor is the parameter."""
+
+
+def growing_tensors(
+    tensors: Mapping[str, StoredTensor], plan: Plan, narrow: "PreTrainedModel"
+) -> tuple[list[GrowingTensor], list[str]]:
+    """Every tensor of a folder with the plan of its growth, and the names of those that the model does not use.
+
+    UserError, by name, if a tensor is not accounted for, or if the folder lacks a parameter of the model.
+    """
+    places, unused = _places(tensors, narrow)
+    entries = _by_every_name(plan)
+    buffers = {name for name, _ in narrow.named_buffers(remove_duplicate=False)}
+    growing = []
+    for name, part in places.items():
+        entry = entries[part.parameter]
+        own = entry if part.is_whole else _part_of(entry, part, tensors[name])
+        if tensors[name].shape != own.narrow_shape:
+            raise UserError(
+                f"{name!r} has shape {tensors[name].shape} in the folder, but the configuration makes "
+                f"{own.narrow_shape} of it: they do not belong together"
+            )
+        _refuse_quantised(tensors[name], is_buffer=part.parameter in buffers)
+        growing.append(GrowingTensor(tensors[name], own, None if part.parameter in buffers else part.parameter))
+    _refuse_missing({part.parameter for part in places.values()}, plan, narrow)
+    return growing, unused
+
+
+def _by_every_name(plan: Plan) -> dict[str, TensorPlan]:
+    answer: dict[str, TensorPlan] = {}
+    for entry in (*plan.parameters.values(), *plan.buffers.values()):
+        answer.update(dict.fromkeys(entry.names, entry))
+    return answer
+
+
+def _places(tensors: Mapping[str, StoredTensor], narrow: "PreTrainedModel") -> tuple[dict[str, Part], list[str]]:
+    """Where each tensor goes, as transformers would load it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(narrow)
+    renamings = [row for row in mapping if isinstance(row, WeightRenaming)]
+    converters = [row for row in mapping if isinstance(row, WeightConverter)]
+    converter_of = {pattern: row for row in converters for pattern in row.source_patterns}
+    wanted = narrow.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    places: dict[str, Part] = {}
+    collected: dict[str, dict[str, list[str]]] = {}
+    strangers, unused = [], []
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, narrow.base_model_prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = name, None
+        if target not in wanted:
+            (unused if _is_ignored(target, narrow) else strangers).append(name)
+        elif pattern is None:
+            rank = len(shapes[target])
+            places[name] = Part(target, tuple(range(rank)), (0,) * rank, is_whole=True)
+        else:
+            collected.setdefault(target, {}).setdefault(pattern, []).append(name)
+    if strangers:
+        raise UserError(
+            f"the folder has tensors that a {type(narrow).__name__} does not have: {some_names(strangers)}. "
+            "Save it again by from_pretrained and save_pretrained"
+        )
+    for target, sources in collected.items():
+        parts = _merged(target, sources, converter_of[next(iter(sources))], tensors)
+        if sum(math.prod(tensors[name].shape) for name in parts) != math.prod(shapes[target]):
+            raise UserError(f"the folder has only a part of {target!r} ({some_names(parts)}); get the files again")
+        places.update(parts)
+    return places, unused
+
+
+def _is_ignored(name: str, narrow: "PreTrainedModel") -> bool:
+    """Whether transformers drops a tensor without a word."""
+    patterns: Sequence[str] = [*(getattr(narrow, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    return name.endswith("rotary_emb.inv_freq") or any(re.search(pattern, name) for pattern in patterns)
+
+
+def _merged(
+    target: str, sources: Mapping[str, list[str]], converter: Any, tensors: Mapping[str, StoredTensor]
+) -> dict[str, Part]:
+    """The places of tensors that transformers puts together into one parameter."""
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+    if len(converter.target_patterns) != 1 or steps not in _KNOWN_STEPS:
+        names = " and ".join(name for name, _ in steps)
+        first = next(iter(sources.values()))[0]
+        raise UserError(
+            f"transformers makes {target!r} of {first!r} by {names}, which cannot be streamed. "
+            "Load the model and use mupscale.hf.upscale instead"
+        )
+    stacks, joins = steps[0][0] == "MergeModulelist", steps[-1][0] == "Concatenate"
+    answer: dict[str, Part] = {}
+    start = 0
+    for pattern in converter.source_patterns:
+        for index, name in enumerate(sources.get(pattern, ())):
+            shape = tensors[name].shape
+            if stacks:
+                starts = (index, start if joins else 0, *(0 for _ in shape[1:]))
+                answer[name] = Part(target, (None, *range(len(shape))), starts)
+            else:
+                answer[name] = Part(target, tuple(range(len(shape))), (start, *(0 for _ in shape[1:])))
+        length = tensors[sources[pattern][0]].shape[0] if pattern in sources else 0
+        start += length if joins else 0
+    return answer
+
+
+_KNOWN_STEPS = (
+    [("MergeModulelist", 0)],
+    [("MergeModulelist", 0), ("Concatenate", 1)],
+    [("Concatenate", 0)],
+)
+"""Experts stacked; two projections of each joined and stacked; projections joined."""
+
+
+def _part_of(entry: TensorPlan, part: Part, tensor: StoredTensor) -> TensorPlan:
+    """The plan of a tensor that is a part of a parameter."""
+    kept = [axis for axis, own in enumerate(part.axes) if own is not None]
+    layouts = []
+    for axis in kept:
+        length = tensor.shape[len(layouts)]
+        layouts.append(_layout_between(entry.layouts[axis], part.starts[axis], length, tensor.name))
+    new_axis = {axis: position for position, axis in enumerate(kept)}
+    matrix_axes = None
+    if entry.matrix_axes is not None and all(axis in new_axis for axis in entry.matrix_axes):
+        matrix_axes = (new_axis[entry.matrix_axes[0]], new_axis[entry.matrix_axes[1]])
+    return replace(
+        entry,
+        names=(tensor.name,),
+        narrow_shape=tuple(sum(piece.length for piece in layout) for layout in layouts),
+        wide_shape=tuple(sum(piece.length * piece.factor for piece in layout) for layout in layouts),
+        sides=tuple(entry.sides[axis] for axis in kept),
+        layouts=tuple(layouts),
+        matrix_axes=matrix_axes,
+        summed_axes=tuple(new_axis[axis] for axis in entry.summed_axes if axis in new_axis),
+    )
+
+
+def _layout_between(layout: Layout, start: int, length: int, name: str) -> Layout:
+    """The pieces of an axis from `start` on. UserError if a block crosses an end."""
+    pieces = []
+    at = 0
+    for piece in layout:
+        first, last = max(start - at, 0), min(start + length - at, piece.length)
+        at += piece.length
+        if first >= last:
+            continue
+        if first % piece.block or last % piece.block:
+            raise UserError(
+                f"{name!r} is a part of a parameter that is duplicated in blocks across its ends, so the folder "
+                "cannot be streamed. Load the model and use mupscale.hf.upscale instead"
+            )
+        pieces.append(Piece(last - first, piece.block, piece.factor))
+    return tuple(pieces)
+
+
+def _refuse_quantised(tensor: StoredTensor, *, is_buffer: bool) -> None:
+    if not is_buffer and not tensor.dtype.is_floating_point:
+        raise UserError(
+            f"{tensor.name!r} holds whole numbers ({tensor.dtype}): the model is quantised. "
+            "Take it in floating point, and quantise the wide one"
+        )
+
+
+def _refuse_missing(found: set[str], plan: Plan, narrow: "PreTrainedModel") -> None:
+    """UserError if the folder lacks a parameter or saved buffer that a growth would have to write."""
+    persistent = narrow.state_dict().keys()
+    for entry in (*plan.parameters.values(), *plan.buffers.values()):
+        names = [name for name in entry.names if name in persistent]
+        if not names or any(name in found for name in names):
+            continue
+        patterns = getattr(narrow, "_keys_to_ignore_on_load_missing", None) or ()
+        computed = all(any(re.search(pattern, name) for pattern in patterns) for name in names)
+        if entry.grows or not (computed or entry.role == "buffer"):
+            raise UserError(
+                f"the folder lacks {names[0]!r}, which a {type(narrow).__name__} has. "
+                "Get the files again, or correct `architectures` in config.json"
+            )

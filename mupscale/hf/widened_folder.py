@@ -1,0 +1,270 @@
+"""A model folder widened into another one, without ever holding the model."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mupscale.arguments import refuse_unless_whole
+from mupscale.errors import UserError
+from mupscale.hf.continuing import growth_record, written
+from mupscale.hf.family import found_for
+from mupscale.hf.folder import CONFIG_FILE, GROWTH_FILE, ModelFolder, read_folder
+from mupscale.hf.growth import Growth, on_meta
+from mupscale.hf.inputs import Call
+from mupscale.hf.names import GrowingTensor, growing_tensors
+from mupscale.hf.outputs import fits, largest_difference
+from mupscale.hf.safetensors_files import INDEX_FILE, NewFile, index_text, split_into_files
+from mupscale.hf.streaming import Progress, Widening, Written, refuse_unlike_twins, write_wide
+from mupscale.hf.whole_folder import whole_folder
+from mupscale.widening.methods import Duplication, GrowthMethod
+from mupscale.widening.noise import Constants, Noise, save_constants
+from mupscale.widening.plan import Plan
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MOST_SHARD_BYTES = 5 * 10**9
+"""Of a file of weights, as transformers splits them."""
+
+SPARE_BYTES = 16 * 2**20
+"""For folders, file systems' own records, and what else is written beside the weights."""
+
+Watcher = Callable[[str, int], Progress]
+"""Called with what is done and its number of bytes; returns what is called as the bytes are done."""
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """What `upscale_folder` wrote, and what it checked."""
+
+    out: Path
+    plan: Plan
+    noise: Constants
+    centred: bool
+    narrow_bytes: int
+    wide_bytes: int
+    seconds: float
+    checks: tuple[str, ...]
+    """What was compared, and what was not."""
+    notes: tuple[str, ...]
+
+    def save_noise(self, path: str | Path) -> None:
+        """Writes the noise constants to a JSON file that `RecordedNoise` reads."""
+        save_constants(self.noise, path, self.centred)
+
+    def __str__(self) -> str:
+        lines = [
+            f"upscaled {self.narrow_bytes / 1e9:.2f} GB → {self.wide_bytes / 1e9:.2f} GB of weights in "
+            f"{self.seconds:.1f} s"
+        ]
+        lines += [f"checked: {check}" for check in self.checks]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything that is known before anything is written."""
+
+    folder: ModelFolder
+    config: "PretrainedConfig"
+    plan: Plan
+    tensors: dict[str, GrowingTensor]
+    unused: list[str]
+    widening: Widening
+    record: dict[str, Any]
+    layout: list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+
+def upscale_folder(
+    folder: str | Path,
+    factor: float,
+    out: str | Path,
+    *,
+    noise: Noise | None = None,
+    seed: int = 0,
+    method: GrowthMethod | None = None,
+    keep_heads: bool | None = None,
+    only: str | None = None,
+    fields: dict[str, float] | None = None,
+    call: Call | None = None,
+    watch: Watcher = lambda what, size: lambda count: None,
+) -> FolderReport:
+    """Writes the wide folder of a narrow one, tensor by tensor, and checks it. `out` is there whole, or not at all.
+
+    The arguments are those of `upscale`. Memory holds a part of one tensor at a time; with noise, or with a method that
+    needs it, one tensor.
+    """
+    start = time.perf_counter()
+    out = Path(out)
+    growth = Growth(factor, keep_heads, only, fields)
+    if out.exists() or out.is_symlink():
+        raise UserError(f"--out {out} exists; name another folder, or delete it")
+    narrow = read_folder(Path(folder))
+    if out.resolve().is_relative_to(narrow.path.resolve()):
+        raise UserError(f"--out {out} lies inside the folder that is read; name another one")
+    job = _prepared(narrow, growth, Duplication() if method is None else method, noise, seed, call)
+    with whole_folder(out) as partial:
+        files = split_into_files(partial, job.layout, MOST_SHARD_BYTES)
+        _refuse_full_disk(out, job, files)
+        total = sum(tensor.size for file in files for tensor in file.tensors)
+        done = write_wide(files, job.tensors, job.widening, watch("written and checked", 2 * total))
+        _write_companions(partial, job, files, done)
+        checks = [_checked_text(job, done), _check_outputs(partial, job, call)]
+    notes = [f"{name} is not part of the model, and stays behind" for name in job.unused]
+    constants = {name: done.constants.get(name, 0.0) for name in job.plan.parameters}
+    centred = job.widening.noise is not None and job.widening.noise.centred
+    seconds = time.perf_counter() - start
+    return FolderReport(
+        out, job.plan, constants, centred, narrow.size, total, seconds, tuple(checks), (*notes, *job.plan.notes)
+    )
+
+
+def _prepared(
+    folder: ModelFolder, growth: Growth, method: GrowthMethod, noise: Noise | None, seed: int, call: Call | None
+) -> _Job:
+    """Finds out how everything grows. UserError for all that does not."""
+    refuse_unless_whole("seed", seed, least=None)
+    _refuse_method(method)
+    if noise is not None and method.noise is not None:
+        raise UserError(f"{type(method).__name__} has noise of its own. Give none, or use another method")
+    noise = method.noise if noise is None else noise
+    config = growth.wide(folder.config)
+    narrow, wide = on_meta(folder.model_class, folder.config), on_meta(folder.model_class, config)
+    found = found_for(folder.config, config, model_class=folder.model_class, call=call).resolved(narrow, wide)
+    plan = method.plan(narrow, wide, **found.hints)
+    method.check(plan)
+    if noise is not None:
+        noise.check(plan)
+    growing, unused = growing_tensors(folder.tensors, plan, narrow)
+    refuse_unlike_twins(growing)
+    settings = {
+        "growth": {
+            "factor": growth.factor,
+            "keep_heads": growth.keep_heads,
+            "only": growth.only,
+            "fields": dict(growth.fields or {}),
+        },
+        "method": type(method).__name__,
+        "seed": seed,
+    }
+    record = growth_record(plan, narrow, wide, method, settings)
+    layout = [(tensor.name, tensor.source.dtype, tensor.entry.wide_shape) for tensor in growing]
+    tensors = {tensor.name: tensor for tensor in growing}
+    return _Job(folder, config, plan, tensors, unused, Widening(method, noise, seed), record, layout)
+
+
+def _refuse_method(method: GrowthMethod) -> None:
+    name = type(method).__name__
+    if method.needs_batches:
+        raise UserError(f"{name} learns from data, which a folder does not have. Use it in a run")
+    if type(method).edit_ is not GrowthMethod.edit_:
+        raise UserError(
+            f"{name} changes weights across layers, and a folder is widened tensor by tensor. "
+            "Load the model and use mupscale.hf.upscale"
+        )
+
+
+def _refuse_full_disk(out: Path, job: _Job, files: list[NewFile]) -> None:
+    """UserError if the wide folder does not fit on the disk; runs before anything of it is written."""
+    needed = sum(file.size for file in files) + SPARE_BYTES
+    needed += sum(path.stat().st_size for path in job.folder.companions()) + len(written(job.record))
+    left = shutil.disk_usage(out.parent).free
+    if needed > left:
+        raise UserError(
+            f"--out {out}: the wide model needs {needed / 1e9:.1f} GB, and the disk has {left / 1e9:.1f} GB left. "
+            "Make space, or name a folder on another disk"
+        )
+
+
+def _write_companions(partial: Path, job: _Job, files: list[NewFile], done: Written) -> None:
+    """Everything beside the weights."""
+    if len(files) > 1:
+        (partial / INDEX_FILE).write_text(index_text(files))
+    for path in job.folder.companions():
+        shutil.copyfile(path, partial / path.name)  # the content alone: nothing there can be executed
+    record = {**job.record, "noise": {name: value for name, value in done.constants.items() if value != 0.0}}
+    (partial / GROWTH_FILE).write_text(written(record))
+    _write_config(partial, job)
+
+
+def _write_config(partial: Path, job: _Job) -> None:
+    """The narrow file with the values that differ; where that does not give the wide configuration, a new file."""
+    from transformers import AutoConfig
+
+    before, after = job.folder.config.to_dict(), job.config.to_dict()
+    path = partial / CONFIG_FILE
+    path.write_text(json.dumps(_changed(job.folder.settings, before, after), indent=2) + "\n")
+    found = AutoConfig.from_pretrained(partial, local_files_only=True).to_dict()
+    if {**found, "_name_or_path": ""} != {**after, "_name_or_path": ""}:
+        job.config.name_or_path = ""  # of the narrow folder
+        job.config.save_pretrained(partial)
+
+
+def _changed(settings: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    answer = dict(settings)
+    for key, value in after.items():
+        if key in before and before[key] == value:
+            continue
+        inner = settings.get(key)
+        if isinstance(inner, dict) and isinstance(value, dict) and isinstance(before.get(key), dict):
+            answer[key] = _changed(inner, before[key], value)
+        else:
+            answer[key] = value
+    return answer
+
+
+def _checked_text(job: _Job, done: Written) -> str:
+    layers = len({_layer(name) for name in job.tensors})
+    exact = len(job.tensors) - len(done.checksums)
+    text = f"{exact} tensors of {layers} layers are, byte by byte, the narrow ones duplicated"
+    if done.checksums:
+        text += f"; {len(done.checksums)} that were made at once (noise, or the method) are what was written"
+    return text
+
+
+def _layer(name: str) -> str:
+    """The name up to the number of its layer, or to its module."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
+
+
+def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
+    """Compares the outputs of both folders, where that is possible. UserError for a difference."""
+    sizes = [(tensor.entry.narrow_shape, tensor.entry.wide_shape) for tensor in job.tensors.values()]
+    count = sum(torch.Size(shape).numel() for pair in sizes for shape in pair)
+    noise = job.widening.noise
+    if noise is not None and not noise.centred:
+        return "outputs were not compared: noise that is not centred changes them"
+    if not job.widening.method.claim(job.plan, on_meta(job.folder.model_class, job.folder.config)).function:
+        return f"outputs were not compared: {type(job.widening.method).__name__} changes them"
+    if not fits(count):
+        return f"outputs were not compared: both models in float32 ({count * 4 / 1e9:.0f} GB) do not fit into memory"
+    found = largest_difference(job.folder.path, partial, job.folder.model_class, call)
+    if isinstance(found, str):
+        return f"outputs were not compared: {found}"
+    tolerance = _tolerance(job)
+    if not found <= tolerance:
+        raise UserError(
+            f"the outputs of the wide model differ from the narrow one's by {found:.1e} (at most {tolerance:.0e} "
+            f"expected): this {job.folder.config.model_type} model is not widened exactly, and nothing was written"
+        )
+    return f"outputs of both models differ by {found:.1e} in float32"
+
+
+def _tolerance(job: _Job) -> float:
+    """Float32 rounding; where weights were divided by a factor that is no power of two, that of their format."""
+    worst = 1e-4
+    for tensor in job.tensors.values():
+        k_in, dtype = tensor.entry.k_in, tensor.source.dtype
+        dyadic = float(k_in).hex().startswith("0x1.0000000000000p")
+        centred = job.widening.is_noisy(tensor)  # copies of an input no longer cancel to the last bit
+        if dtype.is_floating_point and (centred or not dyadic):
+            worst = max(worst, 16 * torch.finfo(dtype).eps)
+    return worst

@@ -1,0 +1,242 @@
+"""`python -m mupscale upscale FOLDER --factor 2 --out WIDE`, and continuing elsewhere from what it writes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from command_line import refused
+from model_folders import edit, llama, load, logits, names, save
+from paths import SUPPORT
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import mupscale.hf as hf
+from mupscale.__main__ import main
+from mupscale.hf import widened_folder
+from mupscale.hf.whole_folder import partial_folder, whole_folder
+from mupscale.widening.noise import AdditiveNoise
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory) -> Path:
+    return save(llama(), tmp_path_factory.mktemp("command") / "narrow")
+
+
+def upscale(narrow: Path, out: Path, *options: str) -> None:
+    main(["upscale", str(narrow), "--factor", "2", "--out", str(out), *options])
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_one_file(narrow: Path, tmp_path: Path, factor: int, capsys) -> None:
+    """The wide folder loads, computes the same, and has what the narrow one had but for code."""
+    main(["upscale", str(narrow), "--factor", str(factor), "--out", str(tmp_path / "wide")])
+    told = capsys.readouterr()
+    assert "21 tensors of 5 layers are, byte by byte, the narrow ones duplicated" in told.out
+    assert "outputs of both models differ by" in told.out
+    assert "written and checked: 100% of" in told.err
+    wide = load(tmp_path / "wide")
+    assert wide.config.hidden_size == 32 * factor
+    torch.testing.assert_close(logits(wide), logits(load(narrow)), rtol=0, atol=1e-6)
+    assert names(tmp_path) == ["wide"]
+    assert names(tmp_path / "wide") == [
+        "config.json", "generation_config.json", "model.safetensors", "mupscale.json", "tokenizer.json",
+    ]  # fmt: skip
+
+
+def test_shards_in_bfloat16(tmp_path: Path, monkeypatch) -> None:
+    """The dtype stays, and so does every key of the configuration that is no width."""
+    monkeypatch.setattr(widened_folder, "MOST_SHARD_BYTES", 50_000)
+    narrow = save(llama().bfloat16(), tmp_path / "narrow", shard="20KB")
+    edit(narrow / "config.json", torch_dtype="bfloat16", of_its_own={"a": [1]})
+    upscale(narrow, tmp_path / "wide")
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("narrow", "wide"))
+    assert {key for key in after if after[key] != before.get(key)} == {
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    }  # fmt: skip
+    assert after.keys() == before.keys()
+    index = json.loads((tmp_path / "wide" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    wide = load(tmp_path / "wide", dtype="auto")
+    assert wide.dtype == torch.bfloat16
+    exact, answer = (logits(load(tmp_path / name, dtype=torch.float32)) for name in ("narrow", "wide"))
+    torch.testing.assert_close(answer, exact, rtol=0, atol=1e-6)
+    in_memory, _ = hf.upscale(load(narrow, dtype="auto"), 2)
+    for name, parameter in in_memory.named_parameters():
+        assert torch.equal(parameter, wide.get_parameter(name)), name
+
+
+def test_noise_is_that_of_a_model_in_memory(narrow: Path, tmp_path: Path) -> None:
+    noise = tmp_path / "noise.json"
+    upscale(narrow, tmp_path / "wide", "--noise", "0.1", "--seed", "3", "--save-noise", str(noise))
+    upscale(narrow, tmp_path / "again", "--recorded-noise", str(noise), "--seed", "3")
+    upscale(narrow, tmp_path / "centred", "--noise", "0.1", "--centred")
+    in_memory, report = hf.upscale(narrow, 2, noise=AdditiveNoise(0.1), seed=3)
+    wide, again = load(tmp_path / "wide"), load(tmp_path / "again")
+    for name, parameter in in_memory.named_parameters():
+        assert torch.equal(parameter, wide.get_parameter(name)), name
+        assert torch.equal(parameter, again.get_parameter(name)), name
+    assert json.loads(noise.read_text())["constants"] == report.noise
+    exact = logits(load(narrow))
+    assert float((logits(wide) - exact).abs().max()) > 1e-3
+    torch.testing.assert_close(logits(load(tmp_path / "centred")), exact, rtol=0, atol=1e-5)
+
+
+def test_experts_in_separate_tensors(tmp_path: Path) -> None:
+    """Mixtral's folder has each expert's projections; the model in memory has them in one parameter a layer."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
+        vocab_size=64, num_local_experts=3, tie_word_embeddings=False,
+    )  # fmt: skip
+    save(MixtralForCausalLM(config), tmp_path / "narrow")
+    upscale_with_roles(tmp_path / "narrow", tmp_path / "wide")
+    torch.testing.assert_close(logits(load(tmp_path / "wide")), logits(load(tmp_path / "narrow")), rtol=0, atol=1e-6)
+
+
+def upscale_with_roles(narrow: Path, out: Path) -> None:
+    """What the finding has to say of Mixtral."""
+    patch = pytest.MonkeyPatch()
+
+    def find(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(resolved=resolved)
+
+    def resolved(before: torch.nn.Module, after: torch.nn.Module) -> SimpleNamespace:
+        sizes = {name: p.shape for name, p in after.named_parameters()}
+        blocks: dict[str, dict[int, int]] = {}
+        for name, p in before.named_parameters():
+            for axis, (n, w) in enumerate(zip(p.shape, sizes[name], strict=True)):
+                if w > n:
+                    blocks.setdefault(name, {})[axis] = n // 2 if "gate_up" in name and axis == 1 else n
+        roles = {"*.experts.*": "matrix", "*.gate.weight": "readout"}
+        hints = {"roles": roles, "blocks": blocks, "units": {}}
+        return SimpleNamespace(hints=hints, **hints)
+
+    with patch.context() as context:
+        context.setattr(widened_folder, "find", find)
+        upscale(narrow, out)
+
+
+BAD = {
+    "not a model folder": ("{empty} --factor 2 --out {out}", "is not a model folder: it has no config.json"),
+    "no folder": ("nowhere --factor 2 --out {out}", "nowhere does not exist; name a model folder"),
+    "no factor": ("{narrow} --out {out}", "required: --factor"),
+    "a factor of a word": ("{narrow} --factor two --out {out}", "invalid float value: 'two'"),
+    "a factor below 1": ("{narrow} --factor 0.5 --out {out}", "give a number of at least 1"),
+    "a factor of nan": ("{narrow} --factor nan --out {out}", "give a number of at least 1"),
+    "a factor of 1": ("{narrow} --factor 1 --out {out}", "give a larger one"),
+    "odd sizes": ("{narrow} --factor 1.3 --out {out}", "whole"),
+    "--out exists": ("{narrow} --factor 2 --out {empty}", "exists; name another folder"),
+    "--out inside the folder": ("{narrow} --factor 2 --out {narrow}/wide", "lies inside the folder that is read"),
+    "--out in no folder": ("{narrow} --factor 2 --out {out}/wide", "there is no folder"),
+    "a method across layers": ("{narrow} --factor 2 --out {out} --method aki", "changes weights across layers"),
+    "a method with data": ("{narrow} --factor 2 --out {out} --method ligo", "learns from data"),
+    "a bad field": ("{narrow} --factor 2 --out {out} --set intermediate_size", "such as intermediate_size=3"),
+    "--save-noise without noise": ("{narrow} --factor 2 --out {out} --save-noise n", "there is no noise to save"),
+    "noise nan": ("{narrow} --factor 2 --out {out} --noise nan", "std must be a finite number"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_leaves_nothing(case: str, narrow: Path, tmp_path: Path) -> None:
+    line, message = BAD[case]
+    (tmp_path / "empty").mkdir()
+    before = names(narrow)
+    places = {"narrow": narrow, "empty": tmp_path / "empty", "out": tmp_path / "out"}
+    assert message in refused("upscale", *line.format(**places).split())
+    assert names(tmp_path) == ["empty"]
+    assert names(tmp_path / "empty") == []
+    assert names(narrow) == before
+
+
+def test_a_full_disk_is_found_before_it_starts(narrow: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(widened_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
+    monkeypatch.setattr(widened_folder, "write_wide", lambda *_: pytest.fail("it started"))
+    line = refused("upscale", str(narrow), "--factor", "2", "--out", str(tmp_path / "wide"))
+    assert "needs 0.0 GB" in line
+    assert names(tmp_path) == []
+
+
+def test_a_model_that_computes_something_else_is_not_written(narrow: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(widened_folder, "largest_difference", lambda *_: 0.25)
+    line = refused("upscale", str(narrow), "--factor", "2", "--out", str(tmp_path / "wide"))
+    assert "differ from the narrow one's by 2.5e-01" in line
+    assert names(tmp_path) == []
+
+
+def test_two_processes_do_not_write_one_folder(narrow: Path, tmp_path: Path) -> None:
+    out = tmp_path / "wide"
+    with whole_folder(out) as partial:
+        (partial / "file").touch()
+        assert "another process is writing" in refused("upscale", str(narrow), "--factor", "2", "--out", str(out))
+        assert names(partial) == ["file"]
+    assert names(out) == ["file"]
+
+
+def test_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "wide"
+    partial_folder(out).mkdir()
+    (partial_folder(out) / "model.safetensors").write_text("half of it")
+    (tmp_path / ".wide.lock").touch()
+    with whole_folder(out) as partial:
+        assert names(partial) == []
+    assert names(tmp_path) == ["wide"]
+
+
+def test_parameter_groups_continue_the_narrow_run(narrow: Path, tmp_path: Path) -> None:
+    """AdamW with decay and a large eps, ten steps from zero state: the losses are those of the narrow model."""
+    upscale(narrow, tmp_path / "wide")
+    tokens = torch.arange(40).reshape(4, 10) * 7 % 64
+
+    def losses(model: torch.nn.Module, groups: list[dict[str, object]]) -> list[float]:
+        model.double()
+        optimizer = torch.optim.AdamW(groups)
+        found = []
+        for _ in range(10):
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    before, after = load(narrow), load(tmp_path / "wide")
+    settings = {"lr": 0.01, "weight_decay": 0.3, "eps": 1e-3}
+    groups = hf.parameter_groups(after, tmp_path / "wide", **settings)
+    assert sorted((g["lr"], g["weight_decay"], g["eps"]) for g in groups) == [
+        (0.005, 0.6, 0.0005), (0.005, 0.6, 0.001), (0.01, 0.3, 0.0005),
+    ]  # fmt: skip
+    exact = losses(before, [{"params": list(before.parameters()), **settings}])
+    assert losses(after, groups) == pytest.approx(exact, rel=1e-6)
+    assert exact[-1] < exact[0] - 1
+    same_rates = load(tmp_path / "wide")
+    assert losses(same_rates, [{"params": list(same_rates.parameters()), **settings}]) != pytest.approx(exact, rel=1e-3)
+
+
+def test_parameter_groups_of_the_wrong_model_are_refused(narrow: Path, tmp_path: Path) -> None:
+    upscale(narrow, tmp_path / "wide")
+    with pytest.raises(ValueError, match="the growth is one of another model"):
+        hf.parameter_groups(llama(num_hidden_layers=1), tmp_path / "wide", lr=0.1)
+    with pytest.raises(ValueError, match="optimizer must be one of SGD, Adam, AdamW"):
+        hf.parameter_groups(llama(), tmp_path / "wide", lr=0.1, optimizer="Lion")
+    with pytest.raises(ValueError, match="cannot be read as the record of a growth"):
+        hf.parameter_groups(llama(), narrow, lr=0.1)
+    without = hf.parameter_groups(load(tmp_path / "wide"), tmp_path / "wide", lr=0.1, weight_decay=1, no_decay=["*"])
+    assert {group["weight_decay"] for group in without} == {0.0}
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_leaves_nothing_that_looks_whole(narrow: Path, tmp_path: Path) -> None:
+    """Killed before an operation on files or in the middle of a write, at ten moments; run again, it finishes."""
+    command = [sys.executable, str(SUPPORT / "folder_crashes.py"), str(narrow), str(tmp_path), "10"]
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["killed"] >= 10
+    assert found["operations"] > 100
+    shutil.rmtree(tmp_path)

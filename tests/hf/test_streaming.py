@@ -1,0 +1,138 @@
+"""Tensors widened by rows are the tensors widened at once; files are those of the safetensors library."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mupscale.errors import UserError
+from mupscale.hf import streaming
+from mupscale.hf.names import GrowingTensor, _layout_between
+from mupscale.hf.safetensors_files import as_bytes, new_file, split_into_files, stored_tensors, write_all
+from mupscale.hf.streaming import Streamer, Widening, check_file, row_chunks, write_wide
+from mupscale.widening.layout import Layout, Piece, evenly, narrow_length, source_index, wide_length
+from mupscale.widening.methods import Duplication, HyperCloning
+from mupscale.widening.noise import AdditiveNoise, add_noise_
+from mupscale.widening.tensor_plan import TensorPlan
+from mupscale.widening.weights import widen_
+
+LAYOUTS: dict[str, Layout] = {
+    "fixed": (Piece(24, 24, 1),),
+    "tiled": (Piece(24, 24, 3),),
+    "interleaved": (Piece(24, 1, 2),),
+    "heads": (Piece(24, 4, 2),),
+    "pieces": (Piece(8, 8, 2), Piece(4, 2, 2), Piece(12, 12, 1)),
+    "fractional": evenly(24, 40),
+}
+
+
+def planned(rows: Layout, columns: Layout, sides: tuple[str, str] = ("out", "in")) -> TensorPlan:
+    layouts = (rows, columns)
+    shapes = [tuple(length(layout) for layout in layouts) for length in (narrow_length, wide_length)]
+    summed = tuple(axis for axis, side in enumerate(sides) if side == "in")
+    axes = (sides.index("out"), sides.index("in"))
+    return TensorPlan(("w",), *shapes, "matrix", "weight", sides, layouts, 8, axes, summed_axes=summed)
+
+
+def saved(folder, content: Tensor, entry: TensorPlan) -> GrowingTensor:
+    file = new_file(folder / "narrow.safetensors", [("w", content.dtype, tuple(content.shape))])
+    with file.path.open("xb") as stream:
+        write_all(stream, 0, file.header)
+        write_all(stream, file.tensors[0].offset, as_bytes(content))
+    return GrowingTensor(stored_tensors(file.path)[0], entry, "w")
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("most", [1, 2, 5, 7, 16, 100])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_chunks_cover_every_wide_row_once(name: str, most: int, alike: bool) -> None:
+    layout = LAYOUTS[name]
+    found = torch.full((wide_length(layout),), -1)
+    for chunk in row_chunks(layout, most, alike=alike):
+        made = source_index(chunk.layout) + chunk.start
+        for row, start, count in chunk.places:
+            assert bool((found[row : row + count] == -1).all())
+            found[row : row + count] = made[start : start + count]
+    assert torch.equal(found, source_index(layout))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sides", [("out", "in"), ("in", "out")])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_streamed_tensor_is_the_tensor_widened_at_once(name, sides, dtype, tmp_path, monkeypatch) -> None:
+    """Chunks of a few rows, on either side of a matrix: the same bytes, as the safetensors library reads them."""
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 300)
+    entry = planned(LAYOUTS[name], LAYOUTS["tiled"], sides)
+    narrow = torch.randn(24, 24, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = torch.empty(entry.wide_shape, dtype=dtype)
+    widen_(expected, narrow, entry)
+    files = split_into_files(tmp_path, [("w", dtype, entry.wide_shape)], 10**9)
+    counted: list[int] = []
+    write_wide(files, {"w": saved(tmp_path, narrow, entry)}, Widening(Duplication()), counted.append)
+    assert torch.equal(load_file(files[0].path)["w"], expected)
+    assert sum(counted) == 2 * expected.nbytes, "written, then checked"
+
+
+def test_noise_and_methods_are_those_of_the_library(tmp_path) -> None:
+    entry = planned(LAYOUTS["heads"], LAYOUTS["tiled"])
+    narrow = torch.randn(24, 24, generator=torch.Generator().manual_seed(0))
+    noisy, diagonal = torch.empty(entry.wide_shape), torch.empty(entry.wide_shape)
+    noise, method = AdditiveNoise(0.5, centred=True), HyperCloning("diagonal")
+    widen_(noisy, narrow, entry)
+    add_noise_(noisy, entry, noise, narrow, 3)
+    method.widen_(diagonal, narrow, entry)
+    tensor = saved(tmp_path, narrow, entry)
+    for widening, expected in ((Widening(Duplication(), noise, 3), noisy), (Widening(method), diagonal)):
+        with Streamer(widening) as streamer:
+            assert not widening.by_rows(tensor)
+            assert torch.equal(streamer.wide_tensor(tensor)[0], expected)
+
+
+@pytest.mark.parametrize("noise", [None, AdditiveNoise(0.1)])
+def test_a_file_that_changed_on_disk_is_found(noise, tmp_path) -> None:
+    """One bit of one entry, far from the start."""
+    entry = planned(LAYOUTS["heads"], LAYOUTS["tiled"])
+    tensors = {"w": saved(tmp_path, torch.ones(24, 24), entry)}
+    files = split_into_files(tmp_path, [("w", torch.float32, entry.wide_shape)], 10**9)
+    widening = Widening(Duplication(), noise)
+    done = write_wide(files, tensors, widening, lambda count: None)
+    check_file(files[0], tensors, widening, done, lambda count: None)
+    content = bytearray(files[0].path.read_bytes())
+    content[-1001] ^= 1
+    files[0].path.write_bytes(content)
+    with pytest.raises(UserError, match="'w' is not what was written"):
+        check_file(files[0], tensors, widening, done, lambda count: None)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path) -> None:
+    for value in (float("nan"), float("inf")):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        narrow = torch.ones(24, 24)
+        narrow[17, 3] = value
+        entry = planned(LAYOUTS["tiled"], LAYOUTS["tiled"])
+        files = split_into_files(folder, [("w", torch.float32, entry.wide_shape)], 10**9)
+        with pytest.raises(UserError, match="'w' has NaN or infinite entries"):
+            write_wide(files, {"w": saved(folder, narrow, entry)}, Widening(Duplication()), lambda count: None)
+
+
+def test_files_are_split_by_size_and_aligned(tmp_path) -> None:
+    rows = [("a", torch.bfloat16, (3,)), ("b", torch.float32, (5,)), ("c", torch.int64, ()), ("d", torch.bool, (7,))]
+    one, two = split_into_files(tmp_path, rows, 30)
+    assert [file.path.name for file in (one, two)] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert [tensor.name for tensor in one.tensors] == ["b", "a"], "the widest format first"
+    assert all(tensor.offset % tensor.dtype.itemsize == 0 for file in (one, two) for tensor in file.tensors)
+    for file in (one, two):
+        file.path.write_bytes(file.header + bytes(file.size - len(file.header)))
+        assert tuple(stored_tensors(file.path)) == file.tensors
+        assert {name: tuple(value.shape) for name, value in load_file(file.path).items()} == {
+            tensor.name: tensor.shape for tensor in file.tensors
+        }
+
+
+def test_the_layout_of_a_part_of_an_axis() -> None:
+    """The gate and the up projection inside one parameter of 2 × 6 rows."""
+    joined = (Piece(12, 6, 2),)
+    assert _layout_between(joined, 0, 6, "gate") == _layout_between(joined, 6, 6, "up") == (Piece(6, 6, 2),)
+    with pytest.raises(UserError, match="'gate' is a part of a parameter that is duplicated in blocks across"):
+        _layout_between((Piece(12, 12, 2),), 0, 6, "gate")
