@@ -1,7 +1,6 @@
 """One public call, `discover`: how a model grows that nobody prepared."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,16 +62,8 @@ def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> Non
 def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Copies of both models in float64 on the CPU, the parameters of the narrow one moved."""
     before, after = (float64_copy(model).cpu().eval() for model in (narrow, wide))
-    for model in (before, after):
-        use_plain_experts(model)
     move_(before)
     return before, after
-
-
-def use_plain_experts(model: Any) -> None:
-    """Models of transformers have kernels for their experts that do not take float64."""
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
 
 
 @torch.no_grad()

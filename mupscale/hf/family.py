@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from mupscale.checks.verify import float64_copy
 from mupscale.discovery.discover import confirm, discover
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError
@@ -116,7 +117,7 @@ def _working(model: Any, given: Call | None) -> Call:
     for call in (given, default_call) if given is not None else (default_call,):
         try:
             with torch.no_grad():
-                call(model.eval())
+                call(float64_copy(model).eval())
         except Exception as error:  # only the caller knows which inputs a model takes
             reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
         else:
