@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from mupscale.discovery.discover import confirm, discover
+from mupscale.discovery.discover import confirm, discover, use_plain_experts
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError
 from mupscale.hf.config import shrunken, wide_config
@@ -100,8 +100,11 @@ def _built(model_class: Any, config: PretrainedConfig) -> Any:
     torch.set_default_dtype(torch.float64)
     try:
         if hasattr(model_class, "from_config"):
-            return model_class.from_config(config, dtype=torch.float64, trust_remote_code=False)
-        return model_class(config).double()
+            model = model_class.from_config(config, dtype=torch.float64, trust_remote_code=False)
+        else:
+            model = model_class(config).double()
+        use_plain_experts(model)
+        return model
     except Exception as error:  # whatever it is, the small sizes have caused it
         raise CannotShrink(
             f"no small {config.model_type} can be built to find how it grows: {' '.join(str(error).split())[:200]}"
