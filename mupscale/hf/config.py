@@ -18,8 +18,17 @@ Factor = int | float | Fraction
 
 # families in which the slope of a head is a function of the number of heads, and no field says so
 _SLOPES_OF_HEADS = {"bloom", "minimax"}
-_HEAD_SIZE = ("head_dim", "d_kv", "d_head", "attention_head_dim", "attention_head_size", "dim_head", "kv_channels")
-_HEAD_SIZE += ("qk_head_dim", "mamba_d_head")
+_HEAD_SIZE = (
+    "head_dim",
+    "d_kv",
+    "d_head",
+    "attention_head_dim",
+    "attention_head_size",
+    "dim_head",
+    "kv_channels",
+    "qk_head_dim",
+    "mamba_d_head",
+)
 
 
 def wide_config(

@@ -159,11 +159,11 @@ def _shrink_latent_heads(part: PretrainedConfig) -> None:
         after["v_head_dim"] = 12
     if before["qk_rope_head_dim"] == before["qk_nope_head_dim"]:
         after["qk_rope_head_dim"] = 8
-    for name, value in after.items():
-        setattr(part, name, value)
+    for name, size in after.items():
+        setattr(part, name, size)
     whole = before["qk_nope_head_dim"] + before["qk_rope_head_dim"]
     for name in ("qk_head_dim", "head_dim"):
-        value = vars(part).get(name)
+        value: Any = vars(part).get(name)
         if value == whole:
             setattr(part, name, after["qk_nope_head_dim"] + after["qk_rope_head_dim"])
         elif value in before.values():
@@ -184,11 +184,11 @@ def _rope_tables(part: PretrainedConfig) -> Iterator[dict[str, Any]]:
 def _small_head(part: PretrainedConfig, before: int) -> int:
     """A small size of a head of which the rotary part is whole and even; the rotary tables follow it."""
     values = vars(part)
-    shares = [values.get(name) for name in ("partial_rotary_factor", "rotary_pct", "rotary_percent")]
-    shares += [table.get("partial_rotary_factor") for table in _rope_tables(part)]
+    found: list[Any] = [values.get(name) for name in ("partial_rotary_factor", "rotary_pct", "rotary_percent")]
+    found += [table.get("partial_rotary_factor") for table in _rope_tables(part)]
     if _is_size(values.get("rotary_dim")):
-        shares.append(values["rotary_dim"] / before)
-    shares = [share for share in shares if isinstance(share, int | float) and 0 < share <= 1]
+        found.append(values["rotary_dim"] / before)
+    shares = [share for share in found if isinstance(share, int | float) and 0 < share <= 1]
     sections = any("mrope_section" in table for table in _rope_tables(part))
     small = before
     for candidate in _SMALL_HEADS:
@@ -386,7 +386,7 @@ def _shrink_lengths(part: PretrainedConfig) -> None:
         if _is_size(values.get(name)):
             setattr(part, name, min(values[name], 8))
     image, patch = values.get("image_size"), values.get("patch_size")
-    if _is_size(image) and _is_size(patch) and not _has_stages(part) and image % patch == 0:
+    if isinstance(image, int) and isinstance(patch, int) and patch > 0 and not _has_stages(part) and image % patch == 0:
         part.patch_size = min(patch, 4)
         part.image_size = part.patch_size * min(image // patch, 4)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -20,7 +20,7 @@ class Growth:
     factor: float
     keep_heads: bool | None = None
     """Whether the number of heads stays, so that head_dim grows; None decides by the family."""
-    only: str | None = None
+    only: Literal["feed_forward"] | None = None
     """`feed_forward`: only the intermediate sizes grow."""
     fields: Mapping[str, float] | None = None
     """Other factors, by the name of the field."""

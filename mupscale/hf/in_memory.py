@@ -2,7 +2,7 @@
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -36,7 +36,7 @@ def upscale(
     seed: int = 0,
     method: GrowthMethod | None = None,
     keep_heads: bool | None = None,
-    only: str | None = None,
+    only: Literal["feed_forward"] | None = None,
     fields: dict[str, float] | None = None,
 ) -> "tuple[PreTrainedModel, UpscaleReport]":
     """A wide model that computes, and trains, as the narrow one, and the report of its making.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -90,7 +90,7 @@ def upscale_folder(
     seed: int = 0,
     method: GrowthMethod | None = None,
     keep_heads: bool | None = None,
-    only: str | None = None,
+    only: Literal["feed_forward"] | None = None,
     fields: dict[str, float] | None = None,
     call: Call | None = None,
     watch: Watcher = lambda what, size: lambda count: None,

@@ -94,31 +94,8 @@ def test_experts_in_separate_tensors(tmp_path: Path) -> None:
         vocab_size=64, num_local_experts=3, tie_word_embeddings=False,
     )  # fmt: skip
     save(MixtralForCausalLM(config), tmp_path / "narrow")
-    upscale_with_roles(tmp_path / "narrow", tmp_path / "wide")
+    upscale(tmp_path / "narrow", tmp_path / "wide")
     torch.testing.assert_close(logits(load(tmp_path / "wide")), logits(load(tmp_path / "narrow")), rtol=0, atol=1e-6)
-
-
-def upscale_with_roles(narrow: Path, out: Path) -> None:
-    """What the finding has to say of Mixtral."""
-    patch = pytest.MonkeyPatch()
-
-    def find(*_: object) -> SimpleNamespace:
-        return SimpleNamespace(resolved=resolved)
-
-    def resolved(before: torch.nn.Module, after: torch.nn.Module) -> SimpleNamespace:
-        sizes = {name: p.shape for name, p in after.named_parameters()}
-        blocks: dict[str, dict[int, int]] = {}
-        for name, p in before.named_parameters():
-            for axis, (n, w) in enumerate(zip(p.shape, sizes[name], strict=True)):
-                if w > n:
-                    blocks.setdefault(name, {})[axis] = n // 2 if "gate_up" in name and axis == 1 else n
-        roles = {"*.experts.*": "matrix", "*.gate.weight": "readout"}
-        hints = {"roles": roles, "blocks": blocks, "units": {}}
-        return SimpleNamespace(hints=hints, **hints)
-
-    with patch.context() as context:
-        context.setattr(widened_folder, "find", find)
-        upscale(narrow, out)
 
 
 BAD = {
