@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands.tuning.trial import drop_checkpoints
 from mupscale.discovery.double_precision import DoublePrecision
 from mupscale.errors import UserError
 from mupscale.hf.causal_lm import config_of, save
@@ -401,6 +402,15 @@ def test_a_vocabulary_that_is_too_small(configuration: str) -> None:
     assert "4096" in line
     line = refused("fit", "--config", configuration, "--data.context=32")
     assert "model.config.max_position_embeddings = 16 positions" in line
+
+
+def test_a_sweep_keeps_no_models_of_its_worse_trials(tmp_path: Path) -> None:
+    for name in ("checkpoints", "hf"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").touch()
+    (tmp_path / "config.yaml").touch()
+    drop_checkpoints(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 @pytest.mark.slow
