@@ -150,7 +150,7 @@ class HFCausalLM(LanguageModel):
             folder: A released checkpoint, config.json and safetensors, from which a fit that is not resumed takes its
                 weights. Nothing in it is executed.
             config: In place of a folder, for random weights: `model_type` and fields of that configuration of
-                transformers, or a file such as config.json.
+                transformers, or a JSON file such as config.json.
             width: The hidden size to start with; by default that of the configuration.
             base_width: The width at which the optimizer's hyperparameters mean what they say; by default the width to
                 start with.

@@ -19,8 +19,7 @@ from transformers.utils import logging
 
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
-
-CONFIG = "config.json"
+from mupscale.hf.folder import read_folder
 
 _NAMES_OF_CODE = {"auto_map", "attn_implementation", "_attn_implementation", "experts_implementation"}
 """Fields that name code, which could be fetched from elsewhere and executed. They have no effect here."""
@@ -36,8 +35,7 @@ def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise UserError(f"model_type = {kind!r} is no model of the transformers library, such as llama or gpt2")
     config_class = CONFIG_MAPPING[kind]
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"model_type = {kind!r} has no causal language model; choose another, such as llama or gpt2")
+    _refuse_other_models(config_class)
     if "quantization_config" in fields:
         raise UserError("the configuration is of quantised weights; take the model as it was before")
     fields = _without_code(fields)
@@ -59,20 +57,26 @@ def _without_code(fields: Any) -> Any:
 
 
 def config_in(path: Path) -> PretrainedConfig:
-    """The configuration in a folder, or in a file such as config.json."""
-    file = path / CONFIG if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"there is no {file}")
+    """The configuration of a folder with weights, or in a file such as config.json."""
+    if path.suffix != ".json":
+        config = read_folder(path).config
+        _refuse_other_models(config)
+        return config
     try:
-        fields = json_of(file.read_bytes())
+        fields = json_of(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} is not JSON that can be read: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} cannot be read as JSON ({' '.join(str(error).split())})") from error
     if not isinstance(fields, dict):
-        raise UserError(f"{file} is not a configuration of the transformers library")
-    try:
-        return config_of(fields)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from error
+        raise UserError(f"{path} is not the configuration of a model: it holds no names with values")
+    return config_of(fields)
+
+
+def _refuse_other_models(config: PretrainedConfig | type[PretrainedConfig]) -> None:
+    kind = config if isinstance(config, type) else type(config)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"model_type = {config.model_type!r} has no causal language model; choose another, such as llama or gpt2"
+        )
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:
@@ -83,10 +87,6 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """The weights of a folder, one safetensors file or many, by the names that a model of its configuration has."""
     config = config_in(folder)
-    if (folder / "adapter_config.json").exists():
-        raise UserError(f"{folder} holds an adapter; merge it into its model first")
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder} has no safetensors; other formats can execute code, and are not read")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

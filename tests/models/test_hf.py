@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands.tuning.trial import drop_checkpoints
 from mupscale.discovery.double_precision import DoublePrecision
 from mupscale.errors import UserError
 from mupscale.hf.causal_lm import config_of, save
@@ -295,7 +296,7 @@ def without(name: str) -> dict[str, Any]:
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "neither": ({"config": None}, "model.folder or model.config: give a folder"),
     "both": ({"folder": "."}, "model.folder = . has a configuration of its own"),
-    "no folder": ({"config": None, "folder": "nowhere"}, "model.folder: there is no nowhere"),
+    "no folder": ({"config": None, "folder": "nowhere"}, "model.folder: nowhere does not exist"),
     "no type": ({"config": without("model_type")}, "model.config: model_type = None is no model of the transformers"),
     "another type": ({"config": {"model_type": "lama"}}, "model_type = 'lama' is no model of the transformers library"),
     "no language model": ({"config": {"model_type": "vit"}}, "'vit' has no causal language model"),
@@ -325,8 +326,9 @@ def test_a_width_that_is_no_number_of_heads() -> None:
 
 
 BAD_FOLDERS: dict[str, str] = {
-    "no weights": "has no safetensors",
-    "half a file": "its weights cannot be loaded",
+    "no weights": "has no weights",
+    "half a file": "model.folder: ",
+    "code": "needs code of its own",
     "other weights": "its weights are not those of its configuration",
     "an adapter": "holds an adapter",
 }
@@ -342,21 +344,28 @@ def test_bad_folders(name: str, released: Path, tmp_path: Path) -> None:
     elif name == "other weights":
         content = json.loads((released / "config.json").read_text())
         (released / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 3}))
+    elif name == "code":
+        (released / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n")
+        content = json.loads((released / "config.json").read_text())
+        content["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+        (released / "config.json").write_text(json.dumps(content))
     else:
         (released / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=BAD_FOLDERS[name]) as error:
         fit(module(config=None, folder=str(released)), tmp_path, steps=1)
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "executed").exists()
 
 
-def test_code_beside_the_weights_is_not_executed(released: Path, tmp_path: Path) -> None:
-    mark = tmp_path / "executed"
-    (released / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
-    content = json.loads((released / "config.json").read_text())
-    content["auto_map"] = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
-    (released / "config.json").write_text(json.dumps(content))
-    fit(module(config=None, folder=str(released)), tmp_path, steps=1)
-    assert not mark.exists()
+def test_names_of_code_in_a_configuration_have_no_effect(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    names = {"attn_implementation": "somebody/kernel", "auto_map": {"AutoConfig": "evil.Evil"}}
+    file.write_text(json.dumps({**LLAMA, "transformers_version": "5.0.0", **names}))
+    each = module(config=str(file))
+    each.configure_model()
+    assert isinstance(each.net, CausalLMNet)
+    assert each.net.config._attn_implementation == "sdpa"
+    assert not hasattr(each.net.config, "auto_map")
 
 
 # --- commands
@@ -393,6 +402,15 @@ def test_a_vocabulary_that_is_too_small(configuration: str) -> None:
     assert "4096" in line
     line = refused("fit", "--config", configuration, "--data.context=32")
     assert "model.config.max_position_embeddings = 16 positions" in line
+
+
+def test_a_sweep_keeps_no_models_of_its_worse_trials(tmp_path: Path) -> None:
+    for name in ("checkpoints", "hf"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").touch()
+    (tmp_path / "config.yaml").touch()
+    drop_checkpoints(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 @pytest.mark.slow
