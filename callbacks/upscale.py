@@ -37,6 +37,7 @@ from mupscale.models._lightning import (
 )
 from mupscale.models.base import WidthScalable, init_contexts, refuse_bad_width
 from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
+from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.new_copies import StateRule, check_own_count, check_state_rule, rewarm_new_copies
 from mupscale.widening.noise import Noise
@@ -288,7 +289,7 @@ class UpscaleCallback(Strides):
         losses = float(loss_before), float(_loss(trainer, module, batch))  # waits for the device
         self._log(trainer, module, narrow_width, growth, *losses, time.perf_counter() - start)
         if report.notes:
-            rank_zero_info("\n".join(report.notes))
+            rank_zero_info("\n".join(notes_by_layer(report.notes)))
 
     def _fit_method(self, trainer: Trainer, module: WidthScalable, narrow: nn.Module, wide: nn.Module) -> None:
         """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""

@@ -38,7 +38,11 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call) -> Found:
     refuse_unless_callable("discover: call", call, "lambda model: model(batch)")
     with torch.random.fork_rng():
         search = Search(*_copies(narrow, wide), call, TOLERANCE)
-        search.run()
+        try:
+            search.run()
+        except UserError:
+            plan(search.hypothesis.narrow, search.hypothesis.wide)  # it may know why: a norm over a fraction
+            raise
         found = _found(search.hypothesis, search.passes, search.untested())
         _confirm(search.hypothesis, found)
     return found

@@ -1,15 +1,15 @@
 """What was found: roles, blocks and units by parameter name, as `plan`, `upscale` and `verify` take them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, nn
 
-from mupscale.discovery.hypothesis import starred
 from mupscale.errors import UserError
+from mupscale.widening.layers import by_layer, starred
 from mupscale.widening.layout import Layout, LayoutSpec, Piece, parse_layout
 from mupscale.widening.roles import Role
 
@@ -99,7 +99,10 @@ class Found:
         lines = [f"found in {self.passes} forward passes of the wide model"]
         for title, values in (("roles", self.roles), ("units", self.units), ("blocks", self.blocks)):
             if values:
-                lines += [f"{title}:", *(f"  {line}" for line in _by_layer(values))]
+                lines += [
+                    f"{title}:",
+                    *(f"  {line}" for line in by_layer((name, _text(value)) for name, value in values.items())),
+                ]
         if self.untested:
             names = ", ".join(dict.fromkeys(map(starred, self.untested)))
             lines.append(f"not tested, because what the model returns does not depend on them: {names}")
@@ -158,15 +161,6 @@ def _does_not_fit(name: str, sizes: tuple[int, int]) -> UserError:
     return UserError(
         f"an axis of {name!r} ({sizes[0]} → {sizes[1]}) cannot be cut as it was in the model in which growth was found"
     )
-
-
-def _by_layer(values: Mapping[str, object]) -> list[str]:
-    """One line for a parameter of all layers."""
-    grouped: dict[tuple[str, str], int] = {}
-    for name, value in values.items():
-        key = starred(name), _text(value)
-        grouped[key] = grouped.get(key, 0) + 1
-    return [f"{name}: {value}" + f" ({count} of them)" * (count > 1) for (name, value), count in grouped.items()]
 
 
 def _text(value: object) -> str:

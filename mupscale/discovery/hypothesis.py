@@ -1,7 +1,6 @@
 """What is assumed of every tensor of the wide model, and the wide model written so."""
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
 from mupscale.widening import modules
+from mupscale.widening.layers import starred
 from mupscale.widening.layout import Layout, Piece, duplicate_, evenly, narrow_length, wide_length
 from mupscale.widening.modules import Side
 from mupscale.widening.plan import Plan
@@ -168,11 +168,6 @@ def is_known(use: Use) -> bool:
     """Whether the type of the module says which axes are summed over."""
     _, before, _, attribute = use.owners[0]
     return modules.axis_sides(before, attribute, use.narrow) is not None
-
-
-def starred(name: str) -> str:
-    """A name with a star for every number in it: the same for all layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
 def first_sides(use: Use) -> tuple[Side, ...]:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.discovery.found import nearest_power
-from mupscale.discovery.hypothesis import Assumed, Axis, Group, Hypothesis, is_known, starred
+from mupscale.discovery.hypothesis import Assumed, Axis, Group, Hypothesis, is_known
 from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients
 from mupscale.errors import UserError
+from mupscale.widening.layers import starred
 from mupscale.widening.layout import Layout, Piece, duplicate_, evenly
 from mupscale.widening.modules import Side
 

@@ -22,6 +22,7 @@ from mupscale.hf.outputs import fits, largest_difference
 from mupscale.hf.safetensors_files import INDEX_FILE, NewFile, index_text, split_into_files
 from mupscale.hf.streaming import Progress, Widening, Written, refuse_unlike_twins, write_wide
 from mupscale.hf.whole_folder import whole_folder
+from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.noise import Constants, Noise, save_constants
 from mupscale.widening.plan import Plan
@@ -64,7 +65,7 @@ class FolderReport:
             f"{self.seconds:.1f} s"
         ]
         lines += [f"checked: {check}" for check in self.checks]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"note: {note}" for note in notes_by_layer(self.notes))])
 
 
 @dataclass(frozen=True)

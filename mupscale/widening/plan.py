@@ -15,6 +15,7 @@ from torch import nn
 
 from mupscale.errors import UserError
 from mupscale.widening import fractional_growth, modules
+from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.layout import (
     Layout,
     LayoutSpec,
@@ -55,7 +56,7 @@ class Plan:
         lines.insert(1, "-" * max(map(len, lines)))
         lines.append(f"{before:,} → {after:,} parameters")
         lines += fractional_growth.described(self.parameters)
-        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"note: {note}" for note in notes_by_layer(self.notes)]
         return "\n".join(lines)
 
 

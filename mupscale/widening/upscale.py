@@ -14,6 +14,7 @@ from mupscale.arguments import refuse_unless_whole, shown
 from mupscale.errors import UserError
 from mupscale.widening.buffers import Rebuild, copied_for_want_of_own, refuse_unknown_buffers, widen_buffers_
 from mupscale.widening.finite import refuse_non_finite_model
+from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.new_copies import StateRule, check_state_rule
@@ -70,7 +71,7 @@ class UpscaleReport:
             f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; {'centred ' * self.centred}noise on "
             f"{noisy} of {len(self.noise)} of them"
         ]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"note: {note}" for note in notes_by_layer(self.notes))])
 
 
 @torch.no_grad()
