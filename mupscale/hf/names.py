@@ -93,7 +93,8 @@ def _places(tensors: Mapping[str, StoredTensor], narrow: "PreTrainedModel") -> t
     shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     places: dict[str, Part] = {}
     collected: dict[str, dict[str, list[str]]] = {}
-    strangers, unused = [], []
+    strangers: list[str] = []
+    unused: list[str] = []
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, narrow.base_model_prefix, wanted)
         if target not in wanted and name in wanted:
@@ -163,7 +164,7 @@ _KNOWN_STEPS = (
 def _part_of(entry: TensorPlan, part: Part, tensor: StoredTensor) -> TensorPlan:
     """The plan of a tensor that is a part of a parameter."""
     kept = [axis for axis, own in enumerate(part.axes) if own is not None]
-    layouts = []
+    layouts: list[Layout] = []
     for axis in kept:
         length = tensor.shape[len(layouts)]
         layouts.append(_layout_between(entry.layouts[axis], part.starts[axis], length, tensor.name))

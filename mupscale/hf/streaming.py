@@ -220,7 +220,7 @@ class Streamer:
 
     def _file(self, path: Path) -> BinaryIO:
         if path not in self._files:
-            self._files[path] = self._closing.enter_context(path.open("rb", buffering=0))  # type: ignore[arg-type]
+            self._files[path] = self._closing.enter_context(path.open("rb", buffering=0))
         return self._files[path]
 
 
@@ -236,7 +236,7 @@ def write_wide(
     with _one_thread(), Streamer(widening) as streamer, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as last:
         finished: list[Future[None]] = []
         for file in files:
-            stream: BinaryIO = file.path.open("xb", buffering=0)  # type: ignore[assignment]
+            stream: BinaryIO = file.path.open("xb", buffering=0)
             with stream:
                 write_all(stream, 0, file.header)
                 for place in file.tensors:
