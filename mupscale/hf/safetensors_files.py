@@ -169,5 +169,4 @@ def write_all(stream: BinaryIO, offset: int, content: memoryview | bytes) -> Non
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    memory: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(memory)
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
