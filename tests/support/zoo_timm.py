@@ -148,7 +148,7 @@ def resnet(block: str) -> Callable[[Any], nn.Module]:
     def build(k: Any) -> nn.Module:
         from timm.models import resnet as module
 
-        channels = tuple(size * k for size in (8, 12, 16, 24))
+        channels = tuple(size * k for size in (12, 16, 24, 32))
         return module.ResNet(getattr(module, block), (1, 1, 1, 1), CLASSES, channels=channels, stem_width=8 * k)
 
     return build
