@@ -12,6 +12,7 @@ from mupscale.checks.recording import float_copies
 from mupscale.discovery.double_precision import DoublePrecision
 from mupscale.discovery.hypothesis import Hypothesis, followed_axes
 from mupscale.discovery.matching import MASKED, Match, match
+from mupscale.errors import UserError
 from mupscale.widening.layout import Layout, duplicate_, narrow_length, wide_length
 
 Call = Callable[[nn.Module], Any]
@@ -264,5 +265,9 @@ def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) 
         total = total + torch.where(output.detach().abs() < MASKED, output * weights.to(output), 0.0).sum()
     if not total.requires_grad:
         return {}
-    total.backward()
+    try:
+        total.backward()
+    except RuntimeError as error:  # some models change in place what their own gradients need
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"discover: the gradients of this model cannot be computed: {reason}") from error
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}

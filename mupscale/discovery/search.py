@@ -16,7 +16,7 @@ from mupscale.widening.layers import starred
 from mupscale.widening.layout import Layout, Piece, duplicate_, evenly
 from mupscale.widening.modules import Side
 
-MOST_PASSES = 4000
+MOST_PASSES = 1500
 """Forward passes of the wide model, after which the search ends."""
 
 MOST_BRANCHES = 4

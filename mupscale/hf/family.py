@@ -1,6 +1,7 @@
 """How a family of the transformers library grows: found once, on the smallest models that show its structure."""
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from fractions import Fraction
@@ -17,6 +18,8 @@ from mupscale.errors import UserError
 from mupscale.hf.config import shrunken, wide_config
 from mupscale.hf.config_walk import fields_of, parts
 from mupscale.hf.inputs import Call, default_call
+from mupscale.hf.outputs import difference, quiet
+from mupscale.widening.upscale import upscale
 
 OTHER_SIZE = 3
 """Times the size of the small models: there, what was found is confirmed to hold for other sizes too."""
@@ -25,6 +28,9 @@ OTHER_SIZE = 3
 class CannotShrink(UserError):
     """There is no small model of a family, or it does not run."""
 
+
+RELOADED = 1e-6
+"""By how much the outputs of a model may differ after loading; its constants may be in float32."""
 
 _lock = RLock()  # fits that take their steps together run in threads, and all ask for the same
 _known: dict[tuple[Any, ...], Found] = {}
@@ -90,9 +96,27 @@ def _discovered(small: PretrainedConfig, large: PretrainedConfig, model_class: A
         narrow, wide = _built(model_class, small), _built(model_class, large)
         call = _working(narrow, call)
         found = discover(narrow, wide, call)
+        _check_reloaded(narrow, wide, found, call)
         narrow, wide = (_built(model_class, wide_config(each, OTHER_SIZE, keep_heads=False)) for each in (small, large))
         confirm(narrow, wide, call, found.resolved(narrow, wide))
         return found
+
+
+@torch.no_grad()
+def _check_reloaded(narrow: Any, wide: Any, found: Found, call: Call) -> None:
+    """UserError if the wide model, once it is saved and loaded again, computes something else."""
+    before: Any = float64_copy(narrow).eval()
+    after: Any = float64_copy(wide).eval()
+    upscale(before, after, **found.hints)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        after.save_pretrained(folder)
+        loaded = type(wide).from_pretrained(folder, dtype=torch.float64, local_files_only=True)
+    found_again = difference(call(before), call(float64_copy(loaded).eval()))
+    if isinstance(found_again, float) and not found_again <= RELOADED:
+        raise UserError(
+            f"a wide {narrow.config.model_type} computes something else once it is saved and loaded again: a part of "
+            "it is computed from the width when it is loaded. It cannot be widened"
+        )
 
 
 def _built(model_class: Any, config: PretrainedConfig) -> Any:

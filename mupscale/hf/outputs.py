@@ -50,13 +50,21 @@ def largest_difference(
                 folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
             ).eval()
         try:
-            answers.append(_tensors(call(model)))
+            answers.append(call(model))
         except Exception as error:  # only the caller knows which inputs a model takes
             if folder is wide:
                 raise UserError(f"the wide model cannot compute: {type(error).__name__} {error}") from error
             return f"no input is known ({type(error).__name__}: {' '.join(str(error).split())[:80]})"
         del model
-    before, after = answers
+    return difference(*answers)
+
+
+def difference(before: Any, after: Any) -> float | str:
+    """The largest difference of two models' outputs, in units of the largest output; or why there is none.
+
+    Logits are compared where there are any, otherwise the first output that does not grow.
+    """
+    before, after = _tensors(before), _tensors(after)
     kept = [name for name in before if name in after and before[name].shape == after[name].shape]
     if not kept:
         return "all of its outputs are as wide as the model"

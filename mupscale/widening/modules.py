@@ -221,6 +221,11 @@ def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
     return None
 
 
+def unsaved_parameters(model: nn.Module) -> set[str]:
+    """The parameters that a model of the transformers library leaves out of what it saves."""
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
 def growing_heads(narrow: nn.Module, wide: nn.Module, *, of_configuration: bool = True) -> str | None:
     """The head count of an attention module, or of a model's configuration, that grows."""
     if isinstance(narrow, nn.MultiheadAttention):  # knows its own blocks

@@ -72,8 +72,21 @@ class Survey:
             if reason:
                 raise UserError(reason)
 
+    def refuse_unsaved_parameters(self) -> None:
+        """UserError for a parameter that grows, and that the model computes from its sizes whenever it is loaded."""
+        model = self.modules[0][1]
+        unsaved = modules.unsaved_parameters(model)
+        for use in self.uses:
+            if use.growing and any(name in unsaved for name in use.names):
+                raise UserError(
+                    f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, and a "
+                    f"{type(model).__name__} does not save it: when the wide model is loaded, it computes values of "
+                    "its own there. It cannot be widened"
+                )
+
     def refuse_inexact_modules(self) -> None:
         self.refuse_reparametrised()
+        self.refuse_unsaved_parameters()
         for name, before, after in self.modules:
             reason = modules.why_quantised(name or "(the model)", before)
             reason = reason or modules.why_not_exact(name or "(the model)", before, after)
