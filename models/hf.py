@@ -106,12 +106,12 @@ class CausalLMNet(nn.Module):
     def _found(self, other: "CausalLMNet") -> "Found":
         """How this model grows to the other one or, if that is not by a whole factor, to twice its width."""
         from mupscale.hf.config import config_at
-        from mupscale.hf.family import found_for
+        from mupscale.hf.family import found_between
 
         if not _is_whole(self._ratio(other)):
             with torch.device("meta"):
                 other = CausalLMNet(config_at(self.config, 2 * self.width))
-        return found_for(self.config, other.config).resolved(self.model, other.model)
+        return found_between(self.model, other.model)
 
     def _named(self, values: dict[str, Any]) -> dict[str, Any]:
         return {f"model.{name}": value for name, value in values.items()}

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from mupscale.arguments import refuse_unless_callable
 from mupscale.checks.verify import float64_copy
+from mupscale.discovery.cuts import PairedCut, paired
 from mupscale.discovery.found import Found, Unit, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known
-from mupscale.discovery.passes import Call
+from mupscale.discovery.passes import Call, Recording
 from mupscale.discovery.search import Search
 from mupscale.errors import UserError
 from mupscale.widening.layout import LayoutSpec
@@ -41,11 +42,18 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call) -> Found:
         try:
             search.run()
         except UserError:
-            plan(search.hypothesis.narrow, search.hypothesis.wide)  # it may know why: a norm over a fraction
+            if search.has_fractions():
+                plan(search.hypothesis.narrow, search.hypothesis.wide)  # it may know why: a norm over a fraction
             raise
-        found = _found(search.hypothesis, search.passes, search.untested())
+        found = _found(search)
         _confirm(search.hypothesis, found)
     return found
+
+
+def cuts_between(narrow: nn.Module, wide: nn.Module, call: Call) -> list[PairedCut]:
+    """Where two models cut their axes into sections in one forward pass. They may be on the meta device."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return paired(Recording(narrow, call).cuts, Recording(wide, call).cuts)
 
 
 def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> None:
@@ -87,7 +95,8 @@ def move_(model: nn.Module) -> None:
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
 
 
-def _found(hypothesis: Hypothesis, passes: int, untested: tuple[str, ...]) -> Found:
+def _found(search: Search) -> Found:
+    hypothesis = search.hypothesis
     roles: dict[str, Role] = {}
     blocks: dict[str, dict[int, LayoutSpec]] = {}
     units: dict[str, Unit] = {}
@@ -114,7 +123,7 @@ def _found(hypothesis: Hypothesis, passes: int, untested: tuple[str, ...]) -> Fo
             units[name] = without_rounding(said, use.narrow_shape, use.wide_shape, 1e-12)
     shapes = {name: (use.narrow_shape, use.wide_shape) for name, use in hypothesis.uses.items()}
     shapes |= {name: (tuple(before.shape), tuple(after.shape)) for name, before, after in hypothesis.survey.buffers}
-    return Found(roles, blocks, units, passes, shapes, untested)
+    return Found(roles, blocks, units, search.passes, shapes, tuple(search.cuts), search.untested())
 
 
 def _confirm(hypothesis: Hypothesis, found: Found) -> None:

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mupscale.discovery.cuts import Cut, cuts_of
+
 
 class DoublePrecision(TorchFunctionMode):
     """Every request for float32 inside becomes one for float64, so that a comparison shows more than rounding.
 
-    `seen` is called with every tensor that an operation makes.
+    `seen` is called with every tensor that an operation makes, `cut` with the sections into which one cuts an axis.
     """
 
-    def __init__(self, seen: Callable[[Tensor], None] = lambda tensor: None) -> None:
+    def __init__(self, seen: Callable[[Tensor], None], cut: Callable[[Cut], None]) -> None:
         super().__init__()
-        self.seen = seen
+        self.seen, self.cut = seen, cut
         self._paused = False
 
     @contextmanager
@@ -36,6 +38,9 @@ class DoublePrecision(TorchFunctionMode):
             func = torch.Tensor.double
         doubled = {name: _doubled(value) for name, value in (kwargs or {}).items()}
         result = func(*map(_doubled, args), **doubled)
+        if not self._paused:
+            for lengths in cuts_of(func, args, result):
+                self.cut(lengths)
         if not self._paused and isinstance(result, Tensor) and result.is_floating_point():
             self.seen(result.detach())
         return result

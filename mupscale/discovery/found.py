@@ -1,16 +1,17 @@
 """What was found: roles, blocks and units by parameter name, as `plan`, `upscale` and `verify` take them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, nn
 
+from mupscale.discovery.cuts import PairedCut, layouts_of
 from mupscale.errors import UserError
 from mupscale.widening.layers import by_layer, starred
-from mupscale.widening.layout import Layout, LayoutSpec, Piece, parse_layout
+from mupscale.widening.layout import Layout, LayoutSpec, narrow_length, parse_layout, wide_length
 from mupscale.widening.roles import Role
 
 Unit = float | tuple[float, float]
@@ -31,6 +32,8 @@ class Found:
     """Forward passes of the wide model that it took."""
     shapes: dict[str, tuple[Shape, Shape]] = field(repr=False)
     """Of every parameter and buffer in the narrow and in the wide model."""
+    cuts: tuple[PairedCut, ...] = field(default=(), repr=False)
+    """Where the models cut their axes into sections."""
     untested: tuple[str, ...] = ()
     """Growing parameters that had no part in what the model returns, so that nothing is known of them."""
 
@@ -39,12 +42,20 @@ class Found:
         """All three, as keyword arguments: `plan(narrow, wide, **found.hints)`."""
         return {"roles": self.roles, "blocks": self.blocks, "units": self.units}
 
-    def resolved(self, narrow: nn.Module, wide: nn.Module) -> "Found":
+    def resolved(self, narrow: nn.Module, wide: nn.Module, cuts: Callable[[], Sequence[PairedCut]]) -> "Found":
         """The same for two models of the same family with other sizes and another depth.
 
-        They may be on the meta device. Blocks and pieces are carried over as shares of their axis. UserError where
-        that does not say how a parameter grows.
+        They may be on the meta device. Blocks are carried over as shares of their axis. Where an axis has sections of
+        unequal lengths, `cuts` is called, which says where these models cut their axes (`cuts_between`). UserError
+        where that does not say how a parameter grows.
         """
+        known: list[PairedCut] | None = None
+
+        def all_cuts() -> list[PairedCut]:
+            nonlocal known
+            known = [*cuts()] if known is None else known
+            return known
+
         targets = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
         sources = {**dict(narrow.named_parameters()), **dict(narrow.named_buffers())}
         alike: dict[str, list[str]] = {}
@@ -53,12 +64,12 @@ class Found:
         places: dict[str, list[str]] = {}
         for name in sources:
             places.setdefault(starred(name), []).append(name)
-        answer = Found({}, {}, {}, self.passes, {}, self.untested)
+        answer = Found({}, {}, {}, self.passes, {}, untested=self.untested)
         for key, names in places.items():
             if key not in alike:
                 raise UserError(f"{names[0]!r} has no counterpart in the model in which growth was found")
             for name, model in zip(names, self._models(alike[key], len(names)), strict=True):
-                self._carry_over(model, name, sources[name], targets[name], answer)
+                self._carry_over(model, name, sources[name], targets[name], answer, all_cuts)
         return answer
 
     def _models(self, names: Sequence[str], count: int) -> list[str]:
@@ -76,7 +87,15 @@ class Found:
     def _said_of(self, name: str) -> tuple[Any, ...]:
         return self.roles.get(name), str(self.blocks.get(name)), self.units.get(name)
 
-    def _carry_over(self, model: str, name: str, source: Tensor, target: Tensor, answer: "Found") -> None:
+    def _carry_over(
+        self,
+        model: str,
+        name: str,
+        source: Tensor,
+        target: Tensor,
+        answer: "Found",
+        cuts: Callable[[], Sequence[PairedCut]],
+    ) -> None:
         shapes = tuple(source.shape), tuple(target.shape)
         answer.shapes[name] = shapes
         if model in self.roles:
@@ -93,7 +112,7 @@ class Found:
                 )
             if axis in self.blocks.get(model, {}):
                 layout = parse_layout(self.blocks[model][axis], *small)
-                answer.blocks.setdefault(name, {})[axis] = _rescaled(name, layout, small, (n, w))
+                answer.blocks.setdefault(name, {})[axis] = _rescaled(name, layout, (n, w), self.cuts, cuts)
 
     def __str__(self) -> str:
         lines = [f"found in {self.passes} forward passes of the wide model"]
@@ -127,34 +146,42 @@ def without_rounding(unit: Unit, narrow: Shape, wide: Shape, tolerance: float) -
     return (scale, unit[1]) if isinstance(unit, tuple) else scale
 
 
-def _rescaled(name: str, layout: Layout, small: tuple[int, int], large: tuple[int, int]) -> LayoutSpec:
-    """The layout of an axis of one length for an axis of another: pieces keep their shares of it."""
-    n, w = large
+def _rescaled(
+    name: str,
+    layout: Layout,
+    sizes: tuple[int, int],
+    cuts: Sequence[PairedCut],
+    new_cuts: Callable[[], Sequence[PairedCut]],
+) -> LayoutSpec:
+    """The layout of an axis of one length for an axis of another. Of several ways to cut it, the same one is taken."""
+    n, w = sizes
     if len(layout) == 1:
         (piece,) = layout
+        count = piece.length // piece.block
         if piece.block == 1:
             return 1
-        count = piece.length // piece.block
         if n % count == 0:
             return n // count
-        raise _does_not_fit(name, large)
-    if len({piece.factor for piece in layout}) == 1:
-        return [_share(name, piece, Fraction(n, small[0]), large) for piece in layout]
-    grown, fixed = (sum(p.length for p in layout if (p.factor > 1) is wanted) for wanted in (True, False))
-    factors = {piece.factor for piece in layout if piece.factor > 1}
-    if len(factors) != 1:
-        raise _does_not_fit(name, large)
-    grown_here = Fraction(w - n, factors.pop() - 1)
-    ratio = {True: grown_here / grown, False: (n - grown_here) / fixed}
-    return [_share(name, piece, ratio[piece.factor > 1], large) for piece in layout]
+        raise _does_not_fit(name, sizes)
+    if len(layout) == 2 and 1 in (factors := [piece.factor for piece in layout]) and max(factors) > 1:
+        # width beside what is fixed: the sizes say how much is which
+        grown = Fraction(w - n, max(factors) - 1)
+        lengths = [n - grown if factor == 1 else grown for factor in factors]
+        if grown.denominator == 1 and 0 < grown < n and all(piece.block == piece.length for piece in layout):
+            return [(int(length), int(length), factor) for length, factor in zip(lengths, factors, strict=True)]
+    for depth in range(3):
+        before = _cut_like(layout, cuts, narrow_length(layout), wide_length(layout), depth)
+        if layout in before:
+            after = _cut_like(layout, new_cuts(), n, w, depth)
+            if len(before) == len(after):
+                return [tuple(piece) for piece in after[before.index(layout)]]
+    raise _does_not_fit(name, sizes)
 
 
-def _share(name: str, piece: Piece, ratio: Fraction, large: tuple[int, int]) -> tuple[int, int, int]:
-    length = piece.length * ratio
-    block = length / (piece.length // piece.block) if piece.block > 1 or piece.length == 1 else Fraction(1)
-    if length.denominator != 1 or block.denominator != 1 or length < 1:
-        raise _does_not_fit(name, large)
-    return int(length), int(block), piece.factor
+def _cut_like(layout: Layout, cuts: Sequence[PairedCut], narrow: int, wide: int, depth: int) -> list[Layout]:
+    """The layouts of an axis by these cuts with as many sections as a given one, which grow as they do."""
+    factors = [piece.factor for piece in layout]
+    return [option for option in layouts_of(cuts, narrow, wide, depth) if [piece.factor for piece in option] == factors]
 
 
 def _does_not_fit(name: str, sizes: tuple[int, int]) -> UserError:

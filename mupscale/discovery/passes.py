@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mupscale._torch import tree_leaves, tree_map
 from mupscale.checks.recording import float_copies
+from mupscale.discovery.cuts import Cut
 from mupscale.discovery.double_precision import DoublePrecision
 from mupscale.discovery.hypothesis import Hypothesis, followed_axes
 from mupscale.discovery.matching import MASKED, Match, match
@@ -67,8 +68,10 @@ class Recording:
         self.events: list[Event] = []
         self.outputs: list[Tensor] = []
         """Of the model itself, with their graph."""
+        self.cuts: list[Cut] = []
+        """Into which sections the model cuts axes."""
         self._made: list[Tensor] = []
-        _watched(model, call, self._note, self._made.append)
+        _watched(model, call, self._note, self._made.append, self.cuts.append)
 
     def _note(self, name: str, module: nn.Module, kind: Literal["begins", "ends"], values: Any) -> None:
         self.events.append(Event(name, kind, float_copies(values), [*self._made]))
@@ -204,11 +207,15 @@ def _layout_of_units(inputs: list[Tensor], matches: list[Match], narrow: int, wi
 
 
 def _watched(
-    model: nn.Module, call: Call, note: Callable[[str, nn.Module, Any, Any], None], made: Callable[[Tensor], None]
+    model: nn.Module,
+    call: Call,
+    note: Callable[[str, nn.Module, Any, Any], None],
+    made: Callable[[Tensor], None],
+    cut: Callable[[Cut], None] = lambda lengths: None,
 ) -> None:
     """Runs the model, and calls `note` where each module begins and ends, `made` with what each operation makes."""
     handles = [model.register_forward_pre_hook(_in_float64, with_kwargs=True)]
-    mode = DoublePrecision(made)
+    mode = DoublePrecision(made, cut)
 
     def begins(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mupscale.discovery.cuts import layouts_of, paired
 from mupscale.discovery.found import nearest_power
 from mupscale.discovery.hypothesis import Assumed, Axis, Group, Hypothesis, is_known
 from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients
@@ -61,6 +62,7 @@ class Search:
         self.tolerance = tolerance
         with torch.no_grad():
             self.narrow = Recording(narrow, call)
+            self.cuts = paired(self.narrow.cuts, Recording(wide, call).cuts)
         if not self.narrow.events:
             raise UserError("discover: call(model) does not run the model. Let it return model(inputs)")
         self._gradients: dict[str, Tensor] | None = None
@@ -68,6 +70,10 @@ class Search:
         self.tried: list[str] = []
         self.furthest: Outcome | None = None
         self._begins = self._first_events()
+        begun = {event.module for event in self.narrow.events}
+        self._never_begun = [
+            name for name, _ in narrow.named_modules() if name not in begun and self.hypothesis.own(name)
+        ]
 
     def run(self) -> Outcome:
         """Changes what is assumed until the models agree; UserError where no change helps."""
@@ -170,12 +176,18 @@ class Search:
         yield from self._unit_changes(ran, self._usual_ratios())
 
     def _modules_run(self, outcome: Outcome, scope: str) -> list[str]:
-        """The modules with parameters of their own in a scope that have begun, the last first."""
+        """The modules with parameters of their own in a scope that have begun, the last first.
+
+        Then those whose parameters the code of another module uses, so that they never begin.
+        """
         inside = f"{scope}." if scope else ""
         seen: dict[str, None] = {}
         for event in reversed(self.narrow.events[: outcome.agreed + 1]):
             if (event.module == scope or event.module.startswith(inside)) and self.hypothesis.own(event.module):
                 seen.setdefault(event.module)
+        for module in self._never_begun:
+            if module.startswith(inside):
+                seen.setdefault(module)
         return list(seen)
 
     def _carrier_changes(self, outcome: Outcome) -> Iterator[Change]:
@@ -212,10 +224,11 @@ class Search:
         n, w = group.narrow, group.wide
         if w % n == 0:
             # a few sections, or entry by entry: these say the same at other sizes
-            counts = [1, 2, 3, 4, n, *range(5, n)]
-            yield from (evenly(n, w, n // count) for count in dict.fromkeys(counts) if n % count == 0)
-            yield from self._sections(group)
+            yield from (evenly(n, w, n // count) for count in (1, 2, 3, 4, n) if n % count == 0)
+            yield from layouts_of(self.cuts, n, w)
+            yield from (evenly(n, w, n // count) for count in range(5, n) if n % count == 0)
             return
+        yield from layouts_of(self.cuts, n, w)
         yield evenly(n, w)
         for factor in self._factors():
             grown = (w - n) / (factor - 1)
@@ -223,16 +236,6 @@ class Search:
                 x = int(grown)
                 yield (Piece(x, x, factor), Piece(n - x, n - x, 1))
                 yield (Piece(n - x, n - x, 1), Piece(x, x, factor))
-
-    def _sections(self, group: Group) -> Iterator[Layout]:
-        """Unequal sections: the first as long as an axis of another parameter, the rest in two equal halves."""
-        factor = group.wide // group.narrow
-        lengths = sorted({n for use in self.hypothesis.uses.values() for n in use.narrow_shape})
-        for first in lengths:
-            rest = group.narrow - first
-            if rest > 0 and rest % 2 == 0 and rest != 2 * first:
-                half = rest // 2
-                yield (Piece(first, first, factor), Piece(half, half, factor), Piece(half, half, factor))
 
     def _side_changes(self, ran: list[str]) -> Iterator[Change]:
         seen = set()
@@ -323,6 +326,11 @@ class Search:
                 if not float((found - wanted).abs().max()) <= 100 * self.tolerance * size:
                     answer.append(name)
         return answer
+
+    def has_fractions(self) -> bool:
+        """Whether an axis grows by a factor that is not whole."""
+        shapes = [zip(use.narrow_shape, use.wide_shape, strict=True) for use in self.hypothesis.uses.values()]
+        return any(n and w % n for pairs in shapes for n, w in pairs)
 
     def untested(self) -> tuple[str, ...]:
         """Growing parameters without a gradient, here and in other layers: of these, everything may be wrong."""

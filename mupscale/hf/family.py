@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from fractions import Fraction
+from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from mupscale.checks.verify import float64_copy
-from mupscale.discovery.discover import confirm, discover
+from mupscale.discovery.cuts import PairedCut
+from mupscale.discovery.discover import confirm, cuts_between, discover
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError
 from mupscale.hf.config import shrunken, wide_config
 from mupscale.hf.config_walk import fields_of, parts
+from mupscale.hf.growth import on_meta
 from mupscale.hf.inputs import Call, default_call
 from mupscale.hf.outputs import difference, quiet
+from mupscale.hf.whole_rows import whole_rows
 from mupscale.widening.upscale import upscale
 
 OTHER_SIZE = 3
@@ -45,9 +49,8 @@ def found_for(
 ) -> Found:
     """How a model of `config` grows to one of `wide`, found with small models of the same family and factors.
 
-    `found_for(config, wide).resolved(narrow_model, wide_model)` is the finding for models of these configurations, on
-    any device. `call(model)` runs one forward pass; where it does not run a small model, `default_call` does. A finding
-    is made once in a process.
+    `found_between` has it for models of these configurations. `call(model)` runs one forward pass; where it does not
+    run a small model, `default_call` does. A finding is made once in a process.
     """
     factors = field_factors(config, wide)
     small = shrunken(config)
@@ -57,6 +60,28 @@ def found_for(
         if key not in _known:
             _known[key] = _discovered(small, wide_config(small, 1, fields=factors), model_class, call)
         return _known[key]
+
+
+def found_between(
+    narrow: Any, wide: Any, *, model_class: Any = AutoModelForCausalLM, call: Call | None = None
+) -> Found:
+    """How a model grows to a wide one of its family, on any device, found with small models of it."""
+    found = found_for(narrow.config, wide.config, model_class=model_class, call=call)
+    return found.resolved(narrow, wide, lambda: _cuts(narrow, wide, call))
+
+
+def _cuts(narrow: Any, wide: Any, call: Call | None) -> list[PairedCut]:
+    """Where two models cut their axes, from models of their sizes that have no memory."""
+    before, after = (on_meta(type(model), model.config).double().eval() for model in (narrow, wide))
+    try:
+        with torch.device("meta"), whole_rows():
+            return cuts_between(before, after, call or default_call)
+    except Exception as error:  # many models look at values, which these do not have
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise UserError(
+            f"a {narrow.config.model_type} has axes with sections of unequal lengths, and where they are cut is not "
+            f"found without its weights ({reason}). Take the model in memory: mupscale.discover(narrow, wide, call)"
+        ) from error
 
 
 def field_factors(config: PretrainedConfig, wide: PretrainedConfig) -> dict[str, Fraction]:
@@ -98,7 +123,7 @@ def _discovered(small: PretrainedConfig, large: PretrainedConfig, model_class: A
         found = discover(narrow, wide, call)
         _check_reloaded(narrow, wide, found, call)
         narrow, wide = (_built(model_class, wide_config(each, OTHER_SIZE, keep_heads=False)) for each in (small, large))
-        confirm(narrow, wide, call, found.resolved(narrow, wide))
+        confirm(narrow, wide, call, found.resolved(narrow, wide, partial(cuts_between, narrow, wide, call)))
         return found
 
 

@@ -9,7 +9,7 @@ import torch
 from mupscale.discovery.discover import discover
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError, needs_extra
-from mupscale.hf.family import CannotShrink, found_for
+from mupscale.hf.family import CannotShrink, found_between
 from mupscale.hf.folder import read_folder
 from mupscale.hf.growth import Growth
 from mupscale.hf.inputs import Call, default_call
@@ -78,7 +78,7 @@ def upscale(
 def _found(narrow: "PreTrainedModel", wide: "PreTrainedModel", call: Call | None) -> Found:
     """How the model grows, found with small ones of its family; where there are none, with the models themselves."""
     try:
-        return found_for(narrow.config, wide.config, model_class=type(narrow), call=call).resolved(narrow, wide)
+        return found_between(narrow, wide, model_class=type(narrow), call=call)
     except CannotShrink:
         if sum(parameter.numel() for parameter in wide.parameters()) > MOST_PARAMETERS:
             raise

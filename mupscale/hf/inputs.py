@@ -31,15 +31,15 @@ def default_call(model: Any) -> Any:
 
 def _inputs(model: Any) -> Iterator[tuple[str, Any]]:
     config = model.config
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=model.dtype)
+        return torch.randn(shape, generator=generator, dtype=model.dtype, device="cpu").to(model.device)
 
     vocabulary = _field(config, "vocab_size")
     if vocabulary is not None:
         lowest = min(3, vocabulary - 1)  # the first ones often mean padding or an end
-        tokens = torch.randint(lowest, vocabulary, (ROWS, TOKENS), generator=generator)
+        tokens = torch.randint(lowest, vocabulary, (ROWS, TOKENS), generator=generator, device="cpu").to(model.device)
         yield "input_ids", tokens
         if getattr(config, "is_encoder_decoder", False):
             yield "decoder_input_ids", tokens

@@ -13,7 +13,7 @@ import torch
 from mupscale.arguments import refuse_unless_whole
 from mupscale.errors import UserError
 from mupscale.hf.continuing import growth_record, written
-from mupscale.hf.family import found_for
+from mupscale.hf.family import found_between
 from mupscale.hf.folder import CONFIG_FILE, GROWTH_FILE, ModelFolder, read_folder
 from mupscale.hf.growth import Growth, on_meta
 from mupscale.hf.inputs import Call
@@ -137,7 +137,7 @@ def _prepared(
     noise = method.noise if noise is None else noise
     config = growth.wide(folder.config)
     narrow, wide = on_meta(folder.model_class, folder.config), on_meta(folder.model_class, config)
-    found = found_for(folder.config, config, model_class=folder.model_class, call=call).resolved(narrow, wide)
+    found = found_between(narrow, wide, model_class=folder.model_class, call=call)
     plan = method.plan(narrow, wide, **found.hints)
     method.check(plan)
     if noise is not None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from unprepared import MODELS, TOKENS, Build, Decoder, Sinusoid
 
 import mupscale
+from mupscale.discovery.discover import cuts_between
 from mupscale.errors import UserError
 
 WIDTH = 8
@@ -120,6 +121,6 @@ def test_a_finding_is_carried_over_to_another_size(name: str) -> None:
     narrow, wide = build(16), build(32)
     with torch.device("meta"):
         shapes = build(16), build(32)
-    resolved = found.resolved(*shapes)
+    resolved = found.resolved(*shapes, lambda: cuts_between(*shapes, lambda model: model(inputs.to("meta"))))
     again = mupscale.discover(narrow, wide, lambda model: model(inputs))
     assert (resolved.roles, resolved.blocks, resolved.units) == (again.roles, again.blocks, again.units)
