@@ -11,9 +11,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("name", ["plain_loop", "transformers_trainer"])
 def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    if name == "transformers_trainer":
-        pytest.importorskip("accelerate")
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     text = capsys.readouterr().out
     narrow, wide = (float(loss) for loss in re.findall(r"^hidden size .*?([\d.]+)$", text, flags=re.MULTILINE))

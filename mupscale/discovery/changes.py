@@ -1,0 +1,250 @@
+"""What may be tried where two models first differ: other layouts, sides and units of the modules before it."""
+
+import math
+from collections.abc import Iterator
+from itertools import combinations
+from typing import NamedTuple
+
+from torch import nn
+
+from mupscale.discovery.cuts import PairedCut, layouts_of
+from mupscale.discovery.found import nearest_power
+from mupscale.discovery.hypothesis import Group, Hypothesis, is_known
+from mupscale.discovery.passes import Event, Outcome
+from mupscale.widening.layers import starred
+from mupscale.widening.layout import Layout, Piece, evenly
+from mupscale.widening.modules import Side
+
+_MOST_PAIRED = 24
+"""Of the changes of layouts, those that are tried together with another change."""
+
+
+class Change(NamedTuple):
+    """One thing to try."""
+
+    words: str
+    layout: tuple[Group, Layout] | None = None
+    sides: tuple[tuple[str, ...], tuple[Side, ...]] | None = None
+    units: tuple[tuple[str, ...], float, float] | None = None
+    """Names, a factor and an offset."""
+
+    def names(self) -> Iterator[str]:
+        """The tensors that it changes."""
+        if self.layout is not None:
+            yield from (name for name, _ in self.layout[0].axes)
+        yield from self.sides[0] if self.sides is not None else ()
+        yield from self.units[0] if self.units is not None else ()
+
+    def apply(self, hypothesis: Hypothesis) -> None:
+        if self.layout is not None:
+            hypothesis.choose(*self.layout)
+        if self.sides is not None:
+            for name in self.sides[0]:
+                hypothesis.turn(name, self.sides[1])
+        if self.units is not None:
+            for name in self.units[0]:
+                hypothesis.scale(name, *self.units[1:])
+
+
+class Proposals:
+    """The changes that may help, from the likely ones to the others."""
+
+    def __init__(self, hypothesis: Hypothesis, events: list[Event], cuts: list[PairedCut]) -> None:
+        self.hypothesis, self.events, self.cuts = hypothesis, events, cuts
+        self._begins = self._first_events()
+        begun = {event.module for event in events}
+        names = [name for name, _ in hypothesis.narrow.named_modules()]
+        self._never_begun = [name for name in names if name not in begun and hypothesis.own(name)]
+
+    def first_event(self, change: Change) -> int:
+        """The first event that a change can alter."""
+        return min((self._begins.get(name, 0) for name in change.names()), default=0)
+
+    def scopes(self, outcome: Outcome) -> Iterator[str]:
+        """The module in whose code the models part, and those that contain it, up to the model."""
+        if outcome.untrained:
+            scope = outcome.untrained[0].rpartition(".")[0]
+        else:
+            event = self.events[outcome.agreed]
+            scope = event.module.rpartition(".")[0] if event.kind == "begins" else event.module
+        yield scope
+        while scope:
+            scope = scope.rpartition(".")[0]
+            yield scope
+
+    def changes(self, outcome: Outcome, scope: str) -> Iterator[Change]:
+        ran = self._modules_run(outcome, scope)
+        yield from self._carrier_changes(outcome)
+        yield from self._unit_changes(ran, self._ratios(outcome))
+        yield from self._layout_changes(ran)
+        yield from self._side_changes(ran)
+        yield from self._unit_changes(ran, self._usual_ratios())
+
+    def _modules_run(self, outcome: Outcome, scope: str) -> list[str]:
+        """The modules with parameters of their own in a scope that have begun, the last first.
+
+        Then those whose parameters the code of another module uses, so that they never begin.
+        """
+        inside = f"{scope}." if scope else ""
+        seen: dict[str, None] = {}
+        for event in reversed(self.events[: outcome.agreed + 1]):
+            if (event.module == scope or event.module.startswith(inside)) and self.hypothesis.own(event.module):
+                seen.setdefault(event.module)
+        for module in self._never_begun:
+            if module.startswith(inside):
+                seen.setdefault(module)
+        return list(seen)
+
+    def _carrier_changes(self, outcome: Outcome) -> Iterator[Change]:
+        """The last norm before a readout that is tied to an embedding carries the factor of the readout."""
+        running = {event.module for event in self.events[: outcome.agreed + 1]}
+        for use in self.hypothesis.uses.values():
+            sides = self.hypothesis.assumed[use.name].sides
+            if use.narrow.ndim < 2 or len(use.owners) < 2 or "out" not in sides:
+                continue
+            if not any(owner in running and not isinstance(module, nn.Embedding) for owner, module, _, _ in use.owners):
+                continue
+            for module in self._modules_run(outcome, ""):
+                own = self.hypothesis.own(module)
+                uses = [self.hypothesis.uses[name] for name in own]
+                if all(each.narrow.ndim == 1 and each.growing for each in uses):
+                    factor = self.hypothesis.assumed[use.name].copies
+                    yield Change(f"{module} carries the factor of {use.name}", units=(tuple(own), 1 / factor, 0.0))
+                    return
+
+    def _layout_changes(self, ran: list[str]) -> Iterator[Change]:
+        for module in ran:
+            own = set(self.hypothesis.own(module))
+            for group in self.hypothesis.groups:
+                if not any(name in own for name, _ in group.axes):
+                    continue
+                if any(group.key == starred(earlier) for earlier in ran[: ran.index(module)]):
+                    continue
+                name, axis = next(each for each in group.axes if each[0] in own)
+                for layout in self._layouts(group):
+                    if layout != self.hypothesis.assumed[name].layouts[axis]:
+                        yield Change(f"{group.key} in {_layout_words(layout)}", layout=(group, layout))
+
+    def _layouts(self, group: Group) -> Iterator[Layout]:
+        n, w = group.narrow, group.wide
+        if w % n == 0:
+            # a few sections, or entry by entry: these say the same at other sizes
+            yield from (evenly(n, w, n // count) for count in (1, 2, 3, 4, n) if n % count == 0)
+            yield from layouts_of(self.cuts, n, w)
+            yield from (evenly(n, w, n // count) for count in range(5, n) if n % count == 0)
+            return
+        yield from layouts_of(self.cuts, n, w)
+        yield evenly(n, w)
+        for factor in self._factors():
+            grown = (w - n) / (factor - 1)
+            if grown == int(grown) and 0 < grown < n:
+                x = int(grown)
+                yield (Piece(x, x, factor), Piece(n - x, n - x, 1))
+                yield (Piece(n - x, n - x, 1), Piece(x, x, factor))
+
+    def _side_changes(self, ran: list[str]) -> Iterator[Change]:
+        seen = set()
+        for module in ran:
+            for name in self.hypothesis.own(module):
+                use = self.hypothesis.uses[name]
+                if is_known(use) or not use.growing or starred(name) in seen:
+                    continue
+                seen.add(starred(name))
+                alike = tuple(other for other in self.hypothesis.uses if starred(other) == starred(name))
+                for sides in _other_sides(self.hypothesis.assumed[name].sides):
+                    yield Change(f"{starred(name)} as {sides}", sides=(alike, sides))
+
+    def _unit_changes(self, ran: list[str], ratios: list[float]) -> Iterator[Change]:
+        seen = set()
+        for module in ran:
+            own = tuple(self.hypothesis.own(module))
+            weights = tuple(name for name in own if "bias" not in name.rpartition(".")[2])
+            for names in dict.fromkeys((own, weights)):
+                alike = {starred(name) for name in names}
+                every = tuple(name for name in self.hypothesis.uses if starred(name) in alike)
+                for ratio in ratios:
+                    for offset in (0.0, 1.0) if self._may_be_shifted(names) else (0.0,):
+                        words = f"{starred(module)} times {1 / ratio:.4g}" + " of 1 + weight" * bool(offset)
+                        for chosen in dict.fromkeys((every, names)):
+                            if (chosen, ratio, offset) not in seen:
+                                seen.add((chosen, ratio, offset))
+                                yield Change(words, units=(chosen, 1 / ratio, offset))
+
+    def _may_be_shifted(self, names: tuple[str, ...]) -> bool:
+        """Whether parameters may be gains of the form 1 + w: those of a norm of an unknown type."""
+        uses = [self.hypothesis.uses[name] for name in names]
+        fresh = all(not self.hypothesis.assumed[name].offset for name in names)
+        return fresh and all(len(use.narrow_shape) == 1 and use.growing and not is_known(use) for use in uses)
+
+    def _ratios(self, outcome: Outcome) -> list[float]:
+        """The ratios that agreeing tensors had, the last first."""
+        seen: dict[float, None] = {}
+        for matches in reversed(outcome.matches):
+            for found in matches:
+                ratio = self._as_power(found.ratio)
+                if ratio != 1 and not any(math.isclose(ratio, other, rel_tol=1e-6) for other in seen):
+                    seen.setdefault(ratio)
+        return list(seen)[:4]
+
+    def _as_power(self, ratio: float) -> float:
+        """A ratio without its rounding errors, where it is a power of a growth factor."""
+        for factor in self._factors():
+            power = nearest_power(ratio, factor)
+            if math.isclose(ratio, power, rel_tol=1e-12):
+                return power
+        return ratio
+
+    def _usual_ratios(self) -> list[float]:
+        powers = (0.5, -0.5, 0.25, 1, -1)
+        return [factor**power for factor in self._factors() for power in powers]
+
+    def _factors(self) -> list[int]:
+        """The whole factors by which axes grow."""
+        pairs = {
+            (n, w)
+            for use in self.hypothesis.uses.values()
+            for n, w in zip(use.narrow_shape, use.wide_shape, strict=True)
+        }
+        return sorted({w // n for n, w in pairs if n and w != n and w % n == 0})
+
+    def _first_events(self) -> dict[str, int]:
+        """The first event of a module that holds each tensor, or that contains one; other modules may read it too."""
+        first: dict[str, int] = {}
+        for index, event in enumerate(self.events):
+            first.setdefault(event.module, index)
+        answer = {}
+        for name, use in self.hypothesis.uses.items():
+            answer[name] = min(first.get(owner.rpartition(".")[0], 0) for owner, _, _, _ in use.owners)
+        for name in self.hypothesis.buffers:
+            answer[name] = first.get(name.rpartition(".")[0].rpartition(".")[0], 0)
+        return answer
+
+
+def pairs(changes: list[Change]) -> Iterator[tuple[Change, Change]]:
+    """Two changes at once: of two layouts, or of a layout and units."""
+    layouts = [change for change in changes if change.layout is not None][:_MOST_PAIRED]
+    others = [change for change in changes if change.units is not None]
+    for one, other in combinations(layouts, 2):
+        if one.layout and other.layout and one.layout[0] != other.layout[0]:
+            yield one, other
+    for one in layouts:
+        for other in others:
+            if one.layout and other.units and any(name in other.units[0] for name, _ in one.layout[0].axes):
+                yield one, other
+
+
+def _layout_words(layout: Layout) -> str:
+    if len(layout) == 1:
+        return f"blocks of {layout[0].block}"
+    return "pieces " + " + ".join(f"{piece.length}·{piece.factor}" for piece in layout)
+
+
+def _other_sides(sides: tuple[Side, ...]) -> Iterator[tuple[Side, ...]]:
+    """The other sides that the growing axes may have."""
+    growing = [axis for axis, side in enumerate(sides) if side]
+    for number in range(2 ** len(growing)):
+        answer = list(sides)
+        for place, axis in enumerate(growing):
+            answer[axis] = "in" if number >> place & 1 else "out"
+        if tuple(answer) != sides:
+            yield tuple(answer)
