@@ -42,7 +42,7 @@ class Found:
         """All three, as keyword arguments: `plan(narrow, wide, **found.hints)`."""
         return {"roles": self.roles, "blocks": self.blocks, "units": self.units}
 
-    def resolved(self, narrow: nn.Module, wide: nn.Module, cuts: Callable[[], Sequence[PairedCut]]) -> "Found":
+    def resolved(self, narrow: nn.Module, wide: nn.Module, cuts: Callable[[], Sequence[PairedCut]] = tuple) -> "Found":
         """The same for two models of the same family with other sizes and another depth.
 
         They may be on the meta device. Blocks are carried over as shares of their axis. Where an axis has sections of
