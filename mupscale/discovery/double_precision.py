@@ -17,7 +17,11 @@ class DoublePrecision(TorchFunctionMode):
     `seen` is called with every tensor that an operation makes, `cut` with the sections into which one cuts an axis.
     """
 
-    def __init__(self, seen: Callable[[Tensor], None], cut: Callable[[Cut], None]) -> None:
+    def __init__(
+        self,
+        seen: Callable[[Tensor], None] = lambda tensor: None,
+        cut: Callable[[Cut], None] = lambda lengths: None,
+    ) -> None:
         super().__init__()
         self.seen, self.cut = seen, cut
         self._paused = False

@@ -240,7 +240,7 @@ def test_sigterm_ends_all_processes_of_a_run(tmp_path: Path) -> None:
     run, log = tmp_path / "default" / "version_0", tmp_path / "log.txt"
     with log.open("w") as stream, subprocess.Popen(command, env=environment(tmp_path), stderr=stream) as process:
         try:
-            until(lambda: process.poll() is not None or any(run.glob("checkpoints/epoch=*.ckpt")))
+            until(lambda: process.poll() is not None or any(run.glob("checkpoints/resume/*.ckpt")))
             others = children(process.pid)
             assert others, log.read_text()
             os.kill(others[0], signal.SIGTERM)
