@@ -19,7 +19,7 @@ from mupscale.checks.coordinate_check import coord_check
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-GROWING, LIBRARY = ROOT / "docs/growing.md", ROOT / "docs/library.md"
+GROWING, LIBRARY, HF = (ROOT / "docs" / name for name in ("growing.md", "library.md", "hf.md"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -193,3 +193,41 @@ def test_the_quickstart_is_exact(capsys: pytest.CaptureFixture[str], monkeypatch
         quickstart("verify")
     assert caught.value.code == 1
     assert "NOT exact" in capsys.readouterr().out
+
+
+def test_discover_as_the_page_shows_it():
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(block(LIBRARY, "python", "mupscale.discover("), names)
+    told = str(names["found"]).partition("\n")[2]  # without the number of passes, which may change
+    assert told.startswith("units:")
+    assert told in LIBRARY.read_text()
+    narrow, wide, tokens = (names[name] for name in ("narrow", "wide", "tokens"))
+    torch.testing.assert_close(wide(tokens), narrow(tokens), rtol=0, atol=1e-5)
+    report = mupscale.upscale(narrow, wide, names["optimizer"], blocks=names["found"].resolved(narrow, wide).blocks)
+    assert not torch.allclose(wide(tokens), narrow(tokens), rtol=0, atol=1e-2), f"the unit is not needed: {report}"
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_models_of_transformers_as_the_page_shows_them(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("transformers")
+    from model_folders import llama, load, save
+
+    save(llama(), Path("narrow"))
+    exec(block(HF, "python", "mupscale.hf.upscale("), {})
+    assert load(Path("wide")).config.hidden_size == 64
+    Path("wide").rename("with-noise")
+    main(["upscale", "narrow", "--factor", "2", "--out", "wide"])
+    assert "checked: outputs of both models differ by" in capsys.readouterr().out
+    names: dict[str, Any] = {}
+    exec(block(HF, "python", "parameter_groups"), names)
+    rates = {(group["lr"], group["weight_decay"]) for group in names["optimizer"].param_groups}
+    assert rates == {(3e-4, 0.1), (3e-4, 0.0), (1.5e-4, 0.2)}
+
+
+def test_the_page_has_all_options_of_upscale_folder(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["upscale", "--factor", "2", "--help"])
+    options = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out)) - {"--help"}
+    assert len(options) > 8
+    assert options <= set(re.findall(r"--[a-z][\w-]+", HF.read_text()))

@@ -4,12 +4,15 @@ The families that must come out exact run in `make test`. All others, about two 
 `python -m pytest tests/hf/test_zoo.py --zoo`. None may be silently wrong: each is exact, or refused with a reason.
 """
 
+import re
+
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("timm")
 
 from hf_zoo import ENTRIES, NAMED
+from paths import ROOT
 from tiers import slow_except
 from zoo_trial import tiled, trial
 
@@ -70,3 +73,10 @@ def test_a_trial_finds_what_is_wrong(monkeypatch):
         outcome = trial(ENTRIES[name])
         assert outcome.verdict == "WRONG", str(outcome)
         assert outcome.drift > 1e-6
+
+
+def test_the_page_has_every_family_once():
+    text = (ROOT / "docs/hf.md").read_text()
+    tables = text[text.index("## Families") :].partition("\n| ")[2]
+    listed = [name for name in re.findall(r"\w+", tables) if name in ENTRIES]
+    assert sorted(listed) == sorted(ENTRIES)
