@@ -24,7 +24,10 @@ def widen_folder(arguments: list[str]) -> None:
     parser.add_argument("--factor", type=float, required=True, help="by how much all widths grow")
     parser.add_argument("--out", type=Path, required=True, help="the wide folder; it must not exist yet")
     parser.add_argument(
-        "--keep-heads", action="store_true", default=None, help="keep the number of heads, so that each one grows"
+        "--keep-heads",
+        action="store_true",
+        default=None,
+        help="keep the number of heads; their size grows, unless config.json fixes it",
     )
     parser.add_argument("--only", choices=["feed_forward"], help="grow only the intermediate sizes")
     parser.add_argument(
