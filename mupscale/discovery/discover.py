@@ -42,8 +42,8 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call) -> Found:
         try:
             search.run()
         except UserError:
-            if search.has_fractions():
-                plan(search.hypothesis.narrow, search.hypothesis.wide)  # it may know why: a norm over a fraction
+            if search.has_fractions():  # a plan may know why: a norm over a fraction
+                plan(search.hypothesis.narrow, search.hypothesis.wide, roles=_unknown_roles(search.hypothesis))
             raise
         found = _found(search)
         _confirm(search.hypothesis, found)
@@ -140,6 +140,12 @@ def _confirm(hypothesis: Hypothesis, found: Found) -> None:
             entry.factors.k_out, assumed.copies * hypothesis.weight_scale(name), rel_tol=1e-9
         ):
             raise UserError(f"discover: {name!r} has a role that a plan cannot say. Give its role by hand")
+
+
+def _unknown_roles(hypothesis: Hypothesis) -> dict[str, Role]:
+    """The roles of parameters that a plan does not know by itself, as they are assumed."""
+    uses = hypothesis.uses.items()
+    return {name: _role(hypothesis.assumed[name].sides) for name, use in uses if use.growing and not _default_role(use)}
 
 
 def _is_tied(use: Use) -> bool:

@@ -244,10 +244,16 @@ def _watched(
 
 
 def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    def doubled(value: Any) -> Any:
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    """Inputs as the copies of the models need them: in float64, on their device."""
+    device = next((parameter.device for parameter in module.parameters()), None)
 
-    return tree_map(doubled, args), tree_map(doubled, kwargs)
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value if device is None else value.to(device)
+        return value.double() if value.is_floating_point() else value
+
+    return tree_map(moved, args), tree_map(moved, kwargs)
 
 
 def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ def _changed_numbers(narrow: nn.Module, wide: nn.Module) -> Iterator[str]:
 @cache
 def _sizes_under_roots(forward: Callable[..., Any]) -> frozenset[str]:
     """The names of sizes of which a forward pass takes a root."""
-    if forward.__module__.partition(".")[0] == "torch":
+    if (forward.__module__ or "").partition(".")[0] == "torch":
         return frozenset()
     try:
         source = inspect.getsource(forward)
