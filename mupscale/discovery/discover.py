@@ -46,7 +46,7 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call) -> Found:
                 plan(search.hypothesis.narrow, search.hypothesis.wide, roles=_unknown_roles(search.hypothesis))
             raise
         found = _found(search)
-        _confirm(search.hypothesis, found)
+        _refuse_unsayable(search.hypothesis, found)
     return found
 
 
@@ -126,7 +126,7 @@ def _found(search: Search) -> Found:
     return Found(roles, blocks, units, search.passes, shapes, tuple(search.cuts), search.untested())
 
 
-def _confirm(hypothesis: Hypothesis, found: Found) -> None:
+def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
     """UserError unless `upscale` with what was found writes what made the models agree, with rates that fit it."""
     written = {name: tensor.detach().clone() for name, tensor in hypothesis.wide.state_dict().items()}
     report = upscale(hypothesis.narrow, hypothesis.wide, **found.hints)

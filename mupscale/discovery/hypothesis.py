@@ -1,9 +1,8 @@
 """What is assumed of every tensor of the wide model, and the wide model written so."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +108,7 @@ class Hypothesis:
         self.assumed[name] = replace(old, unit=old.unit * unit, offset=offset or old.offset)
 
     @torch.no_grad()
-    def write(self, names: Iterator[str] | list[str] | None = None) -> None:
+    def write(self, names: Iterable[str] | None = None) -> None:
         """Writes what has changed into the wide model."""
         for name in self.assumed if names is None else names:
             assumed = self.assumed[name]
@@ -199,16 +198,16 @@ def first_layout(narrow: int, wide: int) -> Layout:
     return evenly(narrow, wide, narrow) if wide % narrow == 0 else evenly(narrow, wide)
 
 
-Reading = Literal["summed", "unit by unit"]
+def followed_axis(module: nn.Module, attribute: str, parameter: Tensor) -> int | None:
+    """The axis of a tensor that must be duplicated as what its module reads; None if that is not known.
 
-
-def followed_axes(module: nn.Module, twin: nn.Module, attribute: str, parameter: Tensor) -> tuple[int, Reading] | None:
-    """The axis of a parameter that must agree with what its module reads, and how it reads it; None if unknown."""
+    It is the summed axis of a layer, and the only one of a tensor that acts unit by unit.
+    """
     sides = modules.axis_sides(module, attribute, parameter)
     by_unit = isinstance(module, (BatchNormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU))
     by_unit = by_unit or (isinstance(module, ConvNd) and module.groups > 1 and module.weight.shape[1] == 1)
     if by_unit or sides is None:
         axes = [axis for axis, size in enumerate(parameter.shape) if size > 1]
-        return (axes[0], "unit by unit") if len(axes) == 1 or isinstance(module, ConvNd) else None
+        return axes[0] if len(axes) == 1 or (axes and isinstance(module, ConvNd)) else None
     reads = isinstance(module, nn.Linear | ConvNd) or modules.is_conv1d(module)
-    return (sides.index("in"), "summed") if reads and "in" in sides else None
+    return sides.index("in") if reads and "in" in sides else None

@@ -11,7 +11,7 @@ from mupscale._torch import tree_leaves, tree_map
 from mupscale.checks.recording import float_copies
 from mupscale.discovery.cuts import Cut
 from mupscale.discovery.double_precision import DoublePrecision
-from mupscale.discovery.hypothesis import Hypothesis, followed_axes
+from mupscale.discovery.hypothesis import Hypothesis, followed_axis
 from mupscale.discovery.matching import MASKED, Match, match
 from mupscale.errors import UserError
 from mupscale.widening.layout import Layout, duplicate_, narrow_length, wide_length
@@ -19,13 +19,15 @@ from mupscale.widening.layout import Layout, duplicate_, narrow_length, wide_len
 Call = Callable[[nn.Module], Any]
 """One forward pass of a model."""
 
+Kind = Literal["begins", "ends"]
+
 
 @dataclass
 class Event:
     """A module begins with these inputs, or ends with these outputs."""
 
     module: str
-    kind: Literal["begins", "ends"]
+    kind: Kind
     tensors: list[Tensor]
     made_before: list[Tensor]
     """What operations have made since the event before it."""
@@ -35,14 +37,12 @@ class Event:
 class Outcome:
     """How far the wide model agrees with the narrow one."""
 
-    agreed: int
+    agreed: int = 0
     """Events that agree."""
-    total: int
     matches: list[list[Match]] = field(default_factory=list)
     """How the tensors of each event that agrees are made of the narrow ones."""
     reason: str | None = None
     """What differs in the first event that does not agree; None if all do."""
-
     operations: int = 0
     """Operations that agree after the last event that does."""
     untrained: list[str] = field(default_factory=list)
@@ -73,14 +73,14 @@ class Recording:
         self._made: list[Tensor] = []
         _watched(model, call, self._note, self._made.append, self.cuts.append)
 
-    def _note(self, name: str, module: nn.Module, kind: Literal["begins", "ends"], values: Any) -> None:
+    def _note(self, name: str, kind: Kind, values: Any) -> None:
         self.events.append(Event(name, kind, float_copies(values), [*self._made]))
         self._made.clear()
         if not name and kind == "ends":
-            self.outputs = floats(values)
+            self.outputs = _floats(values)
 
 
-def floats(values: Any) -> list[Tensor]:
+def _floats(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
@@ -97,7 +97,7 @@ def compare(
     Events before `since` are known to agree as in `base`.
     """
     hypothesis.write()
-    outcome = Outcome(0, len(narrow.events))
+    outcome = Outcome()
     made: list[Tensor] = []
 
     def differs(reason: str) -> NoReturn:
@@ -106,7 +106,7 @@ def compare(
             outcome.operations = _operations(narrow.events[outcome.agreed].made_before, made, tolerance)
         raise _Stop
 
-    def note(name: str, module: nn.Module, kind: Literal["begins", "ends"], values: Any) -> None:
+    def note(name: str, kind: Kind, values: Any) -> None:
         index = outcome.agreed
         if index >= len(narrow.events) or (narrow.events[index].module, narrow.events[index].kind) != (name, kind):
             differs("the two models call different modules")
@@ -120,7 +120,7 @@ def compare(
             differs(f"what {_shown(name)} {'reads' if kind == 'begins' else 'returns'} differs")
         if kind == "begins":
             _follow(hypothesis, name, narrow.events[index].tensors, matches)
-        if not name and kind == "ends" and not _in_full(narrow.events[index].tensors, matches):
+        if not name and kind == "ends" and not _in_full(matches):
             outcome.matches.append(matches)
             differs("what the model returns is multiplied by a number")
         outcome.matches.append(matches)
@@ -162,7 +162,7 @@ def _matched(narrow: list[Tensor], wide: list[Tensor], tolerance: float) -> list
     return answer
 
 
-def _in_full(narrow: list[Tensor], matches: list[Match]) -> bool:
+def _in_full(matches: list[Match]) -> bool:
     """Whether outputs that do not grow are equal; hidden states may be in other units, unless there is nothing else."""
     fixed = [found for found in matches if not _grows(found)]
     return all(found.ratio == 1 for found in fixed or matches)
@@ -174,7 +174,7 @@ def _grows(found: Match) -> bool:
 
 def _follow(hypothesis: Hypothesis, name: str, inputs: list[Tensor], matches: list[Match]) -> None:
     """Parameters that read, or act on, the units of an input are duplicated as it is."""
-    module, twin = hypothesis.narrow.get_submodule(name), hypothesis.wide.get_submodule(name)
+    module = hypothesis.narrow.get_submodule(name)
     first_names = hypothesis.survey.parameter_names()
     changed = []
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -184,12 +184,11 @@ def _follow(hypothesis: Hypothesis, name: str, inputs: list[Tensor], matches: li
         if full not in hypothesis.assumed:
             continue
         wide_shape = hypothesis.uses[full].wide_shape if full in hypothesis.uses else hypothesis.buffers[full][1].shape
-        followed = followed_axes(module, twin, attribute, tensor)
-        if followed is None or tensor.shape[followed[0]] == wide_shape[followed[0]]:
+        axis = followed_axis(module, attribute, tensor)
+        if axis is None or tensor.shape[axis] == wide_shape[axis]:
             continue
-        axis = followed[0]
         layout = _layout_of_units(inputs, matches, tensor.shape[axis], wide_shape[axis])
-        if layout is not None and hypothesis.assumed[full].layouts[axis] != layout:
+        if layout is not None:
             hypothesis.follow(full, axis, layout)
             changed.append(full)
     hypothesis.write(changed)
@@ -209,7 +208,7 @@ def _layout_of_units(inputs: list[Tensor], matches: list[Match], narrow: int, wi
 def _watched(
     model: nn.Module,
     call: Call,
-    note: Callable[[str, nn.Module, Any, Any], None],
+    note: Callable[[str, Kind, Any], None],
     made: Callable[[Tensor], None],
     cut: Callable[[Cut], None] = lambda lengths: None,
 ) -> None:
@@ -220,14 +219,14 @@ def _watched(
     def begins(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             with mode.paused():
-                note(name, module, "begins", (args, kwargs))
+                note(name, "begins", (args, kwargs))
 
         return hook
 
     def ends(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             with mode.paused():
-                note(name, module, "ends", output)
+                note(name, "ends", output)
 
         return hook
 

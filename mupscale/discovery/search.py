@@ -42,18 +42,14 @@ class Search:
 
     def run(self) -> None:
         """Changes what is assumed until the models agree; UserError where no change helps."""
-        first = self._pass()
+        first = self.outcome()
         for at_once in (1, 2):  # two changes at once only if one at a time do not lead to the end
-            if self._solved(first, at_once) is not None and self._pass().complete:
+            if self._solved(first, at_once) is not None and self.outcome().complete:
                 return
         raise self._stuck()
 
-    def outcome(self) -> Outcome:
-        """How far the models agree as things are assumed."""
-        return self._pass()
-
-    def _pass(self, base: Outcome | None = None, since: int = 0) -> Outcome:
-        """Runs the wide model; events before `since` are known to agree as in `base`."""
+    def outcome(self, base: Outcome | None = None, since: int = 0) -> Outcome:
+        """How far the models agree as things are assumed; events before `since` are known to agree as in `base`."""
         self.passes += 1
         outcome = compare(self.hypothesis, self.narrow, self.call, self.tolerance, base, since)
         if outcome.reason is None:
@@ -94,7 +90,7 @@ class Search:
             self.hypothesis.restore(start)
             for change in trial:
                 change.apply(self.hypothesis)
-            after = self._pass(outcome, min(self._proposals.first_event(change) for change in trial))
+            after = self.outcome(outcome, min(self._proposals.first_event(change) for change in trial))
             self.tried.append(" with ".join(change.words for change in trial))
             if after.score > outcome.score:
                 found.append((after, self.hypothesis.state()))
@@ -154,5 +150,6 @@ class Search:
         module = self.hypothesis.narrow.get_submodule(name)
         where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         return UserError(
-            f"discover: stuck at {where}: {outcome.reason}, whatever is assumed of the modules before it. {tried}"
+            f"discover: stuck at {where}: {outcome.reason}, whatever is assumed of the modules before it. "
+            f"If you know how it grows, give roles, blocks and units by hand. {tried}"
         )

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging
 
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
 from mupscale.hf.folder import read_folder
+from mupscale.hf.outputs import quiet
 
 _NAMES_OF_CODE = {"auto_map", "attn_implementation", "_attn_implementation", "experts_implementation"}
 """Fields that name code, which could be fetched from elsewhere and executed. They have no effect here."""
@@ -87,23 +87,19 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """The weights of a folder, one safetensors file or many, by the names that a model of its configuration has."""
     config = config_in(folder)
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            dtype="auto",
-        )
+        with quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                dtype="auto",
+            )
     except Exception as error:  # transformers and safetensors raise many kinds
         raise UserError(f"{folder}: its weights cannot be loaded: {' '.join(str(error).split())}") from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     model, notes = loaded
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(map(str, notes.get(what) or ()))
@@ -120,15 +116,12 @@ def save(model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None
     new = folder.with_name(f".{folder.name}.{platform.node()}.{os.getpid()}")
     old = folder.with_name(f"{new.name}.old")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        model.save_pretrained(new, state_dict=weights)
+        with quiet():
+            model.save_pretrained(new, state_dict=weights)
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
     finally:
-        if shown:
-            logging.enable_progress_bar()
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)
