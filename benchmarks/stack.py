@@ -32,6 +32,7 @@ from mupscale.commands.tuning.trial import for_trials
 from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
+from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
 from mupscale.stacking.captured import CapturedStack
 from mupscale.stacking.stack import Stack
@@ -69,8 +70,8 @@ def runs(case: dict[str, Any], options: argparse.Namespace, folder: Path) -> lis
     for index in range(case["trials"]):
         seed = index if case["seeds"] else 0
         point = {} if case["seeds"] else {"model.optimizer.lr": 0.02 * 1.02**index}
-        place = folder / str(index)
-        answer.append(Run(with_run(at(whole, point), "last_epoch", seed, place), place, str(index)))
+        name = f"trial={index}"  # a text, as in sweeps: the number alone would be parsed anew for each run
+        answer.append(Run(with_run(at(whole, point), "last_epoch", seed, folder / name), folder / name, name))
     return answer
 
 
@@ -108,7 +109,14 @@ def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
         "a checkpoint": moments[after] - moments[before] - (after - before) / rate,
     }
     whole = seconds["set-up"] + seconds["first epoch"] + (EPOCHS - 1) * seconds["epoch"] + 6 * seconds["a checkpoint"]
-    return {**seconds, "steps/s": rate, "minutes for 500 epochs": whole / 60, **peak()}
+    flops = len(alike) * flops_of_step(case["width"], 8 if options.quick else 2000)
+    return {**seconds, "steps/s": rate, "TFLOP/s": flops * rate / 1e12, "minutes for 500 epochs": whole / 60, **peak()}
+
+
+def flops_of_step(width: int, rows: int) -> float:
+    module = MLP(width)
+    module.configure_model()
+    return module.training_flops((torch.zeros(rows, 54), torch.zeros(rows, dtype=torch.long)))
 
 
 def one_by_one(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

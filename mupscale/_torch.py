@@ -94,6 +94,7 @@ def vmap_refusal(error: Exception) -> str | None:
         "called random operation while in randomness error mode": "it draws random numbers",
         "vmap: we do not yet support": "torch.vmap does not know it",
         "Batching rule not implemented for": "torch.vmap does not know it",
+        "NYI: querying is_contiguous inside of vmap": "torch.vmap does not know it",
         "vmap: It looks like you're": "Python code depends on its value",
     }
     return next((reason for wording, reason in reasons.items() if wording in str(error)), None)

@@ -128,6 +128,7 @@ class CLI(OpenCLI):
         self.ending = ending
         self.start = start
         self.text = ""
+        self.saved: Config | None = None
         super().__init__(*args, **kwargs)
 
     def setup_parser(self, *args: Any) -> None:
@@ -280,7 +281,7 @@ class CLI(OpenCLI):
             self.given[f"{self.subcommand}.ckpt_path"] = None
             self.given[f"{self.subcommand}.seed_everything"] = self.section("seed_everything")
             if self.pattern is not None and self._changes is not None:
-                self.text = self.pattern.text(self._changes)
+                self.text, self.saved = self.pattern.text(self._changes)
             else:
                 self.text = self.dumped(self.given)
             saver = SaveConfig(self.text, resumed=self.folder is not None)
@@ -304,8 +305,9 @@ class CLI(OpenCLI):
         if not trainer.is_global_zero or is_trial_run(trainer):
             return
         identity = self.start.claim(trainer, takes_next=self._takes_next_version())
+        saved = yaml.safe_load(self.text) if self.saved is None else self.saved
         for callback in callbacks_in(trainer, ExactResume):
-            callback.run = {"id": identity, "config": yaml.safe_load(self.text)}
+            callback.run = {"id": identity, "config": saved}
         log_files.keep_tables(trainer)
 
     def _takes_next_version(self) -> bool:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from mupscale._torch import vmap_refusal
 from mupscale.errors import UserError
+from mupscale.stacking.kernels import KERNELS, FoldedAttention
 
 ALPHA = 1.7580993408473766
 """What `alpha_dropout` sets dropped elements to, negative: the value of SELU far left of zero."""
@@ -38,6 +39,8 @@ class StackedDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", None) == "unflatten":
             return _unflattened(*args, **kwargs)  # torch.compile cannot call it from here
+        if func in KERNELS:
+            return KERNELS[func](*args, **kwargs)
         if func in RULES:
             return RULES[func](self.kept, *args, **kwargs)
         try:
@@ -163,6 +166,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attention step by step, where it has dropout: the kernels draw their own random numbers."""
+    if dropout_p == 0 and query.is_cuda and query.ndim > 3:
+        return FoldedAttention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

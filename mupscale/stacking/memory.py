@@ -15,6 +15,9 @@ from mupscale.stacking.stack import Losses, mapped
 STATES: dict[type[Optimizer], int] = {torch.optim.SGD: 1, torch.optim.Adam: 2, torch.optim.AdamW: 2}
 """Tensors of the size of a weight that an optimizer keeps: SGD its momentum, Adam two moments."""
 
+WORKSPACE = 0.01
+"""What kernels need beside their operands, as a share: a sum over many rows, for one, has a buffer of partial sums."""
+
 
 class Saved(NamedTuple):
     """What autograd saves for the backward pass, in bytes."""
@@ -63,7 +66,7 @@ def bytes_per_model(
     backward = saved.total + 2 * saved.largest  # the gradients that enter and leave an operation
     update = weights + 2 * max(trained, default=0)  # clipped gradients, and the temporaries of one weight
     own_batch = 0 if shared else _bytes(_tensors(batch))
-    return fixed + weights * (2 + states) + own_batch + max(backward, update)
+    return int((1 + WORKSPACE) * (fixed + weights * (2 + states) + own_batch + max(backward, update)))
 
 
 def saved_per_model(

@@ -13,6 +13,10 @@ from mupscale.stacking.captured import CapturedStack, stacked_kind
 from mupscale.stacking.dropout import mixed
 from mupscale.stacking.stack import Context, Stack
 
+of_the_compiler = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:TensorFloat32", r"ignore:\s*Online softmax is disabled"
+)
+
 
 def test_steps_are_of_one_kind_where_one_graph_can_take_them() -> None:
     pairs = [made("mlp", "adamw", index) for index in range(2)]
@@ -61,7 +65,7 @@ AUTOCAST = partial(torch.autocast, "cuda", torch.bfloat16)
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")
+@of_the_compiler
 @pytest.mark.parametrize("context", [nullcontext, AUTOCAST], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -88,7 +92,7 @@ def test_captured_steps_are_eager_ones(context: Context, optimizer: str, compile
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")
+@of_the_compiler
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "nesterov"])
 def test_compiled_steps_are_eager_ones_on_a_gpu(optimizer: str) -> None:
     stack, data = on_gpu(optimizer, torch.float64, compiled=True)
@@ -101,7 +105,7 @@ def test_compiled_steps_are_eager_ones_on_a_gpu(optimizer: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")
+@of_the_compiler
 @pytest.mark.parametrize("compiled", [False, True])
 def test_dropout_of_captured_steps_follows_the_seeds(compiled: bool) -> None:
     def built() -> Stack:

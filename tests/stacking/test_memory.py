@@ -32,7 +32,8 @@ def test_what_a_model_of_the_mlp_takes(optimizer: Any, states: int) -> None:
     weights = 8 * (6 * 8 + 8 + 2 * (8 * 8 + 8) + 8 * 3 + 3)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     found = bytes_per_model(module, optimizer, loss_of, batch)
-    assert found == weights * (2 + states) + buffers + max(saved.total + 2 * 8 * 8 * 8, weights + 2 * 8 * 8 * 8)
+    whole = weights * (2 + states) + buffers + max(saved.total + 2 * 8 * 8 * 8, weights + 2 * 8 * 8 * 8)
+    assert found == int(1.01 * whole)
     own = bytes_per_model(module, optimizer, loss_of, batch, shared=False)
     assert 0 <= own - found - (8 * 6 * 8 + 8 * 8) < 128  # and the batch; its labels are saved once more
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())

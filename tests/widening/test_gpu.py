@@ -89,6 +89,7 @@ def test_from_the_cpu_to_the_gpu():
     assert {state["exp_avg"].device.type for state in report.optimizer.state.values()} == {"cuda"}
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_clipping_never_waits_for_the_device():
     case = CASES["gpt2_untied"]
     narrow, wide = case.build(8).cuda(), case.build(16).cuda()
