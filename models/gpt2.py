@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mupscale.arguments import refuse_unless_level
 from mupscale.errors import UserError
 from mupscale.models.base import refuse_bad_counts, refuse_bad_width
 from mupscale.models.language import LanguageModel
@@ -26,6 +27,12 @@ ATTENTION_KERNELS = [
     SDPBackend.MATH,
 ]
 """In the order of their speed on a GPU; the first that can is taken. At head_dim > 256 that is the third."""
+
+SHAPE = (
+    "layers", "heads", "head_dim", "vocabulary", "context", "tied",
+    "gain", "embedding_std", "output_mult", "readout_zero_init",
+)  # fmt: skip
+"""Arguments of GPT2 that its network takes as they are."""
 
 HEADS = 12
 """The number of heads, if neither it nor head_dim is given."""
@@ -119,10 +126,10 @@ class ReadoutLoss(torch.autograd.Function):
 class Head(nn.Module):
     """The last norm and the readout; given targets, their mean loss. In one module, which can be compiled as one."""
 
-    def __init__(self, width: int, vocabulary: int) -> None:
+    def __init__(self, width: int, vocabulary: int, *, output_mult: float = 1.0, zero_init: bool = False) -> None:
         super().__init__()
         self.ln_f = nn.LayerNorm(width)
-        self.readout = Readout(width, vocabulary, bias=False)
+        self.readout = Readout(width, vocabulary, bias=False, output_mult=output_mult, readout_zero_init=zero_init)
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         dtype = x_BTD.dtype  # of the residual stream, in which matmuls are computed; autocast makes the norm float32
@@ -142,8 +149,10 @@ class GPT2Net(nn.Module):
     All heads of a block together have `attention_width`, by default the width of the model; `feed_forward` is the
     number of units between its other two layers, by default four times that.
 
-    Weights are drawn with std 0.02 (0.02 / sqrt(2 · layers) into the residual stream) whatever the width: pass
-    init="constant" to `set_base_shapes`.
+    Matrices are drawn with std `gain` / sqrt(fan_in), the default init="fan_in" of `set_base_shapes`. Without a gain
+    they have GPT-2's std 0.02 (0.02 / sqrt(2 · layers) into the residual stream) whatever the width: pass
+    init="constant" then. Embeddings have `embedding_std`, at every width; a readout of its own starts at zero, or as
+    the other matrices.
     """
 
     def __init__(
@@ -156,6 +165,10 @@ class GPT2Net(nn.Module):
         vocabulary: int = 50304,
         context: int = 1024,
         tied: bool = True,
+        gain: float | None = None,
+        embedding_std: float = 0.02,
+        output_mult: float = 1.0,
+        readout_zero_init: bool = False,
         attention_width: int | None = None,
         feed_forward: int | None = None,
     ) -> None:
@@ -175,15 +188,18 @@ class GPT2Net(nn.Module):
         self.wpe = nn.Embedding(context, width)
         shape = width, heads, grows_by_heads, attention_width, feed_forward
         self.blocks = nn.Sequential(*(Block(*shape) for _ in range(layers)))
-        self.head = Head(width, vocabulary)
+        self.head = Head(width, vocabulary, output_mult=output_mult, zero_init=readout_zero_init)
         if tied:
             self.head.readout.weight = self.wte.weight
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.ndim == 2:
+            elif name.startswith(("wte", "wpe")):
+                nn.init.normal_(parameter, std=embedding_std)
+            elif parameter.ndim == 2 and not (readout_zero_init and name.startswith("head")):
                 into_stream = name.endswith(("project.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if into_stream else 0.02)
+                constant = 0.02 / (2 * layers) ** 0.5 if into_stream else 0.02
+                nn.init.normal_(parameter, std=constant if gain is None else gain / parameter.shape[1] ** 0.5)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits; given targets, their mean loss."""
@@ -204,8 +220,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 class GPT2(LanguageModel):
     """The paper's GPT-2, trained on batches of token rows: each position predicts the next."""
 
-    init = "constant"
-
     def __init__(
         self,
         width: int | list[int],
@@ -216,6 +230,10 @@ class GPT2(LanguageModel):
         context: int = 1024,
         tied: bool = True,
         head_dim: int | None = None,
+        gain: float | None = None,
+        embedding_std: float = 0.02,
+        output_mult: float = 1.0,
+        readout_zero_init: bool = False,
         **kwargs: Any,
     ) -> None:
         """
@@ -230,6 +248,11 @@ class GPT2(LanguageModel):
             context: Positions.
             tied: Share the embedding with the readout.
             head_dim: The size of a head, the same at every width: there are more heads. Not together with `heads`.
+            gain: Draw matrices with std gain / sqrt(fan_in). By default their std is GPT-2's at the base width: 0.02,
+                and 0.02 / sqrt(2 · layers) where they write to the residual stream.
+            embedding_std: The std of the embeddings of tokens and positions, at every width.
+            output_mult: What the logits are multiplied by.
+            readout_zero_init: Start a readout that is not tied at zero.
         """
         if heads is not None and head_dim is not None:
             raise UserError(
@@ -252,10 +275,16 @@ class GPT2(LanguageModel):
                 )
             if (value[1] if isinstance(value, list) else value) % kept:
                 raise UserError(f"model.{name} = {value} is not divisible by model.{key} = {kept}")
+        levels = {"embedding_std": embedding_std, "output_mult": output_mult, "gain": 0.0 if gain is None else gain}
+        for name, value in levels.items():
+            refuse_unless_level(f"model.{name}", value)
+        if readout_zero_init and tied:
+            raise UserError("model.readout_zero_init needs a readout of its own: model.tied must be false")
         super().__init__(width, base_width, **kwargs)
+        self.init = "constant" if gain is None else "fan_in"
 
     def build(self, width: int | list[int]) -> nn.Module:
-        shape = {name: self.hparams[name] for name in ("layers", "heads", "head_dim", "vocabulary", "context", "tied")}
+        shape = {name: self.hparams[name] for name in SHAPE}
         if not isinstance(width, list):
             return GPT2Net(width, **shape)
         if len(width) != 3:

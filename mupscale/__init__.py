@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mupscale.discovery.discover import discover
     from mupscale.discovery.found import Found
     from mupscale.mup_optimizers import MuAdam, MuAdamW, MuSGD, apply_mup
+    from mupscale.schedules import WarmupCosine, WarmupStableDecay
     from mupscale.widening.clip import clip_grad_norm_
     from mupscale.widening.methods import (
         AKI,
@@ -51,6 +52,8 @@ _HOME = {
     "SignalNoise": "widening.noise",
     "UpscaleReport": "widening.upscale",
     "Verdict": "checks.verify",
+    "WarmupCosine": "schedules",
+    "WarmupStableDecay": "schedules",
     "ZeroPadding": "widening.methods",
     "apply_mup": "mup_optimizers",
     "check_claim": "checks.claims",
@@ -83,6 +86,8 @@ __all__ = [
     "SignalNoise",
     "UpscaleReport",
     "Verdict",
+    "WarmupCosine",
+    "WarmupStableDecay",
     "ZeroPadding",
     "apply_mup",
     "check_claim",
