@@ -7,6 +7,10 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from mupscale.callbacks.event_checksums import use_fast_checksums
+
+use_fast_checksums()
+
 _AXES = {"by_flops/": "x_axis_flops/", "by_samples/": "x_axis_samples/"}
 """Groups that show other metrics against another axis: the name of the metric follows."""
 
