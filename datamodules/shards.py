@@ -31,8 +31,9 @@ TOKENIZER = "tokenizer.tiktoken"
 SPLITS = ("train", "val")
 TOKEN, START = np.dtype("<u2"), np.dtype("<u8")
 LARGEST_VOCABULARY = 2**16  # what TOKEN can count
-MAPS_KEPT = 128
-"""Files of a split that are mapped at the same time. A map holds a file descriptor, of which a process has 1,024."""
+MOST_MAPS = 1024
+"""Files of a split that are mapped at the same time, if the process may open eight times as many: a map keeps its file
+open, and the tables of the pages that were read."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class MappedTokens:
     """The tokens of several files as if they were one array: all tokens of each file, or those of its span.
 
     Tokens are read from disk when they are used, and are not kept in memory. A file is mapped when it is first read; at
-    most MAPS_KEPT files are mapped at the same time.
+    most MOST_MAPS files are mapped at the same time.
     """
 
     def __init__(
@@ -189,20 +190,22 @@ class MappedTokens:
         self.token = token
         self._files, self._spans = files, spans
         self._ends = list(accumulate(end - begin for begin, end in spans))
+        self._begins = [0, *self._ends]
         self._maps: dict[int, np.ndarray] = {}
+        self._most_maps = max(min(MOST_MAPS, most_open_files() // 8), 1)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._begins[-1]
 
     def shards(self) -> Iterator[tuple[int, np.ndarray]]:
         """Where the tokens of each file begin, and these tokens, which cannot be written to."""
         for number in range(len(self._files)):
-            yield self._begin(number), self._maps.get(number, self._mapped(number))
+            yield self._begins[number], self._maps.get(number, self._mapped(number))
 
     def read(self, start: int, out: np.ndarray) -> None:
         """Fills `out`, of any integer type, with the tokens from `start` on, from several files if need be."""
         number = bisect_right(self._ends, start)
-        offset = start - self._begin(number)
+        offset = start - self._begins[number]
         filled = 0
         while filled < len(out):
             shard = self._maps.get(number)
@@ -215,7 +218,7 @@ class MappedTokens:
     def place(self, position: int) -> tuple[Path, int]:
         """The file of the token at `position`, and the place of the token in the file."""
         number = bisect_right(self._ends, position)
-        return self._files[number], self._spans[number][0] + position - self._begin(number)
+        return self._files[number], self._spans[number][0] + position - self._begins[number]
 
     def refuse_beyond(self, vocabulary: Vocabulary, start: int, found: np.ndarray) -> None:
         """UserError names the first of the tokens `found`, read from `start` on, that the vocabulary does not have."""
@@ -228,11 +231,8 @@ class MappedTokens:
             f"{vocabulary.size}: set {vocabulary.key} to the vocabulary of the tokenizer"
         )
 
-    def _begin(self, number: int) -> int:
-        return self._ends[number - 1] if number else 0
-
     def _map(self, number: int) -> np.ndarray:
-        while len(self._maps) >= MAPS_KEPT:
+        while len(self._maps) >= self._most_maps:
             del self._maps[next(iter(self._maps))]
         self._maps[number] = self._mapped(number)
         return self._maps[number]
@@ -242,10 +242,13 @@ class MappedTokens:
         if begin == end:
             return np.empty(0, self.token)
         # read-only: the system refuses writable maps of files that are larger than its memory
-        with self._files[number].open("rb", buffering=0) as stream:
-            if os.fstat(stream.fileno()).st_size < end * self.token.itemsize:
+        descriptor = os.open(self._files[number], os.O_RDONLY)
+        try:
+            if os.fstat(descriptor).st_size < end * self.token.itemsize:
                 raise UserError(f"{self._files[number]} became shorter after the run began")
-            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
         return np.frombuffer(content, self.token, end - begin, begin * self.token.itemsize)
 
 
@@ -345,6 +348,16 @@ def file_entry(path: Path) -> dict[str, Any]:
 def sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def most_open_files() -> int:
+    """The number of files that this process may have open."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # only Unix has it
+        return 512
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if most != resource.RLIM_INFINITY else 2**20
 
 
 def usable_cores() -> int:

@@ -22,6 +22,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -288,7 +289,7 @@ def _checked(listing: Listing, name: str) -> TokenFile:
     if index_size % END.itemsize:
         raise UserError(f"{path}.index has {index_size} bytes, not a multiple of {END.itemsize}: it is cut short")
     with open(f"{path}.index", "rb", buffering=0) as stream:
-        ends = DocumentEnds(stream.fileno(), index_size)
+        ends = DocumentEnds(stream)
         indexed = ends[len(ends) - 1] if len(ends) else 0
     tokenizer: str | None = None
     token_bytes: int | None = None
@@ -368,15 +369,15 @@ def _refuse_mixture(folder: Path, files: Iterable[TokenFile], what: str) -> None
 class DocumentEnds:
     """The ends of the documents in an open index: each is read when it is used."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self._descriptor, self._documents = descriptor, size // END.itemsize
+    def __init__(self, stream: FileIO) -> None:
+        self._stream, self._documents = stream, os.fstat(stream.fileno()).st_size // END.itemsize
 
     def __len__(self) -> int:
         return self._documents
 
     def __getitem__(self, number: int) -> int:
-        content = os.pread(self._descriptor, END.itemsize, number * END.itemsize)
-        return int.from_bytes(content, "little")
+        self._stream.seek(number * END.itemsize)
+        return int.from_bytes(self._stream.read(END.itemsize), "little")
 
 
 def _split(folder: Path, files: Sequence[TokenFile]) -> dict[str, list[Span]]:
@@ -411,8 +412,8 @@ def _cut(path: Path, tokens: int, room: int) -> int:
     """
     if not room:
         return tokens
+    if room >= tokens:
+        return 0
     with open(f"{path}.index", "rb", buffering=0) as stream:
-        ends = DocumentEnds(stream.fileno(), os.fstat(stream.fileno()).st_size)
-        if room >= tokens:
-            return 0
+        ends = DocumentEnds(stream)
         return min(ends[bisect_left(ends, tokens - room)], tokens)

@@ -456,7 +456,7 @@ def test_tokens_of_four_bytes(tmp_path: Path, resident: bool):
 
 
 def test_a_bounded_number_of_files_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shards, "MAPS_KEPT", 3)
+    monkeypatch.setattr(shards, "MOST_MAPS", 3)
     folder = read(write_numbered(tmp_path, files=200, documents=5))
     tokens, total = folder.tokens("train"), folder.count("train")
     expected = split_tokens(folder, "train")
@@ -468,6 +468,15 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path, monkeypatch: pytest.M
     assert len(tokens._maps) == 3
     assert len(os.listdir("/proc/self/fd")) <= before + 3
     assert sum(len(shard) for _, shard in tokens.shards()) == total
+
+
+def test_few_open_files_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shards, "most_open_files", lambda: 40)
+    folder = read(write_numbered(tmp_path, files=50, documents=5))
+    tokens = folder.tokens("train")
+    out = np.empty(len(tokens), np.int64)
+    tokens.read(0, out)
+    assert (len(tokens._maps), out.tolist()) == (5, split_tokens(folder, "train"))
 
 
 def test_the_order_of_files_is_that_of_their_names(tmp_path: Path):
@@ -560,7 +569,7 @@ def fit(folder: Path, saved: Path, order: str, *callbacks: Callback, ckpt_path: 
 
 @pytest.mark.parametrize("order", ["random", "sequential"])
 def test_a_killed_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shards, "MAPS_KEPT", 8)
+    monkeypatch.setattr(shards, "MOST_MAPS", 8)
     monkeypatch.setattr(windows, "DRAWN_AT_ONCE", 100)
     folder = write_numbered(tmp_path / "data", files=300, documents=1)  # 2,970 tokens, 23 batches an epoch
     run, saved = tmp_path / "run", tmp_path / "saved"
