@@ -452,6 +452,22 @@ def test_tokens_of_four_bytes(tmp_path: Path, resident: bool):
         attached(tmp_path, 128_256)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("token_bytes", [2, 4])
+@pytest.mark.parametrize("resident", [True, False], ids=["resident", "mapped"])
+def test_on_a_gpu_the_rows_are_the_same(tmp_path: Path, token_bytes: int, resident: bool):
+    largest = 2 ** (8 * token_bytes)
+    tokens = np.random.default_rng(0).integers(largest, size=4000)
+    write_token_file(tmp_path / "a.ds", tokens.reshape(-1, 10), token_bytes)
+    data = FineWeb(str(tmp_path), BATCH, CONTEXT, resident=resident)
+    hparams = {"vocabulary": largest}
+    data.trainer = trainer_stub("cuda", lightning_module=SimpleNamespace(hparams=hparams))  # type: ignore[assignment]
+    data.setup("fit")
+    for ours, expected in zip(data.train_dataloader(), module(tmp_path).train_dataloader(), strict=True):
+        assert (ours.device.type, ours.dtype) == ("cuda", torch.int64)
+        assert torch.equal(ours.cpu(), expected)
+
+
 # ---- many files
 
 
