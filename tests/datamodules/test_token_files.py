@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from corpus import ENTRIES
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from paths import ROOT
 from stand_ins import quiet_trainer, trainer_stub
 from token_folders import split_tokens, write_numbered, write_prepared, write_token_file
 
@@ -137,6 +140,37 @@ def test_a_missing_part_of_merged_files_is_noticed(tokenised: Path, tmp_path: Pa
     shutil.rmtree(tmp_path / "merged" / "val")
     with pytest.raises(UserError, match=r"all\.ds\.metadata says \d+ tokens, the \d files NUMBER_all\.ds have \d+"):
         read(tmp_path / "merged")
+
+
+def test_the_script_of_the_guide_writes_what_its_configuration_reads(
+    tokenised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import pyarrow
+    from datatrove.executor import SlurmPipelineExecutor
+    from pyarrow import parquet
+
+    monkeypatch.chdir(tmp_path)
+    Path("text").mkdir()
+    for number in range(2):
+        parquet.write_table(pyarrow.table({"text": ENTRIES[number:300:2]}), f"text/{number}.parquet")
+    page = (ROOT / "docs" / "cluster.md").read_text().partition("## Text at scale")[2]
+    local, slurm, configuration = (text for _, text in re.findall(r"```(python|yaml)\n(.*?)```", page, re.DOTALL)[:3])
+    for named, here in {'"gpt2"': repr(str(tokenised / "tokenizer.json")), "tasks=64": "tasks=2", "=8": "=1"}.items():
+        assert local.count(named) == 1
+        local = local.replace(named, here)
+    names = {"__name__": "__main__"}
+    exec(local, names)
+    started = []
+    monkeypatch.setattr(SlurmPipelineExecutor, "run", lambda self: started.append(self.tasks))
+    exec(textwrap.dedent(slurm), names)
+    assert started == [1000]
+    options = yaml.safe_load(configuration)["data"]
+    assert options["class_path"] == "FineWeb"
+    data = FineWeb(**{**options["init_args"], "batch_size": 2, "context": 128})
+    data.prepare_data()
+    data.setup("fit")
+    assert read(Path("data/ds")).end_of_text == 0
+    assert next(iter(data.train_dataloader())).shape == (2, 129)
 
 
 def trained(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], list[float], dict[str, Any]]:
