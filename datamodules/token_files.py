@@ -305,8 +305,8 @@ def _checked(listing: Listing, name: str) -> TokenFile:
         token_bytes = size // indexed if indexed else 0
     if size != indexed * token_bytes or (size and token_bytes not in TOKEN_TYPES):
         raise UserError(
-            f"{path} has {size} bytes, its index says {indexed} tokens {of}: the file is cut short, compressed, or of "
-            "another index. Copy it again, or tokenise it again"
+            f"{path} has {size} bytes, its index says {indexed} tokens {of}: the file is cut short or "
+            "compressed, or the index is of another file. Copy both again, or tokenise again"
         )
     return TokenFile(name, indexed, token_bytes if size else None, tokenizer)
 

@@ -310,7 +310,7 @@ def wide_tokens(file: Path) -> None:
     write_token_file(file, [range(10)] * 20, token_bytes=4)
 
 
-CUT = r"0\.ds has {} bytes, its index says 200 tokens of {} bytes: the file is cut short, compressed, or of another"
+CUT = r"0\.ds has {} bytes, its index says 200 tokens of {} bytes: the file is cut short or compressed, or the"
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut short": (rewritten(lambda b: b[:-2]), CUT.format(398, 2)),
