@@ -3,7 +3,8 @@
     python -m benchmarks data [--quick] [--device cuda] [--data DIR] [--out data.json]
 
 DIR holds covertype.npz, cifar100.npz and fineweb/, a folder written by `python -m mupscale prepare`; what it lacks is
-generated at its real size (581,012 rows, 50,000 images, 100 M tokens). Both sides deliver the training batches, ready,
+generated at its real size (581,012 rows, 50,000 images, 100 M tokens). The training tokens are read a third time from
+1,000 .ds files, as datatrove writes them. Both sides deliver the training batches, ready,
 on the device. The plain loader indexes sample by sample, shuffles, collates in worker processes, and copies from pinned
 memory.
 """
@@ -220,6 +221,20 @@ def generate_tokens(folder: Path, vocabulary: int = 50_257, document: int = 1000
     (folder / INDEX).write_text(json.dumps(content))
 
 
+def write_token_files(prepared: Path, folder: Path, files: int = 1000, document: int = 1000) -> Path:
+    """The training tokens of a prepared folder as .ds files of datatrove."""
+    folder.mkdir()
+    tokens = read_index(prepared).tokens("train")
+    size = len(tokens) // files
+    for number in range(files):
+        part = np.empty(size, np.uint16)
+        tokens.read(number * size, part)
+        (folder / f"{number:05d}.ds").write_bytes(part.tobytes())
+        ends = np.append(np.arange(document, size, document), size)
+        (folder / f"{number:05d}.ds.index").write_bytes(ends.astype("<u8").tobytes())
+    return folder
+
+
 GENERATORS: dict[str, Callable[[Path], None]] = {
     "covertype.npz": generate_covertype,
     "cifar100.npz": generate_cifar100,
@@ -243,6 +258,7 @@ def complete(given: Path | None, temporary: Path) -> tuple[dict[str, Path], list
 
 def measure(paths: dict[str, Path], options: argparse.Namespace) -> list[Row]:
     covertype, cifar100, fineweb = (paths[name] for name in GENERATORS)
+    ds = paths["ds"]
     device = options.device
 
     def plain_sides(dataset: Callable[[], Dataset[Any]], batch_size: int) -> dict[str, Batches]:
@@ -258,6 +274,8 @@ def measure(paths: dict[str, Path], options: argparse.Namespace) -> list[Row]:
     tokens = {
         "ours, resident": ours(FineWeb(str(fineweb), batch, context, resident=True), device),
         "ours, mapped": ours(FineWeb(str(fineweb), batch, context, resident=False), device),
+        "ours, .ds, random": ours(FineWeb(str(ds), batch, context, resident=False), device),
+        "ours, .ds, in order": ours(FineWeb(str(ds), batch, context, "sequential", resident=False), device),
         **plain_sides(crops, batch),
     }
     return [
@@ -295,6 +313,7 @@ def main(arguments: list[str]) -> None:
         torch.set_num_threads(1)  # as the DataLoader's workers have: two threads on a busy machine wait for each other
     with tempfile.TemporaryDirectory() as temporary:
         paths, generated = complete(options.data, Path(temporary))
+        paths["ds"] = write_token_files(paths["fineweb"], Path(temporary) / "ds")
         rows = measure(paths, options)
     print(table(rows))
     if options.out:

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from lightning.pytorch import Trainer
@@ -16,7 +16,14 @@ from mupscale.errors import UserError
 PLANS_KEPT = 2
 """Epochs whose plans a loader keeps."""
 
-Plan = tuple[Tensor, ...]
+
+class Entries(Protocol):
+    """A tensor with one entry for each place in an epoch's order, or what gives parts of such a tensor."""
+
+    def __getitem__(self, places: slice, /) -> Tensor: ...
+
+
+Plan = tuple[Entries, ...]
 """The order of an epoch's rows, and the `_chances` of each place in it."""
 
 JointPlan = tuple[tuple[Tensor, ...], ...]
@@ -202,13 +209,21 @@ class ResidentLoader:
 
     def _plan(self, epoch: int) -> Plan:
         if epoch not in self._plans:
-            plan = self._new_plan(epoch)
+            plan = self._plan_for_drawing(epoch)
             _keep(self._plans, epoch, plan)
         return self._plans[epoch]
 
-    def _new_plan(self, epoch: int) -> Plan:
+    def _plan_for_drawing(self, epoch: int) -> Plan:
+        """The entries of `_new_plan`. A subclass with many rows overrides it, and makes them when they are drawn."""
+        return self._new_plan(epoch)
+
+    def _generator(self, epoch: int) -> torch.Generator:
+        """All random numbers of an epoch are drawn from it, in the order of `_new_plan`."""
         # drawn on the CPU, so that an epoch is the same on every type of device
-        generator = torch.Generator().manual_seed(_mixed(self._seed, epoch))
+        return torch.Generator().manual_seed(_mixed(self._seed, epoch))
+
+    def _new_plan(self, epoch: int) -> tuple[Tensor, ...]:
+        generator = self._generator(epoch)
         rows = self._rows
         order = torch.randperm(rows, generator=generator) if self._shuffle else torch.arange(rows)
         plan = order, *self._chances(rows, generator)

@@ -9,18 +9,20 @@ A prepared folder holds, for each split S (train, val) and shard number N, littl
 """
 
 import hashlib
+import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
 from mupscale.data_files import json_of
+from mupscale.datamodules.shared import version_of
 from mupscale.errors import UserError
 
 VERSION = 1
@@ -29,6 +31,9 @@ TOKENIZER = "tokenizer.tiktoken"
 SPLITS = ("train", "val")
 TOKEN, START = np.dtype("<u2"), np.dtype("<u8")
 LARGEST_VOCABULARY = 2**16  # what TOKEN can count
+MOST_MAPS = 1024
+"""Files of a split that are mapped at the same time, if the process may open eight times as many: a map keeps its file
+open, and the tables of the pages that were read."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,28 @@ class Index:
 
     folder: Path
     content: dict[str, Any]
+    token: ClassVar[np.dtype[Any]] = TOKEN
 
     @property
     def vocabulary(self) -> int:
         return self.content["vocabulary"]
+
+    def count(self, split: str) -> int:
+        """The number of tokens of a split."""
+        return self.content[split]["tokens"]
+
+    def version(self) -> Hashable:
+        """Changes with every file of the folder."""
+        return version_of(self.folder / name for name in (INDEX, *self.files()))
+
+    def refuse_vocabulary(self, vocabulary: "Vocabulary") -> None:
+        """UserError if a model of this vocabulary does not know all tokens."""
+        key, size = vocabulary
+        if size < self.vocabulary:
+            raise UserError(
+                f"{key} = {size}: the tokens of {self.folder} are of a vocabulary of "
+                f"{self.vocabulary}; set {key}: {self.vocabulary}, or more"
+            )
 
     def files(self) -> dict[str, tuple[int, str]]:
         """The size in bytes and the sha256 of every file but the index."""
@@ -77,7 +100,10 @@ def read_index(folder: Path) -> Index:
             raise UserError(
                 f"{folder} is not finished: run the same `python -m mupscale prepare` command again, and it goes on"
             )
-        raise UserError(f"there is no {path}: prepare the folder by `python -m mupscale prepare`")
+        raise UserError(
+            f"there is no {path}: prepare the folder by `python -m mupscale prepare`, or name one with .ds files of "
+            "datatrove"
+        )
     try:
         index = Index(folder, json_of(path.read_bytes()))
         version = index.content["version"]
@@ -139,33 +165,91 @@ def refuse_unknown_tokens(file: Path, vocabulary: int) -> None:
         )
 
 
-class MappedTokens:
-    """The tokens of a split as if its shards were one array.
+class Vocabulary(NamedTuple):
+    """The number of tokens that a model knows, and the key of the configuration that sets it."""
 
-    Tokens are read from disk when they are used, and are not kept in memory.
+    key: str
+    size: int
+
+
+class MappedTokens:
+    """The tokens of several files as if they were one array: all tokens of each file, or those of its span.
+
+    Tokens are read from disk when they are used, and are not kept in memory. A file is mapped when it is first read; at
+    most MOST_MAPS files are mapped at the same time.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        # "c", because torch warns of read-only arrays; as plain arrays, because slicing them is twice as fast
-        self._shards = [np.memmap(file, TOKEN, "c").view(np.ndarray) for file in files]
-        self._ends = list(accumulate(len(shard) for shard in self._shards))
+    def __init__(
+        self,
+        files: Sequence[Path],
+        spans: Sequence[tuple[int, int]] | None = None,
+        token: np.dtype[Any] = TOKEN,
+    ) -> None:
+        if spans is None:
+            spans = [(0, file.stat().st_size // token.itemsize) for file in files]
+        self.token = token
+        self._files, self._spans = files, spans
+        self._ends = list(accumulate(end - begin for begin, end in spans))
+        self._begins = [0, *self._ends]
+        self._maps: dict[int, np.ndarray] = {}
+        self._most_maps = max(min(MOST_MAPS, most_open_files() // 8), 1)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._begins[-1]
 
     def shards(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Where each shard begins, and its tokens."""
-        return zip([0, *self._ends], self._shards, strict=False)
+        """Where the tokens of each file begin, and these tokens, which cannot be written to."""
+        for number in range(len(self._files)):
+            yield self._begins[number], self._maps.get(number, self._mapped(number))
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Fills `out`, of any integer type, with the tokens from `start` on, from several shards if need be."""
+        """Fills `out`, of any integer type, with the tokens from `start` on, from several files if need be."""
         number = bisect_right(self._ends, start)
-        offset = start - (self._ends[number - 1] if number else 0)
+        offset = start - self._begins[number]
         filled = 0
         while filled < len(out):
-            part = self._shards[number][offset : offset + len(out) - filled]
+            shard = self._maps.get(number)
+            if shard is None:
+                shard = self._map(number)
+            part = shard[offset : offset + len(out) - filled]
             out[filled : filled + len(part)] = part
             filled, number, offset = filled + len(part), number + 1, 0
+
+    def place(self, position: int) -> tuple[Path, int]:
+        """The file of the token at `position`, and the place of the token in the file."""
+        number = bisect_right(self._ends, position)
+        return self._files[number], self._spans[number][0] + position - self._begins[number]
+
+    def refuse_beyond(self, vocabulary: Vocabulary, start: int, found: np.ndarray) -> None:
+        """UserError names the first of the tokens `found`, read from `start` on, that the vocabulary does not have."""
+        if not len(found) or found.max() < vocabulary.size:
+            return
+        offset = int((found >= vocabulary.size).argmax())
+        file, place = self.place(start + offset)
+        raise UserError(
+            f"data_dir: {file} has the token {found[offset]} at place {place}, beyond {vocabulary.key} = "
+            f"{vocabulary.size}: set {vocabulary.key} to the vocabulary of the tokenizer"
+        )
+
+    def _map(self, number: int) -> np.ndarray:
+        while len(self._maps) >= self._most_maps:
+            del self._maps[next(iter(self._maps))]
+        self._maps[number] = self._mapped(number)
+        return self._maps[number]
+
+    def _mapped(self, number: int) -> np.ndarray:
+        begin, end = self._spans[number]
+        if begin == end:
+            return np.empty(0, self.token)
+        # read-only: the system refuses writable maps of files that are larger than its memory
+        descriptor = os.open(self._files[number], os.O_RDONLY)
+        try:
+            if os.fstat(descriptor).st_size < end * self.token.itemsize:
+                raise UserError(f"{self._files[number]} became shorter after the run began")
+            content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        return np.frombuffer(content, self.token, end - begin, begin * self.token.itemsize)
 
 
 class ShardWriter:
@@ -264,6 +348,16 @@ def file_entry(path: Path) -> dict[str, Any]:
 def sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def most_open_files() -> int:
+    """The number of files that this process may have open."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # only Unix has it
+        return 512
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if most != resource.RLIM_INFINITY else 2**20
 
 
 def usable_cores() -> int:

@@ -206,6 +206,22 @@ def parquet(_: Path) -> None:
     pq.write_table(pa.table({"text": [1, 2]}, schema=schema), "evil.parquet")
 
 
+def token_files(link: str = "", end: int = 1000, metadata: str | None = None) -> Callable[[Path], None]:
+    """A file of datatrove, changed in one respect."""
+
+    def make(secret: Path) -> None:
+        Path("theirs").mkdir()
+        Path("theirs/0.ds").write_bytes(bytes(2000))
+        Path("theirs/0.ds.index").write_bytes(struct.pack("<2Q", 990, end))
+        if metadata is not None:
+            Path("theirs/0.ds.metadata").write_text(metadata)
+        if link:
+            Path(f"theirs/0{link}").unlink()
+            Path(f"theirs/0{link}").symlink_to(secret)
+
+    return make
+
+
 def tokens(**changes: Any) -> Callable[[Path], None]:
     """A copy of the embedded sample, its index changed in the first shard of the training text."""
 
@@ -300,6 +316,10 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "tokens: below 0": (tokens(bytes=-2, count=-1), GPT2, "index.json is damaged"),
     "tokens: a text": (tokens(split="many"), GPT2, "index.json is damaged"),
     "tokens: no shards": (tokens(shards=[]), GPT2, "index.json is damaged"),
+    "token files: a link": (token_files(link=".ds"), GPT2, "is a link: copy the files into the folder"),
+    "token files: an index that is a link": (token_files(link=".ds.index"), GPT2, "is a link: copy the files"),
+    "token files: an end beyond all": (token_files(end=2**64 - 1), GPT2, "its index says 18446744073709551615 tokens"),
+    "token files: a number too long": (token_files(metadata="x|2\n" + "9" * 10_000), GPT2, "metadata is damaged"),
 }
 """What makes the file, the command that reads it, and what the message must contain."""
 
