@@ -19,9 +19,12 @@ SHARE = 0.9
 def room_in_stack(first: Awaited, size: int | str) -> int:
     """How many fits like this one go into a stack: `size` of them, or as many as the memory holds for `auto`.
 
-    UserError if the memory does not hold `size` of them; Apart if it does not hold two, or if a stack cannot compute
-    their loss.
+    UserError if the memory does not hold `size` of them; Apart if it does not hold two, if a stack cannot compute
+    their loss or, for `auto`, if that would take longer than one fit after another.
     """
+    slow = why_slow(first.module, first.trainer.strategy.root_device) if isinstance(size, str) else None
+    if slow is not None:
+        raise Apart(slow)
     free = SHARE * free_bytes(first.trainer.strategy.root_device)
     width = widest(first.trainer, first.module)
     try:
@@ -41,6 +44,13 @@ def room_in_stack(first: Awaited, size: int | str) -> int:
             f"are free. Give at most {most}"
         )
     return size
+
+
+def why_slow(module: WidthScalable, device: torch.device) -> str | None:
+    """Why a stack of such models is no faster than one after another; None if it is."""
+    if device.type != "cuda" or module.stacked_losses() is not None:
+        return None
+    return f"on a GPU torch.vmap of {type(module).__name__} is slower; --stack N makes N together all the same"
 
 
 def widest(trainer: Trainer, module: WidthScalable) -> Width:

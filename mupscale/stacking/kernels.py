@@ -56,18 +56,12 @@ def _of_each(tensor: Tensor, dim: int | None, models: int) -> Tensor:
     return tensor.expand(models, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+def batch_norm(*arguments: Any, **options: Any) -> Tensor:
     """Without cuDNN, whose kernel asks for a memory format that a mapped tensor does not have."""
-    return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, False)
+    if torch.compiler.is_compiling():  # there it is made of operations that can be mapped
+        return F.batch_norm(*arguments, **options)
+    with torch.backends.cudnn.flags(enabled=False):  # the argument of torch.batch_norm does not reach the choice
+        return F.batch_norm(*arguments, **options)
 
 
 KERNELS: dict[Any, Callable[..., Tensor]] = {F.batch_norm: batch_norm}
