@@ -22,6 +22,7 @@ from mupscale.commands.cli import CLI, parsed
 from mupscale.commands.resume import newest_checkpoint
 from mupscale.datamodules.covertype import SAMPLE
 from mupscale.datamodules.fineweb import JARGON
+from mupscale.schedules import WarmupStableDecay
 from mupscale.widening.noise import AdditiveNoise, RecordedNoise, SignalNoise, save_constants
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -59,6 +60,8 @@ class PaperExperiment(NamedTuple):
 
 MLP = {"base_width": 1, "hidden_layers": 3, "inputs": 54, "outputs": 7}
 COVERTYPE = {"data_dir": "data/covertype", "batch_size": 2000}
+
+RECIPE = {"tied": False, "readout_zero_init": True, "gain": 0.5, "embedding_std": 0.1, "output_mult": 4.0}
 
 EXPERIMENTS = {
     "mlp/adamw": PaperExperiment(
@@ -127,6 +130,34 @@ EXPERIMENTS = {
     "gpt2": PaperExperiment(
         "gpt2",
         {
+            "base_width": 96,
+            "layers": 12,
+            "heads": 12,
+            "vocabulary": 50304,
+            "context": 1024,
+            "compile": True,
+            **RECIPE,
+        },
+        torch.optim.AdamW,
+        {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+        {"data_dir": "data/fineweb", "context": 1024},
+        512,
+        {"max_epochs": None, "max_steps": 10_000},
+        "bf16-mixed",
+        1.0,
+        {
+            "base": PaperRun(12 * 160, 0.0078),
+            "scratch": PaperRun(12 * 320, 0.0078),
+            "upscale": PaperRun(12 * 160, 0.0078, 12 * 320, (AdditiveNoise, 0.12), "base"),
+            "small_base": PaperRun(12 * 16, 0.0078),
+            "small_upscale": PaperRun(12 * 16, 0.0078, 12 * 32, (AdditiveNoise, 0.12), "small_base"),
+        },
+        (96, 192),
+        ["--model.layers=1", "--trainer.accumulate_grad_batches=1"],
+    ),
+    "gpt2/paper": PaperExperiment(
+        "gpt2-paper",
+        {
             "base_width": 24,
             "layers": 12,
             "heads": 12,
@@ -154,7 +185,7 @@ EXPERIMENTS = {
     ),
     "gpt2/reduced": PaperExperiment(
         "gpt2-reduced",
-        {"base_width": 16, "layers": 8, "heads": 8, "vocabulary": 8192, "context": 512, "tied": True, "compile": True},
+        {"base_width": 64, "layers": 8, "heads": 8, "vocabulary": 8192, "context": 512, "compile": True, **RECIPE},
         torch.optim.AdamW,
         {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
         {"data_dir": "data/fineweb-8192", "context": 512},
@@ -163,19 +194,19 @@ EXPERIMENTS = {
         "bf16-mixed",
         1.0,
         {
-            "base": PaperRun(256, 0.0039),
-            "scratch": PaperRun(512, 0.0039),
-            "upscale": PaperRun(256, 0.002, 512, (AdditiveNoise, 0.05), "base"),
-            "small_base": PaperRun(64, 0.0039),
-            "small_upscale": PaperRun(64, 0.002, 128, (AdditiveNoise, 0.05), "small_base"),
+            "base": PaperRun(256, 0.0078),
+            "scratch": PaperRun(512, 0.0078),
+            "upscale": PaperRun(256, 0.0078, 512, (AdditiveNoise, 0.12), "base"),
+            "small_base": PaperRun(64, 0.0078),
+            "small_upscale": PaperRun(64, 0.0078, 128, (AdditiveNoise, 0.12), "small_base"),
         },
-        (16, 32),
+        (64, 128),
         ["--model.layers=1"],
     ),
     "gpt2/by_heads": PaperExperiment(
         "gpt2-by-heads",
-        {"base_width": 32, "layers": 8, "heads": None, "head_dim": 32, "vocabulary": 8192, "context": 512,
-         "tied": True, "compile": True},
+        {"base_width": 64, "layers": 8, "heads": None, "head_dim": 32, "vocabulary": 8192, "context": 512,
+         "compile": True, **RECIPE},
         torch.optim.AdamW,
         {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
         {"data_dir": "data/fineweb-8192", "context": 512},
@@ -184,11 +215,11 @@ EXPERIMENTS = {
         "bf16-mixed",
         1.0,
         {
-            "base": PaperRun(256, 0.0039),
-            "scratch": PaperRun(512, 0.0039),
-            "upscale": PaperRun(256, 0.002, 512, (AdditiveNoise, 0.05), "base"),
+            "base": PaperRun(256, 0.0078),
+            "scratch": PaperRun(512, 0.0078),
+            "upscale": PaperRun(256, 0.0078, 512, (AdditiveNoise, 0.12), "base"),
         },
-        (32, 64),
+        (64, 128),
         ["--model.layers=1"],
     ),
 }  # fmt: skip
@@ -284,11 +315,15 @@ def test_the_papers_numbers(folder: str, name: str) -> None:
     model, trainer, data = cli.model, cli.trainer, cli.datamodule
     assert {key: model.hparams[key] for key in experiment.model} == experiment.model
     assert model.width == run.width
-    assert model.lr_scheduler_callable is None
     optimizer = model.optimizer_callable([nn.Parameter(torch.zeros(1))])
+    assert (model.lr_scheduler_callable is None) == ("gain" not in experiment.model)
     assert type(optimizer) is experiment.optimizer
     assert {key: optimizer.defaults[key] for key in experiment.settings} == experiment.settings
     assert optimizer.defaults["lr"] == run.lr
+    if model.lr_scheduler_callable is not None:
+        schedule = model.lr_scheduler_callable(optimizer)
+        assert isinstance(schedule, WarmupStableDecay)
+        assert (schedule.warmup > 0, schedule.decay) == (True, 0)
     assert {key: getattr(data, key) for key in experiment.data} == experiment.data
     assert data.batch_size * trainer.accumulate_grad_batches == experiment.rows_per_step
     assert {key: getattr(trainer, key) for key in experiment.length} == experiment.length
@@ -330,7 +365,8 @@ def test_one_step_of_every_run(folder: str) -> None:
         assert checkpoint["global_step"] == 1
         assert checkpoint["hyper_parameters"]["width"] == (wide if run.target or starts_wide else narrow)
         assert torch.isfinite(cli.model.train_loss)
-        assert any(group["lr"] == pytest.approx(run.lr) for group in cli.trainer.optimizers[0].param_groups)
+        groups = cli.trainer.optimizers[0].param_groups
+        assert any(group["initial_lr"] == pytest.approx(run.lr) for group in groups)
         if run.target:  # what was widened is the base of that name, to the last weight
             before, base = (
                 saved(experiment.name, *file) for file in ((name, "pre-upscale-0.ckpt"), (str(run.base), "last.ckpt"))

@@ -1,0 +1,85 @@
+"""Learning-rate schedules: their numbers, and a growth in the middle of them."""
+
+import pytest
+import torch
+from torch import nn
+
+import mupscale
+from mupscale.errors import UserError
+from mupscale.widening.schedule import continue_schedule
+
+
+def rates(make, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 0.5)])
+    schedule, found = make(optimizer), []
+    for _ in range(steps):
+        first, second = (group["lr"] for group in optimizer.param_groups)
+        assert second == pytest.approx(first / 2)
+        found.append(first)
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_warmup_stable_decay() -> None:
+    found = rates(lambda optimizer: mupscale.WarmupStableDecay(optimizer, warmup=2, steps=8, decay=0.5), 10)
+    assert found == pytest.approx([0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0])
+    assert rates(lambda optimizer: mupscale.WarmupStableDecay(optimizer, warmup=4), 6) == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert rates(mupscale.WarmupStableDecay, 3) == [1, 1, 1]
+
+
+def test_warmup_cosine() -> None:
+    found = rates(lambda optimizer: mupscale.WarmupCosine(optimizer, steps=6, warmup=2), 8)
+    assert found == pytest.approx([0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"warmup": -1}, "warmup must be a whole number of at least 0, got -1"),
+        ({"warmup": 1.5}, "warmup must be a whole number"),
+        ({"decay": 0.5}, "a decay of 0.5 needs steps"),
+        ({"decay": 2, "steps": 10}, "from 0 to 1; got 2"),
+        ({"warmup": 10, "steps": 10}, "a warm-up of 10 steps is as long as the run, which has 10"),
+        ({"steps": 0}, "steps must be a whole number of at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rates(lambda optimizer: mupscale.WarmupStableDecay(optimizer, **arguments), 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: mupscale.WarmupStableDecay(optimizer, warmup=3, steps=12, decay=0.4),
+        lambda optimizer: mupscale.WarmupCosine(optimizer, steps=12, warmup=3),
+    ],
+)
+def test_a_growth_goes_on_where_the_schedule_stands(make) -> None:
+    def network(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, schedule) -> float:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        return loss.item()
+
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 3, dtype=torch.float64), torch.randint(0, 2, (16,))
+    narrow, wide = network(4).double(), network(8).double()
+    optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.01, weight_decay=0.1)
+    schedule = make(optimizer)
+    for _ in range(5):
+        step(narrow, optimizer, schedule)
+    report = mupscale.upscale(narrow, wide, optimizer)
+    now = [group["lr"] for group in report.optimizer.param_groups]
+    after = make(report.optimizer)  # which sets the rates of a first step
+    for group, rate in zip(report.optimizer.param_groups, now, strict=True):
+        group["lr"] = rate
+    continue_schedule(schedule, after)
+    for _ in range(7):
+        assert step(wide, report.optimizer, after) == pytest.approx(step(narrow, optimizer, schedule), rel=1e-12)
