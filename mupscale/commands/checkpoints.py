@@ -8,9 +8,9 @@ from typing import Any
 
 from mupscale.checksums import damage_in
 from mupscale.commands.run_folder import identity_of
-from mupscale.commands.sharded_checkpoints import check_sharded, damage_in_shards
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
+from mupscale.sharded_checkpoints import check_sharded, damage_in_shards
 
 
 def newest_checkpoint(

@@ -55,6 +55,7 @@ from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, is_trial_run
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import checkpoint_width, run_in
+from mupscale.models.fsdp2 import NAME as FSDP2_NAME
 
 C = TypeVar("C", bound=Callback)
 
@@ -181,8 +182,8 @@ class CLI(OpenCLI):
     def on_checkpoint_path(self) -> None:
         """Keeps the configuration as it was given: Lightning would override it by the checkpoint's class and arguments.
 
-        The width of the checkpoint may differ, because the module rebuilds itself. Only a sharded checkpoint is loaded
-        too late for that, so its width is set here.
+        The width of the checkpoint may differ, because the module rebuilds itself. Only a sharded checkpoint, and one
+        for FSDP2, is loaded too late for that, so its width is set here.
         """
         self.given = deepcopy(self.config)
         command = self.config.get("subcommand", "")
@@ -213,7 +214,7 @@ class CLI(OpenCLI):
                     then, self.plain(self.config), saved.get("global_step", 0), same_place=self.folder is not None
                 )
         self._replace_files(section.model.get("init_args") or {}, saved)
-        if Path(path).is_dir():
+        if Path(path).is_dir() or is_sharding(section.trainer.get("strategy")):
             name = section.model.class_path.rpartition(".")[2]
             self.config[f"{self.config.subcommand}.model.init_args.width"] = checkpoint_width(saved, name)
 
@@ -473,6 +474,12 @@ def with_callback_args(config: Any) -> list[dict[str, Any]]:
         for callback in named:
             callback["init_args"] = callback.get("init_args", {}) | arguments
     return answer
+
+
+def is_sharding(strategy: Any) -> bool:
+    """Whether a configured strategy shards the model, and so loads a checkpoint after it is made."""
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
+    return str(name).rpartition(".")[2] in (FSDP2_NAME, "FSDP2", "ModelParallelStrategy")
 
 
 def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:

@@ -65,14 +65,14 @@ def refuse_non_finite_model(plan: Plan, narrow: nn.Module, wide: nn.Module) -> N
 
 
 def refuse_non_finite_state(narrow: nn.Module, optimizer: Optimizer) -> None:
-    """UserError for NaN or infinite entries in the state of an optimizer over `narrow`."""
+    """UserError for NaN or infinite entries in the state of an optimizer over `narrow`; none on the meta device."""
     names = names_by_id(narrow)
     named = [
         (f"{key!r} of {names[id(parameter)]!r}", value)
         for parameter, state in optimizer.state.items()
         if id(parameter) in names
         for key, value in state.items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and not value.is_meta
     ]
     # a counter on the CPU is not worth a transfer to the device of the others
     for on_cpu in (False, True):
@@ -85,6 +85,7 @@ def refuse_non_finite_state(narrow: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _is_inexact(tensor: Tensor) -> bool:
+    """Whether a tensor can hold NaN."""
     return bool(tensor.numel()) and (tensor.is_floating_point() or tensor.is_complex())
 
 

@@ -1,4 +1,4 @@
-"""Sharded parameters (FSDP2's DTensors), one at a time: gathered whole; written by rows, or whole and scattered back."""
+"""Sharded parameters (FSDP2's DTensors), one at a time: gathered whole, written by rows, or whole and scattered."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
