@@ -10,18 +10,28 @@ from torch.optim import Optimizer
 from mupscale.errors import UserError
 from mupscale.widening.parameter_groups import names_by_id
 from mupscale.widening.plan import Plan
-from mupscale.widening.sharding import gathered
+from mupscale.widening.sharding import is_sharded, largest_of_ranks, local_part
 
 Named = tuple[str, Tensor]
 
 
 def largest_entries(tensors: Sequence[Tensor]) -> list[float]:
-    """The largest absolute entry of each tensor, NaN where it has one. Waits for the device once."""
+    """The largest absolute entry of each tensor, NaN where it has one. Waits for the device once.
+
+    Of sharded tensors every rank looks at its part, which may be empty, and all of them agree by one message.
+    """
     if not tensors:
         return []
-    device = tensors[0].device
-    norms = [gathered(torch.linalg.vector_norm(tensor, ord=math.inf)) for tensor in tensors]
-    return torch.stack([norm.to(device, torch.float64) for norm in norms]).tolist()
+    device, parts = tensors[0].device, [local_part(tensor) for tensor in tensors]
+    norms = []
+    for part in parts:
+        norm = torch.linalg.vector_norm(part, ord=math.inf) if part.numel() else part.new_zeros(())
+        norms.append(norm.to(device, torch.float64))
+    largest = torch.stack(norms)
+    sharded = next((tensor for tensor in tensors if is_sharded(tensor)), None)
+    if sharded is not None:
+        largest = largest_of_ranks(largest, sharded)
+    return largest.tolist()
 
 
 def first_non_finite(named: Iterable[Named], *, infinite_allowed: bool = False) -> str | None:

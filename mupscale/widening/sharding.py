@@ -1,5 +1,6 @@
 """Sharded parameters (FSDP2's DTensors), one at a time: gathered whole, written by rows, or whole and scattered."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,6 +36,19 @@ def own_rows(tensor: Tensor) -> slice | None:
     start = min(tensor.device_mesh.get_local_rank() * most, rows)
     answer = slice(start, min(start + most, rows))
     return answer if tuple(local.shape) == (answer.stop - answer.start, *tensor.shape[1:]) else None
+
+
+def largest_of_ranks(values: Tensor, like: Tensor) -> Tensor:
+    """The largest of each value over the ranks that share `like`; NaN where one of them has it."""
+    from torch.distributed import ReduceOp, all_reduce
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    # whether the maximum of a number and NaN is NaN depends on the backend
+    pair = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), values.isnan().to(values)])
+    for axis in range(like.device_mesh.ndim):
+        all_reduce(pair, ReduceOp.MAX, group=like.device_mesh.get_group(axis))
+    return pair[0].masked_fill(pair[1] > 0, math.nan)
 
 
 def replicated(tensor: Tensor, like: Tensor) -> Tensor:
