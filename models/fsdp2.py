@@ -16,6 +16,7 @@ from mupscale.models.checkpoint import (
     load_weights,
     refuse_other_architecture,
 )
+from mupscale.models.sharded import outline
 
 NAME = "fsdp2"
 """What `trainer.strategy` calls it."""
@@ -37,14 +38,17 @@ class FSDP2(DataParallelMesh):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
-        if path.is_dir() or not isinstance(module, WidthScalable):
+        if not isinstance(module, WidthScalable):
+            return super().load_checkpoint(path, weights_only)
+        assert module.net is not None
+        if path.is_dir():
+            refuse_other_architecture(module.net, module.hparams, outline(path))
             return super().load_checkpoint(path, weights_only)
         # Lightning would number the parameters of an optimizer in the order of the model, a file does so in its own
         checkpoint = load_checkpoint(path, mapped=True)
         width = checkpoint_width(checkpoint, type(module).__name__)
         if width != module.width:
             raise UserError(f"{path} is of width {width}, but model.width is {module.width}; set model.width: {width}")
-        assert module.net is not None
         refuse_other_architecture(module.net, module.hparams, checkpoint)
         load_weights(module.net, checkpoint)
         load_optimizer_state(module, self.optimizers, checkpoint)

@@ -35,6 +35,34 @@ def is_sharded_checkpoint(path: Path) -> bool:
     return path.is_dir() and (path / METADATA).is_file()
 
 
+def outline(folder: Path) -> dict[str, Any]:
+    """A sharded checkpoint as a file would hold it, its weights on the meta device. UserError if it is none.
+
+    Unlike `ShardedCheckpoint` it reads no tensors, and so does not find damage in them.
+    """
+    check_sharded(folder)
+    metadata = FileSystemReader(folder).read_metadata()
+    answer: dict[str, Any] = {**_rest(folder), WEIGHTS: {}}
+    for name, kind in metadata.state_dict_metadata.items():
+        first, _, rest = name.partition(".")
+        if first == WEIGHTS and isinstance(kind, TensorStorageMetadata):
+            answer[WEIGHTS][rest] = torch.empty(kind.size, dtype=kind.properties.dtype, device="meta")
+    return answer
+
+
+def _rest(folder: Path) -> dict[str, Any]:
+    """What is not in the shards."""
+    if not (folder / META).is_file():
+        raise UserError(f"{folder} was never finished: it has no {META}; take another checkpoint")
+    try:
+        rest = torch.load(folder / META, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        raise UserError(f"{folder / META} is not a checkpoint, or a damaged one") from error
+    if not isinstance(rest, dict):
+        raise UserError(f"{folder / META} is not a checkpoint")
+    return rest
+
+
 class ShardedCheckpoint:
     """A folder that a run under FSDP2 wrote, whatever the number of its processes. Reads one value at a time.
 
@@ -44,8 +72,6 @@ class ShardedCheckpoint:
     def __init__(self, folder: Path) -> None:
         if not is_sharded_checkpoint(folder):
             raise UserError(f"{folder} is a folder, but not a sharded checkpoint: it has no {METADATA}")
-        if not (folder / META).is_file():
-            raise UserError(f"{folder} was never finished: it has no {META}; take another checkpoint")
         check_sharded(folder)
         problem = damage_in_shards(folder)
         if problem is not None:
@@ -63,13 +89,7 @@ class ShardedCheckpoint:
     @cached_property
     def rest(self) -> dict[str, Any]:
         """What is not in the shards: counters, callbacks, schedules, arguments of the model."""
-        try:
-            rest = torch.load(self.folder / META, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many kinds
-            raise UserError(f"{self.folder / META} is not a checkpoint, or a damaged one") from error
-        if not isinstance(rest, dict):
-            raise UserError(f"{self.folder / META} is not a checkpoint")
-        return rest
+        return _rest(self.folder)
 
     @property
     def shards(self) -> int:

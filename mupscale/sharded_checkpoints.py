@@ -49,10 +49,16 @@ def check_sharded(folder: Path) -> None:
                 _check_value(item)
 
 
-def damage_in_shards(folder: Path) -> str | None:
-    """What is wrong with a sharded checkpoint, or None: every part in its shards has a checksum."""
+def damage_in_shards(folder: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What is wrong with a sharded checkpoint, or None: every part in its shards has a checksum.
+
+    `share` is (rank, processes) where several processes check one checkpoint together: each reads its part of it.
+    """
+    rank, processes = share
     try:
-        for item in _stored(folder / METADATA):
+        for number, item in enumerate(_stored(folder / METADATA)):
+            if number % processes != rank:
+                continue
             if not item.shard.is_file():
                 return f"its shard {item.shard.name} is missing"
             content = item.content()

@@ -49,13 +49,12 @@ from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.run_start import RunStart, SaveConfig
-from mupscale.commands.trainer_options import refuse_options
+from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, is_trial_run
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import checkpoint_width, run_in
-from mupscale.models.fsdp2 import NAME as FSDP2_NAME
 
 C = TypeVar("C", bound=Callback)
 
@@ -274,6 +273,7 @@ class CLI(OpenCLI):
         given = config["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
+        refuse_processes(config, os.environ)
         if self.subcommand in (None, "fit"):
             refuse_options({**config, "callbacks": given})
         self.trainer_defaults["callbacks"] = default_callbacks(given, config)
@@ -474,12 +474,6 @@ def with_callback_args(config: Any) -> list[dict[str, Any]]:
         for callback in named:
             callback["init_args"] = callback.get("init_args", {}) | arguments
     return answer
-
-
-def is_sharding(strategy: Any) -> bool:
-    """Whether a configured strategy shards the model, and so loads a checkpoint after it is made."""
-    name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
-    return str(name).rpartition(".")[2] in (FSDP2_NAME, "FSDP2", "ModelParallelStrategy")
 
 
 def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:

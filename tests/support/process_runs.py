@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from training_runs import Record
 
+from mupscale import __main__ as command_line
 from mupscale.callbacks.run_checkpoint import write_whole_files
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
@@ -39,10 +40,16 @@ PARTS = ((2, 0, 10, None), (4, AT, 12, f"pre-upscale-{AT}"), (1, 12, STEPS, "ste
 """Processes, first step, last step, checkpoint: the second part begins before the growth, the third after it."""
 
 
+WIDE = "widened"
+"""The checkpoint that is made offline, in place of the growth inside the run."""
+
+OFFLINE = "fsdp2, widened offline"
+"""A case that begins with the first part of the case fsdp2."""
+
 CASES = {
-    "ddp": ("mlp", 0.0, "32-true", ("ddp",) * 3),
-    "ddp in float64": ("mlp", 0.0, "64-true", ("ddp",) * 3),
+    "ddp": ("mlp", 0.0, "64-true", ("ddp",) * 3),
     "fsdp2": ("mlp", 0.0, "32-true", ("fsdp2",) * 3),
+    OFFLINE: ("mlp", 0.0, "32-true", ("fsdp2",) * 3),
     "fsdp2 with noise": ("gpt2", 0.1, "32-true", ("fsdp2",) * 3),
     "from ddp to fsdp2 to one process, with noise": ("mlp", 0.1, "32-true", ("ddp", "fsdp2", "auto")),
 }
@@ -58,7 +65,7 @@ def fit(
     seed_everything(1, verbose=False)
     # a rate and an eps at which rounding does not grow over the run
     optimizer = partial(ADAMW, lr=1e-3, eps=1e-4)
-    module, record = MAKE[model](WIDTH if first > AT else 8, optimizer=optimizer), Record()
+    module, record = MAKE[model](WIDTH if first > AT or start == WIDE else 8, optimizer=optimizer), Record()
     growth = UpscaleCallback(AT, WIDTH, noise=mupscale.AdditiveNoise(noise) if noise else None)
     trainer = Trainer(
         accelerator="cpu",
@@ -88,6 +95,12 @@ def fit(
     return {"losses": [float(loss) for loss in losses], "steps": record.steps, "state": state}
 
 
+def widen_offline(folder: Path) -> None:
+    """Widens the sharded checkpoint before the growth into another one."""
+    narrow, wide = (str(folder / f"{name}.ckpt") for name in (f"pre-upscale-{AT}", WIDE))
+    command_line.main(["upscale", narrow, "--width", str(WIDTH), "--out", wide])
+
+
 def launched(processes: int, *arguments: Any) -> list[dict[str, Any]]:
     """What `fit` returns on each rank."""
     config = LaunchConfig(
@@ -106,9 +119,15 @@ def main(folder: Path) -> None:
         case = model, noise, precision
         if (*case, "whole") not in answers:
             answers[*case, "whole"] = launched(1, *case, "auto", folder / name / "whole", (1, 0, STEPS, None))
-        answers[name] = [
-            launched(part[0], *case, kind, folder / name, part) for kind, part in zip(kinds, PARTS, strict=True)
-        ]
+        place, answers[name] = folder / name, []
+        for kind, part in zip(kinds, PARTS, strict=True):
+            if name == OFFLINE and part[0] == 2:
+                place, answers[name] = folder / "fsdp2", answers["fsdp2"][:1]
+                continue
+            if name == OFFLINE and part[0] == 4:
+                widen_offline(place)
+                part = (*part[:3], WIDE)
+            answers[name].append(launched(part[0], *case, kind, place, part))
     torch.save(answers, folder / "answers.pt")
 
 
