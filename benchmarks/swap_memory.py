@@ -6,16 +6,17 @@ A GPT-2 doubles its width in the middle of a fit under `torchrun`. "shard" is wh
 the weights and of both moments of AdamW. "whole" is the largest tensor of the wide model. "peak" is the most that a
 rank has held, from the last step of the narrow model to the first of the wide one, the two evaluations of the loss
 aside; a step needs more than these do. On the CPU it is resident memory less that of the interpreter, buffers of gloo
-included; on GPUs it is what torch has allocated. "over" is peak less shard, in units of the whole tensor.
+included; on GPUs it is what torch has allocated. "over" is peak less shard, in units of the whole tensor. "seconds" is
+the time of the growth, without the evaluations of the loss and the checkpoint before it.
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import os
-import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict  # noqa: F401  before the processes are forked
+from torch.distributed.fsdp import fully_shard  # noqa: F401
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import mupscale
 from benchmarks.training import quieten
@@ -82,13 +86,18 @@ class Weighed(UpscaleCallback):
             torch.cuda.empty_cache()
             interpreter = torch.cuda.memory_allocated() - before  # the batch
             torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
         answer = super()._grow(trainer, module)
+        if not on_cpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
         peak = resident_bytes("VmHWM") if on_cpu else torch.cuda.max_memory_allocated()
         self.row = {
             "narrow": before,
             "shard": held(trainer, module),
             "whole": max(parameter.numel() * parameter.element_size() for parameter in module.parameters()),
             "peak": peak - interpreter,
+            "seconds": seconds,
         }
         return answer
 
@@ -111,29 +120,32 @@ def measure(noise: str, width: int, device: str) -> dict[str, Any]:
     return swap.row
 
 
-def on_rank(options: argparse.Namespace) -> None:
+def on_rank(noises: list[str], width: int, device: str) -> dict[str, dict[str, Any]]:
+    """What one of the processes measures, for each noise."""
     torch.set_num_threads(1)
-    rows = {noise: measure(noise, options.width, options.device) for noise in options.noise.split(",")}
-    Path(options.on_rank, f"{os.environ['RANK']}.json").write_text(json.dumps(rows))
+    quieten()
+    return {noise: measure(noise, width, device) for noise in noises}
 
 
-def launched(processes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def launched(processes: int, noises: list[str], width: int, device: str) -> list[dict[str, Any]]:
     """A row for each noise: the rank that needed the most."""
-    # large blocks go back to the system when they are freed, so that resident memory is what is in use
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        own = ["--on-rank", folder, "--width", str(options.width), "--device", options.device]
-        command = [*launch, "-m", "benchmarks.swap_memory", *own, "--noise", options.noise]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if run.returncode:
-            sys.exit(run.stdout + run.stderr)
-        ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id="swap_memory", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+        start_method="fork" if device == "cpu" else "spawn",
+    )  # fmt: skip
+    ranks = elastic_launch(config, on_rank)(noises, width, device)
     rows = []
-    for noise in options.noise.split(","):
-        most = max((rank[noise] for rank in ranks), key=lambda row: row["peak"] - row["shard"])
+    for noise in noises:
+        most = max((rank[noise] for rank in ranks.values()), key=lambda row: row["peak"] - row["shard"])
         rows.append({"processes": processes, "noise": noise, **most})
     return rows
+
+
+def give_back_large_blocks() -> None:
+    """Makes malloc return blocks to the system when they are freed, so that resident memory is what is in use."""
+    threshold = -3  # M_MMAP_THRESHOLD
+    ctypes.CDLL(None).mallopt(threshold, 65536)
 
 
 def main(arguments: list[str]) -> None:
@@ -144,23 +156,24 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--width", type=int, default=1024, help="the wide one")
     parser.add_argument("--noise", default=",".join(NOISE), help="a comma-separated part of these")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument("--on-rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.width = 64 if options.quick else options.width
-    quieten()
-    if options.on_rank:
-        on_rank(options)
-        return
+    width, noises = 64 if options.quick else options.width, options.noise.split(",")
+    unknown = set(noises) - set(NOISE)
+    if unknown:
+        parser.error(f"--noise: there is no {', '.join(sorted(unknown))}; there are {', '.join(NOISE)}")
+    give_back_large_blocks()
     rows = []
-    print(f"{'processes':>9} {'noise':>9} {'narrow':>9} {'shard':>9} {'whole':>9} {'peak':>9} {'over':>6}")
+    titles = " ".join(f"{title:>10}" for title in ("narrow", "shard", "whole", "peak"))
+    print(f"{'processes':>9} {'noise':>9} {titles} {'over':>6} {'seconds':>8}")
     for processes in map(int, options.processes.split(",")):
-        for row in launched(processes, options):
+        for row in launched(processes, noises, width, options.device):
             rows.append({**row, "over": (row["peak"] - row["shard"]) / row["whole"]})
-            sizes = " ".join(f"{row[key] / 1e6:>6.1f} MB" for key in ("narrow", "shard", "whole", "peak"))
-            print(f"{processes:>9} {row['noise']:>9} {sizes} {rows[-1]['over']:>6.2f}", flush=True)
+            sizes = " ".join(f"{row[key] / 1e6:>7.1f} MB" for key in ("narrow", "shard", "whole", "peak"))
+            print(
+                f"{processes:>9} {row['noise']:>9} {sizes} {rows[-1]['over']:>6.2f} {row['seconds']:>8.2f}", flush=True
+            )
     if options.out:
-        options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        machine = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+        options.out.write_text(
+            json.dumps({"machine": machine, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
+        )

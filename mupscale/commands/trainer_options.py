@@ -3,6 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning.fabric.plugins.environments import (
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -10,6 +16,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.errors import UserError
 from mupscale.models.fsdp2 import NAME as FSDP2_NAME
+
+LAUNCHERS = (LSFEnvironment, MPIEnvironment, SLURMEnvironment, TorchElasticEnvironment)
+"""What may start the processes of several nodes."""
 
 OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "barebones": (
@@ -50,7 +59,17 @@ def refuse_options(trainer: Any) -> None:
 
 
 def refuse_processes(trainer: Any, environment: Mapping[str, str]) -> None:
-    """UserError if torchrun has started another number of processes than the trainer's configuration says."""
+    """UserError if torchrun has started another number of processes than the trainer's configuration says.
+
+    UserError also for several nodes without anything that could have started the others: the run would wait for them.
+    """
+    nodes = trainer.get("num_nodes") or 1
+    is_started = "MASTER_ADDR" in environment or any(kind.detect() for kind in LAUNCHERS)
+    if nodes > 1 and not is_started:
+        raise UserError(
+            f"trainer.num_nodes = {nodes}, but neither torchrun nor srun has started this process: start the same "
+            "command with one of them on each node, or set --trainer.num_nodes=1"
+        )
     if "TORCHELASTIC_RUN_ID" not in environment:
         return
     here, everywhere = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])

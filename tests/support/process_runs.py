@@ -33,12 +33,11 @@ from mupscale.models.fsdp2 import FSDP2  # noqa: F401  registers it
 from mupscale.widening.sharding import gathered
 
 MAKE = {"mlp": mlp, "gpt2": gpt2}
-AT, STEPS, WIDTH = 6, 16, 24
+AT, STEPS, WIDTH = 6, 12, 24
 """The growth, the length of a run, and the width after it."""
 
-PARTS = ((2, 0, 10, None), (4, AT, 12, f"pre-upscale-{AT}"), (1, 12, STEPS, "step=12"))
+PARTS = ((2, 0, 8, None), (4, AT, 8, f"pre-upscale-{AT}"), (1, 8, STEPS, "step=8"))
 """Processes, first step, last step, checkpoint: the second part begins before the growth, the third after it."""
-
 
 WIDE = "widened"
 """The checkpoint that is made offline, in place of the growth inside the run."""
