@@ -1,12 +1,13 @@
 """Sharded checkpoints (folders of torch's distributed checkpoint), read and written tensor by tensor in one process."""
 
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, cast
 
 import torch
 from torch import Tensor
@@ -85,6 +86,10 @@ class ShardedCheckpoint:
         self._places: dict[str, list[tuple[Any, Any]]] = {}
         for index, place in self._metadata.storage_data.items():
             self._places.setdefault(index.fqn, []).append((index.offset, place))
+        for name, kind in self._metadata.state_dict_metadata.items():
+            chunks = kind.chunks if isinstance(kind, TensorStorageMetadata) else [None]
+            if len(self._places.get(name, [])) != len(chunks) or not _is_covered(kind):
+                raise UserError(f"{folder} is damaged: {METADATA} does not have all of {name}")
 
     @cached_property
     def rest(self) -> dict[str, Any]:
@@ -142,10 +147,12 @@ class ShardedCheckpoint:
         answer[WEIGHTS] = {str(path[1]): self.read(path) for path in self.paths(WEIGHTS)}
         answer["optimizer_states"] = []
         for number in range(len({path[0] for path in self._names} - {WEIGHTS})):
-            groups, state, names = self.parameter_groups(number), {}, []
+            groups, names = self.parameter_groups(number), list[str]()
             for group in groups:
-                first, names = len(names), names + list(group["params"])
+                first = len(names)
+                names += group["params"]
                 group["params"] = list(range(first, len(names)))
+            state: dict[int, dict[str, Any]] = {}
             for index, name in enumerate(names):
                 keys = self.state_keys(number, name)
                 state[index] = {key: self.read((f"optimizer_{number}", "state", name, key)) for key in keys}
@@ -154,7 +161,15 @@ class ShardedCheckpoint:
 
     def _loaded(self, place: Any) -> Any:
         with (self.folder / place.relative_path).open("rb") as stream:
-            return torch.load(_Section(stream, place.offset, place.length), map_location="cpu", weights_only=True)
+            section = cast(BinaryIO, _Section(stream, place.offset, place.length))
+            return torch.load(section, map_location="cpu", weights_only=True)
+
+
+def _is_covered(kind: Any) -> bool:
+    """Whether the chunks of a tensor are as large as the tensor; true for a value that is none."""
+    if not isinstance(kind, TensorStorageMetadata):
+        return True
+    return sum(math.prod(chunk.sizes) for chunk in kind.chunks) == math.prod(kind.size)
 
 
 class _Section:

@@ -97,17 +97,17 @@ def damage_at(path: Path) -> str | None:
     if not path.is_dir():
         return damage_in(path)
     share = share_of_process(os.environ)
-    if _key(path) not in _whole:
+    if _key(path) not in undamaged:
         problem = damage_in_shards(path, share)
         if problem is not None and share[1] > 1:
             raise UserError(f"{path} is damaged ({problem}); delete it to go on from the one before it")
         if problem is not None:
             return problem
-        _whole.add(_key(path))
+        undamaged.add(_key(path))
     return None
 
 
-_whole: set[tuple[Path, int]] = set()
+undamaged: set[tuple[Path, int]] = set()
 """Sharded checkpoints in which this process has found no damage, by place and time of writing."""
 
 
