@@ -36,7 +36,7 @@ MAKE = {"mlp": mlp, "gpt2": gpt2}
 AT, STEPS, WIDTH = 6, 12, 24
 """The growth, the length of a run, and the width after it."""
 
-PARTS = ((2, 0, 8, None), (4, AT, 8, f"pre-upscale-{AT}"), (1, 8, STEPS, "step=8"))
+PARTS = ((2, 0, 7, None), (4, AT, 8, f"pre-upscale-{AT}"), (1, 8, STEPS, "step=8"))
 """Processes, first step, last step, checkpoint: the second part begins before the growth, the third after it."""
 
 WIDE = "widened"
