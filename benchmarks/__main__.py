@@ -8,6 +8,7 @@ NAMES = {
     "mlp": "the MLP on Covertype, likewise",
     "resnet": "ResNet-18 on CIFAR-100, likewise",
     "upscale": "`upscale` at up to 2.3 B parameters, and its pause inside a fit",
+    "swap_memory": "memory of each rank while a sharded run grows",
     "folder": "`upscale FOLDER` of a 7 B-shaped Llama, beside `cp`",
     "spectral": "the spectral norms of a ResNet-18",
     "data": "the data modules, beside a plain DataLoader",

@@ -75,6 +75,9 @@ class Curves(Strides):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._check(trainer, pl_module)
+        if trainer.world_size > 1 and self._count:
+            # that of all ranks: the number of them may be another one when the run is resumed
+            checkpoint["callbacks"][self.state_key]["sum"] = self._mean(trainer, pl_module) * self._count
         for logger in trainer.loggers:
             flush = getattr(
                 getattr(logger, "experiment", None), "flush", logger.save

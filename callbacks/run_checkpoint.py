@@ -14,7 +14,7 @@ from mupscale._torch import tree_map
 from mupscale.atomic import durably, partial, sync_folder
 from mupscale.callbacks.strides import Strides
 from mupscale.models._lightning import OpenCheckpoint, callbacks_of, is_remote, is_trial_run, set_callbacks
-from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, run_and_step
+from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, load_checkpoint, run_and_step
 
 KEPT = 2
 """How many of the newest checkpoints stay for resuming: one may be damaged."""
@@ -38,9 +38,9 @@ class RunCheckpoint(OpenCheckpoint, Strides):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.is_shared = self.dirpath is not None  # a folder that the user named may be that of other runs as well
         super().setup(trainer, pl_module, stage)
+        write_whole_files(trainer)
         if stage != "fit":
             return
-        write_whole_files(trainer)
         # its files say how far the run is, so all that others do after a step must be done before
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=lambda callback: callback is self))
         if is_remote(self.dirpath):
@@ -209,10 +209,15 @@ class ResumePoints(OpenCheckpoint):
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, and moves it there when it is on disk.
+    """Writes a checkpoint beside its place, and moves it there when it is on disk. Reads sharded ones too.
 
     Lightning writes it to the folder for temporary files, which may be small, or be on another file system.
     """
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        if not is_remote(path) and Path(path).is_dir():
+            return load_checkpoint(path)
+        return super().load_checkpoint(path, *arguments, **options)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         if storage_options is not None or is_remote(path):

@@ -52,8 +52,12 @@ class Summary(Callback):
         )
         print(f"step {trainer.global_step}: {type(pl_module).__name__}, {size(pl_module)}{growth}", flush=True)
 
-    @rank_zero_only
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loss = pl_module.train_loss if isinstance(pl_module, WidthScalable) else None
+        if loss is not None and trainer.world_size > 1:
+            loss = trainer.strategy.reduce(loss, reduce_op="mean")  # of the whole batch: a rank has its share
+        if not trainer.is_global_zero:
+            return
         lines = [f"{trainer.global_step} steps, {size(pl_module)}"]
         for callback in callbacks_of(trainer):
             if isinstance(callback, UpscaleCallback) and callback.summary:
@@ -62,8 +66,8 @@ class Summary(Callback):
                     f"  step {s['step']}: width {s['before']} → {s['after']} in {s['seconds']:.2f} s; "
                     f"loss {s['loss_before']:.6f} just before, {s['loss_after']:.6f} just after"
                 )
-        if isinstance(pl_module, WidthScalable) and pl_module.train_loss is not None:
-            lines.append(f"  training loss of the last batch {float(pl_module.train_loss):.6f}")
+        if loss is not None:
+            lines.append(f"  training loss of the last batch {float(loss):.6f}")
         for name, value in trainer.callback_metrics.items():
             if name.startswith("val/"):
                 lines.append(f"  {name} {float(value):.4f}")

@@ -236,8 +236,19 @@ class UpscaleCallback(Strides):
 
     def _swap(self, trainer: Trainer, module: WidthScalable, batch: Any) -> None:
         start = time.perf_counter()
-        loss_before = _loss(trainer, module, batch)
-        narrow, narrow_width = module.net, module.width
+        loss_before, narrow_width = _loss(trainer, module, batch), module.width
+        growth, notes = self._grow(trainer, module)
+        losses = float(loss_before), float(_loss(trainer, module, batch))  # waits for the device
+        self._log(trainer, module, narrow_width, growth, *losses, time.perf_counter() - start)
+        if notes:
+            rank_zero_info("\n".join(notes_by_layer(notes)))
+
+    def _grow(self, trainer: Trainer, module: WidthScalable) -> tuple[Plan, tuple[str, ...]]:
+        """Puts the wide network, its optimizers and its schedules in the place of the narrow ones.
+
+        The narrow tensors are freed one by one. Sharded, a rank holds at most its wide shard and one whole tensor.
+        """
+        narrow = module.net
         assert narrow is not None
         narrow_opts = list(trainer.optimizers)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -285,11 +296,7 @@ class UpscaleCallback(Strides):
         self.method.forget()
         for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
-        del narrow, narrow_opts, schedulers
-        losses = float(loss_before), float(_loss(trainer, module, batch))  # waits for the device
-        self._log(trainer, module, narrow_width, growth, *losses, time.perf_counter() - start)
-        if report.notes:
-            rank_zero_info("\n".join(notes_by_layer(report.notes)))
+        return growth, report.notes
 
     def _fit_method(self, trainer: Trainer, module: WidthScalable, narrow: nn.Module, wide: nn.Module) -> None:
         """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""

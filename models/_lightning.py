@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.call import _call_callback_hooks
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
@@ -572,6 +573,17 @@ class ClockedBar(TQDMProgressBar):
 
     def _should_update(self, current: int, total: int | float) -> bool:
         return self.is_enabled and self.is_due(current, total)
+
+
+class DataParallelMesh(ModelParallelStrategy):
+    """A ModelParallelStrategy whose data-parallel group is all processes, whatever their number.
+
+    Lightning's default is one group for each node, in which every process holds the whole model.
+    """
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
 
 
 class OpenCLI(LightningCLI):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from mupscale.checksums import damage_in
 from mupscale.errors import UserError
+from mupscale.sharded_checkpoints import METADATA
 from mupscale.widening.finite import first_non_finite
 from mupscale.widening.sharding import is_sharded, whole
 from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
@@ -48,8 +49,15 @@ def our_part(module: nn.Module, net: nn.Module | None, optimizers: list[Optimize
     }
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A checkpoint file on the CPU, tensors and primitives only."""
+def load_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]:
+    """A checkpoint on the CPU, a file or the folder of a sharded one, tensors and primitives only.
+
+    The tensors of a file may be `mapped`: they are read when they are used.
+    """
+    if (Path(path) / METADATA).is_file():
+        from mupscale.models.sharded import ShardedCheckpoint  # loads torch.distributed
+
+        return ShardedCheckpoint(Path(path)).whole()
     if Path(path).is_dir():
         raise UserError(f"{path} is a folder; name a checkpoint file, such as {Path(path) / 'last.ckpt'}")
     if not Path(path).is_file():
@@ -58,7 +66,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     if problem is not None:
         raise UserError(f"{path} is damaged: {problem}")
     try:
-        return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True))
+        return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
     except Exception as error:  # torch raises many kinds
         raise UserError(f"{path} is not a checkpoint, or a damaged one ({type(error).__name__})") from error
 
@@ -257,6 +265,13 @@ def load_optimizer_state(module: nn.Module, optimizers: list[Optimizer], checkpo
             moved = saved["state"].get(index_of.get(name), {})
             state["state"][index] = {key: _sharded_like(parameter, value) for key, value in moved.items()}
         optimizer.load_state_dict(state)
+
+
+def load_hyperparameters(optimizers: list[Optimizer], checkpoint: dict[str, Any]) -> None:
+    """Gives the groups of optimizers the hyperparameters of a checkpoint of the same run."""
+    for optimizer, saved in zip(optimizers, checkpoint.get("optimizer_states", []), strict=True):
+        for group, then in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in then.items() if key not in ("params", "param_names")})
 
 
 def class_path(thing: object) -> str:

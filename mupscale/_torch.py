@@ -29,6 +29,7 @@ __all__ = [
     "is_failed_write",
     "is_too_large",
     "non_persistent_buffers",
+    "place_in_shard",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -120,3 +121,10 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def step_by_hand(optimizer: torch.optim.Optimizer) -> None:
     """Lets learning-rate schedules know that an optimizer steps, though its `step` is not called."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def place_in_shard(shard: str, offset: int, length: int) -> Any:
+    """Where a value of a distributed checkpoint lies, as torch writes it into the metadata."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(shard, offset, length)

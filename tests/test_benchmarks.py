@@ -3,11 +3,15 @@
 import json
 import logging
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 
 from benchmarks.__main__ import NAMES, main
 
@@ -86,3 +90,19 @@ def test_folders_beside_cp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert row["peak_gb"] > row["largest_wide_tensor_gb"] > 0
     assert "extrapolated to 32 layers" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["row.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
+def test_a_rank_grows_within_its_shard_and_one_tensor(tmp_path: Path) -> None:
+    """A wide tensor made whole would take one and a quarter of it, narrow weights that stay alive one more."""
+    rows = tmp_path / "rows.json"
+    command = ["-m", "benchmarks", "swap_memory", "--processes", "2,4", "--width", "512", "--noise", "none"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *command, "--out", str(rows)]
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for row in json.loads(rows.read_text())["rows"]:
+        assert row["shard"] > 4 * row["whole"], "the tensor must not hide what else is held"
+        assert row["peak"] <= row["shard"] + row["whole"], run.stdout

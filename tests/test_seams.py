@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from paths import ROOT
 from torch import nn
@@ -46,6 +47,7 @@ LIGHTNING = {
         "_remove_checkpoint", "_save_checkpoint", "_save_last_checkpoint", "_save_on_train_epoch_end",
         "_save_topk_checkpoint", "_should_remove_checkpoint", "_train_time_interval",
     },
+    ModelParallelStrategy: {"_data_parallel_size"},
     TQDMProgressBar: {"_should_update"},
     LightningCLI: {
         "_get", "_parser", "_parse_ckpt_path", "_instantiate_trainer", "_subcommand_parsers",

@@ -2,15 +2,15 @@
 
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mupscale.checksums import damage_in
 from mupscale.commands.run_folder import identity_of
-from mupscale.commands.sharded_checkpoints import check_sharded, damage_in_shards
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
+from mupscale.sharded_checkpoints import METADATA, check_sharded, damage_in_shards
 
 
 def newest_checkpoint(
@@ -85,12 +85,43 @@ def checked(path: Path) -> dict[str, Any]:
 
 def sharded(path: Path) -> set[str]:
     """The keys that a sharded checkpoint keeps outside of meta.pt."""
-    return {"optimizer_states"} if (path / ".metadata").is_file() else set()
+    return {"optimizer_states"} if (path / METADATA).is_file() else set()
 
 
 def damage_at(path: Path) -> str | None:
-    """What is wrong with a checkpoint, a file or a folder, by its checksums; None if nothing is."""
-    return damage_in_shards(path) if path.is_dir() else damage_in(path)
+    """What is wrong with a checkpoint, a file or a folder, by its checksums; None if nothing is.
+
+    The processes of a run share the work of a folder. UserError if one of them finds damage there: the others do not
+    know of it, and would go on from this checkpoint.
+    """
+    if not path.is_dir():
+        return damage_in(path)
+    share = share_of_process(os.environ)
+    if _key(path) not in undamaged:
+        problem = damage_in_shards(path, share)
+        if problem is not None and share[1] > 1:
+            raise UserError(f"{path} is damaged ({problem}); delete it to go on from the one before it")
+        if problem is not None:
+            return problem
+        undamaged.add(_key(path))
+    return None
+
+
+undamaged: set[tuple[Path, int]] = set()
+"""Sharded checkpoints in which this process has found no damage, by place and time of writing."""
+
+
+def _key(folder: Path) -> tuple[Path, int]:
+    metadata = folder / METADATA
+    return folder.resolve(), metadata.stat().st_mtime_ns if metadata.is_file() else 0
+
+
+def share_of_process(environment: Mapping[str, str]) -> tuple[int, int]:
+    """The rank of this process and the number of processes, if torchrun or srun has started several; else (0, 1)."""
+    for rank, processes in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        if rank in environment and processes in environment:
+            return int(environment[rank]), int(environment[processes])
+    return 0, 1
 
 
 def _counts(path: Path, checkpoint: dict[str, Any]) -> bool:

@@ -49,7 +49,7 @@ from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.run_start import RunStart, SaveConfig
-from mupscale.commands.trainer_options import refuse_options
+from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, is_trial_run
@@ -182,8 +182,8 @@ class CLI(OpenCLI):
     def on_checkpoint_path(self) -> None:
         """Keeps the configuration as it was given: Lightning would override it by the checkpoint's class and arguments.
 
-        The width of the checkpoint may differ, because the module rebuilds itself. Only a sharded checkpoint is loaded
-        too late for that, so its width is set here.
+        The width of the checkpoint may differ, because the module rebuilds itself. Only a sharded checkpoint, and one
+        for FSDP2, is loaded too late for that, so its width is set here.
         """
         self.given = deepcopy(self.config)
         command = self.config.get("subcommand", "")
@@ -214,7 +214,7 @@ class CLI(OpenCLI):
                     then, self.plain(self.config), saved.get("global_step", 0), same_place=self.folder is not None
                 )
         self._replace_files(section.model.get("init_args") or {}, saved)
-        if Path(path).is_dir():
+        if Path(path).is_dir() or is_sharding(section.trainer.get("strategy")):
             name = section.model.class_path.rpartition(".")[2]
             self.config[f"{self.config.subcommand}.model.init_args.width"] = checkpoint_width(saved, name)
 
@@ -274,6 +274,7 @@ class CLI(OpenCLI):
         given = config["callbacks"] or []
         given = given if isinstance(given, list) else [given]
         refuse_schedule([callback for callback in given if isinstance(callback, UpscaleCallback)])
+        refuse_processes(config, os.environ)
         if self.subcommand in (None, "fit"):
             refuse_options({**config, "callbacks": given})
         self.trainer_defaults["callbacks"] = default_callbacks(given, config)

@@ -16,6 +16,13 @@ def refuse_output(option: str, path: Path, inputs: dict[str, Path]) -> None:
     refuse_folder(option, path.parent)
 
 
+def refuse_new_folder(option: str, folder: Path) -> None:
+    """UserError if `folder`, given by `option`, exists, or cannot be made. Writes nothing."""
+    if folder.exists() or folder.is_symlink():
+        raise UserError(f"{option} {folder} exists; name another folder, or delete it")
+    refuse_folder(option, folder.absolute().parent)
+
+
 def refuse_output_folder(option: str, folder: Path) -> None:
     """UserError if `folder`, given by `option`, is none, or cannot be made and written to. Writes nothing."""
     if folder.exists() and not folder.is_dir():

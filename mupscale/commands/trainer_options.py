@@ -1,12 +1,24 @@
 """Options of Lightning's Trainer that do not work in the runs of this project, each with the reason and the remedy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning.fabric.plugins.environments import (
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.errors import UserError
+from mupscale.models.fsdp2 import NAME as FSDP2_NAME
+
+LAUNCHERS = (LSFEnvironment, MPIEnvironment, SLURMEnvironment, TorchElasticEnvironment)
+"""What may start the processes of several nodes."""
 
 OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "barebones": (
@@ -36,6 +48,52 @@ def refuse_options(trainer: Any) -> None:
             shown = str(value).lower() if isinstance(value, bool | int) else "AsyncCheckpointIO"
             raise UserError(f"trainer.{key}: {shown} does not work here: {reason}; {remedy}")
     refuse_callbacks(_listed(trainer.get("callbacks")))
+    if is_sharding(trainer.get("strategy")):
+        for callback in _listed(trainer.get("callbacks")):
+            if isinstance(callback, WeightAveraging):
+                raise UserError(
+                    f"trainer.callbacks: {type(callback).__name__} does not work under trainer.strategy: {FSDP2_NAME}, "
+                    "because it copies the model, and shards cannot be copied; use trainer.strategy: ddp, or leave it "
+                    "out"
+                )
+
+
+def refuse_processes(trainer: Any, environment: Mapping[str, str]) -> None:
+    """UserError if torchrun has started another number of processes than the trainer's configuration says.
+
+    UserError also for several nodes without anything that could have started the others: the run would wait for them.
+    """
+    nodes = trainer.get("num_nodes") or 1
+    is_started = "MASTER_ADDR" in environment or any(kind.detect() for kind in LAUNCHERS)
+    if nodes > 1 and not is_started:
+        raise UserError(
+            f"trainer.num_nodes = {nodes}, but neither torchrun nor srun has started this process: start the same "
+            "command with one of them on each node, or set --trainer.num_nodes=1"
+        )
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return
+    here, everywhere = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
+    started = {"devices": (here, "--nproc-per-node"), "num_nodes": (everywhere // here, "--nnodes")}
+    for key, (count, option) in started.items():
+        given = trainer.get(key)
+        if given in ("auto", -1, "-1") and trainer.get("accelerator") != "cpu":
+            continue  # all that there are
+        wanted = {"auto": 1}.get(given, given) if isinstance(given, str) else given
+        wanted = len(wanted) if isinstance(wanted, list) else wanted
+        if str(wanted) != str(count):
+            what = "processes on this machine" if key == "devices" else "machines"
+            raise UserError(
+                f"trainer.{key} = {given}, but torchrun has started {count} {what}: set --trainer.{key}={count}, or "
+                f"start torchrun with {option}={wanted}"
+            )
+
+
+def is_sharding(strategy: Any) -> bool:
+    """Whether a configured strategy shards the model, and so loads a checkpoint after it is made."""
+    if isinstance(strategy, ModelParallelStrategy):
+        return True
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
+    return str(name).rpartition(".")[2] in (FSDP2_NAME, "FSDP2", "ModelParallelStrategy")
 
 
 def _listed(value: Any) -> list[Any]:

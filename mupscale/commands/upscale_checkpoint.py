@@ -2,25 +2,26 @@
 
 For example: upscale base.ckpt --width 2000 --noise 0.1 --out wide.ckpt
 
+A sharded checkpoint, the folder of a run under FSDP2, becomes another one, tensor by tensor: memory holds one tensor at
+a time.
+
 A model folder of the transformers library is widened into another folder: upscale FOLDER --factor 2 --out WIDE (its
 options: upscale --factor 2 --help).
 """
 
-import importlib
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from mupscale.atomic import replacing
 from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.cli import import_classes
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
-from mupscale.commands.outputs import refuse_output
+from mupscale.commands.outputs import refuse_new_folder, refuse_output
+from mupscale.commands.saved_model import continue_groups, fresh_optimizer, module_of, saved_optimizer
+from mupscale.commands.upscale_sharded import ShardedGrowth
 from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable, refuse_bad_width
 from mupscale.models.checkpoint import (
@@ -29,21 +30,14 @@ from mupscale.models.checkpoint import (
     load_checkpoint,
     mixed_widths,
     optimizer_names,
-    refuse_malformed,
     refuse_malformed_optimizers,
     restore_mixed_widths,
 )
-from mupscale.mup_optimizers import apply_mup
+from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.noise import Noise
-from mupscale.widening.optimizer_state import continued_groups
-from mupscale.widening.parameter_groups import SOURCE_GROUP
-from mupscale.widening.rules import registered_optimizer
 from mupscale.widening.schedule import rescale_schedule_state
 from mupscale.widening.upscale import UpscaleReport, upscale
-
-MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)
-"""What a model or an optimizer raises for arguments that it does not expect."""
 
 
 def widen_checkpoint(arguments: list[str]) -> None:
@@ -66,8 +60,13 @@ def widen_checkpoint(arguments: list[str]) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)
     method = method_of(options)
-    inputs = {"the checkpoint to widen": Path(options.checkpoint)}
-    refuse_output("--out", options.out, inputs)
+    source = Path(options.checkpoint)
+    is_sharded = is_sharded_checkpoint(source)
+    inputs = {"the checkpoint to widen": source}
+    if is_sharded:
+        refuse_new_folder("--out", options.out)
+    else:
+        refuse_output("--out", options.out, inputs)
     if options.out.exists() and not options.force:
         raise UserError(f"--out {options.out} exists; --force overwrites it")
     noise = noise_of(options)
@@ -77,14 +76,19 @@ def widen_checkpoint(arguments: list[str]) -> None:
         refuse_output("--save-noise", options.save_noise, inputs | {"--out": options.out})
     width = options.width[0] if len(options.width) == 1 else options.width
     refuse_bad_width("--width", width)
-    checkpoint = load_checkpoint(options.checkpoint)
+    shards = ShardedCheckpoint(source) if is_sharded else None
+    checkpoint = load_checkpoint(options.checkpoint) if shards is None else shards.rest
     module = module_of(checkpoint, options.model)
     if module.width == width:
         raise UserError(f"--width {width} is the width of the checkpoint already; give a larger one")
     with_state = not options.no_optimizer
-    report = upscale_checkpoint(checkpoint, module, width, noise, options.seed, optimizer=with_state, method=method)
-    with replacing(options.out) as new:
-        torch.save(checkpoint, new)
+    if shards is not None:
+        growth = ShardedGrowth(shards, module, width, method, noise, options.seed, optimizer=with_state)
+        report = growth.write(options.out)
+    else:
+        report = upscale_checkpoint(checkpoint, module, width, noise, options.seed, optimizer=with_state, method=method)
+        with replacing(options.out) as new:
+            torch.save(checkpoint, new)
     if options.save_noise:
         report.save_noise(options.save_noise)
     print(report)
@@ -114,15 +118,11 @@ def upscale_checkpoint(
     narrow, wide = _networks(module, width, checkpoint.get(key, {}))
     restore_mixed_widths(narrow, saved.get("mixed_widths", {}))
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
-    narrow_opts = [_saved_optimizer(narrow, *row) for row in rows]
-    wide_opts = [_fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
+    narrow_opts = [saved_optimizer(narrow, *row) for row in rows]
+    wide_opts = [fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
     plan = method.plan(narrow, wide, None, None)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
-        continued: dict[int, dict[str, Any]] = {}
-        for group in continued_groups(plan, narrow, before, wide, method.mup_rate_factors):
-            continued.update({id(parameter): group for parameter in group["params"]})
-        for group in after.param_groups:
-            group.update({**continued[id(group["params"][0])], "params": group["params"]})
+        continue_groups(plan, narrow, before, wide, after, method)
     rebuild = partial(module.network, width)
     report = upscale(
         narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, plan=plan, method=method, rebuild=rebuild
@@ -153,82 +153,6 @@ def upscale_checkpoint(
     return report
 
 
-def module_of(checkpoint: dict[str, Any], model: str | None = None) -> WidthScalable:
-    """The module that a checkpoint was saved from, at the checkpoint's width, without weights.
-
-    The checkpoint's class is looked up among the classes that are loaded. Only `model`, the user's word, is imported.
-    """
-    refuse_malformed(checkpoint)
-    import_classes()
-    class_path = str(checkpoint[CHECKPOINT_KEY].get("class_path"))
-    if model is None:
-        kind = _loaded_model(class_path)
-        if kind is None:
-            raise UserError(
-                f"the checkpoint is of {class_path}, which is no class of mupscale. "
-                "If it is your own and you trust it, name it: --model CLASS, by its import path"
-            )
-    else:
-        kind = _imported_model(model)
-        if kind.__name__ != class_path.rpartition(".")[2]:
-            raise UserError(f"--model {model}: the checkpoint is of another class, {class_path}")
-    settings = {key: value for key, value in checkpoint["hyper_parameters"].items() if not str(key).startswith("_")}
-    for key, value in settings.items():
-        if not _is_data(value):
-            raise UserError(f"the checkpoint has hyper_parameters.{key} of type {type(value).__name__}, wanted data")
-    try:
-        module = kind(**settings | {"init_from": None})
-        module.network(module.width, meta=True)
-    except MAKING_ERRORS as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the checkpoint's hyper_parameters do not make a {kind.__name__}: {message}") from error
-    return module
-
-
-def _loaded_model(class_path: str) -> type[WidthScalable] | None:
-    """The loaded class of this import path, or the class of mupscale with this short name."""
-    for kind in _subclasses(WidthScalable):
-        names = {f"{kind.__module__}.{kind.__qualname__}"}
-        if kind.__module__.startswith("mupscale."):
-            names.add(kind.__name__)
-        if class_path in names and not _is_abstract(kind):
-            return kind
-    return None
-
-
-def _is_abstract(kind: type[WidthScalable]) -> bool:
-    return any(getattr(method, "__isabstractmethod__", False) for method in (kind.build, kind.loss))
-
-
-def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)
-
-
-def _imported_model(model: str) -> type[WidthScalable]:
-    """The class that the command line names."""
-    kind: Any = _loaded_model(model)
-    if kind is None:
-        folder, _, name = model.rpartition(".")
-        try:
-            kind = getattr(importlib.import_module(folder), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UserError(f"--model {model}: there is no such class ({error})") from error
-    if not isinstance(kind, type) or not issubclass(kind, WidthScalable) or _is_abstract(kind):
-        raise UserError(f"--model {model} is not a model: wanted a subclass of mupscale.models.base.WidthScalable")
-    return kind
-
-
-def _is_data(value: Any) -> bool:
-    """Whether a constructor argument is a number, a text, a tensor, or a collection of these."""
-    if isinstance(value, dict):
-        return all(_is_data(item) for pair in value.items() for item in pair)
-    if isinstance(value, list | tuple | set):
-        return all(_is_data(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype)
-
-
 def _networks(
     module: WidthScalable, width: Any, weights: dict[str, Tensor], at_least: torch.dtype | None = None
 ) -> tuple[nn.Module, nn.Module]:
@@ -252,48 +176,3 @@ def _networks(
 
 def _store(weights: dict[str, Tensor], net: nn.Module) -> None:
     weights.update({f"net.{name}": value.to(weights[f"net.{name}"].dtype) for name, value in net.state_dict().items()})
-
-
-def _saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str], class_path: str) -> Optimizer:
-    """The optimizer of the checkpoint, over the narrow network. `names` are the parameters that its state numbers."""
-    try:
-        kind = registered_optimizer(class_path)
-    except UserError as error:
-        remedy = "The module of --model may register it, and --no-optimizer leaves its state out"
-        raise UserError(f"the checkpoint's {error}. {remedy}") from error
-    parameters = {f"net.{key}": parameter for key, parameter in narrow.named_parameters()}
-    groups = []
-    for group in state["param_groups"]:
-        groups.append({**group, "params": [parameters[names[index]] for index in group["params"]]})
-    if not all(isinstance(group.get(SOURCE_GROUP), int) for group in groups):
-        raise UserError("the checkpoint's optimizer is not muP-scaled; --no-optimizer leaves its state out")
-    try:
-        optimizer = kind(groups)
-        optimizer.load_state_dict(state)
-    except MAKING_ERRORS as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"the checkpoint's optimizer state does not make a {kind.__name__}: {message}. "
-            "--no-optimizer leaves its state out"
-        ) from error
-    return optimizer
-
-
-def _fresh_optimizer(narrow: nn.Module, optimizer: Optimizer, wide: nn.Module) -> Optimizer:
-    """An optimizer with the groups that `configure_optimizers` would make at the wide width, in the same order.
-
-    The groups before muP are split for the wide width. Their hyperparameters are still those of the narrow width.
-    """
-    order = {name: index for index, (name, _) in enumerate(narrow.named_parameters())}
-    names = {id(parameter): name for name, parameter in narrow.named_parameters()}
-    targets = dict(wide.named_parameters())
-    sources: dict[int, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        source = sources.setdefault(group[SOURCE_GROUP], {**group, "params": []})
-        source["params"] += [names[id(parameter)] for parameter in group["params"]]
-    groups = []
-    for source in sources.values():
-        del source[SOURCE_GROUP]
-        groups.append({**source, "params": [targets[name] for name in sorted(source["params"], key=order.__getitem__)]})
-    kind: Any = type(optimizer)
-    return apply_mup(kind(groups), wide)

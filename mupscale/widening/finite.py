@@ -10,18 +10,28 @@ from torch.optim import Optimizer
 from mupscale.errors import UserError
 from mupscale.widening.parameter_groups import names_by_id
 from mupscale.widening.plan import Plan
-from mupscale.widening.sharding import gathered
+from mupscale.widening.sharding import is_sharded, largest_of_ranks, local_part
 
 Named = tuple[str, Tensor]
 
 
 def largest_entries(tensors: Sequence[Tensor]) -> list[float]:
-    """The largest absolute entry of each tensor, NaN where it has one. Waits for the device once."""
+    """The largest absolute entry of each tensor, NaN where it has one. Waits for the device once.
+
+    Of sharded tensors every rank looks at its part, which may be empty, and all of them agree by one message.
+    """
     if not tensors:
         return []
-    device = tensors[0].device
-    norms = [gathered(torch.linalg.vector_norm(tensor, ord=math.inf)) for tensor in tensors]
-    return torch.stack([norm.to(device, torch.float64) for norm in norms]).tolist()
+    device, parts = tensors[0].device, [local_part(tensor) for tensor in tensors]
+    norms = []
+    for part in parts:
+        norm = torch.linalg.vector_norm(part, ord=math.inf) if part.numel() else part.new_zeros(())
+        norms.append(norm.to(device, torch.float64))
+    largest = torch.stack(norms)
+    sharded = next((tensor for tensor in tensors if is_sharded(tensor)), None)
+    if sharded is not None:
+        largest = largest_of_ranks(largest, sharded)
+    return largest.tolist()
 
 
 def first_non_finite(named: Iterable[Named], *, infinite_allowed: bool = False) -> str | None:
@@ -65,14 +75,14 @@ def refuse_non_finite_model(plan: Plan, narrow: nn.Module, wide: nn.Module) -> N
 
 
 def refuse_non_finite_state(narrow: nn.Module, optimizer: Optimizer) -> None:
-    """UserError for NaN or infinite entries in the state of an optimizer over `narrow`."""
+    """UserError for NaN or infinite entries in the state of an optimizer over `narrow`; none on the meta device."""
     names = names_by_id(narrow)
     named = [
         (f"{key!r} of {names[id(parameter)]!r}", value)
         for parameter, state in optimizer.state.items()
         if id(parameter) in names
         for key, value in state.items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and not value.is_meta
     ]
     # a counter on the CPU is not worth a transfer to the device of the others
     for on_cpu in (False, True):
@@ -85,6 +95,7 @@ def refuse_non_finite_state(narrow: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _is_inexact(tensor: Tensor) -> bool:
+    """Whether a tensor can hold NaN."""
     return bool(tensor.numel()) and (tensor.is_floating_point() or tensor.is_complex())
 
 

@@ -136,13 +136,18 @@ def duplicate_(
     layouts: Sequence[Layout],
     scales: Sequence[Sequence[float]] | None = None,
     scale: float = 1.0,
+    rows: slice | None = None,
 ) -> None:
     """Writes `source`, duplicated along every axis, into `target`, without a temporary of the target's size.
 
     `scale` multiplies everything and `scales[axis][piece]` that piece of that axis, on the narrow side, in the wider
-    dtype.
+    dtype. `target` may be some `rows` of the wide tensor alone, from a start to an end.
     """
     scales = scales or [[1.0] * len(layout) for layout in layouts]
+    if rows is not None:
+        source = source.index_select(0, source_index(layouts[0])[rows].to(source.device))
+        kept, kept_scales = _copied_rows(layouts[0], scales[0], rows)
+        layouts, scales = (kept, *layouts[1:]), (kept_scales, *scales[1:])
     dtype = torch.promote_types(source.dtype, target.dtype)
     if math.prod(len(layout) for layout in layouts) > _MANY_CELLS:
         _duplicate_by_index_(target, source, layouts, scales, scale, dtype)
@@ -156,6 +161,21 @@ def duplicate_(
         part = part.reshape([size for p in pieces for size in (p.length // p.block, 1, p.block)])
         copies = target[target_slices].view([size for p in pieces for size in (p.length // p.block, p.factor, p.block)])
         copies.copy_(part.expand(copies.shape))
+
+
+def _copied_rows(layout: Layout, scales: Sequence[float], rows: slice) -> tuple[Layout, list[float]]:
+    """Some rows of the wide axis as pieces of factor 1, each with the scale of the piece that it is of."""
+    kept: list[Piece] = []
+    kept_scales: list[float] = []
+    start = 0
+    for piece, scale in zip(layout, scales, strict=True):
+        end = start + piece.length * piece.factor
+        count = min(end, rows.stop) - max(start, rows.start)
+        if count > 0:
+            kept.append(Piece(count, count, 1))
+            kept_scales.append(scale)
+        start = end
+    return tuple(kept), kept_scales
 
 
 def _duplicate_by_index_(

@@ -68,6 +68,10 @@ class Noise(ABC):
     def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
         """σ̄ of one parameter, or of each position, from its narrow and widened values and the draw Δ at σ̄ = 1."""
 
+    def reads_widened(self, entry: TensorPlan) -> bool:
+        """Whether `constant` looks at the widened values of this parameter; without them it may get some rows alone."""
+        return True
+
 
 class AdditiveNoise(Noise):
     """One σ̄ for all weights: `std`.
@@ -103,6 +107,9 @@ class AdditiveNoise(Noise):
 
     def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
         return self.std
+
+    def reads_widened(self, entry: TensorPlan) -> bool:
+        return False
 
 
 class SignalNoise(Noise):
@@ -144,6 +151,9 @@ class SignalNoise(Noise):
         signal = spectral_norms(_matrices(widened, entry)) if entry.mixed else widened_norms(entry, narrow)
         ratio = self.t * signal / spectral_norms(_matrices(delta, entry)).to(signal.device)
         return ratio.reshape(_positions(entry))
+
+    def reads_widened(self, entry: TensorPlan) -> bool:
+        return entry.mixed
 
 
 class RecordedNoise(Noise):
@@ -205,6 +215,9 @@ class RecordedNoise(Noise):
     def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
         value = self.constants[entry.name]
         return torch.tensor(value, dtype=torch.float64)
+
+    def reads_widened(self, entry: TensorPlan) -> bool:
+        return False
 
 
 class SameNoise(RecordedNoise):
@@ -268,16 +281,20 @@ def may_overflow(level: float, dtype: torch.dtype) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and (torch.finfo(dtype).max < 1e6 or level > 1e30)
 
 
-def add_noise_(target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, seed: int) -> float | list[Any]:
+def add_noise_(
+    target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, seed: int, rows: slice | None = None
+) -> float | list[Any]:
     """Adds `noise` to the widened `target` in place; returns σ̄, ready to be saved.
 
     The draw depends on seed, parameter name and device type alone, so every rank, and every resumed run, gets the same.
+    `target` may be some `rows` of the parameter alone, unless the noise `reads_widened`; the draw is of all of them.
     """
     if not noise.applies(entry):
         return 0.0
     dtype = torch.promote_types(target.dtype, torch.float32)  # a half-precision sum would round the noise away
     generator = torch.Generator(target.device).manual_seed(_seed(seed, entry.name))
-    delta = torch.randn(target.shape, generator=generator, dtype=dtype, device=target.device).mul_(init_scale(entry))
+    delta = torch.randn(entry.wide_shape, generator=generator, dtype=dtype, device=target.device)
+    delta.mul_(init_scale(entry))
     if noise.centred:
         centre_(delta, entry.layouts, entry.summed_axes)
     in_role_units = target if entry.unit == NO_UNIT else (target - entry.shift) / entry.unit.scale
@@ -285,7 +302,8 @@ def add_noise_(target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, 
     delta.mul_(_align(constant.to(target.device, dtype), entry))
     if entry.unit.scale != 1:
         delta.mul_(entry.unit.scale)
-    target.copy_(delta.add_(target))
+    added = delta if rows is None else delta[rows]
+    target.copy_(added.add_(target))
     return constant.tolist()
 
 

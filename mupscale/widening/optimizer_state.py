@@ -25,7 +25,7 @@ from mupscale.widening.new_copies import (
 from mupscale.widening.parameter_groups import is_nonzero, names_by_id, split_groups
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.rules import Factors, Group, OptimizerRule, is_number, rule_of
-from mupscale.widening.sharding import gathered, whole
+from mupscale.widening.sharding import gathered, own_part, whole
 
 
 def check_transfer(
@@ -276,17 +276,17 @@ def _moved(
         return copy.deepcopy(value)
     if key == NEW_COPIES:
         mask = torch.empty_like(target, dtype=value.dtype, memory_format=torch.preserve_format)
-        with whole(mask) as copies:
-            duplicate_(copies, gathered(value), entry.layouts)
+        with own_part(mask) as (copies, rows):
+            duplicate_(copies, gathered(value), entry.layouts, rows=rows)
         return mask
     if key not in rule.state:
         on_device = group.get("fused") or group.get("capturable") or value.device.type != "cpu"
         return value.detach().clone().to(target.device if on_device else value.device)
     dtype = target.dtype if value.dtype == source.dtype else value.dtype
     tensor = torch.empty_like(target, dtype=dtype, memory_format=torch.preserve_format)
-    with whole(tensor) as state:
+    with own_part(tensor) as (state, rows):
         # one factor for all, also where pieces grow differently: such state is kept in reference units
-        duplicate_(state, gathered(value), entry.layouts, scale=k_out ** -rule.state[key])
+        duplicate_(state, gathered(value), entry.layouts, scale=k_out ** -rule.state[key], rows=rows)
     return tensor
 
 

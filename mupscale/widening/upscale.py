@@ -2,12 +2,14 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.arguments import refuse_unless_whole, shown
@@ -22,8 +24,9 @@ from mupscale.widening.noise import Constants, Noise, SameNoise, add_noise_, may
 from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
 from mupscale.widening.plan import Blocks, Plan
 from mupscale.widening.roles import Roles
-from mupscale.widening.sharding import gathered, whole
+from mupscale.widening.sharding import gathered, own_part, whole
 from mupscale.widening.survey import refuse_unless_model
+from mupscale.widening.tensor_plan import TensorPlan
 from mupscale.widening.units import Units
 from mupscale.widening.weights import (
     materialise_,
@@ -32,6 +35,7 @@ from mupscale.widening.weights import (
     refuse_other_units,
     release_,
     remember_widths,
+    widen_,
 )
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -153,11 +157,7 @@ def upscale(
         assert isinstance(target, nn.Parameter)
         if target.is_meta:
             materialise_(target, source.device)
-        narrow_weight = gathered(source)
-        with whole(target) as weight:
-            method.widen_(weight, narrow_weight, entry)
-            constants[name] = add_noise_(weight, entry, noise, narrow_weight, seed) if noise is not None else 0.0
-        del narrow_weight
+        constants[name] = _write(target, gathered(source), entry, method, noise, seed)
         if consume:
             release_(source)
     method.edit_(plan, wide)
@@ -192,6 +192,29 @@ def upscale(
     answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
     centred = noise is not None and noise.centred
     return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start, centred)
+
+
+def _write(
+    target: Tensor, source: Tensor, entry: TensorPlan, method: GrowthMethod, noise: Noise | None, seed: int
+) -> float | list[Any]:
+    """Writes a wide parameter, of which a sharded one has some rows on this rank; returns σ̄ of its noise.
+
+    Where a method or noise needs the whole parameter, it is made whole first.
+    """
+    is_noisy = noise is not None and noise.applies(entry)
+    by_rows = method.widens_by_rows and not (is_noisy and noise is not None and noise.reads_widened(entry))
+    with own_part(target) if by_rows else _all_rows(target) as (weight, rows):
+        if rows is None:
+            method.widen_(weight, source, entry)
+        else:
+            widen_(weight, source, entry, rows)
+        return 0.0 if noise is None else add_noise_(weight, entry, noise, source, seed, rows)
+
+
+@contextmanager
+def _all_rows(target: Tensor) -> Iterator[tuple[Tensor, None]]:
+    with whole(target) as weight:
+        yield weight, None
 
 
 def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimizer], list[Optimizer | None]]:

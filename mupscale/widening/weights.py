@@ -15,16 +15,22 @@ from mupscale.widening.layout import by_entry, duplicate, duplicate_
 from mupscale.widening.modules import Side
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.rules import Factors
+from mupscale.widening.sharding import is_sharded, local_part
 from mupscale.widening.units import NO_UNIT
 from mupscale.widening.width_table import Table, WidthFactors, merged_table, restore_infshapes, store_table
 
 
-def widen_(target: Tensor, source: Tensor, entry: TensorPlan) -> None:
-    """Writes the widened weight into `target`: dup / k_in (Table 1, first column), times unit and unequal shares."""
+def widen_(target: Tensor, source: Tensor, entry: TensorPlan, rows: slice | None = None) -> None:
+    """Writes the widened weight into `target`: dup / k_in (Table 1, first column), times unit and unequal shares.
+
+    `target` may be some `rows` of it alone.
+    """
     powers = {"out_power": 0, "in_power": -1}
-    duplicate_(target, source, entry.layouts, entry.scales(**powers), entry.unit_scale(**powers))
+    duplicate_(target, source, entry.layouts, entry.scales(**powers), entry.unit_scale(**powers), rows)
     for axis, shares in entry.shares:
         if entry.relative_side(axis) == "in":
+            if axis == 0 and rows is not None:
+                shares = shares[rows]
             target.mul_(target.new_tensor(shares).view([-1 if i == axis else 1 for i in range(target.ndim)]))
     if entry.shift:
         target.add_(entry.shift)
@@ -70,6 +76,8 @@ def refuse_held(wide: nn.Module, optimizers: Sequence[Optimizer | None]) -> None
 
 def release_(tensor: Tensor) -> None:
     """Frees the memory of a narrow parameter or buffer that has been consumed."""
+    if is_sharded(tensor):
+        local_part(tensor).untyped_storage().resize_(0)  # FSDP2 has views of it
     tensor.data = tensor.data.new_empty(0)
     tensor.grad = None
 

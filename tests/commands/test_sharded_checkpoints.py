@@ -11,8 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from command_line import refused, small
 
-from mupscale.commands.checkpoints import checked
+from mupscale.commands.checkpoints import checked, damage_at, undamaged
 from mupscale.errors import UserError
+from mupscale.sharded_checkpoints import damage_in_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")
 
@@ -54,8 +55,9 @@ def place_of(content: Any, name: str) -> Any:
 
 
 def assert_refused(folder: Path, *fragments: str) -> None:
-    """By `fit --ckpt_path` and by `resume`, in one line, and nothing runs."""
-    for command in (["fit", "--config", "c.yaml", "--ckpt_path", str(folder)], ["resume", "run"]):
+    """By `fit --ckpt_path`, `resume` and `upscale`, in one line, and nothing runs."""
+    fit = ["fit", "--config", "c.yaml", "--ckpt_path", str(folder)]
+    for command in (fit, ["resume", "run"], ["upscale", str(folder), "--width", "16", "--out", "wide.ckpt"]):
         message = refused(*command)
         assert all(fragment in message for fragment in fragments), message
         assert not Path("marker").exists()
@@ -80,6 +82,43 @@ def test_the_attack_works_on_torch_itself(folder: Path):
 def test_metadata_that_names_a_function(folder: Path):
     write(folder, Attack())
     assert_refused(folder, "which no checkpoint needs; nothing of it was loaded")
+
+
+def test_init_from_a_folder_is_checked(folder: Path):
+    write(folder, Attack())
+    message = refused("fit", "--config", "c.yaml", "--model.init_args.init_from", str(folder))
+    assert "which no checkpoint needs; nothing of it was loaded" in message
+    assert not Path("marker").exists()
+
+
+def test_a_chunk_that_the_metadata_lacks(folder: Path):
+    """Its rows would be whatever is in memory."""
+    content = metadata(folder)
+    content.state_dict_metadata["state_dict.net.weight"].size = torch.Size([8])
+    write(folder, content)
+    message = refused("upscale", str(folder), "--width", "16", "--out", "wide.ckpt")
+    assert "is damaged: .metadata does not have all of state_dict.net.weight" in message
+
+
+def test_processes_share_the_check_of_the_shards(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that finds damage stops, so that it does not go on from another checkpoint than the others."""
+    place = place_of(metadata(folder), "state_dict.net.weight")
+    content = bytearray((folder / place.relative_path).read_bytes())
+    start = content.index(torch.arange(4.0).numpy().tobytes())
+    content[start + 8] ^= 1
+    (folder / place.relative_path).write_bytes(content)
+    assert "the checksum of" in str(damage_in_shards(folder))
+    found = [damage_in_shards(folder, (rank, 4)) for rank in range(4)]
+    assert sum(problem is not None for problem in found) == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, problem in enumerate(found):
+        monkeypatch.setenv("RANK", str(rank))
+        if problem is None:
+            assert damage_at(folder) is None
+        else:
+            with pytest.raises(UserError, match=r"delete it to go on from the one before it"):
+                damage_at(folder)
+        undamaged.clear()
 
 
 def test_metadata_with_a_foreign_object_inside(folder: Path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mupscale.widening.layout import Piece, duplicate, duplicate_, interleaved, parse_layout
+from mupscale.widening.layout import Layout, Piece, duplicate, duplicate_, interleaved, parse_layout, wide_length
 
 
 def test_interleaved_is_repeat_interleave():
@@ -59,3 +59,30 @@ def test_memory_formats_and_scalars():
 def test_bad_layouts(spec, message: str):
     with pytest.raises(ValueError, match=message):
         parse_layout(spec, 6, 12)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (Piece(6, 1, 3),),
+        (Piece(6, 3, 2),),
+        (Piece(2, 2, 1), Piece(4, 2, 3)),
+        tuple(Piece(1, 1, 1 + unit % 2) for unit in range(6)),
+    ],
+)
+@pytest.mark.parametrize("many_cells", [False, True])
+def test_some_rows_are_those_of_the_whole(layout: Layout, many_cells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank writes its rows alone; one of many may have none."""
+    if many_cells:
+        monkeypatch.setattr("mupscale.widening.layout._MANY_CELLS", 0)
+    source = torch.arange(30.0, dtype=torch.float64).view(6, 5) + 1
+    layouts = layout, (Piece(5, 1, 2),)
+    scales = [[1.0 / (number + 2) for number in range(len(layout))], [0.5]]
+    count = wide_length(layout)
+    whole = torch.empty(count, 10, dtype=torch.float64)
+    duplicate_(whole, source, layouts, scales, scale=3.0)
+    for start in range(count + 1):
+        for stop in range(start, count + 1):
+            part = torch.empty(stop - start, 10, dtype=torch.float64)
+            duplicate_(part, source, layouts, scales, scale=3.0, rows=slice(start, stop))
+            assert torch.equal(part, whole[start:stop])

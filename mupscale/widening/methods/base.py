@@ -112,6 +112,11 @@ class GrowthMethod(ABC):
         """Writes the widened weight into `target`."""
         widen_(target, source, entry)
 
+    @property
+    def widens_by_rows(self) -> bool:
+        """Whether rows of a weight are widened as `weights.widen_` does it, which needs none of the others."""
+        return type(self).widen_ is GrowthMethod.widen_
+
     def edit_(self, plan: Plan, wide: nn.Module) -> None:  # noqa: B027  most methods treat weights one by one
         """Changes the wide model across layers, after all weights are written."""
 

@@ -18,6 +18,10 @@ from mupscale.checksums import damage_in
 from mupscale.errors import UserError
 
 METADATA = ".metadata"
+"""The file that says which values are where in the shards."""
+
+META = "meta.pt"
+"""The file with what is not in the shards. It is written last: a folder without it was never finished."""
 
 PLAIN = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
 """Classes of torch.distributed.checkpoint.metadata whose objects are attributes by name."""
@@ -37,7 +41,7 @@ def check_sharded(folder: Path) -> None:
 
     Tensors are not read: torch itself loads them safely.
     """
-    _inside(folder, "meta.pt")
+    _inside(folder, META)
     files = [folder / METADATA, *folder.glob("__*.metadata")]  # torch falls back to those of single ranks
     for file in files:
         for item in _stored(file):
@@ -45,17 +49,25 @@ def check_sharded(folder: Path) -> None:
                 _check_value(item)
 
 
-def damage_in_shards(folder: Path) -> str | None:
-    """What is wrong with a sharded checkpoint, or None: every part in its shards has a checksum."""
+def damage_in_shards(folder: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What is wrong with a sharded checkpoint, or None: every part in its shards has a checksum.
+
+    `share` is (rank, processes) where several processes check one checkpoint together: each reads its part of it.
+    """
+    rank, processes = share
     try:
-        for item in _stored(folder / METADATA):
+        for number, item in enumerate(_stored(folder / METADATA)):
+            if number % processes != rank:
+                continue
+            if not item.shard.is_file():
+                return f"its shard {item.shard.name} is missing"
             content = item.content()
             problem = damage_in(content) if zipfile.is_zipfile(content) else "it is cut off, or overwritten"
             if problem is not None:
                 return f"{item.name} in {item.shard.name}: {problem}"
     except (UserError, OSError) as error:
         return str(error)
-    return damage_in(folder / "meta.pt")
+    return damage_in(folder / META)
 
 
 @dataclass

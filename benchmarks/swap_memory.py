@@ -1,0 +1,179 @@
+"""Memory of each rank while a run that is sharded by FSDP2 grows.
+
+    python -m benchmarks swap_memory [--quick] [--device cpu] [--processes 2,4] [--width 1024] [--out swap_memory.json]
+
+A GPT-2 doubles its width in the middle of a fit under `torchrun`. "shard" is what a rank holds afterwards: its part of
+the weights and of both moments of AdamW. "whole" is the largest tensor of the wide model. "peak" is the most that a
+rank has held, from the last step of the narrow model to the first of the wide one, the two evaluations of the loss
+aside; a step needs more than these do. On the CPU it is resident memory less that of the interpreter, buffers of gloo
+included; on GPUs it is what torch has allocated. "over" is peak less shard, in units of the whole tensor. "seconds" is
+the time of the growth, without the evaluations of the loss and the checkpoint before it.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict  # noqa: F401  before the processes are forked
+from torch.distributed.fsdp import fully_shard  # noqa: F401
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import mupscale
+from benchmarks.training import quieten
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.base import WidthScalable
+from mupscale.models.fsdp2 import FSDP2
+from mupscale.models.gpt2 import GPT2
+from mupscale.widening.noise import Noise
+from mupscale.widening.sharding import local_part
+
+LAYERS, HEADS, VOCABULARY, CONTEXT = 4, 8, 4096, 32
+
+NOISE: dict[str, Noise | None] = {
+    "none": None,
+    "additive": mupscale.AdditiveNoise(0.1),
+    "centred": mupscale.AdditiveNoise(0.1, centred=True),
+    "signal": mupscale.SignalNoise(0.1),
+}
+
+
+def resident_bytes(key: str = "VmRSS") -> int:
+    """Memory of this process on the CPU; "VmHWM" is the peak since `reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the parts that this rank has of its tensors."""
+    return sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def held(trainer: Trainer, module: WidthScalable) -> int:
+    """Bytes of weights, gradients and optimizer state on this rank."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    states: list[Tensor] = []
+    for state in (state for optimizer in trainer.optimizers for state in optimizer.state.values()):
+        states += [value for value in state.values() if isinstance(value, Tensor)]
+    return local_bytes([*module.parameters(), *gradients, *states])
+
+
+class Weighed(UpscaleCallback):
+    """An upscale that knows the memory of its rank."""
+
+    def _grow(self, trainer: Trainer, module: WidthScalable) -> Any:
+        gc.collect()
+        before, on_cpu = held(trainer, module), module.device.type == "cpu"
+        if on_cpu:
+            interpreter = resident_bytes() - before
+            reset_peak()
+        else:
+            torch.cuda.empty_cache()
+            interpreter = torch.cuda.memory_allocated() - before  # the batch
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        answer = super()._grow(trainer, module)
+        if not on_cpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        peak = resident_bytes("VmHWM") if on_cpu else torch.cuda.max_memory_allocated()
+        self.row = {
+            "narrow": before,
+            "shard": held(trainer, module),
+            "whole": max(parameter.numel() * parameter.element_size() for parameter in module.parameters()),
+            "peak": peak - interpreter,
+            "seconds": seconds,
+        }
+        return answer
+
+
+def measure(noise: str, width: int, device: str) -> dict[str, Any]:
+    """What this rank measures; all ranks call it."""
+    seed_everything(0, verbose=False)
+    ranks = int(os.environ["WORLD_SIZE"])
+    swap = Weighed(2, width, noise=NOISE[noise])
+    module = GPT2(width // 2, layers=LAYERS, heads=HEADS, vocabulary=VOCABULARY, context=CONTEXT, base_width=64)
+    tokens = torch.randint(VOCABULARY, (2 * ranks, CONTEXT + 1))
+    share = {"rank": int(os.environ["RANK"]), "world_size": ranks}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            max_steps=3, accelerator=device, devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy=FSDP2(),
+            callbacks=[swap], logger=False, default_root_dir=folder, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, ResidentLoader((tokens,), ranks, shuffle=False, drop_last=True, **share))
+    return swap.row
+
+
+def on_rank(noises: list[str], width: int, device: str) -> dict[str, dict[str, Any]]:
+    """What one of the processes measures, for each noise."""
+    torch.set_num_threads(1)
+    quieten()
+    return {noise: measure(noise, width, device) for noise in noises}
+
+
+def launched(processes: int, noises: list[str], width: int, device: str) -> list[dict[str, Any]]:
+    """A row for each noise: the rank that needed the most."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id="swap_memory", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+        start_method="fork" if device == "cpu" else "spawn",
+    )  # fmt: skip
+    ranks = elastic_launch(config, on_rank)(noises, width, device)
+    rows = []
+    for noise in noises:
+        most = max((rank[noise] for rank in ranks.values()), key=lambda row: row["peak"] - row["shard"])
+        rows.append({"processes": processes, "noise": noise, **most})
+    return rows
+
+
+def give_back_large_blocks() -> None:
+    """Makes malloc return blocks to the system when they are freed, so that resident memory is what is in use."""
+    threshold = -3  # M_MMAP_THRESHOLD
+    ctypes.CDLL(None).mallopt(threshold, 65536)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--quick", action="store_true", help="a tiny size: whether it runs, not how much it takes")
+    parser.add_argument("--processes", default="2,4", help="comma-separated")
+    parser.add_argument("--width", type=int, default=1024, help="the wide one")
+    parser.add_argument("--noise", default=",".join(NOISE), help="a comma-separated part of these")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    options = parser.parse_args(arguments)
+    width, noises = 64 if options.quick else options.width, options.noise.split(",")
+    unknown = set(noises) - set(NOISE)
+    if unknown:
+        parser.error(f"--noise: there is no {', '.join(sorted(unknown))}; there are {', '.join(NOISE)}")
+    give_back_large_blocks()
+    rows = []
+    titles = " ".join(f"{title:>10}" for title in ("narrow", "shard", "whole", "peak"))
+    print(f"{'processes':>9} {'noise':>9} {titles} {'over':>6} {'seconds':>8}")
+    for processes in map(int, options.processes.split(",")):
+        for row in launched(processes, noises, width, options.device):
+            rows.append({**row, "over": (row["peak"] - row["shard"]) / row["whole"]})
+            sizes = " ".join(f"{row[key] / 1e6:>7.1f} MB" for key in ("narrow", "shard", "whole", "peak"))
+            print(
+                f"{processes:>9} {row['noise']:>9} {sizes} {rows[-1]['over']:>6.2f} {row['seconds']:>8.2f}", flush=True
+            )
+    if options.out:
+        machine = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+        options.out.write_text(
+            json.dumps({"machine": machine, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
+        )

@@ -1,0 +1,269 @@
+"""Sharded checkpoints (folders of torch's distributed checkpoint), read and written tensor by tensor in one process."""
+
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Self, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mupscale._torch import place_in_shard
+from mupscale.errors import UserError
+from mupscale.sharded_checkpoints import META, METADATA, check_sharded, damage_in_shards
+
+Keys = tuple[str | int, ...]
+"""The keys that lead to a value: ("optimizer_0", "state", "net.layers.0.weight", "exp_avg")."""
+
+WEIGHTS = "state_dict"
+"""The first key of weights and buffers; that of the i-th optimizer is `optimizer_i`."""
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    return path.is_dir() and (path / METADATA).is_file()
+
+
+def outline(folder: Path) -> dict[str, Any]:
+    """A sharded checkpoint as a file would hold it, its weights on the meta device. UserError if it is none.
+
+    Unlike `ShardedCheckpoint` it reads no tensors, and so does not find damage in them.
+    """
+    check_sharded(folder)
+    metadata = FileSystemReader(folder).read_metadata()
+    answer: dict[str, Any] = {**_rest(folder), WEIGHTS: {}}
+    for name, kind in metadata.state_dict_metadata.items():
+        first, _, rest = name.partition(".")
+        if first == WEIGHTS and isinstance(kind, TensorStorageMetadata):
+            answer[WEIGHTS][rest] = torch.empty(kind.size, dtype=kind.properties.dtype, device="meta")
+    return answer
+
+
+def _rest(folder: Path) -> dict[str, Any]:
+    """What is not in the shards."""
+    if not (folder / META).is_file():
+        raise UserError(f"{folder} was never finished: it has no {META}; take another checkpoint")
+    try:
+        rest = torch.load(folder / META, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        raise UserError(f"{folder / META} is not a checkpoint, or a damaged one") from error
+    if not isinstance(rest, dict):
+        raise UserError(f"{folder / META} is not a checkpoint")
+    return rest
+
+
+class ShardedCheckpoint:
+    """A folder that a run under FSDP2 wrote, whatever the number of its processes. Reads one value at a time.
+
+    UserError if it is damaged, lacks a shard, or holds more than data.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not is_sharded_checkpoint(folder):
+            raise UserError(f"{folder} is a folder, but not a sharded checkpoint: it has no {METADATA}")
+        check_sharded(folder)
+        problem = damage_in_shards(folder)
+        if problem is not None:
+            raise UserError(f"{folder} is damaged: {problem}")
+        self.folder = folder
+        self._metadata: Metadata = FileSystemReader(folder).read_metadata()
+        paths = self._metadata.planner_data
+        if not isinstance(paths, dict) or set(paths) != set(self._metadata.state_dict_metadata):
+            raise UserError(f"{folder} is not a checkpoint of a run: its values have no keys")
+        self._names: dict[Keys, str] = {tuple(path): name for name, path in paths.items()}
+        self._places: dict[str, list[tuple[Any, Any]]] = {}
+        for index, place in self._metadata.storage_data.items():
+            self._places.setdefault(index.fqn, []).append((index.offset, place))
+        for name, kind in self._metadata.state_dict_metadata.items():
+            chunks = kind.chunks if isinstance(kind, TensorStorageMetadata) else [None]
+            if len(self._places.get(name, [])) != len(chunks) or not _is_covered(kind):
+                raise UserError(f"{folder} is damaged: {METADATA} does not have all of {name}")
+
+    @cached_property
+    def rest(self) -> dict[str, Any]:
+        """What is not in the shards: counters, callbacks, schedules, arguments of the model."""
+        return _rest(self.folder)
+
+    @property
+    def shards(self) -> int:
+        """The number of files that hold tensors; one for each process that wrote them."""
+        return max(1, len({place.relative_path for places in self._places.values() for _, place in places}))
+
+    def paths(self, *start: str | int) -> Iterator[Keys]:
+        """The paths of all values that begin with these keys."""
+        return (path for path in self._names if path[: len(start)] == start)
+
+    def kind(self, path: Keys) -> TensorStorageMetadata | None:
+        """Shape, dtype and chunks of a tensor; None for a value that is none."""
+        kind = self._metadata.state_dict_metadata[self._names[path]]
+        return kind if isinstance(kind, TensorStorageMetadata) else None
+
+    def shape(self, path: Keys) -> tuple[int, ...]:
+        kind = self.kind(path)
+        assert kind is not None
+        return tuple(kind.size)
+
+    def read(self, path: Keys) -> Any:
+        """A value; a tensor whole, its chunks put together one after another."""
+        name, kind = self._names[path], self.kind(path)
+        if kind is None:
+            ((_, place),) = self._places[name]
+            return self._loaded(place)
+        if len(kind.chunks) == 1:
+            return self._loaded(self._places[name][0][1])
+        whole = torch.empty(kind.size, dtype=kind.properties.dtype)
+        for offsets, place in self._places[name]:
+            chunk = self._loaded(place)
+            spot = tuple(slice(start, start + size) for start, size in zip(offsets, chunk.shape, strict=True))
+            whole[spot] = chunk
+        return whole
+
+    def parameter_groups(self, optimizer: int) -> list[dict[str, Any]]:
+        """The groups of an optimizer, their parameters by name."""
+        groups: dict[int, dict[str, Any]] = {}
+        for path in self.paths(f"optimizer_{optimizer}", "param_groups"):
+            groups.setdefault(int(path[2]), {})[str(path[3])] = self.read(path)
+        return [groups[index] for index in sorted(groups)]
+
+    def state_keys(self, optimizer: int, name: str) -> list[str]:
+        """What an optimizer keeps of a parameter, such as exp_avg."""
+        return [str(path[3]) for path in self.paths(f"optimizer_{optimizer}", "state", name)]
+
+    def whole(self) -> dict[str, Any]:
+        """The checkpoint as a file would hold it. Needs memory for all of it."""
+        answer = dict(self.rest)
+        answer[WEIGHTS] = {str(path[1]): self.read(path) for path in self.paths(WEIGHTS)}
+        answer["optimizer_states"] = []
+        for number in range(len({path[0] for path in self._names} - {WEIGHTS})):
+            groups, names = self.parameter_groups(number), list[str]()
+            for group in groups:
+                first = len(names)
+                names += group["params"]
+                group["params"] = list(range(first, len(names)))
+            state: dict[int, dict[str, Any]] = {}
+            for index, name in enumerate(names):
+                keys = self.state_keys(number, name)
+                state[index] = {key: self.read((f"optimizer_{number}", "state", name, key)) for key in keys}
+            answer["optimizer_states"].append({"state": state, "param_groups": groups})
+        return answer
+
+    def _loaded(self, place: Any) -> Any:
+        with (self.folder / place.relative_path).open("rb") as stream:
+            section = cast(BinaryIO, _Section(stream, place.offset, place.length))
+            return torch.load(section, map_location="cpu", weights_only=True)
+
+
+def _is_covered(kind: Any) -> bool:
+    """Whether the chunks of a tensor are as large as the tensor; true for a value that is none."""
+    if not isinstance(kind, TensorStorageMetadata):
+        return True
+    return sum(math.prod(chunk.sizes) for chunk in kind.chunks) == math.prod(kind.size)
+
+
+class _Section:
+    """A part of a file, as a file."""
+
+    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length = stream, offset, length
+        self._stream.seek(offset)
+
+    def tell(self) -> int:
+        return self._stream.tell() - self._offset
+
+    def seek(self, place: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
+        self._stream.seek(self._offset + start + place)
+        return self.tell()
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(self._length - self.tell(), 0)
+        return self._stream.read(left if count < 0 else min(count, left))
+
+    def readline(self) -> bytes:
+        return self._stream.readline(max(self._length - self.tell(), 0))
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        return self._stream.readinto(view[: max(self._length - self.tell(), 0)])  # type: ignore[attr-defined]
+
+
+class ShardWriter:
+    """Writes a sharded checkpoint, one value after another, as so many processes would have. A context manager.
+
+    `folder` exists and is empty. `finish` writes what makes a checkpoint of it.
+    """
+
+    def __init__(self, folder: Path, shards: int) -> None:
+        self._folder, self._closing = folder, ExitStack()
+        self._shards = [f"__{rank}_0.distcp" for rank in range(shards)]
+        self._streams: list[BinaryIO] = []
+        self._metadata = Metadata(state_dict_metadata={}, planner_data={}, storage_data={}, version="1.0.0")
+
+    def __enter__(self) -> Self:
+        for name in self._shards:
+            self._streams.append(self._closing.enter_context((self._folder / name).open("xb")))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def add_value(self, path: Keys, value: Any) -> None:
+        """Writes a value that is not a tensor."""
+        self._metadata.state_dict_metadata[_name(path)] = BytesStorageMetadata()
+        self._save(path, None, None, value, 0)
+
+    def add_tensor(
+        self, path: Keys, shape: tuple[int, ...], dtype: torch.dtype, rows: Callable[[slice], Tensor]
+    ) -> None:
+        """Writes a tensor, of which every shard gets its share of `rows`."""
+        count = shape[0] if shape else 1
+        most = max(-(-count // len(self._shards)), 1)  # as torch.chunk, and as FSDP2 shards
+        chunks = []
+        for shard, start in enumerate(range(0, max(count, 1), most)):
+            part = rows(slice(start, min(start + most, count)))
+            offsets = torch.Size([start, *[0] * (len(shape) - 1)] if shape else [])
+            chunks.append(ChunkStorageMetadata(offsets, part.shape))
+            # a view would be saved with all that is in its memory
+            is_view = part.untyped_storage().nbytes() > part.nbytes
+            self._save(path, offsets, len(chunks) - 1, part.clone() if is_view else part, shard)
+        kind = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+        self._metadata.state_dict_metadata[_name(path)] = kind
+
+    def finish(self, rest: dict[str, Any]) -> None:
+        """Writes the metadata, and last of all what is not in the shards. All is on disk at the end."""
+        for stream in self._streams:
+            _sync(stream)
+        with (self._folder / METADATA).open("xb") as stream:
+            pickle.dump(self._metadata, stream)
+            _sync(stream)
+        with (self._folder / META).open("xb") as stream:
+            torch.save(rest, stream)
+            _sync(stream)
+
+    def _save(self, path: Keys, offsets: Any, index: int | None, value: Any, shard: int) -> None:
+        stream, start = self._streams[shard], self._streams[shard].tell()
+        torch.save(value, stream)
+        place = place_in_shard(self._shards[shard], start, stream.tell() - start)
+        self._metadata.storage_data[MetadataIndex(_name(path), offsets, index)] = place
+        self._metadata.planner_data[_name(path)] = path
+
+
+def _name(path: Keys) -> str:
+    return ".".join(map(str, path))
+
+
+def _sync(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())

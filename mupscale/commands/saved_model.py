@@ -1,0 +1,155 @@
+"""The model and the optimizers that a checkpoint was saved from, made anew from what it says of them."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mupscale.commands.cli import import_classes
+from mupscale.errors import UserError
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed
+from mupscale.mup_optimizers import apply_mup
+from mupscale.widening.methods import GrowthMethod
+from mupscale.widening.optimizer_state import continued_groups
+from mupscale.widening.parameter_groups import SOURCE_GROUP
+from mupscale.widening.plan import Plan
+from mupscale.widening.rules import registered_optimizer
+
+MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)
+"""What a model or an optimizer raises for arguments that it does not expect."""
+
+
+def module_of(checkpoint: dict[str, Any], model: str | None = None) -> WidthScalable:
+    """The module that a checkpoint was saved from, at the checkpoint's width, without weights.
+
+    The checkpoint's class is looked up among the classes that are loaded. Only `model`, the user's word, is imported.
+    """
+    refuse_malformed(checkpoint)
+    import_classes()
+    class_path = str(checkpoint[CHECKPOINT_KEY].get("class_path"))
+    if model is None:
+        kind = _loaded_model(class_path)
+        if kind is None:
+            raise UserError(
+                f"the checkpoint is of {class_path}, which is no class of mupscale. "
+                "If it is your own and you trust it, name it: --model CLASS, by its import path"
+            )
+    else:
+        kind = _imported_model(model)
+        if kind.__name__ != class_path.rpartition(".")[2]:
+            raise UserError(f"--model {model}: the checkpoint is of another class, {class_path}")
+    settings = {key: value for key, value in checkpoint["hyper_parameters"].items() if not str(key).startswith("_")}
+    for key, value in settings.items():
+        if not _is_data(value):
+            raise UserError(f"the checkpoint has hyper_parameters.{key} of type {type(value).__name__}, wanted data")
+    try:
+        module = kind(**settings | {"init_from": None})
+        module.network(module.width, meta=True)
+    except MAKING_ERRORS as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the checkpoint's hyper_parameters do not make a {kind.__name__}: {message}") from error
+    return module
+
+
+def _loaded_model(class_path: str) -> type[WidthScalable] | None:
+    """The loaded class of this import path, or the class of mupscale with this short name."""
+    for kind in _subclasses(WidthScalable):
+        names = {f"{kind.__module__}.{kind.__qualname__}"}
+        if kind.__module__.startswith("mupscale."):
+            names.add(kind.__name__)
+        if class_path in names and not _is_abstract(kind):
+            return kind
+    return None
+
+
+def _is_abstract(kind: type[WidthScalable]) -> bool:
+    return any(getattr(method, "__isabstractmethod__", False) for method in (kind.build, kind.loss))
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _imported_model(model: str) -> type[WidthScalable]:
+    """The class that the command line names."""
+    kind: Any = _loaded_model(model)
+    if kind is None:
+        folder, _, name = model.rpartition(".")
+        try:
+            kind = getattr(importlib.import_module(folder), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(f"--model {model}: there is no such class ({error})") from error
+    if not isinstance(kind, type) or not issubclass(kind, WidthScalable) or _is_abstract(kind):
+        raise UserError(f"--model {model} is not a model: wanted a subclass of mupscale.models.base.WidthScalable")
+    return kind
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a constructor argument is a number, a text, a tensor, or a collection of these."""
+    if isinstance(value, dict):
+        return all(_is_data(item) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple | set):
+        return all(_is_data(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes | Tensor | torch.dtype)
+
+
+def saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str], class_path: str) -> Optimizer:
+    """The optimizer of the checkpoint, over the narrow network. `names` are the parameters that its state numbers."""
+    try:
+        kind = registered_optimizer(class_path)
+    except UserError as error:
+        remedy = "The module of --model may register it, and --no-optimizer leaves its state out"
+        raise UserError(f"the checkpoint's {error}. {remedy}") from error
+    parameters = {f"net.{key}": parameter for key, parameter in narrow.named_parameters()}
+    groups = []
+    for group in state["param_groups"]:
+        groups.append({**group, "params": [parameters[names[index]] for index in group["params"]]})
+    if not all(isinstance(group.get(SOURCE_GROUP), int) for group in groups):
+        raise UserError("the checkpoint's optimizer is not muP-scaled; --no-optimizer leaves its state out")
+    try:
+        optimizer = kind(groups)
+        optimizer.load_state_dict(state)
+    except MAKING_ERRORS as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"the checkpoint's optimizer state does not make a {kind.__name__}: {message}. "
+            "--no-optimizer leaves its state out"
+        ) from error
+    return optimizer
+
+
+def fresh_optimizer(narrow: nn.Module, optimizer: Optimizer, wide: nn.Module) -> Optimizer:
+    """An optimizer with the groups that `configure_optimizers` would make at the wide width, in the same order.
+
+    The groups before muP are split for the wide width. Their hyperparameters are still those of the narrow width.
+    """
+    order = {name: index for index, (name, _) in enumerate(narrow.named_parameters())}
+    names = {id(parameter): name for name, parameter in narrow.named_parameters()}
+    targets = dict(wide.named_parameters())
+    sources: dict[int, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        source = sources.setdefault(group[SOURCE_GROUP], {**group, "params": []})
+        source["params"] += [names[id(parameter)] for parameter in group["params"]]
+    groups = []
+    for source in sources.values():
+        del source[SOURCE_GROUP]
+        groups.append({**source, "params": [targets[name] for name in sorted(source["params"], key=order.__getitem__)]})
+    kind: Any = type(optimizer)
+    return apply_mup(kind(groups), wide)
+
+
+def continue_groups(
+    plan: Plan, narrow: nn.Module, before: Optimizer, wide: nn.Module, after: Optimizer, method: GrowthMethod
+) -> None:
+    """Gives the groups of the wide optimizer the hyperparameters that continue the narrow ones."""
+    continued: dict[int, dict[str, Any]] = {}
+    for group in continued_groups(plan, narrow, before, wide, method.mup_rate_factors):
+        continued.update({id(parameter): group for parameter in group["params"]})
+    for group in after.param_groups:
+        group.update({**continued[id(group["params"][0])], "params": group["params"]})

@@ -1,0 +1,256 @@
+"""A sharded checkpoint widened into another one, tensor by tensor, without ever holding the model."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mupscale.commands.saved_model import continue_groups, fresh_optimizer, saved_optimizer
+from mupscale.errors import UserError
+from mupscale.hf.whole_folder import whole_folder
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import (
+    CHECKPOINT_KEY,
+    RUN_KEY,
+    mixed_widths,
+    optimizer_names,
+    refuse_malformed_optimizers,
+    restore_mixed_widths,
+)
+from mupscale.models.sharded import WEIGHTS, Keys, ShardedCheckpoint, ShardWriter
+from mupscale.widening.finite import first_non_finite
+from mupscale.widening.layout import duplicate_
+from mupscale.widening.methods import GrowthMethod
+from mupscale.widening.new_copies import NEW_COPIES
+from mupscale.widening.noise import Constants, Noise, add_noise_
+from mupscale.widening.optimizer_state import check_transfer
+from mupscale.widening.plan import Plan
+from mupscale.widening.rules import rule_of
+from mupscale.widening.schedule import rescale_schedule_state
+from mupscale.widening.tensor_plan import TensorPlan
+from mupscale.widening.upscale import UpscaleReport
+from mupscale.widening.weights import refuse_other_units, remember_widths, widen_
+
+Rows = Callable[[slice], Tensor]
+"""Makes some rows of a wide tensor."""
+
+
+class ShardedGrowth:
+    """The growth of a sharded checkpoint: what is known of it before anything is written. `module` is that of it."""
+
+    def __init__(
+        self,
+        checkpoint: ShardedCheckpoint,
+        module: WidthScalable,
+        width: Any,
+        method: GrowthMethod,
+        noise: Noise | None,
+        seed: int,
+        *,
+        optimizer: bool,
+    ) -> None:
+        _refuse_method(method, optimizer)
+        if noise is not None and method.noise is not None:
+            raise UserError(f"{type(method).__name__} has noise of its own. Give none, or use another method")
+        self.checkpoint, self.method, self.width, self.seed = checkpoint, method, width, seed
+        self.noise = method.noise if noise is None else noise
+        self.narrow, self.wide = _networks(checkpoint, module, width)
+        self.plan: Plan = method.plan(self.narrow, self.wide, None, None)
+        refuse_other_units(self.plan, self.narrow, self.wide)
+        method.check(self.plan)
+        if self.noise is not None:
+            self.noise.check(self.plan)
+        self.entries: dict[str, TensorPlan] = {}
+        for entry in (*self.plan.parameters.values(), *self.plan.buffers.values()):
+            self.entries |= {f"net.{name}": entry for name in entry.names}
+        self.constants: Constants = dict.fromkeys(self.plan.parameters, 0.0)
+        self.narrow_opts = self._saved_optimizers() if optimizer else []
+        self.wide_opts = [fresh_optimizer(self.narrow, before, self.wide) for before in self.narrow_opts]
+        for before, after in zip(self.narrow_opts, self.wide_opts, strict=True):
+            check_transfer(self.plan, self.narrow, before, self.wide, after)
+            continue_groups(self.plan, self.narrow, before, self.wide, after, method)
+
+    @torch.no_grad()
+    def write(self, out: Path) -> UpscaleReport:
+        """Writes the wide folder, which is there whole at the end, or not at all."""
+        start = time.perf_counter()
+        remember_widths(
+            self.plan,
+            self.narrow,
+            self.wide,
+            self.method.factors,
+            entrywise=self.method.hyperparameters == "table",
+        )
+        with whole_folder(out) as folder, ShardWriter(folder, self.checkpoint.shards) as writer:
+            for path in self.checkpoint.paths(WEIGHTS):
+                self._write_weight(path, writer)
+            for number, optimizer in enumerate(self.wide_opts):
+                for path in self.checkpoint.paths(f"optimizer_{number}", "state"):
+                    self._write_state(path, self.narrow_opts[number], writer)
+                self._write_groups(number, optimizer, writer)
+            writer.finish(self._rest())
+        centred = self.noise is not None and self.noise.centred
+        seconds = time.perf_counter() - start
+        return UpscaleReport(self.plan, None, self.constants, tuple(self.plan.notes), seconds, centred)
+
+    def _saved_optimizers(self) -> list[Optimizer]:
+        """The optimizers of the checkpoint on the meta device: their groups, and the shapes of their state."""
+        saved, checkpoint = self.checkpoint.rest[CHECKPOINT_KEY], self.checkpoint
+        states = []
+        for number, names in enumerate(saved.get("optimizer_names", [])):
+            groups, index_of = checkpoint.parameter_groups(number), {name: i for i, name in enumerate(names)}
+            for group in groups:
+                unknown = [name for name in group["params"] if name not in index_of]
+                if unknown:
+                    raise UserError(f"{checkpoint.folder} is damaged: its optimizer has a parameter {unknown[0]!r}")
+                group["params"] = [index_of[name] for name in group["params"]]
+            state = {index: self._state_on_meta(number, name) for index, name in enumerate(names)}
+            states.append({"state": {index: kept for index, kept in state.items() if kept}, "param_groups": groups})
+        refuse_malformed_optimizers({CHECKPOINT_KEY: saved, "optimizer_states": states})
+        rows = zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=True)
+        return [saved_optimizer(self.narrow, *row) for row in rows]
+
+    def _state_on_meta(self, optimizer: int, name: str) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for key in self.checkpoint.state_keys(optimizer, name):
+            path = (f"optimizer_{optimizer}", "state", name, key)
+            kind = self.checkpoint.kind(path)
+            if kind is None or not kind.size:
+                state[key] = self.checkpoint.read(path)
+            else:
+                state[key] = torch.empty(kind.size, dtype=kind.properties.dtype, device="meta")
+        return state
+
+    def _write_weight(self, path: Keys, writer: ShardWriter) -> None:
+        name, source = str(path[1]), self.checkpoint.read(path)
+        entry = self.entries.get(name)
+        if entry is None:
+            _copy(path, source, writer)
+            return
+        is_parameter = entry.name in self.plan.parameters
+        bad = first_non_finite([(name, source)], infinite_allowed=not is_parameter and not entry.grows)
+        if bad is not None:
+            raise UserError(f"{name!r} has NaN or infinite entries; take an earlier checkpoint")
+        writer.add_tensor(path, entry.wide_shape, source.dtype, self._rows_of(name, source, entry, is_parameter))
+
+    def _rows_of(self, name: str, source: Tensor, entry: TensorPlan, is_parameter: bool) -> Rows:
+        """What makes the rows of a weight or buffer: each by itself, or, where that is not possible, all at once."""
+        if not is_parameter:
+            return partial(_duplicated, source, entry, 1.0)
+        is_noisy = self.noise is not None and self.noise.applies(entry)
+        if self.method.widens_by_rows and not is_noisy and entry.wide_shape:
+            return partial(_widened, source, entry)
+        weight = torch.empty(entry.wide_shape, dtype=source.dtype)
+        self.method.widen_(weight, source, entry)
+        if is_noisy:
+            assert self.noise is not None
+            self.constants[entry.name] = add_noise_(weight, entry, self.noise, source, self.seed)
+            if not bool(torch.isfinite(weight).all()):
+                raise UserError(f"noise: on {name!r} it is too large for {weight.dtype}. Give a lower level")
+        return weight.__getitem__ if entry.wide_shape else lambda _: weight
+
+    def _write_state(self, path: Keys, optimizer: Optimizer, writer: ShardWriter) -> None:
+        """State of a parameter's shape as dup / k_out^power, counters as they are."""
+        _, _, name, key = path
+        value, entry, rule = self.checkpoint.read(path), self.entries.get(str(name)), rule_of(optimizer)
+        if entry is None:
+            raise UserError(f"{self.checkpoint.folder} is damaged: its optimizer has a parameter {name!r}")
+        if first_non_finite([(str(key), value)] if isinstance(value, Tensor) else []) is not None:
+            raise UserError(
+                f"optimizer state {key!r} of {name!r} has NaN or infinite entries; take an earlier checkpoint, or "
+                "leave the state out: --no-optimizer"
+            )
+        if not isinstance(value, Tensor) or (key not in rule.state and key != NEW_COPIES):
+            _copy(path, value, writer)
+            return
+        scale = self.method.factors(entry).k_out ** -rule.state.get(str(key), 0)
+        writer.add_tensor(path, entry.wide_shape, value.dtype, partial(_duplicated, value, entry, scale))
+
+    def _write_groups(self, number: int, optimizer: Optimizer, writer: ShardWriter) -> None:
+        names = iter(optimizer_names(self.wide, optimizer, "net."))
+        for index, group in enumerate(optimizer.state_dict()["param_groups"]):
+            for key, value in group.items():
+                kept = [next(names) for _ in value] if key == "params" else value
+                writer.add_value((f"optimizer_{number}", "param_groups", index, key), kept)
+
+    def _rest(self) -> dict[str, Any]:
+        """What is not in the shards, with the width and the schedules of the wide model."""
+        rest = dict(self.checkpoint.rest)
+        rest.pop(RUN_KEY, None)  # it goes on with another configuration
+        rest["hyper_parameters"] = {**rest["hyper_parameters"], "width": self.width}
+        ours = rest[CHECKPOINT_KEY]
+        rest[CHECKPOINT_KEY] = {
+            **ours,
+            "optimizer_names": [optimizer_names(self.wide, optimizer, "net.") for optimizer in self.wide_opts],
+            "optimizer_classes": ours["optimizer_classes"][: len(self.wide_opts)],
+            "mixed_widths": mixed_widths(self.wide),
+        }
+        for state, after in zip(rest.get("lr_schedulers", []), self.wide_opts, strict=False):
+            rescale_schedule_state(state, after.param_groups)
+        return rest
+
+
+def _refuse_method(method: GrowthMethod, optimizer: bool) -> None:
+    name = type(method).__name__
+    if type(method).edit_ is not GrowthMethod.edit_:
+        raise UserError(
+            f"{name} changes weights across layers, and a sharded checkpoint is widened tensor by tensor. Use another "
+            "method, or grow inside the run"
+        )
+    if optimizer and (method.state != "carry" or not method.state_to_copies):
+        raise UserError(
+            f"{name} does not carry the optimizer state over, which a sharded checkpoint must hold. Use another "
+            "method, grow inside the run, or leave the state out: --no-optimizer"
+        )
+
+
+def _networks(checkpoint: ShardedCheckpoint, module: WidthScalable, width: Any) -> tuple[nn.Module, nn.Module]:
+    """The narrow and the wide network on the meta device. UserError if the weights are of another model."""
+    if "current_model_state" in checkpoint.rest:
+        raise UserError(
+            f"{checkpoint.folder} has the weights of an EMA run, which are widened in a file only; save it as one: "
+            "save_distributed_checkpoint: false"
+        )
+    narrow, wide = (module.network(size, meta=True) for size in (module.width, width))
+    found = {str(path[1]): checkpoint.shape(path) for path in checkpoint.paths(WEIGHTS) if checkpoint.kind(path)}
+    wanted = {f"net.{name}": tuple(tensor.shape) for name, tensor in narrow.state_dict().items()}
+    for name in [*wanted, *found]:
+        if name.startswith("net.") and found.get(name) != wanted.get(name):
+            raise UserError(
+                f"{checkpoint.folder} is of another model than its arguments make, a {type(module).__name__} of width "
+                f"{module.width}: {name} is {_shown(found.get(name))} in its shards and {_shown(wanted.get(name))} in "
+                "the model"
+            )
+    restore_mixed_widths(narrow, checkpoint.rest[CHECKPOINT_KEY].get("mixed_widths", {}))
+    return narrow, wide
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(shape)
+
+
+def _copy(path: Keys, value: Any, writer: ShardWriter) -> None:
+    if isinstance(value, Tensor):
+        rows = value.__getitem__ if value.ndim else lambda _: value
+        writer.add_tensor(path, tuple(value.shape), value.dtype, rows)
+    else:
+        writer.add_value(path, value)
+
+
+def _widened(source: Tensor, entry: TensorPlan, rows: slice) -> Tensor:
+    target = torch.empty(rows.stop - rows.start, *entry.wide_shape[1:], dtype=source.dtype)
+    widen_(target, source, entry, rows)
+    return target
+
+
+def _duplicated(source: Tensor, entry: TensorPlan, scale: float, rows: slice) -> Tensor:
+    if not entry.wide_shape:
+        return source * scale if scale != 1.0 else source
+    target = torch.empty(rows.stop - rows.start, *entry.wide_shape[1:], dtype=source.dtype)
+    duplicate_(target, source, entry.layouts, scale=scale, rows=rows)
+    return target

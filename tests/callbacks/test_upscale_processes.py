@@ -1,0 +1,48 @@
+"""A run that grows, on 2, then 4, then 1 process: it goes on as if it had always been one."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from paths import SUPPORT
+from process_runs import AT, CASES, PARTS, STEPS
+from training_runs import assert_identical
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """What every rank of every part of every run reports."""
+    folder = tmp_path_factory.mktemp("processes")
+    command = [sys.executable, str(SUPPORT / "process_runs.py"), str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    return torch.load(folder / "answers.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_another_number_of_processes(name: str, answers: dict[Any, Any]) -> None:
+    model, noise, precision, _ = CASES[name]
+    (whole,) = answers[model, noise, precision, "whole"]
+    parts = answers[name]
+    for ranks, (processes, first, last, _) in zip(parts, PARTS, strict=True):
+        assert len(ranks) == processes
+        assert ranks[0]["steps"] == list(range(first + 1, last + 1))
+        for rank in ranks[1:]:
+            assert_identical(ranks[0]["state"], rank["state"])
+    # the second part begins before the growth, at a checkpoint of the first one, and takes some of its steps again
+    losses = [*parts[0][0]["losses"][:AT], *parts[1][0]["losses"], *parts[2][0]["losses"]]
+    assert len(losses) == STEPS
+    gaps = (torch.tensor(losses, dtype=torch.float64) - torch.tensor(whole["losses"], dtype=torch.float64)).abs()
+    assert float(gaps.max()) < (1e-12 if precision == "64-true" else 1e-6)
+    again = torch.tensor(parts[0][0]["losses"][AT:]) - torch.tensor(parts[1][0]["losses"][: PARTS[0][2] - AT])
+    assert float(again.abs().max()) < 1e-6, "the growth on 2 processes is that on 4"
+    end = parts[2][0]["state"]
+    assert end.keys() == whole["state"].keys()
+    for key, tensor in whole["state"].items():
+        assert torch.allclose(end[key], tensor, rtol=1e-4, atol=1e-6), key

@@ -1,0 +1,196 @@
+"""`upscale` of a sharded checkpoint: what the file would have become, in a fraction of the memory."""
+
+import ctypes
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from command_line import refused
+from lightning.pytorch import Trainer, seed_everything
+from saved import save_changed, save_sharded
+from tiers import slow_except
+from tiny_modules import gpt2, mlp, rows
+
+from mupscale.__main__ import main
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.base import WidthScalable
+from mupscale.models.checkpoint import CHECKPOINT_KEY, load_checkpoint, our_part
+from mupscale.models.mlp import MLP
+from mupscale.models.sharded import ShardedCheckpoint, ShardWriter
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning"),
+]
+
+
+def saved(module: WidthScalable, path: Path) -> Path:
+    """A checkpoint of two steps, its schedule included."""
+    seed_everything(0, verbose=False)
+    trainer = Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=path.parent, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, ResidentLoader(rows(module, 32, torch.float32), 8, shuffle=True, drop_last=True))
+    trainer.save_checkpoint(path)
+    return path
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the same checkpoint as a file and in three shards, for two models."""
+    folder = tmp_path_factory.mktemp("narrow")
+    for name, module in (("mlp", mlp(lr_scheduler=schedule)), ("gpt2", gpt2())):
+        save_sharded(saved(module, folder / f"{name}.ckpt"), folder / f"{name}.sharded", 3)
+    return folder
+
+
+CASES = {
+    "mlp": ("mlp", 24, []),
+    "mlp with noise": ("mlp", 24, ["--noise", "0.1", "--seed", "3"]),
+    "mlp by a fraction": ("mlp", 20, ["--noise", "0.1", "--centred"]),
+    "gpt2, tied": ("gpt2", 24, []),
+    "gpt2 with noise of the signal's size": ("gpt2", 16, ["--signal-noise", "0.5", "--centred"]),
+    "unequal shares": ("mlp", 24, ["--method", "lemon"]),
+    "blocks on the diagonal": ("mlp", 24, ["--method", "hypercloning-diagonal", "--no-optimizer"]),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(CASES, "mlp with noise", "gpt2, tied"))
+def test_it_is_what_the_file_becomes(name: str, narrow: Path, tmp_path: Path) -> None:
+    model, width, options = CASES[name]
+    for kind in ("ckpt", "sharded"):
+        out = tmp_path / f"wide.{kind}"
+        main(["upscale", str(narrow / f"{model}.{kind}"), "--width", str(width), "--out", str(out), *options])
+    file, shards = (load_checkpoint(tmp_path / f"wide.{kind}") for kind in ("ckpt", "sharded"))
+    assert ShardedCheckpoint(tmp_path / "wide.sharded").shards == 3
+    assert_equal(file, shards)
+    # and torch itself reads it
+    again = {"state_dict": {key: torch.empty_like(value) for key, value in file["state_dict"].items()}}
+    dcp.load(again, checkpoint_id=tmp_path / "wide.sharded", no_dist=True)
+    assert_equal(file["state_dict"], again["state_dict"])
+
+
+def assert_equal(one: Any, other: Any, place: str = "") -> None:
+    """Two checkpoints are equal to the bit."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), place
+        for key in one:
+            assert_equal(one[key], other[key], f"{place}.{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), place
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_equal(a, b, f"{place}.{index}")
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), place
+    else:
+        assert one == other, place
+
+
+LAYERS, NARROW, WIDE = 9, 768, 1536
+
+
+def write_large(folder: Path) -> int:
+    """A narrow MLP with the state of AdamW in four shards; the bytes of what it becomes."""
+    module = MLP(NARROW, base_width=64, inputs=8, outputs=4, hidden_layers=LAYERS)
+    module.configure_model()
+    assert module.net is not None
+    made: Any = module.configure_optimizers()
+    optimizer: torch.optim.Optimizer = made
+    arguments = {key: value for key, value in module.hparams.items() if not key.startswith("_")}
+    rest = {"global_step": 1, "hyper_parameters": arguments, CHECKPOINT_KEY: our_part(module, module.net, [optimizer])}
+    folder.mkdir()
+    with ShardWriter(folder, 4) as writer:
+        for name, tensor in module.state_dict().items():
+            shape = tuple(tensor.shape)
+            for path in (("state_dict", name), *(("optimizer_0", "state", name, k) for k in ("exp_avg", "exp_avg_sq"))):
+                writer.add_tensor(path, shape, tensor.dtype, lambda rows, tensor=tensor: tensor[rows].detach().abs())
+            writer.add_tensor(("optimizer_0", "state", name, "step"), (), torch.float32, lambda _: torch.tensor(1.0))
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in (group | {"params": [names[id(p)] for p in group["params"]]}).items():
+                writer.add_value(("optimizer_0", "param_groups", index, key), value)
+        writer.finish(rest)
+    wide = module.network(WIDE, meta=True)
+    return 12 * sum(parameter.numel() for parameter in wide.parameters())
+
+
+def resident(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
+@pytest.mark.parametrize(("options", "tensors"), [([], 3.0), (["--noise", "0.1"], 5.0)])
+def test_memory_is_a_few_tensors(options: list[str], tensors: float, narrow: Path, tmp_path: Path) -> None:
+    small = ["upscale", str(narrow / "mlp.sharded"), "--width", "24", "--out", str(tmp_path / "small.ckpt")]
+    main(small)  # so that everything is imported
+    whole = write_large(tmp_path / "narrow.ckpt")
+    assert whole > 200e6
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = resident("VmRSS")
+    out = tmp_path / "wide.ckpt"
+    main(["upscale", str(tmp_path / "narrow.ckpt"), "--width", str(WIDE), "--out", str(out), *options])
+    peak = resident("VmHWM") - before
+    largest = 4 * WIDE**2
+    assert peak < tensors * largest < 0.25 * whole, f"{peak / 1e6:.0f} MB of {whole / 1e6:.0f} MB"
+    written = sum(path.stat().st_size for path in out.iterdir())
+    assert math.isclose(written, whole, rel_tol=0.01)
+
+
+def test_a_missing_shard(narrow: Path, tmp_path: Path) -> None:
+    shutil.copytree(narrow / "mlp.sharded", tmp_path / "narrow.ckpt")
+    (tmp_path / "narrow.ckpt/__1_0.distcp").unlink()
+    message = widen(tmp_path, "24")
+    assert "narrow.ckpt is damaged: its shard __1_0.distcp is missing" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"hidden_layers": 2}, "net.layers.2.weight is (8, 8) in its shards and missing in the model"),
+        ({"width": 4}, "net.layers.0.weight is (8, 6) in its shards and (4, 6) in the model"),
+    ],
+)
+def test_another_model(change: dict[str, int], problem: str, narrow: Path, tmp_path: Path) -> None:
+    shutil.copytree(narrow / "mlp.sharded", tmp_path / "narrow.ckpt")
+    meta = tmp_path / "narrow.ckpt/meta.pt"
+    save_changed(meta, meta, lambda content: content["hyper_parameters"].update(change))
+    message = widen(tmp_path, "24")
+    assert "is of another model than its arguments make" in message
+    assert problem in message
+
+
+def test_what_cannot_be_done_tensor_by_tensor(narrow: Path, tmp_path: Path) -> None:
+    shutil.copytree(narrow / "mlp.sharded", tmp_path / "narrow.ckpt")
+    assert "AKI changes weights across layers" in widen(tmp_path, "24", "--method", "aki")
+    assert "--no-optimizer" in widen(tmp_path, "24", "--method", "zero-padding")
+    assert "narrower" in widen(tmp_path, "4")
+    meta = tmp_path / "narrow.ckpt/meta.pt"
+    save_changed(meta, meta, lambda content: content.update(current_model_state={}))
+    assert "has the weights of an EMA run" in widen(tmp_path, "24")
+    meta.unlink()
+    assert "was never finished: it has no meta.pt" in widen(tmp_path, "24")
+    (tmp_path / "wide.ckpt").mkdir()
+    assert "wide.ckpt exists; name another folder, or delete it" in widen(tmp_path, "24", "--force")
+
+
+def widen(folder: Path, width: str, *options: str) -> str:
+    """The line of a widening that is refused, and that leaves nothing behind."""
+    before = set(folder.iterdir())
+    message = refused(
+        "upscale", str(folder / "narrow.ckpt"), "--width", width, "--out", str(folder / "wide.ckpt"), *options
+    )
+    assert set(folder.iterdir()) == before
+    return message

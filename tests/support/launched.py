@@ -1,0 +1,99 @@
+"""Runs command lines of torchrun, and of clusters, in forks of one process that has imported everything.
+
+Reads a JSON object a line: `lines`, command lines as lists of words, which run at once, as on several machines, and
+`environments`, the variables of each. Answers with a list: exit status and output of each.
+
+A line that begins with `torchrun` goes through torchrun's own `main`. Only the interpreters that it would start are
+forks, too.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
+import torch
+import torch.distributed.run as torchrun
+from torch.distributed.checkpoint import state_dict  # noqa: F401  before the forks
+from torch.distributed.fsdp import fully_shard  # noqa: F401
+
+from mupscale import __main__ as command_line
+from mupscale.commands import cli, resume  # noqa: F401
+
+PREFIXES = (["-u", "-m", "mupscale"], ["-m", "mupscale"])
+
+
+def command(*words: str) -> None:
+    """What `python -m mupscale …` does."""
+    prefix = next(prefix for prefix in PREFIXES if list(words[: len(prefix)]) == prefix)
+    arguments = list(words[len(prefix) :])
+    sys.argv = ["mupscale", *arguments]
+    command_line.main(arguments)
+
+
+def config_of_forks(arguments: Any) -> Any:
+    """Torchrun's own, but its processes are forks that call a function."""
+    config, _, words = original_config(arguments)
+    config.start_method = "fork"
+    config.monitor_interval = 0.05
+    return config, command, words
+
+
+original_config = torchrun.config_from_args
+torchrun.config_from_args = config_of_forks
+
+
+def run(line: list[str]) -> None:
+    program, *words = line
+    if program == "torchrun":
+        torchrun.main(words)
+    else:
+        assert program == "python", line
+        command(*words)
+
+
+def forked(line: list[str], environment: dict[str, str], output: Path) -> int:
+    """Starts a line in a process of its own; the number of the process."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.environ.update(environment)
+        with output.open("w", buffering=1) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            run(line)
+        status = 0
+    except SystemExit as exit:
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
+        status = exit.code if isinstance(exit.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def serve(answers: TextIO) -> None:
+    torch.set_num_threads(1)
+    for request in map(json.loads, sys.stdin):
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(request["folder"])
+            outputs = [Path(folder, str(index)) for index in range(len(request["lines"]))]
+            started = [forked(*row) for row in zip(request["lines"], request["environments"], outputs, strict=True)]
+            statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
+            texts = [output.read_text() for output in outputs]
+        print(json.dumps(list(zip(statuses, texts, strict=True))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(answers)

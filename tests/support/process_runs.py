@@ -1,0 +1,134 @@
+"""A program that trains on 2, 4 and 1 processes in turn, across a growth: `python process_runs.py FOLDER`.
+
+Torch's launcher forks the processes of each part, so that none has to import anything. FOLDER/answers.pt has what
+every rank of every part reports.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mupscale  # first, so that torchvision can be imported beside a CPU-only torch
+
+# isort: split
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_modules import ADAMW, gpt2, mlp, rows
+from torch.distributed.checkpoint import state_dict  # noqa: F401  before the forks
+from torch.distributed.fsdp import fully_shard  # noqa: F401
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from training_runs import Record
+
+from mupscale import __main__ as command_line
+from mupscale.callbacks.run_checkpoint import write_whole_files
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.checkpoint import optimizer_names
+from mupscale.models.fsdp2 import FSDP2  # noqa: F401  registers it
+from mupscale.widening.sharding import gathered
+
+MAKE = {"mlp": mlp, "gpt2": gpt2}
+AT, STEPS, WIDTH = 6, 12, 24
+"""The growth, the length of a run, and the width after it."""
+
+PARTS = ((2, 0, 7, None), (4, AT, 8, f"pre-upscale-{AT}"), (1, 8, STEPS, "step=8"))
+"""Processes, first step, last step, checkpoint: the second part begins before the growth, the third after it."""
+
+WIDE = "widened"
+"""The checkpoint that is made offline, in place of the growth inside the run."""
+
+OFFLINE = "fsdp2, widened offline"
+"""A case that begins with the first part of the case fsdp2."""
+
+CASES = {
+    "ddp": ("mlp", 0.0, "64-true", ("ddp",) * 3),
+    "fsdp2": ("mlp", 0.0, "32-true", ("fsdp2",) * 3),
+    OFFLINE: ("mlp", 0.0, "32-true", ("fsdp2",) * 3),
+    "fsdp2 with noise": ("gpt2", 0.1, "32-true", ("fsdp2",) * 3),
+    "from ddp to fsdp2 to one process, with noise": ("mlp", 0.1, "32-true", ("ddp", "fsdp2", "auto")),
+}
+"""Model, noise, precision, and the strategy of each part."""
+
+
+def fit(
+    model: str, noise: float, precision: Any, kind: str, folder: Path, part: tuple[int, int, int, str | None]
+) -> dict[str, Any]:
+    """Trains one part of a run in this process, which is one of several."""
+    processes, first, last, start = part
+    torch.set_num_threads(1)
+    seed_everything(1, verbose=False)
+    # a rate and an eps at which rounding does not grow over the run
+    optimizer = partial(ADAMW, lr=1e-3, eps=1e-4)
+    module, record = MAKE[model](WIDTH if first > AT or start == WIDE else 8, optimizer=optimizer), Record()
+    growth = UpscaleCallback(AT, WIDTH, noise=mupscale.AdditiveNoise(noise) if noise else None)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=processes,
+        strategy=kind,
+        max_steps=last,
+        precision=precision,
+        gradient_clip_val=0.05,
+        callbacks=[record, growth, ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)],
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    write_whole_files(trainer)
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    share = {"rank": int(os.environ.get("RANK", "0")), "world_size": processes}
+    loader = ResidentLoader(rows(module, 80, dtype), 8, shuffle=True, drop_last=True, **share)
+    trainer.fit(module, loader, ckpt_path=None if start is None else folder / f"{start}.ckpt")
+    losses = [trainer.strategy.reduce(torch.tensor(x, dtype=torch.float64), reduce_op="mean") for x in record.losses]
+    assert module.net is not None
+    (used,) = trainer.optimizers
+    state = {f"{name}": gathered(parameter.detach()).clone() for name, parameter in module.net.named_parameters()}
+    parameters = [parameter for group in used.param_groups for parameter in group["params"]]
+    for name, parameter in zip(optimizer_names(module, used), parameters, strict=True):
+        state |= {f"{name} {key}": gathered(value).clone() for key, value in used.state[parameter].items()}
+    return {"losses": [float(loss) for loss in losses], "steps": record.steps, "state": state}
+
+
+def widen_offline(folder: Path) -> None:
+    """Widens the sharded checkpoint before the growth into another one."""
+    narrow, wide = (str(folder / f"{name}.ckpt") for name in (f"pre-upscale-{AT}", WIDE))
+    command_line.main(["upscale", narrow, "--width", str(WIDTH), "--out", wide])
+
+
+def launched(processes: int, *arguments: Any) -> list[dict[str, Any]]:
+    """What `fit` returns on each rank."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id="processes", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.05, start_method="fork",
+    )  # fmt: skip
+    answers = elastic_launch(config, fit)(*arguments)
+    return [answers[rank] for rank in range(processes)]
+
+
+def main(folder: Path) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    answers: dict[Any, Any] = {}
+    for name, (model, noise, precision, kinds) in CASES.items():
+        case = model, noise, precision
+        if (*case, "whole") not in answers:
+            answers[*case, "whole"] = launched(1, *case, "auto", folder / name / "whole", (1, 0, STEPS, None))
+        place, answers[name] = folder / name, []
+        for kind, part in zip(kinds, PARTS, strict=True):
+            if name == OFFLINE and part[0] == 2:
+                place, answers[name] = folder / "fsdp2", answers["fsdp2"][:1]
+                continue
+            if name == OFFLINE and part[0] == 4:
+                widen_offline(place)
+                part = (*part[:3], WIDE)
+            answers[name].append(launched(part[0], *case, kind, place, part))
+    torch.save(answers, folder / "answers.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
