@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -64,9 +65,11 @@ class RunPart(Part):
         metric: str,
         needs: list[Part],
         must_not_diverge: bool = False,
+        details: dict[str, Any] | None = None,
     ) -> None:
+        """`details` of the run go into experiment.json."""
         super().__init__(f"{role}, seed {seed}", out / role / f"seed={seed}", needs)
-        self.out, self.role, self.seed = out, role, seed
+        self.out, self.role, self.seed, self.details = out, role, seed, details or {}
         self._config, self._metric, self._must_not_diverge = config, metric, must_not_diverge
 
     @property

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from mupscale.atomic import write_text
 from mupscale.commands import figures
 from mupscale.commands.config import brief
-from mupscale.commands.experiment.file import Description, Growth
+from mupscale.commands.experiment.file import Description
+from mupscale.commands.experiment.widths import Growth
 from mupscale.commands.tuning.results import Results, in_order, metric_label, value_text
 
 if TYPE_CHECKING:

@@ -1,0 +1,367 @@
+"""The results of an experiment of protocol midrun: runs that grow against fixed widths, at one budget."""
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from mupscale.commands import figures
+from mupscale.commands.config import Config, callbacks_of
+from mupscale.commands.reporting.folders import ExperimentFolder
+from mupscale.commands.reporting.numbers import Spread, spread
+from mupscale.commands.reporting.words import count, ranged
+from mupscale.commands.run_logs import LoggedRun
+from mupscale.data_files import json_of
+from mupscale.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Loss = Literal["training", "validation"]
+LOSSES: tuple[Loss, ...] = ("validation", "training")
+"""The first one that all runs have decides."""
+
+BUDGETS = {"flops": "equal FLOPs", "seconds": "equal seconds"}
+
+CLEAR = 2.0
+"""A difference of means counts if it is larger than its standard error times this."""
+
+FIXED = ("wide", "middle", "narrow")
+
+
+class Arm(NamedTuple):
+    """What runs that differ in their seeds have in common: a fixed width, or the noise and the share of a growth."""
+
+    width: Any
+    fixed: str = ""
+    noise: str = ""
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        if self.fixed:
+            return f"width {self.width}"
+        return f"grown at {100 * self.share:g} %, {self.noise}"
+
+
+class MidrunRun(NamedTuple):
+    """A finished run. Losses are infinite if it diverged, and NaN if there is none."""
+
+    schedule: str
+    budgets: list[str]
+    arm: Arm
+    seed: int
+    training: float
+    validation: float
+    at_step: int | None
+    steps: int
+    lr: float
+    lr_after: float | None
+    level: float | None
+    """Of the noise."""
+    flops: float
+    seconds: float
+    """By the measured time of a step, without start, compilation, validation and swap."""
+    pause: float
+    """Seconds of the swap."""
+    epochs: float
+
+
+@dataclass
+class Comparison:
+    """The runs of one schedule at one budget."""
+
+    schedule: str
+    budget: str
+    runs: list[MidrunRun]
+
+    @cached_property
+    def arms(self) -> dict[Arm, list[MidrunRun]]:
+        """Runs by what they have in common: the fixed widths first, then the growths by noise and share."""
+        answer: dict[Arm, list[MidrunRun]] = {}
+        order = lambda run: (FIXED.index(run.arm.fixed) if run.arm.fixed else len(FIXED), run.arm.noise, run.arm.share)  # noqa: E731
+        for run in sorted(self.runs, key=order):
+            answer.setdefault(run.arm, []).append(run)
+        return answer
+
+    @property
+    def growths(self) -> list[Arm]:
+        return [arm for arm in self.arms if not arm.fixed]
+
+    @property
+    def fixed(self) -> list[Arm]:
+        return [arm for arm in self.arms if arm.fixed]
+
+    def values(self, arm: Arm, loss: Loss) -> list[float]:
+        """The losses of the runs that did not diverge."""
+        return [value for run in self.arms[arm] if math.isfinite(value := getattr(run, loss))]
+
+    def mean(self, arm: Arm, loss: Loss) -> float:
+        """Infinite if a run diverged: the arm is not to win by those that did not."""
+        values = [getattr(run, loss) for run in self.arms[arm]]
+        return statistics.fmean(values) if all(map(math.isfinite, values)) else math.inf
+
+    def has(self, loss: Loss) -> bool:
+        return not any(math.isnan(getattr(run, loss)) for run in self.runs)
+
+    def best(self, arms: list[Arm], loss: Loss) -> Arm | None:
+        finite = [arm for arm in arms if math.isfinite(self.mean(arm, loss))]
+        return min(finite, key=lambda arm: self.mean(arm, loss), default=None)
+
+    def deviation(self, loss: Loss) -> float:
+        """The standard deviation over seeds, of all arms together; NaN if there is one seed of each."""
+        squares, freedom = 0.0, 0
+        for arm in self.arms:
+            values = self.values(arm, loss)
+            if len(values) > 1:
+                squares += statistics.variance(values) * (len(values) - 1)
+                freedom += len(values) - 1
+        return math.sqrt(squares / freedom) if freedom else math.nan
+
+    def margin(self, loss: Loss) -> "Margin | None":
+        """By how much growing is lower than the fixed widths; None if one of them has nothing to compare."""
+        growth, fixed = self.best(self.growths, loss), self.best(self.fixed, loss)
+        if growth is None or fixed is None:
+            return None
+        seeds = [len(self.values(arm, loss)) for arm in (growth, fixed)]
+        error = self.deviation(loss) * math.sqrt(sum(1 / each for each in seeds))
+        difference = self.mean(fixed, loss) - self.mean(growth, loss)
+        return Margin(growth, fixed, difference, self.deviation(loss), error, min(seeds))
+
+    def verdict(self) -> list[str]:
+        """Who won, by how much, and how that compares with the spread over seeds, in sentences."""
+        where = f"At {BUDGETS[self.budget]}, schedule {self.schedule}"
+        losses = [loss for loss in LOSSES if self.has(loss)]
+        first = self.margin(losses[0]) if losses else None
+        if first is None:
+            return [f"{where}: there is nothing to compare, because all runs of one side diverged or are missing."]
+        sentences = [f"{where}: {first.outcome}."]
+        for loss in losses:
+            margin = self.margin(loss)
+            if margin is not None:
+                sentences.append(self._sentence(loss, margin))
+        return sentences
+
+    def _sentence(self, loss: Loss, margin: "Margin") -> str:
+        grown, fixed = (ranged(spread(self.values(arm, loss)), False) for arm in (margin.growth, margin.fixed))
+        text = (
+            f"By {loss} loss the best that grows is {margin.growth}, {grown}, the best fixed width is "
+            f"{margin.fixed}, {fixed}: growing ends {margin.words}"
+        )
+        wide = next((arm for arm in self.fixed if arm.fixed == "wide"), None)
+        if wide is not None and wide != margin.fixed and math.isfinite(self.mean(wide, loss)):
+            lower = self.mean(wide, loss) - self.mean(margin.growth, loss)
+            text += f"; {direction(lower)} than {wide} from scratch"
+        return f"{text}."
+
+
+class Margin(NamedTuple):
+    growth: Arm
+    fixed: Arm
+    difference: float
+    """Positive if growing ends lower."""
+    deviation: float
+    error: float
+    seeds: int
+
+    @property
+    def outcome(self) -> str:
+        if math.isnan(self.error):
+            return (
+                f"growing ends {'lower' if self.difference > 0 else 'not lower'}, with one seed, which proves nothing"
+            )
+        if abs(self.difference) <= CLEAR * self.error:
+            return "growing and the best fixed width cannot be told apart"
+        return "growing wins" if self.difference > 0 else "growing loses"
+
+    @property
+    def words(self) -> str:
+        if math.isnan(self.deviation):
+            return f"{direction(self.difference)} (one seed, so its spread is not known)"
+        times = abs(self.difference) / self.deviation if self.deviation else math.inf
+        return (
+            f"{direction(self.difference)}, {times:.1f} times the standard deviation over seeds ({self.deviation:.2g}, "
+            f"{count(self.seeds, 'seed')})"
+        )
+
+
+def direction(lower: float) -> str:
+    return f"lower by {abs(lower):.3g}" if lower > 0 else f"higher by {abs(lower):.3g}"
+
+
+class Midrun:
+    """An experiment of protocol midrun, as far as it is finished."""
+
+    def __init__(self, experiment: ExperimentFolder) -> None:
+        self.folder = experiment.folder
+        self.description: dict[str, Any] = experiment.description.get("experiment") or {}
+        path = self.folder / "costs.json"
+        self.costs: dict[str, Any] | None = None
+        self.runs: list[MidrunRun] = []
+        listed = experiment.description.get("runs", [])
+        try:
+            if path.is_file():
+                self.costs = json_of(path.read_text())
+                for entry, folder in zip(listed, experiment.runs, strict=True):
+                    if (folder / "result.json").is_file():
+                        self.runs.append(self._run(entry, LoggedRun(folder)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self.folder} is not a whole experiment of protocol midrun: {error!r}") from error
+        self.missing = len(listed) - len(self.runs)
+
+    def _run(self, entry: dict[str, Any], run: LoggedRun) -> MidrunRun:
+        swaps = callbacks_of(run.config, "UpscaleCallback")
+        swap: Config = swaps[0]["init_args"] if swaps else {}
+        steps, at_step = run.config["trainer"]["max_steps"], swap.get("at_step")
+        arm = Arm(run.end_width, entry.get("fixed", ""), entry.get("noise", ""), entry.get("share", 0.0))
+        validation = run.log.validation.get("val/loss", {})
+        diverged = run.result is None or not math.isfinite(run.result)
+        training = math.inf if diverged or run.result is None else run.result
+        noise = (swap.get("noise") or {}).get("init_args", {})
+        return MidrunRun(
+            schedule=entry["schedule"],
+            budgets=entry["budgets"],
+            arm=arm,
+            seed=entry["seed"],
+            training=training,
+            validation=math.inf if diverged else validation.get(steps, math.nan),
+            at_step=at_step,
+            steps=steps,
+            lr=run.model["init_args"]["optimizer"]["init_args"]["lr"],
+            lr_after=swap.get("lr"),
+            level=next((noise[name] for name in ("std", "t") if name in noise), None),
+            flops=self._cost("flops", run, at_step, steps),
+            seconds=self._cost("seconds", run, at_step, steps),
+            pause=next(iter(run.log.pauses.values()), math.nan),
+            epochs=steps / self.costs["steps_per_epoch"] if self.costs else math.nan,
+        )
+
+    def _cost(self, budget: str, run: LoggedRun, at_step: int | None, steps: int) -> float:
+        table = (self.costs or {}).get(budget) or {}
+        start, end = (table.get(width_name(width), math.nan) for width in (run.start_width, run.end_width))
+        return steps * end if at_step is None else at_step * start + (steps - at_step) * end
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        answer = []
+        for schedule in dict.fromkeys(run.schedule for run in self.runs):
+            for budget in BUDGETS:
+                runs = [run for run in self.runs if run.schedule == schedule and budget in run.budgets]
+                if runs:
+                    answer.append(Comparison(schedule, budget, runs))
+        return answer
+
+    @property
+    def schedules(self) -> dict[str, list[Comparison]]:
+        answer: dict[str, list[Comparison]] = {}
+        for comparison in self.comparisons:
+            answer.setdefault(comparison.schedule, []).append(comparison)
+        return answer
+
+    @property
+    def verdicts(self) -> list[list[str]]:
+        return [comparison.verdict() for comparison in self.comparisons]
+
+    @property
+    def metric(self) -> str:
+        return str(self.description.get("metric", "last_epoch"))
+
+    def as_csv(self) -> str:
+        """A row for each run and budget."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        head = ["schedule", "budget", "arm", "width", "noise", "share", "seed", "training_loss", "validation_loss"]
+        head += ["grown_at_step", "steps", "epochs", "lr", "lr_after", "noise_level", "flops", "seconds"]
+        table.writerow([*head, "pause_seconds"])
+        for comparison in self.comparisons:
+            for arm, runs in comparison.arms.items():
+                for run in runs:
+                    table.writerow([comparison.schedule, comparison.budget, *cells(arm, run)])
+        return text.getvalue()
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """Writes the table of runs, and a figure for each schedule; returns the PNGs."""
+        (folder / f"{name}.csv").write_text(self.as_csv())
+        return [draw(folder / f"{name}_{schedule}", each)[0] for schedule, each in self.schedules.items()]
+
+
+def cells(arm: Arm, run: MidrunRun) -> Iterator[Any]:
+    """The cells of a run in midrun.csv, from its arm on."""
+    share = "" if arm.fixed else arm.share
+    values = [run.training, run.validation, run.at_step, run.steps, run.epochs, run.lr, run.lr_after, run.level]
+    yield from [str(arm), width_name(arm.width), arm.noise, share, run.seed]
+    for value in [*values, run.flops, run.seconds, run.pause]:
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            yield ""
+        else:
+            yield "diverged" if isinstance(value, float) and math.isinf(value) else repr(value)
+
+
+def width_name(width: Any) -> str:
+    """A width as costs.json names it."""
+    return "x".join(map(str, width)) if isinstance(width, list) else str(width)
+
+
+# --- the figure
+
+
+def draw(path: Path, comparisons: list[Comparison]) -> list[Path]:
+    """Draws the losses at the end against the share of the budget after which runs grow.
+
+    There is a column for each budget, and a row for validation and one for training.
+    """
+    losses = [loss for loss in LOSSES if all(comparison.has(loss) for comparison in comparisons)]
+    figure, first = figures.figure(5.2 * len(comparisons), 3.9 * max(1, len(losses)))
+    first.remove()
+    for row, loss in enumerate(losses):
+        for column, comparison in enumerate(comparisons):
+            ax = figure.add_subplot(len(losses), len(comparisons), row * len(comparisons) + column + 1)
+            draw_comparison(ax, comparison, loss)
+            ax.set_title(BUDGETS[comparison.budget], fontsize=10)
+            ax.set_xlabel("share of the budget after which a run grows, %")
+            ax.set_ylabel(f"{loss} loss at the end")
+            ax.grid(alpha=0.3)
+            ax.legend(fontsize=8)
+    return figures.save(figure, path)
+
+
+def draw_comparison(ax: "Axes", comparison: Comparison, loss: Loss) -> None:
+    """Draws a horizontal line with its range for each fixed width, and a line over the shares for each noise."""
+    palette = figures.LIGHT.palette
+    shares = [100 * arm.share for arm in comparison.growths] or [0, 100]
+    ends = [min(shares) - 5, max(shares) + 5]
+    styles = dict(zip(FIXED, ("-", "--", ":"), strict=True))
+    for arm in comparison.fixed:
+        found = spread(comparison.values(arm, loss))
+        if found is not None:
+            ax.fill_between(ends, found.low, found.high, color=palette[2], alpha=0.18, linewidth=0)
+            ax.plot(ends, [found.mean] * 2, color=palette[2], linestyle=styles[arm.fixed], label=f"fixed {arm}")
+    for place, noise in enumerate(dict.fromkeys(arm.noise for arm in comparison.growths)):
+        points: list[tuple[float, Spread]] = []
+        for arm in comparison.growths:
+            found = spread(comparison.values(arm, loss)) if arm.noise == noise else None
+            if found is not None:
+                points.append((100 * arm.share, found))
+        if not points:
+            continue
+        colour = palette[(0, 1, 3, 4)[place % 4]]
+        x, means = [share for share, _ in points], [found.mean for _, found in points]
+        lows, highs = [found.low for _, found in points], [found.high for _, found in points]
+        ax.fill_between(x, lows, highs, color=colour, alpha=0.2, linewidth=0)
+        ax.plot(x, means, color=colour, marker="o", markersize=4, label=f"grown, {noise}")
+
+
+def mean_text(comparison: Comparison, arm: Arm, loss: Loss) -> str:
+    """The mean and the range of an arm's losses, and how many of its runs diverged."""
+    values = comparison.values(arm, loss)
+    diverged = sum(math.isinf(getattr(run, loss)) for run in comparison.arms[arm])
+    if not values:
+        return "diverged" if diverged else "—"
+    text = ranged(spread(values), False)
+    return f"{text}, {diverged} diverged" if diverged else text
