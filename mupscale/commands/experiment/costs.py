@@ -127,7 +127,7 @@ def measured(description: Description, folder: Path) -> Costs:
     steps_per_epoch = math.ceil(batches / batches_per_step)
     flops = {}
     for name, width in counted.items():
-        _, cli = description.made(of_width(width))
+        cli.model.rebuild(width, meta=True)
         flops[name] = batches_per_step * cli.model.training_flops(batch)
     seconds, starts = {}, {}
     device = "cpu"

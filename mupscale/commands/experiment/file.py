@@ -1,7 +1,9 @@
 """The YAML file of an experiment: growths, sweeps and seeds, checked as far as possible without a run."""
 
+import json
 from contextlib import ExitStack
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -50,10 +52,18 @@ class Description:
     metric: str
     midrun: MidrunKeys | None = None
     """What only the protocol midrun has."""
+    quick: bool = False
+    """Whether this is a tiny version of the experiment."""
+
+    _configs: dict[str, Config] = field(default_factory=dict, compare=False, repr=False)
+    """What `config` has returned: runs of several seeds have the same, and to parse it takes half a second."""
 
     def config(self, *overrides: Config | Path) -> Config:
         """The whole configuration of a run: that of the experiment with `overrides`, mappings or files, in order."""
-        return self.made(*overrides)[0]
+        key = json.dumps([each.read_text() if isinstance(each, Path) else each for each in overrides])
+        if key not in self._configs:
+            self._configs[key] = self.made(*overrides)[0]
+        return deepcopy(self._configs[key])
 
     def made(self, *overrides: Config | Path) -> tuple[Config, CLI]:
         """The whole configuration of a run, and the model, data and trainer that were made of it."""
@@ -108,7 +118,11 @@ def of_width(width: Width) -> Config:
 
 def read(path: Path, options: list[str]) -> Description:
     """The description in a file. UserError names the key that is wrong."""
-    content = content_of(path)
+    return description_of(content_of(path), options)
+
+
+def description_of(content: dict[str, Any], options: list[str], *, quick: bool = False) -> Description:
+    """The description that a file of this content gives. UserError names the key that is wrong."""
     refuse_files(content["config"])
     seeds = content["seeds"]
     whole_numbers = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
@@ -121,7 +135,7 @@ def read(path: Path, options: list[str]) -> Description:
         raise UserError(f"upscaled: give a mapping that overrides the configuration of upscaled runs, got {upscaled!r}")
     protocol, growths, sweeps = content["protocol"], growths_of(content), sweeps_of(content)
     midrun = midrun_keys(content, *growths) if protocol == "midrun" else None
-    return Description(protocol, content, options, growths, sweeps, seeds, metric, midrun)
+    return Description(protocol, content, options, growths, sweeps, seeds, metric, midrun, quick)
 
 
 def content_of(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from mupscale.commands.experiment.costs import CostPart
 from mupscale.commands.experiment.file import Description, check, of_width
 from mupscale.commands.experiment.midrun import MidrunParts
 from mupscale.commands.experiment.parts import Part, RunPart, SweepPart, Unit
+from mupscale.commands.experiment.quick import IMAGES, write_images
 from mupscale.commands.experiment.transfer import write_transfer
 from mupscale.commands.experiment.widths import Growth, folder_name
 from mupscale.commands.leases import locked
@@ -47,6 +48,8 @@ class Experiment:
             if path.exists():  # another process was faster
                 self.refuse_others()
             else:
+                if self.description.quick:
+                    write_images(self.out / IMAGES)
                 write_text(path, json.dumps(self._record(command), indent=1) + "\n")
 
     def _record(self, command: list[str]) -> dict[str, Any]:
@@ -60,7 +63,9 @@ class Experiment:
             elif not isinstance(part, CostPart):
                 name = part.name if isinstance(part, SweepPart) else SMALL_BASE
                 tuning[name] = name
-        head = {"protocol": self.description.protocol, "command": command}
+        head: dict[str, Any] = {"protocol": self.description.protocol, "command": command}
+        if self.description.quick:
+            head["quick"] = True
         return {**head, **self.description.identity(), "runs": runs, "sweeps": tuning}
 
     def refuse_others(self) -> None:
@@ -95,6 +100,14 @@ class Experiment:
 
     def conclude(self) -> str:
         """Writes the results of a finished experiment, and returns them in words."""
+        words = self._conclude()
+        if not self.description.quick:
+            return words
+        from mupscale.commands.reporting.folders import QUICK
+
+        return f"{words}\n{QUICK}"
+
+    def _conclude(self) -> str:
         with locked(self.out):
             if self.description.protocol == "transfer":
                 return write_transfer(self.out, self.description, self._transferred())

@@ -1,5 +1,6 @@
 """Widths and growths of an experiment."""
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -71,3 +72,8 @@ def in_proportion(width: Width, large: Width, small: Width) -> Width | None:
         return None
     whole = [int(ratio) for ratio in ratios]
     return whole if isinstance(width, list) else whole[0]
+
+
+def width_number(width: Width) -> float:
+    """A width as one number: of a list, the geometric mean."""
+    return math.prod(width) ** (1 / len(width)) if isinstance(width, list) else float(width)

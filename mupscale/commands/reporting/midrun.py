@@ -14,7 +14,7 @@ from mupscale.commands import figures
 from mupscale.commands.config import Config, callbacks_of
 from mupscale.commands.reporting.folders import ExperimentFolder
 from mupscale.commands.reporting.numbers import Spread, spread
-from mupscale.commands.reporting.words import count, ranged
+from mupscale.commands.reporting.words import capital, count, ranged
 from mupscale.commands.run_logs import LoggedRun
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
@@ -28,8 +28,11 @@ LOSSES: tuple[Loss, ...] = ("validation", "training")
 
 BUDGETS = {"flops": "equal FLOPs", "seconds": "equal seconds"}
 
-CLEAR = 2.0
-"""A difference of means counts if it is larger than its standard error times this."""
+T_TABLE = {
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 10: 2.228,
+    15: 2.131, 20: 2.086, 30: 2.042,
+}  # fmt: skip
+"""Student's t by degrees of freedom, at 5 % on both sides."""
 
 FIXED = ("wide", "middle", "narrow")
 
@@ -112,44 +115,27 @@ class Comparison:
         finite = [arm for arm in arms if math.isfinite(self.mean(arm, loss))]
         return min(finite, key=lambda arm: self.mean(arm, loss), default=None)
 
-    def deviation(self, loss: Loss) -> float:
-        """The standard deviation over seeds, of all arms together; NaN if there is one seed of each."""
-        squares, freedom = 0.0, 0
-        for arm in self.arms:
-            values = self.values(arm, loss)
-            if len(values) > 1:
-                squares += statistics.variance(values) * (len(values) - 1)
-                freedom += len(values) - 1
-        return math.sqrt(squares / freedom) if freedom else math.nan
-
     def margin(self, loss: Loss) -> "Margin | None":
         """By how much growing is lower than the fixed widths; None if one of them has nothing to compare."""
         growth, fixed = self.best(self.growths, loss), self.best(self.fixed, loss)
         if growth is None or fixed is None:
             return None
-        seeds = [len(self.values(arm, loss)) for arm in (growth, fixed)]
-        error = self.deviation(loss) * math.sqrt(sum(1 / each for each in seeds))
         difference = self.mean(fixed, loss) - self.mean(growth, loss)
-        return Margin(growth, fixed, difference, self.deviation(loss), error, min(seeds))
+        return Margin(growth, fixed, difference, self.values(growth, loss), self.values(fixed, loss))
 
     def verdict(self) -> list[str]:
         """Who won, by how much, and how that compares with the spread over seeds, in sentences."""
         where = f"At {BUDGETS[self.budget]}, schedule {self.schedule}"
-        losses = [loss for loss in LOSSES if self.has(loss)]
-        first = self.margin(losses[0]) if losses else None
-        if first is None:
+        margins = {loss: margin for loss in LOSSES if self.has(loss) and (margin := self.margin(loss)) is not None}
+        if not margins:
             return [f"{where}: there is nothing to compare, because all runs of one side diverged or are missing."]
-        sentences = [f"{where}: {first.outcome}."]
-        for loss in losses:
-            margin = self.margin(loss)
-            if margin is not None:
-                sentences.append(self._sentence(loss, margin))
-        return sentences
+        outcomes = ", ".join(f"by {loss} loss {margin.outcome}" for loss, margin in margins.items())
+        return [f"{where}: {outcomes}.", *(self._sentence(loss, margin) for loss, margin in margins.items())]
 
     def _sentence(self, loss: Loss, margin: "Margin") -> str:
         grown, fixed = (ranged(spread(self.values(arm, loss)), False) for arm in (margin.growth, margin.fixed))
         text = (
-            f"By {loss} loss the best that grows is {margin.growth}, {grown}, the best fixed width is "
+            f"{capital(loss)} loss: the best that grows is {margin.growth}, {grown}, the best fixed width is "
             f"{margin.fixed}, {fixed}: growing ends {margin.words}"
         )
         wide = next((arm for arm in self.fixed if arm.fixed == "wide"), None)
@@ -159,34 +145,57 @@ class Comparison:
         return f"{text}."
 
 
-class Margin(NamedTuple):
+@dataclass
+class Margin:
+    """The best run that grows against the best fixed width: the losses of each, by seed."""
+
     growth: Arm
     fixed: Arm
     difference: float
-    """Positive if growing ends lower."""
-    deviation: float
-    error: float
-    seeds: int
+    """Of their means; positive if growing ends lower."""
+    grown_losses: list[float]
+    fixed_losses: list[float]
+
+    @property
+    def freedom(self) -> int:
+        """Degrees of freedom of the deviation."""
+        return len(self.grown_losses) + len(self.fixed_losses) - 2
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation over seeds, of both together; NaN if there is one seed of each."""
+        squares = 0.0
+        for losses in (self.grown_losses, self.fixed_losses):
+            squares += statistics.pvariance(losses) * len(losses)
+        return math.sqrt(squares / self.freedom) if self.freedom else math.nan
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether chance alone makes such a difference less than five times in a hundred (Student's t test)."""
+        error = self.deviation * math.sqrt(1 / len(self.grown_losses) + 1 / len(self.fixed_losses))
+        return bool(self.freedom) and abs(self.difference) > quantile(self.freedom) * error
 
     @property
     def outcome(self) -> str:
-        if math.isnan(self.error):
-            return (
-                f"growing ends {'lower' if self.difference > 0 else 'not lower'}, with one seed, which proves nothing"
-            )
-        if abs(self.difference) <= CLEAR * self.error:
+        if not self.freedom:
+            return f"growing ends {'lower' if self.difference > 0 else 'higher'}, but one seed proves nothing"
+        if not self.is_clear:
             return "growing and the best fixed width cannot be told apart"
         return "growing wins" if self.difference > 0 else "growing loses"
 
     @property
     def words(self) -> str:
-        if math.isnan(self.deviation):
-            return f"{direction(self.difference)} (one seed, so its spread is not known)"
+        if not self.freedom:
+            return f"{direction(self.difference)} (one seed, so the spread is not known)"
         times = abs(self.difference) / self.deviation if self.deviation else math.inf
-        return (
-            f"{direction(self.difference)}, {times:.1f} times the standard deviation over seeds ({self.deviation:.2g}, "
-            f"{count(self.seeds, 'seed')})"
-        )
+        seeds = count(min(len(self.grown_losses), len(self.fixed_losses)), "seed")
+        spread_words = f"{times:.1f} times the standard deviation over seeds ({self.deviation:.2g}, {seeds})"
+        return f"{direction(self.difference)}, {spread_words}"
+
+
+def quantile(freedom: int) -> float:
+    """Student's t that chance exceeds, in either direction, five times in a hundred; the nearest below in the table."""
+    return T_TABLE[max(each for each in T_TABLE if each <= freedom)]
 
 
 def direction(lower: float) -> str:

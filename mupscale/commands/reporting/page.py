@@ -36,7 +36,7 @@ GENERATOR = '<meta name="generator" content="mupscale report">'
 """The line of the template by which a page is recognised as a report."""
 
 NUMBER = re.compile(r"(-?[0-9][0-9.,e+-]*×?( \(.*\))?|—)?")
-LONG_DECIMAL = re.compile(r"[0-9]+\.[0-9]{5,}")
+LONG_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]{5,}(e-?[0-9]+)?")
 
 SWEEP_FIGURES = ("heatmap", "profile", "scatter", "curves")
 
@@ -121,12 +121,13 @@ class Results(NamedTuple):
 
 
 class TransferPart(NamedTuple):
-    """`optima` and `trials` are None while there is no transfer.csv."""
+    """`optima` and `trials` are None while there is no transfer.csv, `drift` while there is no drift.csv."""
 
     name: str
     pictures: list[Picture]
     optima: Table | None
     trials: Table | None
+    drift: Table | None
 
 
 class MidrunPart(NamedTuple):
@@ -189,9 +190,7 @@ def render_page(
     folders = " and ".join(experiment.folder.name for experiment in found.experiments)
     topic = "Growing in the middle" if midruns else "Transfer"
     page = environment.get_template("page.html.jinja").render(
-        title=title(found.runs, groups)
-        if groups
-        else f"{'Growing in the middle' if midruns else 'Transfer'}: {folders}",
+        title=title(found.runs, groups) if groups else f"{topic}: {folders}",
         light=LIGHT.palette,
         dark=DARK.palette,
         results=results_of(groups, numbers, figures) if numbers is not None else None,
@@ -320,12 +319,19 @@ def transfer_part(experiment: ExperimentFolder) -> TransferPart:
     name, images = experiment.folder.name, pictures([experiment.folder / "transfer.png"])
     path = experiment.folder / "transfer.csv"
     if not path.is_file():
-        return TransferPart(name, images, None, None)
+        return TransferPart(name, images, None, None, None)
+    head, rows = read_table(path)
+    optima = [row[:-1] for row in rows if row[-1] == "*"]
+    drifts = experiment.folder / "drift.csv"
+    drift = make_table(*read_table(drifts)) if drifts.is_file() else None  # of an older version there is none
+    return TransferPart(name, images, make_table(head[:-1], optima), make_table(head, rows), drift)
+
+
+def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
+    """The head of a CSV file, and its rows with short numbers."""
     with path.open(newline="") as file:
         head, *lines = csv.reader(file)
-    rows = [[short_decimal(cell) for cell in line] for line in lines]
-    optima = [row[:-1] for row in rows if row[-1] == "*"]
-    return TransferPart(name, images, make_table(head[:-1], optima), make_table(head, rows))
+    return head, [[short_decimal(cell) for cell in line] for line in lines]
 
 
 def midrun_part(midrun: Midrun, drawn: list[Path]) -> MidrunPart:
@@ -341,9 +347,7 @@ def midrun_part(midrun: Midrun, drawn: list[Path]) -> MidrunPart:
         device=str(costs.get("device", "")),
         timed_steps=costs.get("timed_steps", 0),
         budget=f"{costs['steps']:,}" if costs else "",
-        tuned_at=", ".join(
-            f"{100 * share:g} %" for share in described.get("tuned_at") or described.get("shares") or []
-        ),
+        tuned_at=", ".join(f"{100 * share:g} %" for share in tuned_at),
         missing=midrun.missing,
     )
 
