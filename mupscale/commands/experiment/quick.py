@@ -109,7 +109,7 @@ def overlay(common: Config, divisor: int, out: Path) -> Config:
     arguments = dict(DATA.get(class_name(data), {}))
     if class_name(data) == "CIFAR100":
         arguments["data_dir"] = str(out / IMAGES)
-    smaller = {name: value for name, value in MODEL.items() if model.get(name) is not None}
+    smaller: Config = {name: value for name, value in MODEL.items() if model.get(name) is not None}
     if "base_width" in model:
         smaller["base_width"] = smaller_base(model["base_width"], divisor, even="heads" in model)
     return {
@@ -145,7 +145,7 @@ def trainer_overlay(trainer: Config) -> Config:
 def smaller_base(width: Width, divisor: int, even: bool) -> Width:
     """A base width divided as the widths are; at least 1, or even, as two heads need it."""
     if isinstance(width, list):
-        return [smaller_base(each, divisor, even) for each in width]  # type: ignore[misc]
+        return [smaller_base(each, divisor, even) for each in width]
     return max(2, width // divisor // 2 * 2) if even else max(1, width // divisor)
 
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Arm(NamedTuple):
     def __str__(self) -> str:
         if self.fixed:
             return f"width {self.width}"
-        return f"grown at {100 * self.share:g} %, {self.noise}"
+        return f"grown at {100 * self.share:g} % ({self.noise})"
 
 
 class MidrunRun(NamedTuple):
@@ -135,8 +136,8 @@ class Comparison:
     def _sentence(self, loss: Loss, margin: "Margin") -> str:
         grown, fixed = (ranged(spread(self.values(arm, loss)), False) for arm in (margin.growth, margin.fixed))
         text = (
-            f"{capital(loss)} loss: the best that grows is {margin.growth}, {grown}, the best fixed width is "
-            f"{margin.fixed}, {fixed}: growing ends {margin.words}"
+            f"{capital(loss)} loss: the best growth, {margin.growth}, ends at {grown}, the best fixed width, "
+            f"{margin.fixed}, at {fixed}: growing is {margin.words}"
         )
         wide = next((arm for arm in self.fixed if arm.fixed == "wide"), None)
         if wide is not None and wide != margin.fixed and math.isfinite(self.mean(wide, loss)):
@@ -208,15 +209,16 @@ class Midrun:
     def __init__(self, experiment: ExperimentFolder) -> None:
         self.folder = experiment.folder
         self.description: dict[str, Any] = experiment.description.get("experiment") or {}
-        path = self.folder / "costs.json"
         self.costs: dict[str, Any] | None = None
         self.runs: list[MidrunRun] = []
         listed = experiment.description.get("runs", [])
+        path = self.folder / "costs.json"
         try:
             if path.is_file():
-                self.costs = json_of(path.read_text())
+                self.costs = checked_costs(json_of(path.read_text()))
                 for entry, folder in zip(listed, experiment.runs, strict=True):
                     if (folder / "result.json").is_file():
+                        refuse_other_entry(entry)
                         self.runs.append(self._run(entry, LoggedRun(folder)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
@@ -225,21 +227,20 @@ class Midrun:
         self.missing = len(listed) - len(self.runs)
 
     def _run(self, entry: dict[str, Any], run: LoggedRun) -> MidrunRun:
+        assert self.costs is not None
         swaps = callbacks_of(run.config, "UpscaleCallback")
         swap: Config = swaps[0]["init_args"] if swaps else {}
-        steps, at_step = run.config["trainer"]["max_steps"], swap.get("at_step")
-        arm = Arm(run.end_width, entry.get("fixed", ""), entry.get("noise", ""), entry.get("share", 0.0))
-        validation = run.log.validation.get("val/loss", {})
-        diverged = run.result is None or not math.isfinite(run.result)
-        training = math.inf if diverged or run.result is None else run.result
         noise = (swap.get("noise") or {}).get("init_args", {})
+        steps, at_step = run.config["trainer"]["max_steps"], swap.get("at_step")
+        training = math.inf if run.result is None else run.result
+        validation = run.log.validation.get("val/loss", {}).get(steps, math.nan)
         return MidrunRun(
             schedule=entry["schedule"],
             budgets=entry["budgets"],
-            arm=arm,
+            arm=Arm(run.end_width, entry.get("fixed", ""), entry.get("noise", ""), entry.get("share", 0.0)),
             seed=entry["seed"],
             training=training,
-            validation=math.inf if diverged else validation.get(steps, math.nan),
+            validation=validation if math.isfinite(training) else math.inf,
             at_step=at_step,
             steps=steps,
             lr=run.model["init_args"]["optimizer"]["init_args"]["lr"],
@@ -248,11 +249,12 @@ class Midrun:
             flops=self._cost("flops", run, at_step, steps),
             seconds=self._cost("seconds", run, at_step, steps),
             pause=next(iter(run.log.pauses.values()), math.nan),
-            epochs=steps / self.costs["steps_per_epoch"] if self.costs else math.nan,
+            epochs=steps / self.costs["steps_per_epoch"],
         )
 
     def _cost(self, budget: str, run: LoggedRun, at_step: int | None, steps: int) -> float:
-        table = (self.costs or {}).get(budget) or {}
+        assert self.costs is not None
+        table = self.costs[budget]
         start, end = (table.get(width_name(width), math.nan) for width in (run.start_width, run.end_width))
         return steps * end if at_step is None else at_step * start + (steps - at_step) * end
 
@@ -298,6 +300,25 @@ class Midrun:
         """Writes the table of runs, and a figure for each schedule; returns the PNGs."""
         (folder / f"{name}.csv").write_text(self.as_csv())
         return [draw(folder / f"{name}_{schedule}", each)[0] for schedule, each in self.schedules.items()]
+
+
+def checked_costs(costs: Any) -> dict[str, Any]:
+    """The content of costs.json. ValueError if it is another's."""
+    whole = all(type(costs[key]) is int and costs[key] > 0 for key in ("steps", "steps_per_epoch"))
+    tables = [costs[key] for key in ("flops", "seconds", "start_seconds")]
+    if not whole or not all(type(value) is float for table in tables for value in table.values()):
+        raise ValueError(f"costs.json holds {costs!r}")
+    return dict(costs)
+
+
+def refuse_other_entry(entry: dict[str, Any]) -> None:
+    """ValueError for a run in experiment.json that no experiment of the protocol has; its names go into file names."""
+    names = [entry["schedule"], entry.get("noise", "paper")]
+    is_known = set(entry["budgets"]) <= set(BUDGETS) and entry.get("fixed", "wide") in FIXED
+    if not is_known or not all(re.fullmatch(r"\w[\w.-]*", name) for name in names):
+        raise ValueError(f"experiment.json has the run {entry!r}")
+    if not isinstance(entry.get("share", 0.0), float):
+        raise ValueError(f"experiment.json has the share {entry['share']!r}")
 
 
 def cells(arm: Arm, run: MidrunRun) -> Iterator[Any]:
