@@ -15,8 +15,8 @@ from mupscale.__main__ import main
 from mupscale.commands.experiment.costs import BLOCKS, Costs, StepClock, budget_steps, limited, read_costs
 from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys
 from mupscale.commands.experiment.widths import Growth
-from mupscale.commands.reporting.folders import ExperimentFolder
-from mupscale.commands.reporting.midrun import Arm, Comparison, Margin, Midrun, MidrunRun, quantile
+from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
+from mupscale.commands.reporting.midrun import Arm, Comparison, Margin, Midrun, MidrunRun, edges_of, quantile
 from mupscale.commands.runs import result_of
 from mupscale.commands.tuning.results import Results
 from mupscale.flops import mlp_flops
@@ -182,6 +182,8 @@ def test_mistakes_are_reported_before_the_first_run() -> None:
 @pytest.mark.slow
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Results, "draw", lambda *_: [])
+    for module in ("file", "protocols"):  # the test of all shipped files has it, and it takes seconds
+        monkeypatch.setattr(f"mupscale.commands.experiment.{module}.check", lambda description: None)
     main(["experiment", file(midrun()), "--out", "o", "--plan"])
     plan = capfd.readouterr().out
     assert "16 of 16 runs left" in plan
@@ -309,6 +311,20 @@ def test_students_test() -> None:
     assert not margin.is_clear
     margin.difference = 0.23
     assert margin.is_clear
+
+
+def test_the_best_value_at_the_edge_of_its_grid_is_named() -> None:
+    Path("s").mkdir()
+    axes = [{"key": LR, "values": [0.1, 0.2, 0.4]}, {"key": NOISE, "values": [1.0, 2.0]}]
+    Path("s/sweep.json").write_text(json.dumps({"sweep": axes}))
+    head = f"trial,{LR},{NOISE},last_2%\n"
+    Path("s/trials.csv").write_text(f"{head}0,0.1,1.0,diverged\n1,0.2,1.0,3.0\n2,0.4,2.0,2.0\n")
+    sweep = SweepFolder("a/sweep_1/wide", Path("s"))
+    assert edges_of(sweep, "last_2%") == [f"{LR} = 0.4 of a/sweep_1/wide"]
+    Path("s/trials.csv").write_text(f"{head}1,0.2,1.0,1.0\n2,0.4,2.0,2.0\n")
+    assert edges_of(sweep, "last_2%") == []
+    Path("s/trials.csv").write_text(head)
+    assert edges_of(sweep, "last_2%") == []
 
 
 def folder(**changes: Any) -> ExperimentFolder:

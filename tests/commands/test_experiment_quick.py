@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 FILES = sorted((ROOT / "configs/experiments").glob("*.yaml"))
 
-MOST_RUNS = 40
+MOST_RUNS = 15
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,7 @@ def test_the_tiny_version_of_a_file() -> None:
     assert (content["seeds"], content["shares"], content["tuned_at"], list(content["schedules"])) == (
         [0], [0.5], [0.5], ["cosine"],
     )  # fmt: skip
+    assert list(content["noises"]) == ["centred"]
     assert content["sweep_2"] == {"UpscaleCallback.lr": [0.0039, 0.0156], "UpscaleCallback.noise.std": [0.4]}
     assert whole.content["seeds"] == [0, 1]
     config = description_of(content, ["--trainer.log_every_n_steps=3"], quick=True).config()

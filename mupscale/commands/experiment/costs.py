@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from mupscale.atomic import write_text
 from mupscale.commands.cli import callbacks_in, parsed
@@ -123,14 +123,14 @@ def measured(description: Description, folder: Path) -> Costs:
     (batch,) = first_batches(cli.model, cli.datamodule, 1)
     trainer = description.common["trainer"]
     batches_per_step = trainer["accumulate_grad_batches"]
-    batches = limited(len(cli.datamodule.train_dataloader()), trainer["limit_train_batches"])
+    batches = limited(batches_of(cli.datamodule), trainer["limit_train_batches"])
     steps_per_epoch = math.ceil(batches / batches_per_step)
     flops = {}
     for name, width in counted.items():
         cli.model.rebuild(width, meta=True)
         flops[name] = batches_per_step * cli.model.training_flops(batch)
     seconds, starts = {}, {}
-    device = "cpu"
+    device = ""
     for width in timed if "seconds" in keys.budgets else []:
         name = folder_name(width)
         clock = timed_run(description.config(of_width(width)), folder / f"width={name}", keys.timing_steps)
@@ -145,6 +145,14 @@ def measured(description: Description, folder: Path) -> Costs:
         device=device,
         timed_steps=keys.timing_steps if seconds else 0,
     )
+
+
+def batches_of(data: LightningDataModule) -> int:
+    """The batches of an epoch."""
+    try:
+        return len(data.train_dataloader())
+    except TypeError as error:
+        raise UserError("data: protocol midrun needs a train_dataloader that has a length") from error
 
 
 def limited(batches: int, limit: int | float | None) -> int:

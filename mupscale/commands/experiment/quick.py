@@ -1,8 +1,8 @@
 """A tiny version of any experiment, by fixed rules: it shows in minutes on a CPU that the experiment runs.
 
-Widths are divided by one number, lengths cut to a few steps, grids to two trials, growths to two, seeds, shares and
-schedules to one; data are the embedded samples, or random images. Protocol, factors of growth, model, optimizer and
-noise stay what they are.
+Widths are divided by one number, lengths cut to a few steps, grids to two trials, growths to two, seeds, shares,
+noises and schedules to one; data are the embedded samples, or random images. Protocol, factors of growth, model and
+optimizer stay what they are.
 """
 
 import math
@@ -49,9 +49,10 @@ def quick_content(description: Description, out: Path) -> dict[str, Any]:
     for name, axes in description.sweeps.items():
         tables[name] = two_trials(axes)
     if description.midrun is not None:
-        shares, schedules = description.midrun.shares, description.midrun.schedules
+        shares = description.midrun.shares
         answer["shares"] = answer["tuned_at"] = [shares[len(shares) // 2]]
-        answer["schedules"] = dict([list(schedules.items())[-1]])
+        answer["noises"] = last_of(description.midrun.noises)
+        answer["schedules"] = last_of(description.midrun.schedules)
         answer["timing_steps"] = TIMING_STEPS
     files = answer["config"] if isinstance(answer["config"], list) else [answer["config"]]
     answer["config"] = [*files, overlay(description.common, divisor, out)]
@@ -90,6 +91,10 @@ def divisor_of(widths: list[int]) -> int:
 
 def divided(width: Any, divisor: int) -> Any:
     return [divided(each, divisor) for each in width] if isinstance(width, list) else width // divisor
+
+
+def last_of(table: dict[str, Config]) -> dict[str, Config]:
+    return dict([list(table.items())[-1]])
 
 
 def two_trials(axes: list[Axis]) -> dict[str, list[Any]]:
@@ -144,9 +149,12 @@ def trainer_overlay(trainer: Config) -> Config:
 
 def smaller_base(width: Width, divisor: int, even: bool) -> Width:
     """A base width divided as the widths are; at least 1, or even, as two heads need it."""
-    if isinstance(width, list):
-        return [smaller_base(each, divisor, even) for each in width]
-    return max(2, width // divisor // 2 * 2) if even else max(1, width // divisor)
+    least = 2 if even else 1
+
+    def smaller(one: int) -> int:
+        return max(least, one // divisor // least * least)
+
+    return [smaller(each) for each in width] if isinstance(width, list) else smaller(width)
 
 
 def write_images(folder: Path) -> None:

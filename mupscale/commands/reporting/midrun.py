@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mupscale.commands import figures
 from mupscale.commands.config import Config, callbacks_of
-from mupscale.commands.reporting.folders import ExperimentFolder
+from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.numbers import Spread, spread
 from mupscale.commands.reporting.words import capital, count, ranged
 from mupscale.commands.run_logs import LoggedRun
@@ -220,6 +220,8 @@ class Midrun:
                     if (folder / "result.json").is_file():
                         refuse_other_entry(entry)
                         self.runs.append(self._run(entry, LoggedRun(folder)))
+            self.edges = [edge for sweep in experiment.sweeps for edge in edges_of(sweep, self.metric)]
+            """Values that are the best of a sweep at the edge of its grid, in words."""
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
@@ -300,6 +302,21 @@ class Midrun:
         """Writes the table of runs, and a figure for each schedule; returns the PNGs."""
         (folder / f"{name}.csv").write_text(self.as_csv())
         return [draw(folder / f"{name}_{schedule}", each)[0] for schedule, each in self.schedules.items()]
+
+
+def edges_of(sweep: SweepFolder, metric: str) -> list[str]:
+    """The axes of more than two numbers whose least or largest value the best trial has, in words."""
+    path = sweep.folder / "trials.csv"
+    rows = list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+    finished = [row for row in rows if row.get(metric, "diverged") != "diverged"]
+    if not finished:
+        return []
+    best = min(finished, key=lambda row: float(row[metric]))
+    answer = []
+    for key, levels in sweep.axes.items():
+        if len(levels) > 2 and figures.is_ordered(levels) and float(best[key]) in (min(levels), max(levels)):
+            answer.append(f"{key} = {best[key]} of {sweep.name}")
+    return answer
 
 
 def checked_costs(costs: Any) -> dict[str, Any]:

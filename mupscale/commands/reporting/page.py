@@ -143,6 +143,7 @@ class MidrunPart(NamedTuple):
     timed_steps: int
     budget: str
     tuned_at: str
+    edges: str
     missing: int
 
 
@@ -348,6 +349,7 @@ def midrun_part(midrun: Midrun, drawn: list[Path]) -> MidrunPart:
         timed_steps=costs.get("timed_steps", 0),
         budget=f"{costs['steps']:,}" if costs else "",
         tuned_at=", ".join(f"{100 * share:g} %" for share in tuned_at),
+        edges="; ".join(midrun.edges),
         missing=midrun.missing,
     )
 
