@@ -8,7 +8,7 @@ from paths import ROOT
 
 from mupscale.__main__ import main
 from mupscale.commands.experiment.file import description_of, read
-from mupscale.commands.experiment.quick import divisor_of, quick_content
+from mupscale.commands.experiment.quick import divisor_of, quick_content, shortened
 from mupscale.commands.runs import result_of
 from mupscale.commands.tuning.results import Results
 
@@ -61,7 +61,7 @@ def test_the_tiny_version_of_a_file() -> None:
         [0], [0.5], [0.5], ["cosine"],
     )  # fmt: skip
     assert list(content["noises"]) == ["centred"]
-    assert content["sweep_2"] == {"UpscaleCallback.lr": [0.0039, 0.0156], "UpscaleCallback.noise.std": [0.4]}
+    assert content["sweep_2"] == {"UpscaleCallback.lr": [0.0039, 0.0156], "UpscaleCallback.noise.std": [0.24]}
     assert whole.content["seeds"] == [0, 1]
     config = description_of(content, ["--trainer.log_every_n_steps=3"], quick=True).config()
     assert (config["trainer"]["max_steps"], config["trainer"]["precision"]) == (20, "32-true")
@@ -76,3 +76,12 @@ def test_the_tiny_version_of_a_file() -> None:
 )
 def test_widths_are_divided_by_one_number(widths: list[int], divisor: int) -> None:
     assert divisor_of(widths) == divisor
+
+
+def test_schedules_fit_into_a_short_run() -> None:
+    schedule = {"class_path": "a.B", "init_args": {"warmup": 100, "steps": 1500, "decay": 0.2}}
+    assert shortened({"model": schedule})["model"] == {
+        "class_path": "a.B", "init_args": {"warmup": 2, "steps": 20, "decay": 0.2},
+    }  # fmt: skip
+    assert shortened({"warmup": 1, "steps": "100%"}) == {"warmup": 1, "steps": "100%"}
+    assert shortened({"steps": None}) == {"steps": None}

@@ -18,7 +18,7 @@ from mupscale.commands.tuning.space import Axis
 from mupscale.models.checkpoint import Width
 
 LEAST_WIDTH = 4
-STEPS, EPOCHS, TIMING_STEPS = 20, 2, 10
+STEPS, WARM_UP, EPOCHS, TIMING_STEPS = 20, 2, 2, 10
 
 IMAGE_COUNT = 8
 IMAGES = "quick_data"
@@ -52,7 +52,7 @@ def quick_content(description: Description, out: Path) -> dict[str, Any]:
         shares = description.midrun.shares
         answer["shares"] = answer["tuned_at"] = [shares[len(shares) // 2]]
         answer["noises"] = last_of(description.midrun.noises)
-        answer["schedules"] = last_of(description.midrun.schedules)
+        answer["schedules"] = shortened(last_of(description.midrun.schedules))
         answer["timing_steps"] = TIMING_STEPS
     files = answer["config"] if isinstance(answer["config"], list) else [answer["config"]]
     answer["config"] = [*files, overlay(description.common, divisor, out)]
@@ -114,9 +114,12 @@ def overlay(common: Config, divisor: int, out: Path) -> Config:
     arguments = dict(DATA.get(class_name(data), {}))
     if class_name(data) == "CIFAR100":
         arguments["data_dir"] = str(out / IMAGES)
+    schedule = model.get("lr_scheduler")
     smaller: Config = {name: value for name, value in MODEL.items() if model.get(name) is not None}
     if "base_width" in model:
         smaller["base_width"] = smaller_base(model["base_width"], divisor, even="heads" in model)
+    if schedule:
+        smaller["lr_scheduler"] = shortened(schedule)
     return {
         "trainer": trainer_overlay(common["trainer"]),
         "model": {"init_args": smaller},
@@ -124,6 +127,17 @@ def overlay(common: Config, divisor: int, out: Path) -> Config:
         "checkpoint": {"every_n_train_steps": 1000},
         "loop": {"cuda_graph": False, "tf32": False},
     }
+
+
+def shortened(schedule: Any) -> Any:
+    """A schedule, at any depth of dictionaries, with a short warm-up and the length of a run."""
+    if not isinstance(schedule, dict):
+        return schedule
+    answer = {key: shortened(value) for key, value in schedule.items()}
+    for key, length in (("warmup", WARM_UP), ("steps", STEPS)):
+        if isinstance(answer.get(key), int):
+            answer[key] = min(answer[key], length)
+    return answer
 
 
 def trainer_overlay(trainer: Config) -> Config:
