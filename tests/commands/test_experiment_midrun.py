@@ -13,7 +13,10 @@ from command_line import LR, NOISE, refused, small
 
 from mupscale.__main__ import main
 from mupscale.commands.experiment.costs import BLOCKS, Costs, StepClock, budget_steps, limited, read_costs
+from mupscale.commands.experiment.file import read
 from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys
+from mupscale.commands.experiment.parts import State
+from mupscale.commands.experiment.protocols import Experiment
 from mupscale.commands.experiment.widths import Growth
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.midrun import Arm, Comparison, Margin, Midrun, MidrunRun, edges_of, quantile
@@ -177,6 +180,19 @@ def test_mistakes_are_reported_before_the_first_run() -> None:
 
 
 # --- the whole experiment
+
+
+def test_nothing_is_made_while_the_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mupscale.commands.experiment.protocols.check", lambda description: None)
+    whole = Experiment(Path("o"), read(Path(file(midrun())), []))
+    whole.begin(["command"])
+    unit = whole.take()
+    assert unit is not None
+    assert (unit.name, unit.runs) == ("costs", [])  # no run that could become one of a stack
+    assert whole.parts[0].state() == State(1, 0, 1)
+    assert whole.take() is None
+    unit.give_back()
+    assert whole.take() is not None
 
 
 @pytest.mark.slow

@@ -74,7 +74,14 @@ def test_the_tiny_version_of_a_file() -> None:
 
 @pytest.mark.parametrize(
     ("widths", "divisor"),
-    [([100, 400, 500, 2000], 25), ([192, 384, 1920, 3840], 48), ([16, 32, 32, 64], 4), ([4, 8], 1), ([7, 14], 1)],
+    [
+        ([100, 400, 500, 2000], 25),
+        ([192, 384, 1920, 3840], 48),
+        ([16, 32, 32, 64], 4),
+        ([4, 8], 1),
+        ([7, 14], 1),
+        ([10, 20], 1),
+    ],
 )
 def test_widths_are_divided_by_one_number(widths: list[int], divisor: int) -> None:
     assert divisor_of(widths) == divisor
