@@ -257,6 +257,7 @@ def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "At equal seconds, schedule cosine" in output
     assert Path("o/report/midrun_cosine.pdf").exists()
 
+    assert not list(Path("o/cosine").glob("**/seed=3/checkpoints"))  # there are many runs, and nothing starts from them
     kept = {path: path.stat().st_mtime_ns for path in Path("o").rglob("*.json") if path.parent.name != "report"}
     for path in Path("o/cosine/flops/middle/seed=3").glob("result.json"):
         del kept[path]

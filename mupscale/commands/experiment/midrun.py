@@ -30,7 +30,14 @@ TUNING_BUDGET = "flops"
 
 class MakeRun(Protocol):
     def __call__(
-        self, role: str, seed: int, config: Callable[[], Config], needs: list[Part], *, details: dict[str, Any]
+        self,
+        role: str,
+        seed: int,
+        config: Callable[[], Config],
+        needs: list[Part],
+        *,
+        details: dict[str, Any],
+        keeps_checkpoints: bool,
     ) -> RunPart: ...
 
 
@@ -98,7 +105,7 @@ class MidrunParts:
 
         role = f"{schedule}/{fixed}" if fixed == "wide" else f"{schedule}/{budgets[0]}/{fixed}"
         details = {"schedule": schedule, "budgets": budgets, "fixed": fixed}
-        return self._run(role, seed, config, [self.costs, tuned], details=details)
+        return self._made(role, seed, config, [self.costs, tuned], details)
 
     def _grown_run(self, schedule: str, budget: str, noise: str, share: float, seed: int) -> RunPart:
         tuned = self._of_growth[schedule, noise, self.keys.nearest_tuned(share)]
@@ -109,7 +116,13 @@ class MidrunParts:
         role = f"{schedule}/{budget}/{noise}-{share:g}"
         details = {"schedule": schedule, "budgets": [budget], "noise": noise, "share": share}
         needs = [self.costs, self._of_fixed[schedule, "narrow"], tuned]
-        return self._run(role, seed, config, needs, details=details)
+        return self._made(role, seed, config, needs, details)
+
+    def _made(
+        self, role: str, seed: int, config: Callable[[], Config], needs: list[Part], details: dict[str, Any]
+    ) -> RunPart:
+        # nothing starts from these runs, and there are many
+        return self._run(role, seed, config, needs, details=details, keeps_checkpoints=False)
 
     # --- configurations
 

@@ -22,6 +22,7 @@ from mupscale.commands.tuning.execution import conclude, results_of, unit_of
 from mupscale.commands.tuning.results import Results
 from mupscale.commands.tuning.space import point_text
 from mupscale.commands.tuning.study import Settings, Study
+from mupscale.commands.tuning.trial import drop_checkpoints
 from mupscale.data_files import yaml_of
 from mupscale.errors import UserError
 
@@ -66,11 +67,13 @@ class RunPart(Part):
         needs: list[Part],
         must_not_diverge: bool = False,
         details: dict[str, Any] | None = None,
+        keeps_checkpoints: bool = True,
     ) -> None:
         """`details` of the run go into experiment.json."""
         super().__init__(f"{role}, seed {seed}", out / role / f"seed={seed}", needs)
         self.out, self.role, self.seed, self.details = out, role, seed, details or {}
         self._config, self._metric, self._must_not_diverge = config, metric, must_not_diverge
+        self._keeps_checkpoints = keeps_checkpoints
 
     @property
     def checkpoint(self) -> Path:
@@ -107,6 +110,8 @@ class RunPart(Part):
             raise
 
         def finish(results: list[Result]) -> str:
+            if not self._keeps_checkpoints:
+                drop_checkpoints(self.folder)
             lease.release()
             value, seconds = results[0]
             return f"{ended(self._metric, value)} in {seconds:.0f} s"

@@ -234,8 +234,10 @@ class Experiment:
         *,
         must_not_diverge: bool = False,
         details: dict[str, Any] | None = None,
+        keeps_checkpoints: bool = True,
     ) -> RunPart:
-        return RunPart(self.out, role, seed, config, self.description.metric, needs, must_not_diverge, details)
+        metric = self.description.metric
+        return RunPart(self.out, role, seed, config, metric, needs, must_not_diverge, details, keeps_checkpoints)
 
     def _sweep(
         self, name: str, axes: list[Axis], seeds: list[int], config: Callable[[], Config], needs: list[Part]
