@@ -28,7 +28,8 @@ class Lease:
         self._file.write(f"{platform.node()} {os.getpid()}")
         self._file.flush()
         self._released = threading.Event()
-        threading.Thread(target=self._renew, args=(path,), daemon=True).start()
+        # absolute, because the working directory is another one while a configuration is parsed
+        threading.Thread(target=self._renew, args=(path.absolute(),), daemon=True).start()
 
     def release(self) -> None:
         self._released.set()

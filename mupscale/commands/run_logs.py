@@ -22,6 +22,7 @@ LOSS = "train/loss"
 VALIDATION = "val/"
 FLOPS = ("x_axis_flops/train/loss", "by_flops/train/loss")
 WIDTHS = ("widening/width", "upscale/width")
+PAUSES = ("widening/pause_seconds", "upscale/pause_seconds")
 EPOCHS = ("x_epoch", "epoch")
 SAMPLES = ("x_axis_samples/", "by_samples/")
 """TensorBoard tags, and beginnings of tags. Where there are two, runs of version 0.1 have logged the second."""
@@ -36,13 +37,15 @@ class Log:
     loss: dict[int, float] = field(default_factory=dict)
     flops: dict[int, float] = field(default_factory=dict)
     widths: dict[int, float] = field(default_factory=dict)
+    pauses: dict[int, float] = field(default_factory=dict)
+    """Seconds of the swaps."""
     epochs: dict[int, float] = field(default_factory=dict)
     validation: dict[str, dict[int, float]] = field(default_factory=dict)
     damaged: bool = False
 
     def cut(self, step: int) -> None:
         """Removes what was logged at a step and after it."""
-        for table in (self.loss, self.flops, self.widths, self.epochs, *self.validation.values()):
+        for table in (self.loss, self.flops, self.widths, self.pauses, self.epochs, *self.validation.values()):
             for late in [each for each in table if each >= step]:
                 del table[late]
 
@@ -50,6 +53,7 @@ class Log:
         self.loss |= other.loss
         self.flops |= other.flops
         self.widths |= other.widths
+        self.pauses |= other.pauses
         self.epochs |= other.epochs
         for name, values in other.validation.items():
             self.validation.setdefault(name, {}).update(values)
@@ -237,6 +241,8 @@ def read_file(path: Path) -> Log:
                 log.flops[step] = float(at * LOGGED)
             elif tag in WIDTHS:
                 log.widths[at + 1] = value
+            elif tag in PAUSES:
+                log.pauses[at + 1] = value
             elif tag in EPOCHS:
                 log.epochs[at + 1] = value
             elif tag.startswith(VALIDATION):
@@ -260,7 +266,7 @@ def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-    wanted = [tag.encode() for tag in (LOSS, VALIDATION, *WIDTHS, *EPOCHS)]  # the tags of FLOPs contain LOSS
+    wanted = [tag.encode() for tag in (LOSS, VALIDATION, *WIDTHS, *PAUSES, *EPOCHS)]  # the tags of FLOPs contain LOSS
     unwanted = [tag.encode() for tag in SAMPLES]
     content = path.read_bytes()
     at = 0

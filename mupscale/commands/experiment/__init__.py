@@ -2,7 +2,8 @@
 
 Protocol upscale: sweep a small base; train the base and the baseline with the best values; sweep the small growth; grow
 the base with the best values of that; several seeds; a report. Protocol transfer: check whether the optima of upscaled
-runs stay where they are as the width grows.
+runs stay where they are as the width grows. Protocol midrun: compare growing in the middle of a run with fixed widths,
+at equal FLOPs and at equal seconds.
 
 The folder --out holds the whole state. If the command is interrupted, the same command continues. Started again while
 it runs, on this machine or on others that share the folder, it shares the work.
@@ -30,6 +31,10 @@ WORKERS_HELP = """processes on this machine, which share its GPUs (default: one 
 for each are faster)"""
 
 
+QUICK_HELP = """a tiny version of the experiment, which shows on a CPU in minutes that it runs, and is no evidence:
+small widths, few steps and trials, embedded or random data (default --out runs/experiments/NAME-quick)"""
+
+
 def main(command: str, arguments: list[str]) -> int:
     options, rest = parser().own_and_other(arguments)
     with needs_extra("experiment"):
@@ -53,7 +58,7 @@ def main(command: str, arguments: list[str]) -> int:
 def parser() -> ArgumentParser:
     answer = ArgumentParser(
         prog="python -m mupscale experiment",
-        usage="%(prog)s FILE [--out FOLDER] [--workers N] [--stack auto|N|off] [--plan] [options of fit]",
+        usage="%(prog)s FILE [--out FOLDER] [--workers N] [--stack auto|N|off] [--plan] [--quick] [options of fit]",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -64,6 +69,7 @@ def parser() -> ArgumentParser:
     answer.add_argument("--workers", type=int, metavar="N", help=WORKERS_HELP)
     answer.add_argument("--stack", metavar="auto|N|off", default="auto", help=STACK_HELP)
     answer.add_argument("--plan", action="store_true", help="list the runs and which of them are done; run nothing")
+    answer.add_argument("--quick", action="store_true", help=QUICK_HELP)
     # for processes that `supervise` starts, which leave the last messages to it
     answer.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return answer
@@ -73,14 +79,18 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers must be at least 1, got {options.workers}")
 
-    from mupscale.commands.experiment.file import check, read
+    from mupscale.commands.experiment.file import check, description_of, read
     from mupscale.commands.experiment.protocols import Experiment
+    from mupscale.commands.experiment.quick import quick_content
     from mupscale.commands.experiment.workers import supervise, visible_gpus
     from mupscale.commands.runs import without_announcements
 
     size = stack_size(options.stack)
+    name = f"{options.file.stem}-quick" if options.quick else options.file.stem
+    out = options.out or Path("runs/experiments") / name
     description = read(options.file, rest)
-    out = options.out or Path("runs/experiments") / options.file.stem
+    if options.quick:
+        description = description_of(quick_content(description, out), rest, quick=True)
     whole = Experiment(out, description)
     with without_announcements():
         if options.plan:

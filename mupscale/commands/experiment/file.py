@@ -1,7 +1,9 @@
 """The YAML file of an experiment: growths, sweeps and seeds, checked as far as possible without a run."""
 
+import json
 from contextlib import ExitStack
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,8 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in
 from mupscale.commands.config import Config, callbacks_of, temporary_file
 from mupscale.commands.configured import described
+from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys
+from mupscale.commands.experiment.widths import Growth, factors_text, growth_of
 from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
 from mupscale.commands.tuning.space import Axis, axis_of, refuse_seeds
@@ -23,53 +27,43 @@ from mupscale.models.checkpoint import Width
 REQUIRED = {
     "upscale": ["protocol", "config", "small", "target", "seeds", "noise", "sweep_2"],
     "transfer": ["protocol", "config", "growths", "seeds", "noise", "sweeps"],
+    "midrun": ["protocol", "config", "small", "target", "middle", "seeds", "shares", "noises", "sweep_1", "sweep_2"],
 }
-OPTIONAL = {"upscale": ["metric", "sweep_1", "upscaled"], "transfer": ["metric", "upscaled"]}
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Two widths of one model."""
-
-    before: Width
-    after: Width
-
-    def __str__(self) -> str:
-        return f"{self.before} → {self.after}"
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return f"{folder_name(self.before)}-{folder_name(self.after)}"
-
-    @property
-    def factors(self) -> list[float]:
-        """The factors by which the widths grow; a single one if they are all the same."""
-        before, after = (width if isinstance(width, list) else [width] for width in (self.before, self.after))
-        if len(before) != len(after):
-            raise UserError(f"widths {self}: give as many before as after")
-        ratios = [b / a for a, b in zip(before, after, strict=True)]
-        return ratios[:1] if len(set(ratios)) == 1 else ratios
+OPTIONAL = {
+    "upscale": ["metric", "sweep_1", "upscaled"],
+    "transfer": ["metric", "upscaled"],
+    "midrun": ["metric", "schedules", "budgets", "tuned_at", "timing_steps"],
+}
 
 
 @dataclass(frozen=True)
 class Description:
     """An experiment, as its file and the options on the command line describe it."""
 
-    protocol: Literal["upscale", "transfer"]
+    protocol: Literal["upscale", "transfer", "midrun"]
     content: dict[str, Any]
     """The content of the file."""
     options: list[str]
     """Options of fit, which override the configuration of every run."""
     growths: list[Growth]
-    """In the protocol upscale: small and target."""
+    """In the protocols upscale and midrun: small and target."""
     sweeps: dict[str, list[Axis]]
     seeds: list[int]
     metric: str
+    midrun: MidrunKeys | None = None
+    """What only the protocol midrun has."""
+    quick: bool = False
+    """Whether this is a tiny version of the experiment."""
+
+    _configs: dict[str, Config] = field(default_factory=dict, compare=False, repr=False)
+    """What `config` has returned: runs of several seeds have the same, and to parse it takes half a second."""
 
     def config(self, *overrides: Config | Path) -> Config:
         """The whole configuration of a run: that of the experiment with `overrides`, mappings or files, in order."""
-        return self.made(*overrides)[0]
+        key = json.dumps([each.read_text() if isinstance(each, Path) else each for each in overrides])
+        if key not in self._configs:
+            self._configs[key] = self.made(*overrides)[0]
+        return deepcopy(self._configs[key])
 
     def made(self, *overrides: Config | Path) -> tuple[Config, CLI]:
         """The whole configuration of a run, and the model, data and trainer that were made of it."""
@@ -100,16 +94,23 @@ class Description:
 
     def grown(self, growth: Growth, init_from: Path) -> Config:
         """What makes a run an upscale from a checkpoint."""
-        swap = {
-            "class_path": "UpscaleCallback",
-            "init_args": {"at_step": 0, "width": growth.after, "noise": self.content["noise"]},
-        }
-        model = {"width": growth.before, "init_from": str(init_from)}
-        return {"trainer": {"callbacks+": [swap]}, "model": {"init_args": model}}
+        answer = growing(growth, 0, self.content["noise"])
+        answer["model"]["init_args"]["init_from"] = str(init_from)
+        return answer
 
     def identity(self) -> dict[str, Any]:
         """What two experiments must share to be the same: the file, and the configuration of it and the options."""
         return {"experiment": self.content, "config": self.common}
+
+
+def growing(growth: Growth, at_step: int, noise: Config) -> Config:
+    """What makes a run grow at a step."""
+    swap = {"class_path": "UpscaleCallback", "init_args": {"at_step": at_step, "width": growth.after, "noise": noise}}
+    return {"trainer": {"callbacks+": [swap]}, "model": {"init_args": {"width": growth.before}}}
+
+
+def of_width(width: Width) -> Config:
+    return {"model": {"init_args": {"width": width}}}
 
 
 # --- reading
@@ -117,7 +118,11 @@ class Description:
 
 def read(path: Path, options: list[str]) -> Description:
     """The description in a file. UserError names the key that is wrong."""
-    content = content_of(path)
+    return description_of(content_of(path), options)
+
+
+def description_of(content: dict[str, Any], options: list[str], *, quick: bool = False) -> Description:
+    """The description that a file of this content gives. UserError names the key that is wrong."""
     refuse_files(content["config"])
     seeds = content["seeds"]
     whole_numbers = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
@@ -129,7 +134,8 @@ def read(path: Path, options: list[str]) -> Description:
     if not isinstance(upscaled, dict):
         raise UserError(f"upscaled: give a mapping that overrides the configuration of upscaled runs, got {upscaled!r}")
     protocol, growths, sweeps = content["protocol"], growths_of(content), sweeps_of(content)
-    return Description(protocol, content, options, growths, sweeps, seeds, metric)
+    midrun = midrun_keys(content, *growths) if protocol == "midrun" else None
+    return Description(protocol, content, options, growths, sweeps, seeds, metric, midrun, quick)
 
 
 def content_of(path: Path) -> dict[str, Any]:
@@ -163,7 +169,7 @@ def refuse_files(config: Any) -> None:
 
 def growths_of(content: dict[str, Any]) -> list[Growth]:
     """The growths of an experiment. UserError if they do not all grow by the same factor."""
-    if content["protocol"] == "upscale":
+    if content["protocol"] != "transfer":
         pairs = {"small": content["small"], "target": content["target"]}
     else:
         if not isinstance(content["growths"], list) or len(content["growths"]) < 2:
@@ -182,30 +188,10 @@ def growths_of(content: dict[str, Any]) -> list[Growth]:
     return growths
 
 
-def growth_of(key: str, pair: Any) -> Growth:
-    if not isinstance(pair, list) or len(pair) != 2 or not all(is_width(width) for width in pair):
-        raise UserError(f"{key}: give two widths, before and after, such as [100, 400], got {pair!r}")
-    growth = Growth(*pair)
-    factors = growth.factors
-    if any(factor != int(factor) for factor in factors) or max(factors) == 1 or min(factors) < 1:
-        raise UserError(f"{key}: the width after must be a multiple of the one before, got {growth}")
-    return growth
-
-
-def is_width(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(is_width(item) for item in value)
-    return type(value) is int and value > 0
-
-
-def factors_text(growth: Growth) -> str:
-    return ", ".join(f"{factor:g}" for factor in growth.factors)
-
-
 def sweeps_of(content: dict[str, Any]) -> dict[str, list[Axis]]:
     """The axes of each sweep, by its name."""
-    upscale = content["protocol"] == "upscale"
-    if upscale:
+    two_sweeps = content["protocol"] != "transfer"
+    if two_sweeps:
         tables = {key: content[key] for key in ("sweep_1", "sweep_2") if content.get(key) is not None}
     else:
         tables = content["sweeps"]
@@ -215,13 +201,13 @@ def sweeps_of(content: dict[str, Any]) -> dict[str, list[Axis]]:
         )
     answer = {}
     for name, table in tables.items():
-        key = name if upscale else f"sweeps.{name}"
+        key = name if two_sweeps else f"sweeps.{name}"
         if not isinstance(table, dict) or not table:
             raise UserError(
                 f"{key}: the grid is empty, give keys with their values, {{model.optimizer.lr: [0.01, 0.02]}}, "
                 f"got {table!r}"
             )
-        if not upscale and len(table) > 1:
+        if not two_sweeps and len(table) > 1:
             raise UserError(
                 f"{key}: give one key, because the others keep the configuration's values, got {', '.join(table)}"
             )
@@ -253,6 +239,9 @@ def check(description: Description) -> None:
         raise UserError(
             "config: trainer.callbacks has an UpscaleCallback already; the experiment adds its own, so leave it out"
         )
+    if description.protocol == "midrun":
+        check_midrun(description)
+        return
     for growth in description.growths:
         grown, cli = description.made(description.grown(growth, Path("base.ckpt")), description.upscaled)
         refuse_growth(growth, cli)
@@ -262,6 +251,34 @@ def check(description: Description) -> None:
             refuse_invalid(grown, axes, f"sweeps.{name}:")
         else:
             refuse_invalid(description.common if name == "sweep_1" else grown, axes, f"{name}:")
+
+
+def check_midrun(description: Description) -> None:
+    keys = description.midrun
+    assert keys is not None
+    trainer = description.common["trainer"]
+    if trainer["max_steps"] in (None, -1) and trainer["max_epochs"] in (None, -1):
+        raise UserError("config: trainer.max_steps, trainer.max_epochs: give the length of a run of the wide width")
+    for overlay in keys.schedules.values():
+        description.config(keys.stretched(overlay, 1000))
+    refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:")
+    for width in (keys.middle, keys.small_middle):
+        refuse_width(description, width)
+    for name, noise in keys.noises.items():
+        for growth in description.growths:
+            grown, cli = description.made(growing(growth, 1, noise))
+            refuse_growth(growth, cli)
+        refuse_invalid(grown, description.sweeps["sweep_2"], f"sweep_2, noises.{name}:")
+
+
+def refuse_width(description: Description, width: Width) -> None:
+    """UserError if there is no such model."""
+    _, cli = description.made(of_width(width))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            cli.model.network(width, meta=True)
+    except ValueError as error:
+        raise UserError(f"middle: width {width}: {error}") from error
 
 
 def refuse_growth(growth: Growth, cli: CLI) -> None:
@@ -276,7 +293,3 @@ def refuse_growth(growth: Growth, cli: CLI) -> None:
             noise.check(planned)
     except ValueError as error:
         raise UserError(f"widths {growth}: {error}") from error
-
-
-def folder_name(width: Width) -> str:
-    return "x".join(map(str, width)) if isinstance(width, list) else str(width)

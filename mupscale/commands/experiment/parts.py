@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,6 +22,7 @@ from mupscale.commands.tuning.execution import conclude, results_of, unit_of
 from mupscale.commands.tuning.results import Results
 from mupscale.commands.tuning.space import point_text
 from mupscale.commands.tuning.study import Settings, Study
+from mupscale.commands.tuning.trial import drop_checkpoints
 from mupscale.data_files import yaml_of
 from mupscale.errors import UserError
 
@@ -64,10 +66,14 @@ class RunPart(Part):
         metric: str,
         needs: list[Part],
         must_not_diverge: bool = False,
+        details: dict[str, Any] | None = None,
+        keeps_checkpoints: bool = True,
     ) -> None:
+        """`details` of the run go into experiment.json."""
         super().__init__(f"{role}, seed {seed}", out / role / f"seed={seed}", needs)
-        self.out, self.role, self.seed = out, role, seed
+        self.out, self.role, self.seed, self.details = out, role, seed, details or {}
         self._config, self._metric, self._must_not_diverge = config, metric, must_not_diverge
+        self._keeps_checkpoints = keeps_checkpoints
 
     @property
     def checkpoint(self) -> Path:
@@ -104,6 +110,8 @@ class RunPart(Part):
             raise
 
         def finish(results: list[Result]) -> str:
+            if not self._keeps_checkpoints:
+                drop_checkpoints(self.folder)
             lease.release()
             value, seconds = results[0]
             return f"{ended(self._metric, value)} in {seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""The two protocols: the runs and sweeps of an experiment, what each of them needs, and the results."""
+"""The protocols: the runs and sweeps of an experiment, what each of them needs, and the results."""
 
 import json
 import math
@@ -9,9 +9,13 @@ from typing import Any
 
 from mupscale.atomic import write_text
 from mupscale.commands.config import Config, read_json, refuse_difference
-from mupscale.commands.experiment.file import Description, Growth, check, folder_name
+from mupscale.commands.experiment.costs import CostPart
+from mupscale.commands.experiment.file import Description, check, of_width
+from mupscale.commands.experiment.midrun import MidrunParts
 from mupscale.commands.experiment.parts import Part, RunPart, SweepPart, Unit
+from mupscale.commands.experiment.quick import IMAGES, write_images
 from mupscale.commands.experiment.transfer import write_transfer
+from mupscale.commands.experiment.widths import Growth, folder_name
 from mupscale.commands.leases import locked
 from mupscale.commands.tuning.results import Results, metric_label
 from mupscale.commands.tuning.space import Axis, grid
@@ -28,7 +32,8 @@ class Experiment:
 
     def __init__(self, out: Path, description: Description) -> None:
         self.out, self.description = out, description
-        self.parts: list[Part] = list(self._upscale() if description.protocol == "upscale" else self._transfer())
+        protocols = {"upscale": self._upscale, "transfer": self._transfer, "midrun": self._midrun}
+        self.parts: list[Part] = list(protocols[description.protocol]())
         """In the order in which they are taken."""
 
     def begin(self, command: list[str]) -> None:
@@ -43,6 +48,8 @@ class Experiment:
             if path.exists():  # another process was faster
                 self.refuse_others()
             else:
+                if self.description.quick:
+                    write_images(self.out / IMAGES)
                 write_text(path, json.dumps(self._record(command), indent=1) + "\n")
 
     def _record(self, command: list[str]) -> dict[str, Any]:
@@ -52,11 +59,13 @@ class Experiment:
         for part in self.parts:
             if isinstance(part, RunPart) and part.role != SMALL_BASE:
                 role, folder = part.role.rpartition("/")[2], str(part.folder.relative_to(self.out))
-                runs.append({"role": role, "seed": part.seed, "folder": folder})
-            else:
+                runs.append({"role": role, "seed": part.seed, "folder": folder, **part.details})
+            elif not isinstance(part, CostPart):
                 name = part.name if isinstance(part, SweepPart) else SMALL_BASE
                 tuning[name] = name
-        head = {"protocol": self.description.protocol, "command": command}
+        head: dict[str, Any] = {"protocol": self.description.protocol, "command": command}
+        if self.description.quick:
+            head["quick"] = True
         return {**head, **self.description.identity(), "runs": runs, "sweeps": tuning}
 
     def refuse_others(self) -> None:
@@ -91,15 +100,25 @@ class Experiment:
 
     def conclude(self) -> str:
         """Writes the results of a finished experiment, and returns them in words."""
+        words = self._conclude()
+        if not self.description.quick:
+            return words
+        from mupscale.commands.reporting.folders import QUICK
+
+        return f"{words}\n{QUICK}"
+
+    def _conclude(self) -> str:
         with locked(self.out):
             if self.description.protocol == "transfer":
                 return write_transfer(self.out, self.description, self._transferred())
-            lines = self._table()
+            lines = self._table() if self.description.protocol == "upscale" else []
             from mupscale.commands.reporting import write_report
 
             for draft in self.out.glob(".report-*"):  # left by a process that was killed
                 shutil.rmtree(draft)
             write_report([self.out], self.out / "report")
+            if self.description.protocol == "midrun":
+                lines = read_json(self.out / "report" / "summary.json")["verdicts"]
             return "\n".join([*lines, f"the report is {self.out / 'report' / 'index.html'}"])
 
     # --- the protocol upscale
@@ -199,6 +218,11 @@ class Experiment:
             answer[name] = [results[f"{growth.name}/{name}"] for growth in self.description.growths]
         return answer
 
+    # --- the protocol midrun
+
+    def _midrun(self) -> Iterator[Part]:
+        return MidrunParts(self.out, self.description, self._run, self._sweep).all()
+
     # --- parts
 
     def _run(
@@ -209,8 +233,11 @@ class Experiment:
         needs: list[Part],
         *,
         must_not_diverge: bool = False,
+        details: dict[str, Any] | None = None,
+        keeps_checkpoints: bool = True,
     ) -> RunPart:
-        return RunPart(self.out, role, seed, config, self.description.metric, needs, must_not_diverge)
+        metric = self.description.metric
+        return RunPart(self.out, role, seed, config, metric, needs, must_not_diverge, details, keeps_checkpoints)
 
     def _sweep(
         self, name: str, axes: list[Axis], seeds: list[int], config: Callable[[], Config], needs: list[Part]
@@ -222,10 +249,6 @@ class Experiment:
             return Settings(whole, axes, "grid", trials, seeds, self.description.metric)
 
         return SweepPart(name, self.out, settings, trials, needs)
-
-
-def of_width(width: Width) -> Config:
-    return {"model": {"init_args": {"width": width}}}
 
 
 def spread(values: list[float]) -> str:

@@ -4,13 +4,16 @@ import csv
 import io
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mupscale.atomic import write_text
 from mupscale.commands import figures
 from mupscale.commands.config import brief
-from mupscale.commands.experiment.file import Description, Growth
+from mupscale.commands.experiment.drift import Drift, drift_of
+from mupscale.commands.experiment.file import Description
+from mupscale.commands.experiment.widths import Growth, width_number
 from mupscale.commands.tuning.results import Results, in_order, metric_label, value_text
 
 if TYPE_CHECKING:
@@ -37,8 +40,12 @@ class WidthCurve:
     def optimum(self) -> Any:
         return min(self.values, key=self.mean)
 
+    def of_seeds(self, levels: list[Any], seeds: int) -> list[list[float]]:
+        """The losses by seed and level; seeds after one that diverged are not run, and count as diverged."""
+        return [[dict(enumerate(self.values[level])).get(seed, math.inf) for level in levels] for seed in range(seeds)]
 
-@dataclass(frozen=True)
+
+@dataclass
 class Panel:
     """A sweep at all widths."""
 
@@ -52,6 +59,15 @@ class Panel:
         """By how many cells of the grid the optimum moves over the widths."""
         places = [self.levels.index(curve.optimum) for curve in self.curves]
         return max(places) - min(places)
+
+    @cached_property
+    def drift(self) -> Drift | None:
+        """By which power of the width the optimum moves; None if the grid is not one of positive numbers."""
+        if not figures.is_positive(self.levels):
+            return None
+        seeds = max(len(values) for curve in self.curves for values in curve.values.values())
+        widths = [width_number(curve.growth.before) for curve in self.curves]
+        return drift_of(widths, self.levels, [curve.of_seeds(self.levels, seeds) for curve in self.curves])
 
     @property
     def word(self) -> str:
@@ -70,14 +86,25 @@ class Panel:
             warning = f"; at {widths} it is at the edge of the grid, so make the grid wider"
         return f"{self.name}: the optimum of {self.key} {move} ({optima}): it {self.word}{warning}"
 
+    def drift_sentence(self) -> str:
+        if self.drift is None:
+            return f"{self.name}: {self.key} has no exponent, because its grid is not one of positive numbers"
+        edge = ""
+        if self.drift.at_edge:
+            widths = f"{self.drift.at_edge} of {len(self.curves)} widths"
+            edge = f"; at {widths} it is at the edge of the grid, or beside a run that diverged: no exponent to rely on"
+        return f"{self.name}: the optimum of {self.key} goes as {self.drift}{edge}"
+
 
 def write_transfer(out: Path, description: Description, sweeps: dict[str, list[Results]]) -> str:
     """Writes transfer.csv, .png and .pdf; returns the verdict in words."""
     panels = [panel(name, description.growths, results) for name, results in sweeps.items()]
     write_table(out / "transfer.csv", panels, description)
+    write_drifts(out / "drift.csv", panels)
     paths = draw(out / "transfer", panels, metric_label(description.metric))
-    wrote = f"wrote {', '.join(str(path) for path in [out / 'transfer.csv', *paths])}"
-    return "\n".join([*(panel.verdict() for panel in panels), wrote])
+    wrote = f"wrote {', '.join(str(path) for path in [out / 'transfer.csv', out / 'drift.csv', *paths])}"
+    lines = [line for panel in panels for line in (panel.verdict(), panel.drift_sentence())]
+    return "\n".join([*lines, wrote])
 
 
 def panel(name: str, growths: list[Growth], sweeps: list[Results]) -> Panel:
@@ -106,6 +133,22 @@ def write_table(path: Path, panels: list[Panel], description: Description) -> No
     write_text(path, text.getvalue())
 
 
+def write_drifts(path: Path, panels: list[Panel]) -> None:
+    """Writes a row for each sweep and width: the optimum by a parabola, and the exponent of the sweep."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["sweep", "key", "before", "after", "optimum", "at edge", "exponent", "error", "error from"])
+    for each in panels:
+        if each.drift is None:
+            continue
+        error = "" if math.isnan(each.drift.error) else repr(each.drift.error)
+        for curve, optimum in zip(each.curves, each.drift.optima, strict=True):
+            row = [each.name, each.key, curve.growth.before, curve.growth.after, repr(optimum.value)]
+            edge = "yes" if optimum.at_edge else ""
+            table.writerow([*row, edge, repr(each.drift.exponent), error, each.drift.error_from])
+    write_text(path, text.getvalue())
+
+
 def draw(path: Path, panels: list[Panel], label: str) -> list[Path]:
     """Draws the metric over the value, a panel for each sweep and a line for each width, with its range over seeds.
 
@@ -119,7 +162,7 @@ def draw(path: Path, panels: list[Panel], label: str) -> list[Path]:
         ax.set_ylim(*visible_range(each))
         ax.set_xlabel(each.key)
         ax.set_ylabel(label)
-        ax.set_title(f"the optimum {each.word}", fontsize=9)
+        ax.set_title(f"the optimum {each.word}" + (f", as {each.drift}" if each.drift else ""), fontsize=9)
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
     return figures.save(figure, path)

@@ -9,6 +9,8 @@ from mupscale.commands.run_logs import LoggedRun
 from mupscale.data_files import inside, json_of
 from mupscale.errors import UserError
 
+QUICK = "quick: no evidence. Tiny networks, few steps and little data: this shows only that the experiment runs."
+
 
 @dataclass
 class SweepFolder:
@@ -68,6 +70,14 @@ class ExperimentFolder:
         return self.protocol == "transfer"
 
     @property
+    def is_midrun(self) -> bool:
+        return self.protocol == "midrun"
+
+    @property
+    def is_quick(self) -> bool:
+        return bool(self.description.get("quick"))
+
+    @property
     def runs(self) -> list[Path]:
         return [inside(self.folder, run["folder"]) for run in self.description.get("runs", [])]
 
@@ -94,6 +104,10 @@ class Found:
     def transfers(self) -> list[ExperimentFolder]:
         return [experiment for experiment in self.experiments if experiment.is_transfer]
 
+    @property
+    def midruns(self) -> list[ExperimentFolder]:
+        return [experiment for experiment in self.experiments if experiment.is_midrun]
+
 
 def find_runs(folders: list[Path]) -> Found:
     """The runs, sweeps and experiments in folders. UserError if one of the folders holds nothing."""
@@ -118,7 +132,7 @@ def find_runs(folders: list[Path]) -> Found:
             found.notes.append(
                 f"An event file of {run.folder} is damaged or cut off; it counts as far as it can be read."
             )
-    if not found.runs and not found.transfers:
+    if not found.runs and not found.transfers and not found.midruns:
         raise UserError(" ".join([f"there is nothing to report in {', '.join(map(str, folders))}.", *found.notes]))
     return found
 
@@ -145,8 +159,10 @@ def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{path} is not the description of an experiment: {error!r}") from error
     found.experiments.append(experiment)
-    if experiment.is_transfer:
-        return  # the page shows its sweeps, not its runs
+    if experiment.is_quick:
+        found.notes.append(f"{folder.name} — {QUICK}")
+    if experiment.is_transfer or experiment.is_midrun:
+        return  # the page shows its own part and its sweeps, not its runs
     found.sweeps += [sweep for sweep in sweeps if sweep.folder.is_dir()]
     waiting = [run for run in runs if not (run / "config.yaml").is_file()]
     for run in runs:

@@ -3,11 +3,12 @@
 import base64
 import csv
 import json
+import math
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -16,6 +17,7 @@ from mupscale.commands.figures import DARK, LIGHT
 from mupscale.commands.reporting.draw import ReportFigure, place_of
 from mupscale.commands.reporting.folders import ExperimentFolder, Found, SweepFolder
 from mupscale.commands.reporting.groups import Group, differing
+from mupscale.commands.reporting.midrun import BUDGETS, LOSSES, Midrun, mean_text
 from mupscale.commands.reporting.numbers import Comparison, Numbers, width_range
 from mupscale.commands.reporting.words import (
     COST_LABELS,
@@ -34,7 +36,7 @@ GENERATOR = '<meta name="generator" content="mupscale report">'
 """The line of the template by which a page is recognised as a report."""
 
 NUMBER = re.compile(r"(-?[0-9][0-9.,e+-]*×?( \(.*\))?|—)?")
-LONG_DECIMAL = re.compile(r"[0-9]+\.[0-9]{5,}")
+LONG_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]{5,}(e-?[0-9]+)?")
 
 SWEEP_FIGURES = ("heatmap", "profile", "scatter", "curves")
 
@@ -119,12 +121,30 @@ class Results(NamedTuple):
 
 
 class TransferPart(NamedTuple):
-    """`optima` and `trials` are None while there is no transfer.csv."""
+    """`optima` and `trials` are None while there is no transfer.csv, `drift` while there is no drift.csv."""
 
     name: str
     pictures: list[Picture]
     optima: Table | None
     trials: Table | None
+    drift: Table | None
+
+
+class MidrunPart(NamedTuple):
+    """`costs` is None while they are not measured."""
+
+    name: str
+    verdicts: list[list[str]]
+    metric: str
+    pictures: list[Picture]
+    arms: Table
+    costs: Table | None
+    device: str
+    timed_steps: int
+    budget: str
+    tuned_at: str
+    edges: str
+    missing: int
 
 
 class SweepPart(NamedTuple):
@@ -141,9 +161,17 @@ class ExperimentPart(NamedTuple):
 
 
 def render_page(
-    found: Found, groups: list[Group], numbers: Numbers | None, figures: list[ReportFigure], command: str
+    found: Found,
+    groups: list[Group],
+    numbers: Numbers | None,
+    figures: list[ReportFigure],
+    midruns: list[tuple[Midrun, list[Path]]],
+    command: str,
 ) -> str:
-    """The page as HTML. `numbers` is None if there are no runs, only experiments of protocol transfer."""
+    """The page as HTML. `numbers` is None if there are no runs, only experiments of protocols transfer and midrun.
+
+    Each of `midruns` has its figures with it.
+    """
     transfers = found.transfers
     environment = Environment(
         loader=PackageLoader("mupscale.commands.reporting", package_path=""),
@@ -161,14 +189,16 @@ def render_page(
     if found.runs and not found.experiments:
         fit_command = f"python -m mupscale fit --config {found.runs[0].folder}/config.yaml"
     folders = " and ".join(experiment.folder.name for experiment in found.experiments)
+    topic = "Growing in the middle" if midruns else "Transfer"
     page = environment.get_template("page.html.jinja").render(
-        title=title(found.runs, groups) if groups else f"Transfer: {folders}",
+        title=title(found.runs, groups) if groups else f"{topic}: {folders}",
         light=LIGHT.palette,
         dark=DARK.palette,
         results=results_of(groups, numbers, figures) if numbers is not None else None,
         notes=notes,
         transfers=[transfer_part(experiment) for experiment in transfers],
-        sweeps=sweep_parts(found.sweeps, transfers),
+        midruns=[midrun_part(midrun, drawn) for midrun, drawn in midruns],
+        sweeps=sweep_parts(found.sweeps, transfers + found.midruns),
         experiments=[experiment_part(experiment) for experiment in found.experiments],
         fit_command=fit_command,
         command=command,
@@ -290,22 +320,74 @@ def transfer_part(experiment: ExperimentFolder) -> TransferPart:
     name, images = experiment.folder.name, pictures([experiment.folder / "transfer.png"])
     path = experiment.folder / "transfer.csv"
     if not path.is_file():
-        return TransferPart(name, images, None, None)
+        return TransferPart(name, images, None, None, None)
+    head, rows = read_table(path)
+    optima = [row[:-1] for row in rows if row[-1] == "*"]
+    drifts = experiment.folder / "drift.csv"
+    drift = make_table(*read_table(drifts)) if drifts.is_file() else None  # of an older version there is none
+    return TransferPart(name, images, make_table(head[:-1], optima), make_table(head, rows), drift)
+
+
+def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
+    """The head of a CSV file, and its rows with short numbers."""
     with path.open(newline="") as file:
         head, *lines = csv.reader(file)
-    rows = [[short_decimal(cell) for cell in line] for line in lines]
-    optima = [row[:-1] for row in rows if row[-1] == "*"]
-    return TransferPart(name, images, make_table(head[:-1], optima), make_table(head, rows))
+    return head, [[short_decimal(cell) for cell in line] for line in lines]
+
+
+def midrun_part(midrun: Midrun, drawn: list[Path]) -> MidrunPart:
+    costs, described = midrun.costs or {}, midrun.description
+    tuned_at = described.get("tuned_at") or described.get("shares") or []
+    return MidrunPart(
+        name=midrun.folder.name,
+        verdicts=midrun.verdicts,
+        metric=midrun.metric.replace("_", " ").replace("%", " % of steps"),
+        pictures=pictures(drawn),
+        arms=arm_table(midrun),
+        costs=step_table(costs) if costs else None,
+        device=str(costs.get("device", "")),
+        timed_steps=costs.get("timed_steps", 0),
+        budget=f"{costs['steps']:,}" if costs else "",
+        tuned_at=", ".join(f"{100 * share:g} %" for share in tuned_at),
+        edges="; ".join(midrun.edges),
+        missing=midrun.missing,
+    )
+
+
+def arm_table(midrun: Midrun) -> Table:
+    """Where runs that differ in their seeds end, and what they cost."""
+    head = ["schedule", "budget", "", "seeds", "validation loss", "training loss", "grown at step", "steps", "epochs"]
+    head += ["lr", "lr after", "noise", "TFLOPs", "seconds", "pause, s"]
+    rows = []
+    for comparison in midrun.comparisons:
+        for arm, runs in comparison.arms.items():
+            first = runs[0]
+            losses = [mean_text(comparison, arm, loss) for loss in LOSSES]
+            at_step = "—" if first.at_step is None else f"{first.at_step:,}"
+            rates = [f"{value:.4g}" if value is not None else "—" for value in (first.lr, first.lr_after, first.level)]
+            costs = [teraflops(first.flops), number(first.seconds), number(first.pause)]
+            where = [comparison.schedule, BUDGETS[comparison.budget], str(arm), str(len(runs))]
+            rows.append([*where, *losses, at_step, f"{first.steps:,}", f"{first.epochs:.3g}", *rates, *costs])
+    return make_table(head, rows)
+
+
+def step_table(costs: dict[str, Any]) -> Table:
+    """What a step costs at each width."""
+    rows = []
+    for width, flops in costs["flops"].items():
+        seconds, start = (costs[name].get(width, math.nan) for name in ("seconds", "start_seconds"))
+        rows.append([width, f"{flops:.4g}", number(1000 * seconds), number(start)])
+    return make_table(["width", "FLOPs of a step", "ms of a step", "start and compilation, s"], rows)
 
 
 def short_decimal(cell: str) -> str:
     return f"{float(cell):.5g}" if LONG_DECIMAL.fullmatch(cell) else cell
 
 
-def sweep_parts(sweeps: list[SweepFolder], transfers: list[ExperimentFolder]) -> list[SweepPart]:
-    """The sweeps that were found, and then those of experiments of protocol transfer."""
+def sweep_parts(sweeps: list[SweepFolder], experiments: list[ExperimentFolder]) -> list[SweepPart]:
+    """The sweeps that were found, and then those of experiments whose runs the page does not show."""
     named = [(sweep.name, sweep) for sweep in sweeps]
-    for experiment in transfers:
+    for experiment in experiments:
         named += [(str(sweep.folder.relative_to(experiment.folder)), sweep) for sweep in experiment.sweeps]
     return [sweep_part(name, sweep) for name, sweep in named if sweep.is_sweep]
 

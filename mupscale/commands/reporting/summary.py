@@ -7,18 +7,26 @@ from typing import Any
 
 from mupscale.commands.reporting.folders import Found
 from mupscale.commands.reporting.groups import Group
+from mupscale.commands.reporting.midrun import Midrun
 from mupscale.commands.reporting.numbers import Comparison, Numbers, Reach, RunStatus, Spread, spread
 from mupscale.commands.reporting.words import COST_LABELS, verdicts
 
 
 def as_json(
-    found: Found, groups: list[Group], numbers: Numbers | None, files: list[str], command: str
+    found: Found,
+    groups: list[Group],
+    numbers: Numbers | None,
+    midruns: list[Midrun],
+    files: list[str],
+    command: str,
 ) -> dict[str, Any]:
+    sentences = [each for midrun in midruns for each in midrun.verdicts]
+    sentences += verdicts(numbers, groups) if numbers else []
     summary: dict[str, Any] = {
         "command": command,
         "files": files,
         "notes": [*found.notes, *(numbers.notes if numbers else [])],
-        "verdicts": [" ".join(sentences) for sentences in verdicts(numbers, groups)] if numbers else [],
+        "verdicts": [" ".join(each) for each in sentences],
         "experiments": [{"folder": str(each.folder), "protocol": each.protocol} for each in found.experiments],
         "sweeps": [{"name": each.name, "folder": str(each.folder), "best": each.best} for each in found.sweeps],
     }

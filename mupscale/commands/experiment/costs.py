@@ -1,0 +1,237 @@
+"""What a training step costs at each width: FLOPs, which are counted, and seconds, which are measured."""
+
+import json
+import math
+import shutil
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+
+from mupscale.atomic import write_text
+from mupscale.commands.cli import callbacks_in, parsed
+from mupscale.commands.config import Config, read_json, temporary_file
+from mupscale.commands.configured import first_batches
+from mupscale.commands.experiment.file import Description, of_width
+from mupscale.commands.experiment.parts import Part, State
+from mupscale.commands.experiment.widths import Growth, folder_name
+from mupscale.commands.leases import Lease, lapsed, locked
+from mupscale.commands.runs import Result, explained, free_memory, logged, with_run
+from mupscale.commands.stacks import Unit
+from mupscale.commands.tuning.trial import drop_checkpoints
+from mupscale.errors import UserError
+from mupscale.models.checkpoint import Width
+
+COSTS = "costs.json"
+
+BLOCKS = 5
+"""Into how many stretches the timed steps are divided: their median counts, so that a short disturbance does not."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The content of costs.json. Widths are named as folders are."""
+
+    steps: int
+    """Of the budget: a run of the wide width has as many."""
+    steps_per_epoch: int
+    batches_per_step: int
+    flops: dict[str, float]
+    """Of a step."""
+    seconds: dict[str, float]
+    """Of a step, once everything is compiled; empty if there is no budget of seconds."""
+    start_seconds: dict[str, float]
+    """Of the start of a run and its first steps, in which it is compiled. The budget is not charged with them."""
+    device: str
+    timed_steps: int
+
+    def per_step(self, budget: str, width: Width) -> float:
+        return (self.flops if budget == "flops" else self.seconds)[folder_name(width)]
+
+    def steps_of(self, budget: str, width: Width, wide: Width) -> int:
+        """The steps of a fixed width that cost as much as `steps` steps of the wide one."""
+        return max(1, round(self.steps * self.per_step(budget, wide) / self.per_step(budget, width)))
+
+    def steps_of_growth(self, budget: str, growth: Growth, share: float) -> tuple[int, int]:
+        """The step at which a run grows that has then spent a share of the budget, and the steps of the whole run."""
+        narrow = self.per_step(budget, growth.before) / self.per_step(budget, growth.after)
+        before = max(1, round(share * self.steps / narrow))
+        after = max(1, round((1 - share) * self.steps))
+        return before, before + after
+
+
+def read_costs(path: Path) -> Costs:
+    content = read_json(path)
+    try:
+        return Costs(**content)
+    except TypeError as error:
+        raise UserError(f"{path} is damaged ({error}); delete it and run the same command again") from error
+
+
+class CostPart(Part):
+    """Counts and measures what steps cost, once; all other runs wait for it, so that it has the device for itself."""
+
+    def __init__(self, out: Path, description: Description) -> None:
+        super().__init__("costs", out / "costs", [])
+        self.out, self.description = out, description
+
+    @property
+    def costs(self) -> Costs:
+        return read_costs(self.out / COSTS)
+
+    @property
+    def finished(self) -> bool:
+        return (self.out / COSTS).exists()
+
+    def state(self) -> State:
+        return State(1, int(self.finished), int(not self.finished and not lapsed(self._lease)))
+
+    def take(self) -> Unit | None:
+        with locked(self.out):
+            if self.finished or not lapsed(self._lease):
+                return None
+            self._lease.parent.mkdir(exist_ok=True)
+            lease = Lease(self._lease)
+
+        def finish(results: list[Result]) -> str:
+            try:
+                costs = measured(self.description, self.folder)
+                write_text(self.out / COSTS, json.dumps(asdict(costs), indent=1) + "\n")
+            finally:
+                lease.release()
+            return f"a budget of {costs.steps:,} steps"
+
+        return Unit(self.name, [], finish, lease.release)  # without runs: a stack would be timed otherwise
+
+    @property
+    def _lease(self) -> Path:
+        return self.out / "leases" / "costs"
+
+
+def measured(description: Description, folder: Path) -> Costs:
+    """The costs of all widths of an experiment. Timing runs have their logs in `folder`."""
+    keys = description.midrun
+    assert keys is not None
+    small, target = description.growths
+    timed = [target.after, keys.middle, target.before]
+    counted = {folder_name(width): width for width in (*timed, small.after, keys.small_middle, small.before)}
+    _, cli = description.made(of_width(target.after))
+    (batch,) = first_batches(cli.model, cli.datamodule, 1)
+    trainer = description.common["trainer"]
+    batches_per_step = trainer["accumulate_grad_batches"]
+    batches = limited(batches_of(cli.datamodule), trainer["limit_train_batches"])
+    steps_per_epoch = math.ceil(batches / batches_per_step)
+    flops = {}
+    for name, width in counted.items():
+        cli.model.rebuild(width, meta=True)
+        flops[name] = batches_per_step * cli.model.training_flops(batch)
+    seconds, starts = {}, {}
+    device = ""
+    for width in timed if "seconds" in keys.budgets else []:
+        name = folder_name(width)
+        clock = timed_run(description.config(of_width(width)), folder / f"width={name}", keys.timing_steps)
+        seconds[name], starts[name], device = clock.seconds, clock.start_seconds, clock.device
+    return Costs(
+        steps=budget_steps(trainer, steps_per_epoch),
+        steps_per_epoch=steps_per_epoch,
+        batches_per_step=batches_per_step,
+        flops=flops,
+        seconds=seconds,
+        start_seconds=starts,
+        device=device,
+        timed_steps=keys.timing_steps if seconds else 0,
+    )
+
+
+def batches_of(data: LightningDataModule) -> int:
+    """The batches of an epoch."""
+    try:
+        return len(data.train_dataloader())
+    except TypeError as error:
+        raise UserError("data: protocol midrun needs a train_dataloader that has a length") from error
+
+
+def limited(batches: int, limit: int | float | None) -> int:
+    """How many of an epoch's batches `trainer.limit_train_batches` leaves."""
+    if limit is None:
+        return batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
+def budget_steps(trainer: Config, steps_per_epoch: int) -> int:
+    """The length of a run in steps, as the configuration gives it."""
+    lengths = []
+    if trainer["max_steps"] not in (None, -1):
+        lengths.append(trainer["max_steps"])
+    if trainer["max_epochs"] not in (None, -1):
+        lengths.append(trainer["max_epochs"] * steps_per_epoch)
+    return min(lengths)
+
+
+class StepClock(Callback):
+    """Measures the time of a training step: the median over stretches of a run, after its first steps."""
+
+    def __init__(self, warm_up: int, steps: int) -> None:
+        """
+        Args:
+            warm_up: The steps at the beginning that are not timed.
+            steps: The steps of the run.
+        """
+        self.warm_up, self.steps = warm_up, steps
+        self.device = ""
+        self._begin = time.perf_counter()
+        self._marks: list[tuple[int, float]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        stretches = zip(self._marks, self._marks[1:], strict=False)
+        return statistics.median((end - begin) / (to - since) for (since, begin), (to, end) in stretches)
+
+    @property
+    def start_seconds(self) -> float:
+        """From the making of this callback to the end of the steps that are not timed, less these at their speed."""
+        return max(0.0, self._marks[0][1] - self._begin - self.warm_up * self.seconds)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self._marks and self._marks[-1][0] == step:
+            return  # in the middle of an accumulation of batches
+        if step in self._stops:
+            if pl_module.device.type == "cuda":
+                torch.cuda.synchronize()
+            self._marks.append((step, time.perf_counter()))
+            self.device = device_name(pl_module.device)
+
+    @property
+    def _stops(self) -> list[int]:
+        timed = self.steps - self.warm_up
+        return [self.warm_up + index * timed // BLOCKS for index in range(BLOCKS + 1)]
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def timed_run(config: Config, folder: Path, steps: int) -> StepClock:
+    """The clock of a run that nothing else is trained beside."""
+    warm_up = max(4, steps // 5)  # beyond the steps after which a CUDA graph is captured
+    clock = {"class_path": f"{StepClock.__module__}.StepClock", "init_args": {"warm_up": warm_up, "steps": steps}}
+    whole = with_run(config, "last_100%", 0, folder)
+    whole["trainer"]["callbacks"].append(clock)
+    whole["trainer"] |= {"max_steps": steps, "max_epochs": -1, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    whole["checkpoint"]["every_n_train_steps"] = steps + 1
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed: a time must be measured in one go
+    torch.compiler.reset()
+    with explained("costs", folder), temporary_file(whole) as file, logged(folder):
+        cli = parsed(["fit", "--config", file])
+    answer = callbacks_in(cli.trainer, StepClock)[0]
+    drop_checkpoints(folder)
+    free_memory()
+    return answer

@@ -1,0 +1,414 @@
+"""The results of an experiment of protocol midrun: runs that grow against fixed widths, at one budget."""
+
+import csv
+import io
+import math
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from mupscale.commands import figures
+from mupscale.commands.config import Config, callbacks_of
+from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
+from mupscale.commands.reporting.numbers import Spread, spread
+from mupscale.commands.reporting.words import capital, count, ranged
+from mupscale.commands.run_logs import LoggedRun
+from mupscale.data_files import json_of
+from mupscale.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Loss = Literal["training", "validation"]
+LOSSES: tuple[Loss, ...] = ("validation", "training")
+"""The first one that all runs have decides."""
+
+BUDGETS = {"flops": "equal FLOPs", "seconds": "equal seconds"}
+
+T_TABLE = {
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 10: 2.228,
+    15: 2.131, 20: 2.086, 30: 2.042,
+}  # fmt: skip
+"""Student's t by degrees of freedom, at 5 % on both sides."""
+
+FIXED = ("wide", "middle", "narrow")
+
+
+class Arm(NamedTuple):
+    """What runs that differ in their seeds have in common: a fixed width, or the noise and the share of a growth."""
+
+    width: Any
+    fixed: str = ""
+    noise: str = ""
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        if self.fixed:
+            return f"width {self.width}"
+        return f"grown at {100 * self.share:g} % ({self.noise})"
+
+
+class MidrunRun(NamedTuple):
+    """A finished run. Losses are infinite if it diverged, and NaN if there is none."""
+
+    schedule: str
+    budgets: list[str]
+    arm: Arm
+    seed: int
+    training: float
+    validation: float
+    at_step: int | None
+    steps: int
+    lr: float
+    lr_after: float | None
+    level: float | None
+    """Of the noise."""
+    flops: float
+    seconds: float
+    """By the measured time of a step, without start, compilation, validation and swap."""
+    pause: float
+    """Seconds of the swap."""
+    epochs: float
+
+
+@dataclass
+class Comparison:
+    """The runs of one schedule at one budget."""
+
+    schedule: str
+    budget: str
+    runs: list[MidrunRun]
+
+    @cached_property
+    def arms(self) -> dict[Arm, list[MidrunRun]]:
+        """Runs by what they have in common: the fixed widths first, then the growths by noise and share."""
+        answer: dict[Arm, list[MidrunRun]] = {}
+        order = lambda run: (FIXED.index(run.arm.fixed) if run.arm.fixed else len(FIXED), run.arm.noise, run.arm.share)  # noqa: E731
+        for run in sorted(self.runs, key=order):
+            answer.setdefault(run.arm, []).append(run)
+        return answer
+
+    @property
+    def growths(self) -> list[Arm]:
+        return [arm for arm in self.arms if not arm.fixed]
+
+    @property
+    def fixed(self) -> list[Arm]:
+        return [arm for arm in self.arms if arm.fixed]
+
+    def values(self, arm: Arm, loss: Loss) -> list[float]:
+        """The losses of the runs that did not diverge."""
+        return [value for run in self.arms[arm] if math.isfinite(value := getattr(run, loss))]
+
+    def mean(self, arm: Arm, loss: Loss) -> float:
+        """Infinite if a run diverged: the arm is not to win by those that did not."""
+        values = [getattr(run, loss) for run in self.arms[arm]]
+        return statistics.fmean(values) if all(map(math.isfinite, values)) else math.inf
+
+    def has(self, loss: Loss) -> bool:
+        return not any(math.isnan(getattr(run, loss)) for run in self.runs)
+
+    def best(self, arms: list[Arm], loss: Loss) -> Arm | None:
+        finite = [arm for arm in arms if math.isfinite(self.mean(arm, loss))]
+        return min(finite, key=lambda arm: self.mean(arm, loss), default=None)
+
+    def margin(self, loss: Loss) -> "Margin | None":
+        """By how much growing is lower than the fixed widths; None if one of them has nothing to compare."""
+        growth, fixed = self.best(self.growths, loss), self.best(self.fixed, loss)
+        if growth is None or fixed is None:
+            return None
+        difference = self.mean(fixed, loss) - self.mean(growth, loss)
+        return Margin(growth, fixed, difference, self.values(growth, loss), self.values(fixed, loss))
+
+    def verdict(self) -> list[str]:
+        """Who won, by how much, and how that compares with the spread over seeds, in sentences."""
+        where = f"At {BUDGETS[self.budget]}, schedule {self.schedule}"
+        margins = {loss: margin for loss in LOSSES if self.has(loss) and (margin := self.margin(loss)) is not None}
+        if not margins:
+            return [f"{where}: there is nothing to compare, because all runs of one side diverged or are missing."]
+        outcomes = ", ".join(f"by {loss} loss {margin.outcome}" for loss, margin in margins.items())
+        return [f"{where}: {outcomes}.", *(self._sentence(loss, margin) for loss, margin in margins.items())]
+
+    def _sentence(self, loss: Loss, margin: "Margin") -> str:
+        grown, fixed = (ranged(spread(self.values(arm, loss)), False) for arm in (margin.growth, margin.fixed))
+        text = (
+            f"{capital(loss)} loss: the best growth, {margin.growth}, ends at {grown}, the best fixed width, "
+            f"{margin.fixed}, at {fixed}: growing is {margin.words}"
+        )
+        wide = next((arm for arm in self.fixed if arm.fixed == "wide"), None)
+        if wide is not None and wide != margin.fixed and math.isfinite(self.mean(wide, loss)):
+            lower = self.mean(wide, loss) - self.mean(margin.growth, loss)
+            text += f"; {direction(lower)} than {wide} from scratch"
+        return f"{text}."
+
+
+@dataclass
+class Margin:
+    """The best run that grows against the best fixed width: the losses of each, by seed."""
+
+    growth: Arm
+    fixed: Arm
+    difference: float
+    """Of their means; positive if growing ends lower."""
+    grown_losses: list[float]
+    fixed_losses: list[float]
+
+    @property
+    def freedom(self) -> int:
+        """Degrees of freedom of the deviation."""
+        return len(self.grown_losses) + len(self.fixed_losses) - 2
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation over seeds, of both together; NaN if there is one seed of each."""
+        squares = 0.0
+        for losses in (self.grown_losses, self.fixed_losses):
+            squares += statistics.pvariance(losses) * len(losses)
+        return math.sqrt(squares / self.freedom) if self.freedom else math.nan
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether chance alone makes such a difference less than five times in a hundred (Student's t test)."""
+        error = self.deviation * math.sqrt(1 / len(self.grown_losses) + 1 / len(self.fixed_losses))
+        return bool(self.freedom) and abs(self.difference) > quantile(self.freedom) * error
+
+    @property
+    def outcome(self) -> str:
+        if not self.freedom:
+            return f"growing ends {'lower' if self.difference > 0 else 'higher'}, but one seed proves nothing"
+        if not self.is_clear:
+            return "growing and the best fixed width cannot be told apart"
+        return "growing wins" if self.difference > 0 else "growing loses"
+
+    @property
+    def words(self) -> str:
+        if not self.freedom:
+            return f"{direction(self.difference)} (one seed, so the spread is not known)"
+        times = abs(self.difference) / self.deviation if self.deviation else math.inf
+        seeds = count(min(len(self.grown_losses), len(self.fixed_losses)), "seed")
+        spread_words = f"{times:.1f} times the standard deviation over seeds ({self.deviation:.2g}, {seeds})"
+        return f"{direction(self.difference)}, {spread_words}"
+
+
+def quantile(freedom: int) -> float:
+    """Student's t that chance exceeds, in either direction, five times in a hundred; the nearest below in the table."""
+    return T_TABLE[max(each for each in T_TABLE if each <= freedom)]
+
+
+def direction(lower: float) -> str:
+    return f"lower by {abs(lower):.3g}" if lower > 0 else f"higher by {abs(lower):.3g}"
+
+
+class Midrun:
+    """An experiment of protocol midrun, as far as it is finished."""
+
+    def __init__(self, experiment: ExperimentFolder) -> None:
+        self.folder = experiment.folder
+        self.description: dict[str, Any] = experiment.description.get("experiment") or {}
+        self.costs: dict[str, Any] | None = None
+        self.runs: list[MidrunRun] = []
+        listed = experiment.description.get("runs", [])
+        path = self.folder / "costs.json"
+        try:
+            if path.is_file():
+                self.costs = checked_costs(json_of(path.read_text()))
+                for entry, folder in zip(listed, experiment.runs, strict=True):
+                    if (folder / "result.json").is_file():
+                        refuse_other_entry(entry)
+                        self.runs.append(self._run(entry, LoggedRun(folder)))
+            self.edges = [edge for sweep in experiment.sweeps for edge in edges_of(sweep, self.metric)]
+            """Values that are the best of a sweep at the edge of its grid, in words."""
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self.folder} is not a whole experiment of protocol midrun: {error!r}") from error
+        self.missing = len(listed) - len(self.runs)
+
+    def _run(self, entry: dict[str, Any], run: LoggedRun) -> MidrunRun:
+        assert self.costs is not None
+        swaps = callbacks_of(run.config, "UpscaleCallback")
+        swap: Config = swaps[0]["init_args"] if swaps else {}
+        noise = (swap.get("noise") or {}).get("init_args", {})
+        steps, at_step = run.config["trainer"]["max_steps"], swap.get("at_step")
+        training = math.inf if run.result is None else run.result
+        validation = run.log.validation.get("val/loss", {}).get(steps, math.nan)
+        return MidrunRun(
+            schedule=entry["schedule"],
+            budgets=entry["budgets"],
+            arm=Arm(run.end_width, entry.get("fixed", ""), entry.get("noise", ""), entry.get("share", 0.0)),
+            seed=entry["seed"],
+            training=training,
+            validation=validation if math.isfinite(training) else math.inf,
+            at_step=at_step,
+            steps=steps,
+            lr=run.model["init_args"]["optimizer"]["init_args"]["lr"],
+            lr_after=swap.get("lr"),
+            level=next((noise[name] for name in ("std", "t") if name in noise), None),
+            flops=self._cost("flops", run, at_step, steps),
+            seconds=self._cost("seconds", run, at_step, steps),
+            pause=next(iter(run.log.pauses.values()), math.nan),
+            epochs=steps / self.costs["steps_per_epoch"],
+        )
+
+    def _cost(self, budget: str, run: LoggedRun, at_step: int | None, steps: int) -> float:
+        assert self.costs is not None
+        table = self.costs[budget]
+        start, end = (table.get(width_name(width), math.nan) for width in (run.start_width, run.end_width))
+        return steps * end if at_step is None else at_step * start + (steps - at_step) * end
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        answer = []
+        for schedule in dict.fromkeys(run.schedule for run in self.runs):
+            for budget in BUDGETS:
+                runs = [run for run in self.runs if run.schedule == schedule and budget in run.budgets]
+                if runs:
+                    answer.append(Comparison(schedule, budget, runs))
+        return answer
+
+    @property
+    def schedules(self) -> dict[str, list[Comparison]]:
+        answer: dict[str, list[Comparison]] = {}
+        for comparison in self.comparisons:
+            answer.setdefault(comparison.schedule, []).append(comparison)
+        return answer
+
+    @property
+    def verdicts(self) -> list[list[str]]:
+        return [comparison.verdict() for comparison in self.comparisons]
+
+    @property
+    def metric(self) -> str:
+        return str(self.description.get("metric", "last_epoch"))
+
+    def as_csv(self) -> str:
+        """A row for each run and budget."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        head = ["schedule", "budget", "arm", "width", "noise", "share", "seed", "training_loss", "validation_loss"]
+        head += ["grown_at_step", "steps", "epochs", "lr", "lr_after", "noise_level", "flops", "seconds"]
+        table.writerow([*head, "pause_seconds"])
+        for comparison in self.comparisons:
+            for arm, runs in comparison.arms.items():
+                for run in runs:
+                    table.writerow([comparison.schedule, comparison.budget, *cells(arm, run)])
+        return text.getvalue()
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """Writes the table of runs, and a figure for each schedule; returns the PNGs."""
+        (folder / f"{name}.csv").write_text(self.as_csv())
+        return [draw(folder / f"{name}_{schedule}", each)[0] for schedule, each in self.schedules.items()]
+
+
+def edges_of(sweep: SweepFolder, metric: str) -> list[str]:
+    """The axes of more than two numbers whose least or largest value the best trial has, in words."""
+    path = sweep.folder / "trials.csv"
+    rows = list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+    finished = [row for row in rows if row.get(metric, "diverged") != "diverged"]
+    if not finished:
+        return []
+    best = min(finished, key=lambda row: float(row[metric]))
+    answer = []
+    for key, levels in sweep.axes.items():
+        if len(levels) > 2 and figures.is_ordered(levels) and float(best[key]) in (min(levels), max(levels)):
+            answer.append(f"{key} = {best[key]} of {sweep.name}")
+    return answer
+
+
+def checked_costs(costs: Any) -> dict[str, Any]:
+    """The content of costs.json. ValueError if it is another's."""
+    whole = all(type(costs[key]) is int and costs[key] > 0 for key in ("steps", "steps_per_epoch"))
+    tables = [costs[key] for key in ("flops", "seconds", "start_seconds")]
+    if not whole or not all(type(value) is float for table in tables for value in table.values()):
+        raise ValueError(f"costs.json holds {costs!r}")
+    return dict(costs)
+
+
+def refuse_other_entry(entry: dict[str, Any]) -> None:
+    """ValueError for a run in experiment.json that no experiment of the protocol has; its names go into file names."""
+    names = [entry["schedule"], entry.get("noise", "paper")]
+    is_known = set(entry["budgets"]) <= set(BUDGETS) and entry.get("fixed", "wide") in FIXED
+    if not is_known or not all(re.fullmatch(r"\w[\w.-]*", name) for name in names):
+        raise ValueError(f"experiment.json has the run {entry!r}")
+    if not isinstance(entry.get("share", 0.0), float):
+        raise ValueError(f"experiment.json has the share {entry['share']!r}")
+
+
+def cells(arm: Arm, run: MidrunRun) -> Iterator[Any]:
+    """The cells of a run in midrun.csv, from its arm on."""
+    share = "" if arm.fixed else arm.share
+    values = [run.training, run.validation, run.at_step, run.steps, run.epochs, run.lr, run.lr_after, run.level]
+    yield from [str(arm), width_name(arm.width), arm.noise, share, run.seed]
+    for value in [*values, run.flops, run.seconds, run.pause]:
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            yield ""
+        else:
+            yield "diverged" if isinstance(value, float) and math.isinf(value) else repr(value)
+
+
+def width_name(width: Any) -> str:
+    """A width as costs.json names it."""
+    return "x".join(map(str, width)) if isinstance(width, list) else str(width)
+
+
+# --- the figure
+
+
+def draw(path: Path, comparisons: list[Comparison]) -> list[Path]:
+    """Draws the losses at the end against the share of the budget after which runs grow.
+
+    There is a column for each budget, and a row for validation and one for training.
+    """
+    losses = [loss for loss in LOSSES if all(comparison.has(loss) for comparison in comparisons)]
+    figure, first = figures.figure(5.2 * len(comparisons), 3.9 * max(1, len(losses)))
+    first.remove()
+    for row, loss in enumerate(losses):
+        for column, comparison in enumerate(comparisons):
+            ax = figure.add_subplot(len(losses), len(comparisons), row * len(comparisons) + column + 1)
+            draw_comparison(ax, comparison, loss)
+            ax.set_title(BUDGETS[comparison.budget], fontsize=10)
+            ax.set_xlabel("share of the budget after which a run grows, %")
+            ax.set_ylabel(f"{loss} loss at the end")
+            ax.grid(alpha=0.3)
+            ax.legend(fontsize=8)
+    return figures.save(figure, path)
+
+
+def draw_comparison(ax: "Axes", comparison: Comparison, loss: Loss) -> None:
+    """Draws a horizontal line with its range for each fixed width, and a line over the shares for each noise."""
+    palette = figures.LIGHT.palette
+    shares = [100 * arm.share for arm in comparison.growths] or [0, 100]
+    ends = [min(shares) - 5, max(shares) + 5]
+    styles = dict(zip(FIXED, ("-", "--", ":"), strict=True))
+    for arm in comparison.fixed:
+        found = spread(comparison.values(arm, loss))
+        if found is not None:
+            ax.fill_between(ends, found.low, found.high, color=palette[2], alpha=0.18, linewidth=0)
+            ax.plot(ends, [found.mean] * 2, color=palette[2], linestyle=styles[arm.fixed], label=f"fixed {arm}")
+    for place, noise in enumerate(dict.fromkeys(arm.noise for arm in comparison.growths)):
+        points: list[tuple[float, Spread]] = []
+        for arm in comparison.growths:
+            found = spread(comparison.values(arm, loss)) if arm.noise == noise else None
+            if found is not None:
+                points.append((100 * arm.share, found))
+        if not points:
+            continue
+        colour = palette[(0, 1, 3, 4)[place % 4]]
+        x, means = [share for share, _ in points], [found.mean for _, found in points]
+        lows, highs = [found.low for _, found in points], [found.high for _, found in points]
+        ax.fill_between(x, lows, highs, color=colour, alpha=0.2, linewidth=0)
+        ax.plot(x, means, color=colour, marker="o", markersize=4, label=f"grown, {noise}")
+
+
+def mean_text(comparison: Comparison, arm: Arm, loss: Loss) -> str:
+    """The mean and the range of an arm's losses, and how many of its runs diverged."""
+    values = comparison.values(arm, loss)
+    diverged = sum(math.isinf(getattr(run, loss)) for run in comparison.arms[arm])
+    if not values:
+        return "diverged" if diverged else "—"
+    text = ranged(spread(values), False)
+    return f"{text}, {diverged} diverged" if diverged else text

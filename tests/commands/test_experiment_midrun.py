@@ -1,0 +1,367 @@
+"""The protocol midrun: lengths that cost the same, schedules that stretch, the whole experiment, and its verdict."""
+
+import csv
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import LR, NOISE, refused, small
+
+from mupscale.__main__ import main
+from mupscale.commands.experiment.costs import BLOCKS, Costs, StepClock, budget_steps, limited, read_costs
+from mupscale.commands.experiment.file import read
+from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys
+from mupscale.commands.experiment.parts import State
+from mupscale.commands.experiment.protocols import Experiment
+from mupscale.commands.experiment.widths import Growth
+from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
+from mupscale.commands.reporting.midrun import Arm, Comparison, Margin, Midrun, MidrunRun, edges_of, quantile
+from mupscale.commands.runs import result_of
+from mupscale.commands.tuning.results import Results
+from mupscale.flops import mlp_flops
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+ADDITIVE = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
+CENTRED = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1, "centred": True}}
+SWAP_LR = "UpscaleCallback.lr"
+COSINE = {"class_path": "CosineAnnealingLR", "init_args": {"T_max": "100%"}}
+
+
+def midrun(**keys: Any) -> dict[str, Any]:
+    """An experiment whose runs take a second or less: a budget of 20 steps, 6 an epoch."""
+    small(Path("c.yaml"))
+    content = {
+        "protocol": "midrun",
+        "config": "c.yaml",
+        "small": [8, 16],
+        "target": [16, 32],
+        "middle": 24,
+        "seeds": [3],
+        "metric": "last_10%",
+        "shares": [0.5],
+        "noises": {"centred": CENTRED},
+        "schedules": {"cosine": {"model": {"init_args": {"lr_scheduler": COSINE}}}},
+        "sweep_1": {LR: [0.001, 0.02]},
+        "sweep_2": {SWAP_LR: [0.005, 0.01], NOISE: [0.1]},
+        "timing_steps": 20,
+        **keys,
+    }
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def file(content: Any) -> str:
+    Path("e.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return "e.yaml"
+
+
+def keys_of(**keys: Any) -> MidrunKeys:
+    content = midrun(**keys)
+    return midrun_keys(content, Growth(*content["small"]), Growth(*content["target"]))
+
+
+def config_of(run: Path) -> Any:
+    return yaml.safe_load((run / "config.yaml").read_text())
+
+
+def swap_of(run: Path) -> Any:
+    (swap,) = (
+        c["init_args"] for c in config_of(run)["trainer"]["callbacks"] if c["class_path"].endswith("UpscaleCallback")
+    )
+    return swap
+
+
+def lr_of(run: Path) -> float:
+    return config_of(run)["model"]["init_args"]["optimizer"]["init_args"]["lr"]
+
+
+def best_of(sweep: Path, *keys: str) -> list[float]:
+    with open(sweep / "trials.csv") as rows:
+        best = min(csv.DictReader(rows), key=lambda row: float(row["last_10%"]))
+    return [float(best[key]) for key in keys]
+
+
+# --- lengths
+
+
+def costs(**changes: Any) -> Costs:
+    values: dict[str, Any] = {
+        "steps": 1500, "steps_per_epoch": 600, "batches_per_step": 1,
+        "flops": {"256": 1.0, "384": 2.0, "512": 3.0}, "seconds": {"256": 0.02, "384": 0.025, "512": 0.04},
+        "start_seconds": {}, "device": "cpu", "timed_steps": 300,
+    }  # fmt: skip
+    return Costs(**(values | changes))
+
+
+def test_runs_of_one_budget_cost_the_same() -> None:
+    known, growth = costs(), Growth(256, 512)
+    assert [known.steps_of("flops", width, 512) for width in (512, 384, 256)] == [1500, 2250, 4500]
+    assert [known.steps_of("seconds", width, 512) for width in (512, 384, 256)] == [1500, 2400, 3000]
+    # a quarter of 4500 FLOPs is 1125 narrow steps, the rest 1125 wide ones
+    assert known.steps_of_growth("flops", growth, 0.25) == (1125, 2250)
+    assert known.steps_of_growth("seconds", growth, 0.1) == (300, 1650)
+    for share in (0.1, 0.25, 0.5, 0.75):
+        at_step, steps = known.steps_of_growth("flops", growth, share)
+        assert at_step * 1.0 + (steps - at_step) * 3.0 == pytest.approx(4500, abs=2)
+    assert costs(steps=1).steps_of_growth("flops", growth, 0.1) == (1, 2)  # a step of each at least
+
+
+@pytest.mark.parametrize(
+    ("trainer", "steps"),
+    [
+        ({"max_steps": 1500, "max_epochs": None}, 1500),
+        ({"max_steps": -1, "max_epochs": 80}, 80 * 232),
+        ({"max_steps": 100, "max_epochs": 80}, 100),
+    ],
+)
+def test_the_budget_is_the_length_of_the_configuration(trainer: dict[str, Any], steps: int) -> None:
+    assert budget_steps(trainer, 232) == steps
+    assert [limited(100, limit) for limit in (None, 1.0, 0.5, 7, 200)] == [100, 100, 50, 7, 100]
+
+
+def test_schedules_stretch_to_the_steps_of_a_run() -> None:
+    keys = keys_of()
+    assert keys.stretched({"a": ["100%", {"b": "2.5%"}, "5 %", 7]}, 400) == {"a": [400, {"b": 10}, "5 %", 7]}
+    assert keys.stretched({"warm_up": "0.1%"}, 20) == {"warm_up": 1}
+    assert keys_of(schedules={"constant": None}).schedules == {"constant": {}}
+    two = keys_of(shares=[0.75, 0.1, 0.3], tuned_at=[0.25, 0.75])
+    assert [two.nearest_tuned(share) for share in two.shares] == [0.25, 0.25, 0.75]
+    assert keys_of(shares=[0.75, 0.1]).tuned_at == [0.1, 0.75]
+
+
+def test_a_clock_takes_the_median_of_its_stretches() -> None:
+    clock = StepClock(warm_up=4, steps=24)
+    assert clock._stops == [4, 8, 12, 16, 20, 24]
+    assert len(clock._stops) == BLOCKS + 1
+    clock._begin, clock._marks = 100.0, [(4, 103.0), (8, 103.4), (12, 103.8), (16, 109.0), (20, 109.4), (24, 109.8)]
+    assert clock.seconds == pytest.approx(0.1)  # not the stretch of five seconds
+    assert clock.start_seconds == pytest.approx(3.0 - 0.4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"middle": 40}, "middle: give a width between 16 and 32"),
+        ({"middle": 17}, "1?6 of it, is a whole number too; got 17"),
+        ({"middle": "wide"}, "middle: give a width"),
+        ({"shares": [0.5, 1.0]}, "shares: give shares of the budget between 0 and 1"),
+        ({"shares": [10, 50]}, "shares: give shares of the budget between 0 and 1"),
+        ({"shares": [0.5, 0.5]}, "shares: a share is there twice"),
+        ({"tuned_at": []}, "tuned_at: give shares"),
+        ({"noises": {}}, "noises: give a mapping by name"),
+        ({"noises": {"../x": ADDITIVE}}, "noises: a name is made of letters"),
+        ({"schedules": {"cosine": 3}}, "schedules.cosine: give a mapping"),
+        ({"budgets": ["time"]}, "budgets: give a list of flops and seconds"),
+        ({"timing_steps": 2}, "timing_steps: give a whole number of at least 10"),
+    ],
+)
+def test_mistakes_name_their_key(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        keys_of(**keys)
+
+
+@pytest.mark.slow
+def test_mistakes_are_reported_before_the_first_run() -> None:
+    for keys, message in (
+        ({"noises": {"loud": {"class_path": "mupscale.Loud"}}}, "Loud"),
+        ({"sweep_2": {"UpscaleCallback.noise.sdt": [0.1]}}, "sweep_2, noises.centred: UpscaleCallback.noise.sdt"),
+        ({"schedules": {"a": {"model": {"init_args": {"lr_sched": 1}}}}}, "lr_sched"),
+        ({"middle": None}, "protocol midrun needs the key 'middle'"),
+        ({"noise": ADDITIVE}, "protocol midrun has no key 'noise'"),
+    ):
+        assert message in refused("experiment", file(midrun(**keys)), "--out", "o")
+    endless = ["--trainer.max_steps=-1", "--trainer.max_epochs=-1"]
+    assert "give the length of a run" in refused("experiment", file(midrun()), "--out", "o", *endless)
+    assert not Path("o").exists()
+
+
+# --- the whole experiment
+
+
+def test_nothing_is_made_while_the_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mupscale.commands.experiment.protocols.check", lambda description: None)
+    whole = Experiment(Path("o"), read(Path(file(midrun())), []))
+    whole.begin(["command"])
+    unit = whole.take()
+    assert unit is not None
+    assert (unit.name, unit.runs) == ("costs", [])  # no run that could become one of a stack
+    assert whole.parts[0].state() == State(1, 0, 1)
+    assert whole.take() is None
+    unit.give_back()
+    assert whole.take() is not None
+
+
+@pytest.mark.slow
+def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Results, "draw", lambda *_: [])
+    for module in ("file", "protocols"):  # the test of all shipped files has it, and it takes seconds
+        monkeypatch.setattr(f"mupscale.commands.experiment.{module}.check", lambda description: None)
+    main(["experiment", file(midrun()), "--out", "o", "--plan"])
+    plan = capfd.readouterr().out
+    assert "16 of 16 runs left" in plan
+    assert re.search(r"^cosine/sweep_2/centred-0.5 +2 +0 +0  after costs, cosine/sweep_1/narrow$", plan, re.MULTILINE)
+    main(["experiment", "e.yaml", "--out", "o"])
+    output = capfd.readouterr().out
+    assert output.count(": begins\n") == 16
+    measured = read_costs(Path("o/costs.json"))
+    assert (measured.steps, measured.steps_per_epoch, measured.batches_per_step) == (20, 6, 1)
+    for width in (8, 12, 16, 24, 32):  # data need no gradient: two operations less per weight of the first layer
+        assert measured.flops[str(width)] == 1000 * (mlp_flops(width) - 2 * 54 * width)
+    assert set(measured.seconds) == {"16", "24", "32"}
+    assert all(seconds > 0 for seconds in measured.seconds.values())
+
+    tuned = {fixed: best_of(Path("o/cosine/sweep_1", fixed), LR)[0] for fixed in ("wide", "middle", "narrow")}
+    after, std = best_of(Path("o/cosine/sweep_2/centred-0.5"), SWAP_LR, NOISE)
+    for budget in ("flops", "seconds"):
+        widths = {"wide": 32, "middle": 24, "narrow": 16}
+        for fixed, width in widths.items():
+            run = Path("o/cosine/wide/seed=3" if fixed == "wide" else f"o/cosine/{budget}/{fixed}/seed=3")
+            config = config_of(run)
+            steps = measured.steps_of(budget, width, 32)
+            assert (config["model"]["init_args"]["width"], config["trainer"]["max_steps"]) == (width, steps)
+            assert config["model"]["init_args"]["lr_scheduler"]["init_args"]["T_max"] == steps
+            assert lr_of(run) == tuned[fixed]
+        grown = Path(f"o/cosine/{budget}/centred-0.5/seed=3")
+        at_step, steps = measured.steps_of_growth(budget, Growth(16, 32), 0.5)
+        swap, config = swap_of(grown), config_of(grown)
+        assert (swap["at_step"], swap["width"], config["trainer"]["max_steps"]) == (at_step, 32, steps)
+        assert (swap["lr"], swap["noise"]["init_args"]["std"]) == (after, std)
+        assert swap["noise"]["init_args"]["centred"] is True
+        assert lr_of(grown) == tuned["narrow"]
+        assert config["model"]["init_args"]["lr_scheduler"]["init_args"]["T_max"] == steps
+    trial = next(Path("o/cosine/sweep_2/centred-0.5/trials").iterdir())
+    assert (swap_of(trial)["at_step"], swap_of(trial)["width"]) == (
+        measured.steps_of_growth("flops", Growth(8, 16), 0.5)[0], 16,
+    )  # fmt: skip
+
+    with open("o/report/midrun.csv") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [(row["budget"], row["arm"]) for row in rows] == [
+        (budget, arm)
+        for budget in ("flops", "seconds")
+        for arm in ("width 32", "width 24", "width 16", "grown at 50 % (centred)")
+    ]
+    budget_flops = 20 * measured.flops["32"]
+    for row in rows[:4]:
+        assert float(row["flops"]) == pytest.approx(budget_flops, abs=measured.flops["32"])
+        assert math.isfinite(float(row["validation_loss"]))  # there is one after the very last step
+    assert float(rows[3]["training_loss"]) == result_of(Path("o/cosine/flops/centred-0.5/seed=3"))[0]
+    assert float(rows[3]["pause_seconds"]) > 0
+    assert rows[0]["training_loss"] == rows[4]["training_loss"]  # one run
+    page = Path("o/report/index.html").read_text()
+    assert "At equal seconds, schedule cosine" in page
+    assert "At equal seconds, schedule cosine" in output
+    assert Path("o/report/midrun_cosine.pdf").exists()
+
+    assert not list(Path("o/cosine").glob("**/seed=3/checkpoints"))  # there are many runs, and nothing starts from them
+    kept = {path: path.stat().st_mtime_ns for path in Path("o").rglob("*.json") if path.parent.name != "report"}
+    for path in Path("o/cosine/flops/middle/seed=3").glob("result.json"):
+        del kept[path]
+        path.unlink()
+    main(["experiment", "e.yaml", "--out", "o"])
+    again = re.findall(r"^(.*): begins$", capfd.readouterr().out, re.MULTILINE)
+    assert again == ["cosine/flops/middle, seed 3"]
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept  # nothing is measured a second time
+
+
+# --- the verdict
+
+
+def made_up(arm: Arm, *losses: float, validation: float | None = None) -> list[MidrunRun]:
+    """Runs of an arm, a seed for each loss; validation losses are one more."""
+    answer = []
+    for seed, loss in enumerate(losses):
+        values = {"training": loss, "validation": loss + 1 if validation is None else validation}
+        run = MidrunRun("constant", ["flops"], arm, seed, 0.0, 0.0, None, 1, 0.1, None, None, 1.0, 1.0, 0.0, 1.0)
+        answer.append(run._replace(**values))
+    return answer
+
+
+WIDE, NARROW = Arm(512, fixed="wide"), Arm(256, fixed="narrow")
+GROWN, OTHER = Arm(512, noise="paper", share=0.5), Arm(512, noise="centred", share=0.25)
+
+
+def compared(*runs: list[MidrunRun]) -> Comparison:
+    return Comparison("constant", "flops", [run for each in runs for run in each])
+
+
+def test_growing_wins_loses_or_neither() -> None:
+    head = "At equal FLOPs, schedule constant: by validation loss growing"
+    wins = compared(made_up(WIDE, 3.60, 3.61), made_up(NARROW, 3.70, 3.71), made_up(GROWN, 3.50, 3.51)).verdict()
+    assert wins[0] == f"{head} wins, by training loss growing wins."
+    assert wins[1] == (
+        "Validation loss: the best growth, grown at 50 % (paper), ends at 4.505 (4.500–4.510), the best fixed width, "
+        "width 512, at 4.605 (4.600–4.610): growing is lower by 0.1, 14.1 times the standard deviation over seeds "
+        "(0.0071, 2 seeds)."
+    )
+    loses = compared(made_up(WIDE, 3.60, 3.61), made_up(NARROW, 3.40, 3.41), made_up(GROWN, 3.50, 3.51)).verdict()
+    assert loses[0].startswith(f"{head} loses")
+    assert "higher by 0.1" in loses[1]
+    assert loses[1].endswith("; lower by 0.1 than width 512 from scratch.")
+    close = compared(made_up(WIDE, 3.50, 3.53), made_up(GROWN, 3.48, 3.52)).verdict()
+    assert close[0].startswith(f"{head} and the best fixed width cannot be told apart")
+    one = compared(made_up(WIDE, 3.6), made_up(GROWN, 3.5)).verdict()
+    assert one[0].startswith(f"{head} ends lower, but one seed proves nothing")
+
+
+def test_the_best_growth_is_compared_and_a_diverged_one_is_not() -> None:
+    comparison = compared(made_up(WIDE, 3.6, 3.6), made_up(GROWN, 1.0, math.inf), made_up(OTHER, 3.5, 3.5))
+    margin = comparison.margin("training")
+    assert margin is not None
+    assert margin.growth == OTHER
+    assert compared(made_up(WIDE, math.inf), made_up(GROWN, 1.0)).verdict()[0].endswith("diverged or are missing.")
+    without = compared(made_up(WIDE, 3.6, validation=math.nan), made_up(GROWN, 3.5)).verdict()
+    assert "validation" not in without[0]
+    assert list(comparison.arms) == [WIDE, OTHER, GROWN]
+
+
+def test_students_test() -> None:
+    assert [quantile(freedom) for freedom in (1, 2, 4, 9, 100)] == [12.706, 4.303, 2.776, 2.306, 2.042]
+    margin = Margin(GROWN, WIDE, 0.1, [1.0, 1.2, 1.1], [1.2, 1.3, 1.1])
+    assert margin.deviation == pytest.approx(0.1)
+    assert margin.freedom == 4
+    # 0.1 / (0.1 · sqrt(2 / 3)) = 1.22, less than 2.776
+    assert not margin.is_clear
+    margin.difference = 0.23
+    assert margin.is_clear
+
+
+def test_the_best_value_at_the_edge_of_its_grid_is_named() -> None:
+    Path("s").mkdir()
+    axes = [{"key": LR, "values": [0.1, 0.2, 0.4]}, {"key": NOISE, "values": [1.0, 2.0]}]
+    Path("s/sweep.json").write_text(json.dumps({"sweep": axes}))
+    head = f"trial,{LR},{NOISE},last_2%\n"
+    Path("s/trials.csv").write_text(f"{head}0,0.1,1.0,diverged\n1,0.2,1.0,3.0\n2,0.4,2.0,2.0\n")
+    sweep = SweepFolder("a/sweep_1/wide", Path("s"))
+    assert edges_of(sweep, "last_2%") == [f"{LR} = 0.4 of a/sweep_1/wide"]
+    Path("s/trials.csv").write_text(f"{head}1,0.2,1.0,1.0\n2,0.4,2.0,2.0\n")
+    assert edges_of(sweep, "last_2%") == []
+    Path("s/trials.csv").write_text(head)
+    assert edges_of(sweep, "last_2%") == []
+
+
+def folder(**changes: Any) -> ExperimentFolder:
+    content = {
+        "steps": 20, "steps_per_epoch": 6, "flops": {"16": 1.0}, "seconds": {}, "start_seconds": {}, "device": "cpu",
+    }  # fmt: skip
+    Path("o/run").mkdir(parents=True, exist_ok=True)
+    Path("o/costs.json").write_text(json.dumps(content | changes.pop("costs", {})))
+    Path("o/run/result.json").write_text('{"value": "1.0"}')
+    run = {"schedule": "a", "budgets": ["flops"], "seed": 0, "folder": "run", **changes}
+    return ExperimentFolder(Path("o"), {"protocol": "midrun", "runs": [run]})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": "../../evil"}, {"schedule": 3}, {"noise": "a/b"}, {"budgets": ["time"]}, {"share": "much"},
+        {"fixed": "wider"}, {"costs": {"steps": 0}}, {"costs": {"flops": {"16": "x"}}}, {"costs": {"seconds": None}},
+    ],
+)  # fmt: skip
+def test_a_folder_of_somebody_else_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="o is not a whole experiment of protocol midrun"):
+        Midrun(folder(**changes))

@@ -1,0 +1,96 @@
+"""experiment --quick: a tiny version of every experiment file, which runs from end to end."""
+
+import json
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from mupscale.__main__ import main
+from mupscale.commands.experiment.file import description_of, read
+from mupscale.commands.experiment.quick import divisor_of, quick_content, shortened
+from mupscale.commands.runs import result_of
+from mupscale.commands.tuning.results import Results
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
+FILES = sorted((ROOT / "configs/experiments").glob("*.yaml"))
+
+MOST_RUNS = 15
+
+
+@pytest.fixture(autouse=True)
+def _with_our_configurations(in_an_empty_folder: None) -> None:
+    Path("configs").symlink_to(ROOT / "configs")
+
+
+@pytest.fixture
+def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds, and other tests draw them; what `check` refuses is that of the test of shipped files."""
+    monkeypatch.setattr(Results, "draw", lambda *_: [])
+    monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
+    monkeypatch.setattr("mupscale.commands.experiment.protocols.check", lambda description: None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_experiment_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["experiment", f"configs/experiments/{path.name}", "--quick"])
+    out = Path("runs/experiments", f"{path.stem}-quick")
+    output = capsys.readouterr().out
+    assert output.splitlines()[-1].startswith("quick: no evidence")
+    described = json.loads((out / "experiment.json").read_text())
+    assert described["quick"] is True
+    for run in described["runs"]:
+        result_of(out / run["folder"])
+    assert len(list(out.rglob("result.json"))) <= MOST_RUNS
+    if described["protocol"] == "transfer":
+        assert (out / "transfer.png").exists()
+        assert "the optimum of model.optimizer.lr goes as width^" in output
+    else:
+        assert "quick: no evidence" in (out / "report/index.html").read_text()
+    assert not Path("data").exists()
+
+
+def test_the_tiny_version_of_a_file() -> None:
+    whole = read(Path("configs/experiments/midrun_gpt2_reduced.yaml"), [])
+    content = quick_content(whole, Path("o"))
+    assert (content["small"], content["target"], content["middle"]) == ([4, 8], [16, 32], 24)
+    assert (content["seeds"], content["shares"], content["tuned_at"], list(content["schedules"])) == (
+        [0], [0.5], [0.5], ["decay"],
+    )  # fmt: skip
+    assert list(content["noises"]) == ["centred"]
+    schedule = content["schedules"]["decay"]["model"]["init_args"]["lr_scheduler"]["init_args"]
+    assert schedule == {"warmup": 2, "steps": "100%", "decay": 0.2}
+    assert content["sweep_2"] == {"UpscaleCallback.lr": [0.0039, 0.0156], "UpscaleCallback.noise.std": [0.24]}
+    assert whole.content["seeds"] == [0, 1]
+    config = description_of(content, ["--trainer.log_every_n_steps=3"], quick=True).config()
+    assert (config["trainer"]["max_steps"], config["trainer"]["precision"]) == (20, "32-true")
+    assert config["trainer"]["log_every_n_steps"] == 3  # an option is laid over the tiny version
+    assert config["model"]["init_args"]["layers"] == 2
+    assert config["data"]["init_args"]["data_dir"] is None
+
+
+@pytest.mark.parametrize(
+    ("widths", "divisor"),
+    [
+        ([100, 400, 500, 2000], 25),
+        ([192, 384, 1920, 3840], 48),
+        ([16, 32, 32, 64], 4),
+        ([4, 8], 1),
+        ([7, 14], 1),
+        ([10, 20], 1),
+    ],
+)
+def test_widths_are_divided_by_one_number(widths: list[int], divisor: int) -> None:
+    assert divisor_of(widths) == divisor
+
+
+def test_schedules_fit_into_a_short_run() -> None:
+    schedule = {"class_path": "a.B", "init_args": {"warmup": 100, "steps": 1500, "decay": 0.2}}
+    assert shortened({"model": schedule})["model"] == {
+        "class_path": "a.B", "init_args": {"warmup": 2, "steps": 20, "decay": 0.2},
+    }  # fmt: skip
+    assert shortened({"warmup": 1, "steps": "100%"}) == {"warmup": 1, "steps": "100%"}
+    assert shortened({"steps": None}) == {"steps": None}
