@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import mupscale
+from mupscale.errors import UserError
 from mupscale.models.gpt2 import GPT2, Head, ReadoutLoss
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's compiler about itself
@@ -165,6 +166,57 @@ def test_the_residual_stream_has_the_precision_of_the_matmuls(enabled: bool, exp
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
         net(rows[:, :-1], rows[:, 1:])
     assert seen == [expected] * 4
+
+
+# --- how weights are drawn
+
+RECIPE: dict[str, Any] = {"tied": False, "gain": 0.5, "embedding_std": 0.1, "output_mult": 4.0}
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_weights_are_drawn_as_the_recipe_says(width: int) -> None:
+    torch.manual_seed(0)
+    module = GPT2(width, base_width=64, layers=1, heads=8, vocabulary=500, context=64, **RECIPE)
+    weights = dict(module.network(width).named_parameters())
+    expected = {
+        "wte.weight": 0.1,
+        "wpe.weight": 0.1,
+        "blocks.0.attention.qkv.weight": 0.5 / width**0.5,
+        "blocks.0.attention.project.weight": 0.5 / width**0.5,
+        "blocks.0.mlp.0.weight": 0.5 / width**0.5,
+        "blocks.0.mlp.2.weight": 0.5 / (4 * width) ** 0.5,
+        "head.readout.weight": 0.5 / 64**0.5,  # whose multiplier falls with the width in its place
+    }
+    for name, std in expected.items():
+        assert float(weights[name].std()) == pytest.approx(std, rel=0.03), name
+    readout = module.network(width).get_submodule("head.readout")
+    assert readout.multiplier == 4.0 * 64 / width
+
+
+def test_a_readout_may_start_at_zero() -> None:
+    module = GPT2(16, base_width=8, layers=1, heads=4, vocabulary=VOCABULARY, readout_zero_init=True, **RECIPE)
+    net = module.network(16)
+    assert torch.count_nonzero(net(tokens()[:, :-1])) == 0
+    with pytest.raises(UserError, match=r"model.tied must be false"):
+        GPT2(16, base_width=8, heads=4, readout_zero_init=True)
+    with pytest.raises(UserError, match=r"model.gain must be a finite number of at least 0, got -1"):
+        GPT2(16, base_width=8, heads=4, gain=-1)
+
+
+def test_the_recipe_grows_exactly() -> None:
+    torch.manual_seed(0)
+    module = GPT2(8, base_width=8, layers=2, heads=4, vocabulary=VOCABULARY, context=CONTEXT, **RECIPE)
+    verdict = mupscale.verify(
+        module.network(8),
+        module.network(24),
+        optimizer=lambda params: mupscale.MuAdamW(params, lr=0.003, eps=1e-3, weight_decay=0.1),
+        batches=[torch.randint(VOCABULARY, (4, 9)) for _ in range(4)],
+        loss=lambda net, batch: net(batch[:, :-1], batch[:, 1:]),
+        steps=20,
+        clip=0.05,
+    )
+    assert verdict.passed, verdict
+    assert verdict.loss_drift <= 1e-12
 
 
 # --- growing by heads
