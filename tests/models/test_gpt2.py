@@ -188,7 +188,7 @@ def test_weights_are_drawn_as_the_recipe_says(width: int) -> None:
         "head.readout.weight": 0.5 / 64**0.5,  # whose multiplier falls with the width in its place
     }
     for name, std in expected.items():
-        assert float(weights[name].std()) == pytest.approx(std, rel=0.03), name
+        assert weights[name].std().item() == pytest.approx(std, rel=0.03), name
     readout = module.network(width).get_submodule("head.readout")
     assert readout.multiplier == 4.0 * 64 / width
 
