@@ -10,9 +10,10 @@ from typing import Any
 from mupscale.atomic import write_text
 from mupscale.commands.config import Config, read_json, refuse_difference
 from mupscale.commands.experiment.file import Description, Growth, check, folder_name
-from mupscale.commands.experiment.parts import Part, RunPart, SweepPart, Unit
+from mupscale.commands.experiment.parts import Part, RunPart, SweepPart
 from mupscale.commands.experiment.transfer import write_transfer
 from mupscale.commands.leases import locked
+from mupscale.commands.stacks import Key, Unit
 from mupscale.commands.tuning.results import Results, metric_label
 from mupscale.commands.tuning.space import Axis, grid
 from mupscale.commands.tuning.study import Settings
@@ -30,6 +31,7 @@ class Experiment:
         self.out, self.description = out, description
         self.parts: list[Part] = list(self._upscale() if description.protocol == "upscale" else self._transfer())
         """In the order in which they are taken."""
+        self.most_together = None
 
     def begin(self, command: list[str]) -> None:
         """Checks what can be checked without a run, and writes experiment.json."""
@@ -70,14 +72,23 @@ class Experiment:
             there, here = read_json(path), json.loads(json.dumps(self.description.identity()))
             refuse_difference({key: there.get(key) for key in here}, here, f"--out {self.out} holds another experiment")
 
-    def take(self) -> Unit | None:
-        """A run that can be made now, and that no other process makes."""
+    def waiting(self) -> list[Key]:
+        """The units that can be made now, and that no process makes, in the order in which they are taken."""
+        return [key for part in self._ready() for key in part.waiting()]
+
+    def take(self, key: Key | None = None) -> Unit | None:
+        """A unit that can be made now, and that no other process makes: that of a key, or the first."""
+        for part in self._ready():
+            unit = part.take(key)
+            if unit is not None:
+                return unit
+        return None
+
+    def _ready(self) -> Iterator[Part]:
+        """The parts that are not finished, while those that they need are."""
         for part in self.parts:
             if not part.finished and all(need.finished for need in part.needs):
-                unit = part.take()
-                if unit is not None:
-                    return unit
-        return None
+                yield part
 
     @property
     def finished(self) -> bool:
@@ -88,6 +99,10 @@ class Experiment:
         """How many runs are not finished, and how many there are."""
         states = [part.state() for part in self.parts]
         return sum(state.total - state.done for state in states), sum(state.total for state in states)
+
+    def progress(self) -> str:
+        left, total = self.left
+        return f"{left} of {total} runs left"
 
     def conclude(self) -> str:
         """Writes the results of a finished experiment, and returns them in words."""

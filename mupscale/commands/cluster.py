@@ -1,0 +1,468 @@
+"""Runs as tasks of a Ray cluster: which nodes can make them, and what happens when one of these dies.
+
+The folder shows what there is to do, as it does for processes without Ray. The driver, which is the process of the
+command, looks for units that wait, and submits tasks that make them. A task takes its units by their leases and makes
+them as any other process does. If it dies, its leases lapse and the units wait again; the next task resumes them from
+their checkpoints. The driver holds no lease: if it dies, the same command continues.
+"""
+
+import argparse
+import hashlib
+import importlib
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mupscale.commands.termination import Terminated
+from mupscale.errors import UserError, needs_extra
+
+if TYPE_CHECKING:
+    from mupscale.commands.arguments import Size
+    from mupscale.commands.stacks import Key, Work
+
+WAIT = 1.0
+"""Seconds between two looks at what other processes do."""
+
+CONNECT_SECONDS = 5.0
+"""How long the address of a cluster has to answer."""
+
+PROBE_SECONDS = 60.0
+"""How long a node has to start a process and to answer."""
+
+SIGHT_SECONDS = 10.0
+"""How long a file that another machine wrote may take to be seen: network file systems cache what is in a folder."""
+
+PATIENCE = 5.0
+"""Seconds that a task has to end before its process is killed. Either way its runs can be resumed."""
+
+MOST_DEATHS = 3
+"""How often the process of a unit may die on a node that lives on: it may be the unit that kills it."""
+
+RAY_HELP = """make the runs on this Ray cluster: auto, for the one that this machine is a node of, or HOST:PORT
+(docs/cluster.md)"""
+
+GPUS_HELP = """with --ray: the share of a GPU that a task asks for, such as 0.25 (default: 1; 0 if the cluster has no GPU,
+or trainer.accelerator is cpu)"""
+
+CPUS_HELP = """with --ray: the CPUs that a task asks for, and its threads (default: 1)"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ray", metavar="ADDRESS", help=RAY_HELP)
+    parser.add_argument("--gpus_per_run", type=float, metavar="SHARE", help=GPUS_HELP)
+    parser.add_argument("--cpus_per_run", type=float, metavar="N", help=CPUS_HELP)
+
+
+def refuse_options(options: argparse.Namespace) -> None:
+    """UserError if the options of a command do not fit together, or Ray is not installed."""
+    gpus, cpus = options.gpus_per_run, options.cpus_per_run
+    if options.ray is None:
+        for name, value in (("gpus_per_run", gpus), ("cpus_per_run", cpus)):
+            if value is not None:
+                raise UserError(f"--{name} is for runs on a Ray cluster; give its address with --ray, or leave it out")
+        return
+    if getattr(options, "workers", None) is not None:
+        raise UserError("--workers starts processes on this machine, and --ray makes the runs on a cluster; give one")
+    if gpus is not None and not 0 <= gpus <= 1:
+        raise UserError(f"--gpus_per_run {gpus:g}: a run is on one GPU; give 1, or a share such as 0.25")
+    if cpus is not None and not (cpus > 0 and math.isfinite(cpus)):
+        raise UserError(f"--cpus_per_run must be above 0, got {cpus:g}")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # would copy the working directory to the nodes
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two tasks may be alike
+    with needs_extra("cluster"):
+        import ray  # noqa: F401
+
+
+# --- what a node has
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node of the cluster."""
+
+    id: str
+    name: str
+    cpus: float
+    gpus: float
+
+    def room(self, needs: "Needs") -> int:
+        """How many tasks it can make at a time."""
+        by_cpus = int(self.cpus / needs.cpus)
+        return by_cpus if not needs.gpus else min(by_cpus, int(self.gpus) * int(1 / needs.gpus))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a task asks for."""
+
+    cpus: float
+    gpus: float
+
+
+def nodes() -> list[Node]:
+    import ray
+
+    answer = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            host, name, has = node["NodeManagerHostname"], node["NodeName"], node["Resources"]
+            answer.append(Node(node["NodeID"], f"{host} ({name})", has.get("CPU", 0.0), has.get("GPU", 0.0)))
+    return answer
+
+
+def needs_of(options: argparse.Namespace, accelerator: str, there: list[Node]) -> Needs:
+    """What a run needs of a node. UserError if no node has it."""
+    most = max((node.gpus for node in there), default=0)
+    gpus = options.gpus_per_run
+    if accelerator == "cpu" and gpus:
+        raise UserError(f"--gpus_per_run {gpus:g}: trainer.accelerator is cpu; leave --gpus_per_run out")
+    if accelerator in ("gpu", "cuda") and (gpus == 0 or (gpus is None and not most)):
+        has = "--gpus_per_run is 0" if gpus == 0 else "no node of the cluster has a GPU"
+        raise UserError(f"trainer.accelerator is {accelerator}, and {has}")
+    if gpus is None:
+        gpus = 1.0 if most and accelerator != "cpu" else 0.0
+    needs = Needs(options.cpus_per_run or 1.0, gpus)
+    if gpus > most:
+        raise UserError(f"--gpus_per_run {gpus:g}: no node has so many; they have {counts(there, 'gpus')} GPUs")
+    if not any(node.room(needs) for node in there):
+        with_gpus = f" and {gpus:g} GPUs" if gpus else ""
+        raise UserError(
+            f"--cpus_per_run: no node has {needs.cpus:g} CPUs{with_gpus} for a run; "
+            f"they have {counts(there, 'cpus')} CPUs and {counts(there, 'gpus')} GPUs"
+        )
+    return needs
+
+
+def counts(there: list[Node], what: str) -> str:
+    return ", ".join(f"{getattr(node, what):g}" for node in there)
+
+
+# --- the connection
+
+
+@contextmanager
+def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Iterator["Cluster"]:
+    """The cluster at an address, whose nodes have been checked. UserError if it cannot make the runs."""
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        connect(options.ray)
+        signal.signal(signal.SIGTERM, handler)  # Ray has set its own
+        there = nodes()
+        needs = needs_of(options, accelerator, there)
+        able = [node for node in there if node.room(needs)]
+        refuse_nodes(able, out)
+        yield Cluster(needs)
+    finally:
+        ray.shutdown()
+        signal.signal(signal.SIGTERM, handler)
+
+
+def connect(address: str) -> None:
+    """Connects this process. UserError of one line if it cannot be."""
+    import ray
+
+    refuse_address(address)
+    threads = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000")}  # as for processes without Ray
+    try:
+        ray.init(address, logging_level="ERROR", log_to_driver=True, runtime_env={"env_vars": threads})
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if "ersion mismatch" in str(error):
+            raise UserError(f"--ray {address}: the cluster has another version of Ray or Python: {error}") from error
+        raise UserError(
+            f"--ray {address}: {error}. Start the command on a node of a cluster (ray start), and give auto or the "
+            "HOST:PORT of its head"
+        ) from error
+
+
+def refuse_address(address: str) -> None:
+    """UserError if the address is none, or nobody listens there."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", "auto")
+    if address == "auto":
+        return
+    host, colon, port = address.rpartition(":")
+    if "://" in address or not colon or not host or not port.isdecimal():
+        raise UserError(f"--ray {address}: give auto, or the HOST:PORT of the head of the cluster, such as head:6379")
+    try:
+        with socket.create_connection((host, int(port)), CONNECT_SECONDS):
+            pass
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--ray {address}: no Ray cluster answers there ({error})") from error
+
+
+# --- checks of the nodes
+
+
+def refuse_nodes(there: list[Node], out: Path) -> None:
+    """UserError, which names a node, if one has other code, or does not see the folder of the runs."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    folder = next(each for each in (out.absolute(), *out.absolute().parents) if each.is_dir())
+    probes = Path(tempfile.mkdtemp(prefix=".probe-", dir=folder))
+    try:
+        (probes / "driver").write_text(probes.name)
+        task = ray.remote(max_retries=1, num_cpus=0)(probe)
+        answers = {}
+        for node in there:
+            place = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            options = {"name": f"check of node {node.name}", "scheduling_strategy": place}
+            answers[node] = task.options(**options).remote(Path.cwd(), probes, node.id)
+        for node, answer in answers.items():
+            try:
+                problem = ray.get(answer, timeout=PROBE_SECONDS)
+            except ray.exceptions.GetTimeoutError:
+                problem = f"it does not answer within {PROBE_SECONDS:.0f} seconds"
+            except ray.exceptions.RayError as error:
+                problem = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+            if isinstance(problem, dict):
+                problem = difference(problem, code()) or unseen(probes / node.id)
+            if problem:
+                raise UserError(f"--ray: node {node.name}: {problem}")
+    finally:
+        shutil.rmtree(probes, ignore_errors=True)
+
+
+def probe(working_directory: Path, probes: Path, node: str) -> dict[str, str] | str:
+    """On a node: which code it has; or what is wrong, in words."""
+    try:
+        os.chdir(working_directory)
+    except OSError:
+        return (
+            f"it does not see the working directory, {working_directory}; run the command from a folder on storage "
+            "that all nodes share"
+        )
+    if not is_seen(probes / "driver", probes.name):
+        return not_shared(probes.parent)
+    try:
+        (probes / node).write_text(node)
+    except OSError as error:
+        return f"it cannot write to {probes.parent} ({error.strerror})"
+    return code()
+
+
+def is_seen(path: Path, text: str) -> bool:
+    """Whether a file with this text is there, or comes up soon."""
+    until = time.monotonic() + SIGHT_SECONDS
+    while time.monotonic() < until:
+        with suppress(OSError):
+            if path.read_text() == text:
+                return True
+        if not path.parent.parent.is_dir():
+            return False
+        time.sleep(0.1)
+    return False
+
+
+def unseen(path: Path) -> str | None:
+    """What is wrong if this process does not see what a node has written."""
+    return None if is_seen(path, path.name) else not_shared(path.parent.parent)
+
+
+def not_shared(folder: Path) -> str:
+    return f"it does not see the files in {folder}; give --out a folder on storage that all nodes share"
+
+
+@cache
+def code() -> dict[str, str]:
+    """What decides the numbers of a run: versions, and a digest of this package's files."""
+    files = {}
+    for package in ("mupscale", "mupscale.models", "mupscale.callbacks", "mupscale.datamodules"):
+        for root in importlib.import_module(package).__path__:
+            for path in Path(root).rglob("*.py"):
+                files["/".join((*package.split("."), *path.relative_to(root).parts))] = path
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(name.encode() + files[name].read_bytes())
+    versions = {name: importlib.metadata.version(name) for name in ("mupscale", "torch", "lightning")}
+    return {"Python": platform.python_version(), **versions, "files of mupscale": digest.hexdigest()[:12]}
+
+
+def difference(of_node: dict[str, str], of_driver: dict[str, str]) -> str | None:
+    """What of a node's code is not as in the process of the command, in words."""
+    for name, version in of_driver.items():
+        if of_node.get(name) != version:
+            return f"it has {name} {of_node.get(name)}, and this process {version}; install the same on all nodes"
+    return None
+
+
+# --- the work
+
+
+class Cluster:
+    """A connected cluster on which the tasks that carry out a work have these needs."""
+
+    def __init__(self, needs: Needs) -> None:
+        self.needs = needs
+        self._tasks: dict[Any, list[Key]] = {}
+        """The units of each task that has not ended."""
+        self._deaths: Counter[Key] = Counter()
+
+    def carry_out(self, work: "Work", opened: Callable[[], "Work"], size: "Size") -> None:
+        """Submits tasks until all units are finished, by these or by other processes.
+
+        Args:
+            work: What there is to do.
+            opened: Opens the same work on another node.
+            size: How many runs a task makes together.
+        """
+        import ray
+
+        waiting = False
+        try:
+            while self._tasks or not work.finished:
+                submitted = {key for keys in self._tasks.values() for key in keys}
+                for keys in self._batches([key for key in work.waiting() if key not in submitted], work, size):
+                    self._tasks[self._submit(keys, opened, size)] = keys
+                if not self._tasks:
+                    if not waiting and not work.finished:
+                        print("waiting for other processes", flush=True)
+                        waiting = True
+                    time.sleep(WAIT)
+                    continue
+                waiting = False
+                ended, _ = ray.wait(list(self._tasks), timeout=WAIT)
+                for task in ended:
+                    for name, end in self._ends(task, self._tasks.pop(task)):
+                        print(f"{name}: {end}; {work.progress()}", flush=True)
+        finally:
+            self._stop()
+
+    def _batches(self, keys: list["Key"], work: "Work", size: "Size") -> list[list["Key"]]:
+        """The units of each task: as many as it may make together, and all of one group."""
+        slots = max(1, sum(node.room(self.needs) for node in nodes()))
+        answer: list[list[Key]] = []
+        for key in keys:
+            if size == "off":
+                most = 1
+            elif size == "auto":
+                most = math.ceil(min(len(keys), work.most_together or len(keys)) / slots)
+            else:
+                most = max(1, size // key.runs)
+            mates = next((batch for batch in answer if batch[0].group == key.group and len(batch) < most), None)
+            if mates is None:
+                answer.append([key])
+            else:
+                mates.append(key)
+        return answer
+
+    def _submit(self, keys: list["Key"], opened: Callable[[], "Work"], size: "Size") -> Any:
+        import ray
+
+        task = ray.remote(max_retries=0, num_cpus=self.needs.cpus, num_gpus=self.needs.gpus)(make_units)
+        return task.options(name=task_name(keys)).remote(Path.cwd(), code(), opened, keys, size, self.needs.gpus)
+
+    def _ends(self, task: Any, keys: list["Key"]) -> list[tuple[str, str]]:
+        """The names and ends of the units that a task has made. UserError if it has failed, and not only died."""
+        import ray
+        from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
+
+        name = task_name(keys)
+        try:
+            return ray.get(task)
+        except RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from error
+            print(error, file=sys.stderr, flush=True)
+            raise UserError(
+                f"the task {name} failed with the error above, and the other tasks were stopped; mend it, then run the "
+                "same command again to continue"
+            ) from error
+        except TaskCancelledError as error:
+            raise UserError(f"the task {name} was cancelled; run the same command again to continue") from error
+        except NodeDiedError:
+            print(f"{name}: its node died; the runs go on elsewhere", file=sys.stderr, flush=True)
+        except RayError as error:
+            reason = str(error).strip().splitlines()[0]
+            self._deaths.update(keys)
+            if max(self._deaths[key] for key in keys) >= MOST_DEATHS:
+                raise UserError(
+                    f"the process of {name} died {MOST_DEATHS} times: {reason} If it runs out of memory, ask for more "
+                    "with --gpus_per_run or --cpus_per_run, or give a smaller --stack; then run the same command again"
+                ) from error
+            print(f"{name}: its process died; the runs go on ({reason})", file=sys.stderr, flush=True)
+        return []
+
+    def _stop(self) -> None:
+        """Asks the tasks that run to end, and kills those that do not."""
+        import ray
+
+        tasks = list(self._tasks)
+        for force in (False, True):
+            for task in tasks:
+                with suppress(ray.exceptions.RayError, ValueError):
+                    ray.cancel(task, force=force)
+            if tasks:
+                _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)
+
+
+def task_name(keys: list["Key"]) -> str:
+    """What Ray's dashboard calls a task."""
+    if len(keys) == 1:
+        return str(keys[0])
+    return f"{keys[0].group}/{keys[0].kind}s {', '.join(str(key.number) for key in keys)}"
+
+
+def make_units(
+    working_directory: Path,
+    of_driver: dict[str, str],
+    opened: Callable[[], "Work"],
+    keys: list["Key"],
+    size: "Size",
+    gpus: float,
+) -> list[tuple[str, str]]:
+    """In a process of Ray: makes one stack of the units, or one unit if they do not stack; their names and ends.
+
+    What it does not take waits again once it has ended, and the driver shares it out anew.
+    """
+    os.chdir(working_directory)
+    problem = difference(code(), of_driver)
+    if problem:  # the node joined later
+        raise UserError(f"--ray: node {platform.node()}: {problem}")
+
+    from mupscale.commands.runs import without_announcements
+    from mupscale.commands.stacks import Unit, Workshop
+
+    limit_memory(gpus)
+    left, ended = list(keys), []
+    with without_announcements():
+        work = opened()
+
+        def take() -> Unit | None:
+            while left and not ended:
+                unit = work.take(left.pop(0))
+                if unit is not None:
+                    print(f"{unit.name}: begins", flush=True)
+                    return unit
+            return None
+
+        try:
+            for unit, end in Workshop(take, size, lambda line: print(line, flush=True)).carry_out():
+                ended.append((unit.name, end))
+        except Terminated as ending:
+            raise SystemExit(1) from ending  # as Ray ends a process on SIGTERM
+    return ended
+
+
+def limit_memory(gpus: float) -> None:
+    """Keeps this process to its share of a GPU, which others may share."""
+    import torch
+
+    if 0 < gpus < 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(gpus)
