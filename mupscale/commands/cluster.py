@@ -233,7 +233,7 @@ def refuse_nodes(there: list[Node], out: Path) -> None:
                 problem = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
             if isinstance(problem, dict):
                 problem = difference(problem, code()) or unseen(probes / node.id)
-            if problem:
+            if problem and node in nodes():  # and has not just died
                 raise UserError(f"--ray: node {node.name}: {problem}")
     finally:
         shutil.rmtree(probes, ignore_errors=True)

@@ -1,32 +1,100 @@
-"""A Ray cluster on this machine, for tests that connect to it and kill its nodes.
+"""A Ray cluster of two nodes on this machine, for tests that connect to it and kill a node; and the program that is it.
 
-Reads a JSON object a line, and answers with one: {"add": options} starts a node with these options of
-`Cluster.add_node`, and answers with its number; {"kill": number} kills a node's processes.
+The program reads a JSON object a line, and answers with one: {"add": options} starts a node with these options of
+`Cluster.add_node`; {"kill": number} kills a node's processes; {"metadata": values} changes what the cluster says of
+itself, and answers with what it said before.
 """
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from ray.cluster_utils import Cluster
+from paths import SUPPORT
+
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT)}
 
 
-def serve(folder: Path) -> None:
+class LocalCluster:
+    """The client of the program: a head and nodes, each with one CPU, by number."""
+
+    def __init__(self, folder: Path) -> None:
+        self.defect = folder / "defect"
+        """What the nodes pretend, apart from the first: see ray_node/sitecustomize.py."""
+        self.log = folder / "cluster.txt"
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SUPPORT / "ray_cluster.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=folder,  # which is not where commands are started
+                env={**os.environ, **ENVIRONMENT},
+            )
+        self.raylets: list[int] = []
+        self.address = ""
+        self.add("first")
+
+    def add(self, name: str) -> int:
+        """Starts a node; its number."""
+        paths = f"{SUPPORT / 'ray_node'}{os.pathsep}{SUPPORT}"
+        defect = {"NODE_DEFECT": str(self.defect)} if self.raylets else {}
+        node = self.ask(add={"node_name": name, "num_cpus": 1, "env_vars": {"PYTHONPATH": paths, **defect}})
+        self.address = node["address"]
+        self.raylets.append(node["raylet"])
+        return len(self.raylets) - 1
+
+    def kill(self, node: int) -> None:
+        self.ask(kill=node)
+
+    def ask(self, **request: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()[-3000:]
+        return json.loads(line)
+
+    def node_of(self, process: int) -> int | None:
+        """The number of the node that a process belongs to."""
+        try:
+            status = Path(f"/proc/{process}/stat").read_text()
+        except OSError:
+            return None
+        parent = int(status.rpartition(")")[2].split()[1])
+        return self.raylets.index(parent) if parent in self.raylets else None
+
+
+def serve() -> None:
+    from ray._common.usage.usage_constants import CLUSTER_METADATA_KEY
+    from ray._private.ray_constants import KV_NAMESPACE_CLUSTER, PROCESS_TYPE_RAYLET
+    from ray._raylet import GcsClient
+    from ray.cluster_utils import Cluster
+
     cluster = Cluster()
-    nodes = []
-    print(json.dumps("ready"), file=sys.stderr)
+    nodes: list[Any] = []
     for line in sys.stdin:
         ((what, value),) = json.loads(line).items()
+        answer: Any = {}
         if what == "add":
             extra = {} if nodes else {"include_dashboard": False}
             nodes.append(cluster.add_node(**extra, **value))
-            answer = {"address": cluster.address, "node": len(nodes) - 1}
-        else:
+            raylet = nodes[-1].all_processes[PROCESS_TYPE_RAYLET][0].process.pid
+            answer = {"address": cluster.address, "raylet": raylet}
+        elif what == "kill":
             cluster.remove_node(nodes[value], allow_graceful=False)
-            answer = {}
+        else:
+            gcs = GcsClient(address=cluster.address)
+            answer = json.loads(gcs.internal_kv_get(CLUSTER_METADATA_KEY, namespace=KV_NAMESPACE_CLUSTER))
+            changed = json.dumps({**answer, **value}).encode()
+            gcs.internal_kv_put(CLUSTER_METADATA_KEY, changed, overwrite=True, namespace=KV_NAMESPACE_CLUSTER)
         print(json.dumps(answer), flush=True)
     cluster.shutdown()
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    serve()
