@@ -40,6 +40,12 @@ WAIT = 1.0
 CONNECT_SECONDS = 5.0
 """How long the address of a cluster has to answer."""
 
+SETTINGS = b"\x04"
+"""The type of the frame with which a server of HTTP/2, such as Ray's, begins."""
+
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + SETTINGS + b"\0\0\0\0\0"
+"""The beginning of a connection by HTTP/2: its preface, and a frame of settings without a setting."""
+
 PROBE_SECONDS = 60.0
 """How long a node has to start a process and to answer."""
 
@@ -55,8 +61,8 @@ MOST_DEATHS = 3
 RAY_HELP = """make the runs on this Ray cluster: auto, for the one that this machine is a node of, or HOST:PORT
 (docs/cluster.md)"""
 
-GPUS_HELP = """with --ray: the share of a GPU that a task asks for, such as 0.25 (default: 1; 0 if the cluster has no GPU,
-or trainer.accelerator is cpu)"""
+GPUS_HELP = """with --ray: the share of a GPU that a task asks for, such as 0.25 (default: 1, or 0 if there is none or
+trainer.accelerator is cpu)"""
 
 CPUS_HELP = """with --ray: the CPUs that a task asks for, and its threads (default: 1)"""
 
@@ -137,18 +143,15 @@ def needs_of(options: argparse.Namespace, accelerator: str, there: list[Node]) -
         gpus = 1.0 if most and accelerator != "cpu" else 0.0
     needs = Needs(options.cpus_per_run or 1.0, gpus)
     if gpus > most:
-        raise UserError(f"--gpus_per_run {gpus:g}: no node has so many; they have {counts(there, 'gpus')} GPUs")
+        raise UserError(f"--gpus_per_run {gpus:g}: the nodes of the cluster have at most {most:g} GPUs each")
     if not any(node.room(needs) for node in there):
-        with_gpus = f" and {gpus:g} GPUs" if gpus else ""
+        with_gpus = f" and {gpus:g} GPU" if gpus else ""
+        cpus = max((node.cpus for node in there), default=0)
         raise UserError(
-            f"--cpus_per_run: no node has {needs.cpus:g} CPUs{with_gpus} for a run; "
-            f"they have {counts(there, 'cpus')} CPUs and {counts(there, 'gpus')} GPUs"
+            f"--cpus_per_run: no node has {needs.cpus:g} CPUs{with_gpus} for a run; the nodes of the cluster have at "
+            f"most {cpus:g} CPUs and {most:g} GPUs each"
         )
     return needs
-
-
-def counts(there: list[Node], what: str) -> str:
-    return ", ".join(f"{getattr(node, what):g}" for node in there)
 
 
 # --- the connection
@@ -184,9 +187,11 @@ def connect(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         if "ersion mismatch" in str(error):
             raise UserError(f"--ray {address}: the cluster has another version of Ray or Python: {error}") from error
+        if address == "auto" and isinstance(error, ConnectionError):
+            error = ConnectionError("this machine is not a node of a Ray cluster")
         raise UserError(
-            f"--ray {address}: {error}. Start the command on a node of a cluster (ray start), and give auto or the "
-            "HOST:PORT of its head"
+            f"--ray {address}: {str(error).strip().rstrip('.')}. Start the command on a node of the cluster; "
+            "ray start makes a machine one"
         ) from error
 
 
@@ -200,10 +205,13 @@ def refuse_address(address: str) -> None:
     if "://" in address or not colon or not host or not port.isdecimal():
         raise UserError(f"--ray {address}: give auto, or the HOST:PORT of the head of the cluster, such as head:6379")
     try:
-        with socket.create_connection((host, int(port)), CONNECT_SECONDS):
-            pass
+        with socket.create_connection((host, int(port)), CONNECT_SECONDS) as connection:
+            connection.sendall(GREETING)
+            is_server = os.environ.get("RAY_USE_TLS", "0") != "0" or connection.recv(4)[3:] == SETTINGS
     except (OSError, OverflowError) as error:
         raise UserError(f"--ray {address}: no Ray cluster answers there ({error})") from error
+    if not is_server:  # Ray itself would try for minutes
+        raise UserError(f"--ray {address}: what answers there is not a Ray cluster; give the HOST:PORT of its head")
 
 
 # --- checks of the nodes

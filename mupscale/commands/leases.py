@@ -28,7 +28,8 @@ class Lease:
         self._file.write(f"{platform.node()} {os.getpid()}")
         self._file.flush()
         self._released = threading.Event()
-        threading.Thread(target=self._renew, args=(path,), daemon=True).start()
+        # absolute, because jsonargparse changes the working directory for a moment while it reads a file
+        threading.Thread(target=self._renew, args=(path.absolute(),), daemon=True).start()
 
     def release(self) -> None:
         self._released.set()

@@ -4,6 +4,8 @@ import argparse
 import os
 import re
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,9 +31,7 @@ HOLD = {"class_path": "extensions.Hold"}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """A head and a second node; tests that kill that add another one."""
     answer = LocalCluster(tmp_path_factory.mktemp("cluster"))
-    answer.add("second")
     yield answer
     answer.process.communicate()
 
@@ -63,7 +63,7 @@ def waited(what: Callable[[], Any], server: Server) -> Any:
 
 def held(sweep: str, cluster: LocalCluster) -> dict[int, Path]:
     """The leases of two trials that are held at step 30, by the nodes that make them; nothing before that."""
-    if len(list(Path(sweep).glob("trials/*/checkpoints/*step=20.ckpt"))) < 2:
+    if len({path.parent for path in Path(sweep).glob("trials/*/checkpoints/*step=20.ckpt")}) < 2:
         return {}
     leases = [lease for lease in Path(sweep, "leases").iterdir() if lease.name.isdecimal()]
     return {cluster.node_of(process_of(lease)): lease for lease in leases}
@@ -92,6 +92,151 @@ def unlike(ours: Path, theirs: Path) -> list[str]:
     return found
 
 
+# --- bad input: one line before anything starts, and nothing written
+
+
+def sweep_on(address: str, *options: str) -> list[str]:
+    return [
+        "sweep",
+        "--config",
+        small(Path("c.yaml")),
+        "--sweep",
+        f"{LR}=0.01",
+        "--out",
+        "r",
+        "--ray",
+        address,
+        *options,
+    ]
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--gpus_per_run", "0.5"], ["--gpus_per_run", "--ray"]),
+        (["--cpus_per_run", "2"], ["--cpus_per_run", "--ray"]),
+        (["--ray", "auto", "--gpus_per_run", "2"], ["--gpus_per_run 2", "one GPU", "0.25"]),
+        (["--ray", "auto", "--cpus_per_run", "0"], ["--cpus_per_run", "above 0"]),
+        (["--ray", "head"], ["--ray head", "auto", "HOST:PORT"]),
+        (["--ray", "ray://head:10001"], ["--ray ray://head:10001", "auto", "HOST:PORT"]),
+        (["--ray", "127.0.0.1:1"], ["--ray 127.0.0.1:1", "no Ray cluster answers there"]),
+        (["--ray", "127.0.0.1:99999999"], ["--ray 127.0.0.1:99999999"]),
+    ],
+)
+def test_options_and_addresses(options: list[str], parts: list[str]) -> None:
+    message = refused("sweep", "--config", small(Path("c.yaml")), "--sweep", f"{LR}=0.01", "--out", "r", *options)
+    assert all(part in message for part in parts), message
+    assert not Path("r").exists()
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_another_server_answers() -> None:
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, args=(server,)).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert f"--ray {address}: what answers there is not a Ray cluster" in refused(*sweep_on(address))
+    assert not Path("r").exists()
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_cluster_and_workers_of_this_machine() -> None:
+    assert "--workers" in refused("experiment", "e.yaml", "--ray", "auto", "--workers", "2")
+
+
+def options_of(**given: float) -> argparse.Namespace:
+    return argparse.Namespace(**{"gpus_per_run": None, "cpus_per_run": None, **given})
+
+
+def test_what_a_run_asks_for() -> None:
+    small_node, large = Node("a", "a", 2, 0), Node("b", "b", 8, 2)
+    assert needs_of(options_of(), "auto", [small_node]) == Needs(1, 0)
+    assert needs_of(options_of(), "auto", [small_node, large]) == Needs(1, 1)
+    assert needs_of(options_of(), "cpu", [small_node, large]) == Needs(1, 0)
+    assert needs_of(options_of(gpus_per_run=0.25, cpus_per_run=2), "auto", [large]) == Needs(2, 0.25)
+    assert [large.room(needs) for needs in (Needs(1, 0), Needs(1, 1), Needs(1, 0.25), Needs(2, 0.25))] == [8, 2, 8, 4]
+    assert [small_node.room(needs) for needs in (Needs(1, 0), Needs(1, 0.5), Needs(3, 0))] == [2, 0, 0]
+    for given, accelerator, there, message in (
+        (
+            {"gpus_per_run": 1},
+            "auto",
+            [small_node],
+            "--gpus_per_run 1: the nodes of the cluster have at most 0 GPUs each",
+        ),
+        ({"gpus_per_run": 1}, "cpu", [large], "trainer.accelerator is cpu"),
+        ({}, "gpu", [small_node], "trainer.accelerator is gpu, and no node of the cluster has a GPU"),
+        ({"gpus_per_run": 0}, "cuda", [large], "trainer.accelerator is cuda, and --gpus_per_run is 0"),
+        (
+            {"cpus_per_run": 9},
+            "auto",
+            [small_node, large],
+            "--cpus_per_run: no node has 9 CPUs and 1 GPU for a run; .* at most 8 CPUs and 2",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            needs_of(options_of(**given), accelerator, there)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_in_the_folder_of_commands")
+def test_a_cluster_that_cannot_make_the_runs(cluster: LocalCluster, server: Server) -> None:
+    def message(*options: str, out: str = "r") -> str:
+        server.start(*sweep_on(cluster.address, *options), "--out", out)
+        assert server.answer() == 1
+        line = server.log.read_text().splitlines()[-1]
+        assert not Path(out).exists()
+        assert not list(Path(out).parent.glob(".probe*"))
+        return line.removeprefix("SystemExit: ")
+
+    cluster.another()
+    asked = message("--gpus_per_run", "1", "--trainer.accelerator=auto")
+    assert asked == "error: --gpus_per_run 1: the nodes of the cluster have at most 0 GPUs each"
+    theirs = cluster.ask(metadata={"ray_version": "2.0.0"})
+    assert re.match(f"error: --ray {cluster.address}: the cluster has another version of Ray .*2\\.0\\.0", message())
+    cluster.ask(metadata=theirs)
+    cluster.defect.write_text("version -")
+    other = message()
+    assert re.match(r"error: --ray: node \S+ \(second\): it has mupscale 0\.0\.9, and this process \S+; ", other), other
+    cluster.defect.write_text(f"blind {Path.cwd()}")
+    assert re.match(
+        rf"error: --ray: node \S+ \(second\): it does not see the working directory, {Path.cwd()};", message()
+    )
+    Path("unshared").mkdir()
+    cluster.defect.write_text(f"blind {Path.cwd() / 'unshared'}")
+    assert re.match(
+        rf"error: --ray: node \S+ \(second\): it does not see the files in {Path.cwd() / 'unshared'};",
+        message(out="unshared/r"),
+    )
+    cluster.defect.unlink()
+
+
+# --- which task makes what
+
+
+def test_tasks_share_the_units_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mupscale.commands.cluster.nodes", lambda: [Node(name, name, 1, 0) for name in "ab"])
+    trials = [Key("sweep_2", "trial", number) for number in range(4)]
+    keys = [Key("base", "seed", 0), Key("base", "seed", 1), *trials, Key("scratch", "seed", 0)]
+
+    def names(size: Any, keys: list[Key], most_together: int | None = None) -> list[str]:
+        work = argparse.Namespace(most_together=most_together)
+        return [task_name(batch) for batch in Cluster(Needs(1, 0))._batches(keys, work, size)]
+
+    assert names("auto", keys) == ["base/seeds 0, 1", "sweep_2/trials 0, 1, 2, 3", "scratch/seed 0"]
+    assert names("auto", trials) == ["sweep_2/trials 0, 1", "sweep_2/trials 2, 3"]
+    assert names("auto", trials, 2) == [f"sweep_2/trial {number}" for number in range(4)]
+    assert names("off", keys[:3]) == ["base/seed 0", "base/seed 1", "sweep_2/trial 0"]
+    assert names(3, keys) == ["base/seeds 0, 1", "sweep_2/trials 0, 1, 2", "sweep_2/trial 3", "scratch/seed 0"]
+    seeds = [Key("sweep_2", "trial", number, runs=2) for number in range(3)]
+    assert names(4, seeds) == ["sweep_2/trials 0, 1", "sweep_2/trial 2"]
+    assert names(1, seeds) == [f"sweep_2/trial {number}" for number in range(3)]
+
+
 # --- nodes and drivers that die
 
 
@@ -104,12 +249,13 @@ def test_a_sweep_survives_a_node_and_is_interrupted(cluster: LocalCluster, serve
     server.run(*arguments)
     Path("s").rename("embedded")
 
+    node = cluster.another()
     Path("hold").write_text("trials")
     driver = server.start(*arguments, "--ray", cluster.address)
     leases = waited(lambda: held("s", cluster), server)
-    assert {*leases} == {0, 1}
-    process = process_of(leases[1])
-    cluster.kill(1)
+    assert {*leases} == {0, node}
+    process = process_of(leases[node])
+    cluster.kill(node)
     waited(lambda: cluster.node_of(process) is None, server)
     os.kill(driver, signal.SIGINT)
     assert server.answer() == 1
@@ -119,9 +265,49 @@ def test_a_sweep_survives_a_node_and_is_interrupted(cluster: LocalCluster, serve
 
     Path("hold").unlink()
     server.run(*arguments, "--ray", cluster.address)
-    assert "its node died" in server.log.read_text() or True
     assert unlike(Path("s"), Path("embedded")) == []
     assert values_of(Path("s")) == values_of(Path("embedded"))
     assert Path("s/best.yaml").read_text() == Path("embedded/best.yaml").read_text()
     resumed = [starts(Path("s") / row["run"]) for row in table(Path("s"))]
     assert sorted(resumed) == [[0], [0, 20], [0, 20]]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_in_the_folder_of_commands")
+def test_the_quickstart_experiment_survives_a_node_and_its_driver(cluster: LocalCluster, server: Server) -> None:
+    content = yaml.safe_load((ROOT / "configs/experiments/quickstart.yaml").read_text())
+    first, second = content["config"]
+    second["trainer"] |= {"max_steps": 60, "callbacks": [HOLD]}
+    content |= {"config": [str(ROOT / first), second], "metric": "last_100%"}
+    Path("e.yaml").write_text(yaml.safe_dump(content))
+    arguments = ["experiment", "e.yaml", "--out", "o", "--checkpoint.every_n_train_steps=20"]
+    server.run(*arguments)
+    Path("o").rename("embedded_experiment")
+
+    node = cluster.another()
+    Path("hold").write_text("sweep_1")
+    driver = server.start(*arguments, "--ray", cluster.address)
+    leases = waited(lambda: held("o/sweep_1", cluster), server)
+    assert {*leases} == {0, node}
+    process = process_of(leases[node])
+    cluster.kill(node)
+    waited(lambda: cluster.node_of(process) is None, server)
+    Path("hold").write_text("upscale")
+    held_upscale = Path("o/upscale/seed=0")
+    waited(lambda: list(held_upscale.glob("checkpoints/*step=20.ckpt")), server)
+    done = {path: path.stat().st_mtime_ns for path in Path("o").rglob("result.json")}
+    assert re.search(r"sweep_1/trial \d: its node died", server.log.read_text())
+    os.kill(driver, signal.SIGKILL)
+    assert server.answer() == -signal.SIGKILL
+    server.start(*arguments, "--ray", cluster.address)
+    Path("hold").unlink()  # the task of the driver that was killed may still be there
+    assert server.answer() == 0, server.log.read_text()[-3000:]
+
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    assert unlike(Path("o"), Path("embedded_experiment")) == []
+    for name in ("sweep_1/best.yaml", "sweep_2/best.yaml"):
+        assert Path("o", name).read_text() == Path("embedded_experiment", name).read_text()
+    (lost,) = (row for row in table(Path("o/sweep_1")) if row["trial"] == leases[node].name)
+    assert (lost["attempts"], starts(Path("o/sweep_1", lost["run"]))) == ("2", [0, 20])
+    for run in done:
+        assert starts(run.parent) in ([0], [0, 20])

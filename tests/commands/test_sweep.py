@@ -323,6 +323,22 @@ def test_a_lease_lasts_as_long_as_its_process(tmp_path: Path, monkeypatch: pytes
     assert lapsed(path)
 
 
+def test_a_lease_is_renewed_wherever_its_process_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jsonargparse changes the working directory while it reads a configuration."""
+    monkeypatch.setattr("mupscale.commands.leases.RENEWAL_SECONDS", 0.01)
+    Path("elsewhere").mkdir()
+    path = Path("lease")
+    lease = Lease(path)
+    monkeypatch.chdir("elsewhere")
+    time.sleep(0.05)
+    os.utime(tmp_path / path, (0, 0))
+    until = time.monotonic() + 10
+    while (tmp_path / path).stat().st_mtime == 0:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    lease.release()
+
+
 def study_of(*arguments: str) -> Study:
     options, rest = sweep_parser().parse_known_args(arguments)
     return Study(options.out, settings_of(options, rest), options.storage)

@@ -35,8 +35,16 @@ class LocalCluster:
                 env={**os.environ, **ENVIRONMENT},
             )
         self.raylets: list[int] = []
+        """The main process of each node, by its number."""
+        self.second: int | None = None
         self.address = ""
         self.add("first")
+
+    def another(self) -> int:
+        """The number of a living node beside the head, named `second`."""
+        if self.second is None:
+            self.second = self.add("second")
+        return self.second
 
     def add(self, name: str) -> int:
         """Starts a node; its number."""
@@ -49,6 +57,7 @@ class LocalCluster:
 
     def kill(self, node: int) -> None:
         self.ask(kill=node)
+        self.second = None
 
     def ask(self, **request: Any) -> Any:
         assert self.process.stdin is not None
