@@ -7,26 +7,19 @@ their checkpoints. The driver holds no lease: if it dies, the same command conti
 """
 
 import argparse
-import hashlib
-import importlib
-import importlib.metadata
 import math
 import os
-import platform
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mupscale.commands.cluster_nodes import Needs, Site, needs_of, nodes, refuse_late_node, refuse_nodes, site_of
 from mupscale.commands.termination import Terminated
 from mupscale.errors import UserError, needs_extra
 
@@ -45,12 +38,6 @@ SETTINGS = b"\x04"
 
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + SETTINGS + b"\0\0\0\0\0"
 """The beginning of a connection by HTTP/2: its preface, and a frame of settings without a setting."""
-
-PROBE_SECONDS = 60.0
-"""How long a node has to start a process and to answer."""
-
-SIGHT_SECONDS = 10.0
-"""How long a file that another machine wrote may take to be seen: network file systems cache what is in a folder."""
 
 PATIENCE = 5.0
 """Seconds that a task has to end before its process is killed. Either way its runs can be resumed."""
@@ -93,67 +80,6 @@ def refuse_options(options: argparse.Namespace) -> None:
         import ray  # noqa: F401
 
 
-# --- what a node has
-
-
-@dataclass(frozen=True)
-class Node:
-    """A living node of the cluster."""
-
-    id: str
-    name: str
-    cpus: float
-    gpus: float
-
-    def room(self, needs: "Needs") -> int:
-        """How many tasks it can make at a time."""
-        by_cpus = int(self.cpus / needs.cpus)
-        return by_cpus if not needs.gpus else min(by_cpus, int(self.gpus) * int(1 / needs.gpus))
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a task asks for."""
-
-    cpus: float
-    gpus: float
-
-
-def nodes() -> list[Node]:
-    import ray
-
-    answer = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            host, name, has = node["NodeManagerHostname"], node["NodeName"], node["Resources"]
-            answer.append(Node(node["NodeID"], f"{host} ({name})", has.get("CPU", 0.0), has.get("GPU", 0.0)))
-    return answer
-
-
-def needs_of(options: argparse.Namespace, accelerator: str, there: list[Node]) -> Needs:
-    """What a run needs of a node. UserError if no node has it."""
-    most = max((node.gpus for node in there), default=0)
-    gpus = options.gpus_per_run
-    if accelerator == "cpu" and gpus:
-        raise UserError(f"--gpus_per_run {gpus:g}: trainer.accelerator is cpu; leave --gpus_per_run out")
-    if accelerator in ("gpu", "cuda") and (gpus == 0 or (gpus is None and not most)):
-        has = "--gpus_per_run is 0" if gpus == 0 else "no node of the cluster has a GPU"
-        raise UserError(f"trainer.accelerator is {accelerator}, and {has}")
-    if gpus is None:
-        gpus = 1.0 if most and accelerator != "cpu" else 0.0
-    needs = Needs(options.cpus_per_run or 1.0, gpus)
-    if gpus > most:
-        raise UserError(f"--gpus_per_run {gpus:g}: the nodes of the cluster have at most {most:g} GPUs each")
-    if not any(node.room(needs) for node in there):
-        with_gpus = f" and {gpus:g} GPU" if gpus else ""
-        cpus = max((node.cpus for node in there), default=0)
-        raise UserError(
-            f"--cpus_per_run: no node has {needs.cpus:g} CPUs{with_gpus} for a run; the nodes of the cluster have at "
-            f"most {cpus:g} CPUs and {most:g} GPUs each"
-        )
-    return needs
-
-
 # --- the connection
 
 
@@ -168,9 +94,9 @@ def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Itera
         signal.signal(signal.SIGTERM, handler)  # Ray has set its own
         there = nodes()
         needs = needs_of(options, accelerator, there)
-        able = [node for node in there if node.room(needs)]
-        refuse_nodes(able, out)
-        yield Cluster(needs)
+        site = site_of(out)
+        refuse_nodes([node for node in there if node.room(needs)], site)
+        yield Cluster(needs, site)
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, handler)
@@ -214,110 +140,14 @@ def refuse_address(address: str) -> None:
         raise UserError(f"--ray {address}: what answers there is not a Ray cluster; give the HOST:PORT of its head")
 
 
-# --- checks of the nodes
-
-
-def refuse_nodes(there: list[Node], out: Path) -> None:
-    """UserError, which names a node, if one has other code, or does not see the folder of the runs."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    folder = next(each for each in (out.absolute(), *out.absolute().parents) if each.is_dir())
-    probes = Path(tempfile.mkdtemp(prefix=".probe-", dir=folder))
-    try:
-        (probes / "driver").write_text(probes.name)
-        task = ray.remote(max_retries=1, num_cpus=0)(probe)
-        answers = {}
-        for node in there:
-            place = NodeAffinitySchedulingStrategy(node.id, soft=False)
-            options = {"name": f"check of node {node.name}", "scheduling_strategy": place}
-            answers[node] = task.options(**options).remote(Path.cwd(), probes, node.id)
-        for node, answer in answers.items():
-            try:
-                problem = ray.get(answer, timeout=PROBE_SECONDS)
-            except ray.exceptions.GetTimeoutError:
-                problem = f"it does not answer within {PROBE_SECONDS:.0f} seconds"
-            except ray.exceptions.RayError as error:
-                problem = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
-            if isinstance(problem, dict):
-                problem = difference(problem, code()) or unseen(probes / node.id)
-            if problem and node in nodes():  # and has not just died
-                raise UserError(f"--ray: node {node.name}: {problem}")
-    finally:
-        shutil.rmtree(probes, ignore_errors=True)
-
-
-def probe(working_directory: Path, probes: Path, node: str) -> dict[str, str] | str:
-    """On a node: which code it has; or what is wrong, in words."""
-    try:
-        os.chdir(working_directory)
-    except OSError:
-        return (
-            f"it does not see the working directory, {working_directory}; run the command from a folder on storage "
-            "that all nodes share"
-        )
-    if not is_seen(probes / "driver", probes.name):
-        return not_shared(probes.parent)
-    try:
-        (probes / node).write_text(node)
-    except OSError as error:
-        return f"it cannot write to {probes.parent} ({error.strerror})"
-    return code()
-
-
-def is_seen(path: Path, text: str) -> bool:
-    """Whether a file with this text is there, or comes up soon."""
-    until = time.monotonic() + SIGHT_SECONDS
-    while time.monotonic() < until:
-        with suppress(OSError):
-            if path.read_text() == text:
-                return True
-        if not path.parent.parent.is_dir():
-            return False
-        time.sleep(0.1)
-    return False
-
-
-def unseen(path: Path) -> str | None:
-    """What is wrong if this process does not see what a node has written."""
-    return None if is_seen(path, path.name) else not_shared(path.parent.parent)
-
-
-def not_shared(folder: Path) -> str:
-    return f"it does not see the files in {folder}; give --out a folder on storage that all nodes share"
-
-
-@cache
-def code() -> dict[str, str]:
-    """What decides the numbers of a run: versions, and a digest of this package's files."""
-    files = {}
-    for package in ("mupscale", "mupscale.models", "mupscale.callbacks", "mupscale.datamodules"):
-        for root in importlib.import_module(package).__path__:
-            for path in Path(root).rglob("*.py"):
-                files["/".join((*package.split("."), *path.relative_to(root).parts))] = path
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(name.encode() + files[name].read_bytes())
-    versions = {name: importlib.metadata.version(name) for name in ("mupscale", "torch", "lightning")}
-    return {"Python": platform.python_version(), **versions, "files of mupscale": digest.hexdigest()[:12]}
-
-
-def difference(of_node: dict[str, str], of_driver: dict[str, str]) -> str | None:
-    """What of a node's code is not as in the process of the command, in words."""
-    for name, version in of_driver.items():
-        if of_node.get(name) != version:
-            return f"it has {name} {of_node.get(name)}, and this process {version}; install the same on all nodes"
-    return None
-
-
 # --- the work
 
 
 class Cluster:
     """A connected cluster on which the tasks that carry out a work have these needs."""
 
-    def __init__(self, needs: Needs) -> None:
-        self.needs = needs
+    def __init__(self, needs: Needs, site: Site) -> None:
+        self.needs, self.site = needs, site
         self._tasks: dict[Any, list[Key]] = {}
         """The units of each task that has not ended."""
         self._deaths: Counter[Key] = Counter()
@@ -374,7 +204,7 @@ class Cluster:
         import ray
 
         task = ray.remote(max_retries=0, num_cpus=self.needs.cpus, num_gpus=self.needs.gpus)(make_units)
-        return task.options(name=task_name(keys)).remote(Path.cwd(), code(), opened, keys, size, self.needs.gpus)
+        return task.options(name=task_name(keys)).remote(self.site, opened, keys, size, self.needs.gpus)
 
     def _ends(self, task: Any, keys: list["Key"]) -> list[tuple[str, str]]:
         """The names and ends of the units that a task has made. UserError if it has failed, and not only died."""
@@ -384,6 +214,8 @@ class Cluster:
         name = task_name(keys)
         try:
             return ray.get(task)
+        except TaskCancelledError as error:
+            raise UserError(f"the task {name} was cancelled; run the same command again to continue") from error
         except RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise UserError(str(error.cause)) from error
@@ -392,8 +224,6 @@ class Cluster:
                 f"the task {name} failed with the error above, and the other tasks were stopped; mend it, then run the "
                 "same command again to continue"
             ) from error
-        except TaskCancelledError as error:
-            raise UserError(f"the task {name} was cancelled; run the same command again to continue") from error
         except NodeDiedError:
             print(f"{name}: its node died; the runs go on elsewhere", file=sys.stderr, flush=True)
         except RayError as error:
@@ -428,22 +258,13 @@ def task_name(keys: list["Key"]) -> str:
 
 
 def make_units(
-    working_directory: Path,
-    of_driver: dict[str, str],
-    opened: Callable[[], "Work"],
-    keys: list["Key"],
-    size: "Size",
-    gpus: float,
+    site: Site, opened: Callable[[], "Work"], keys: list["Key"], size: "Size", gpus: float
 ) -> list[tuple[str, str]]:
     """In a process of Ray: makes one stack of the units, or one unit if they do not stack; their names and ends.
 
     What it does not take waits again once it has ended, and the driver shares it out anew.
     """
-    os.chdir(working_directory)
-    problem = difference(code(), of_driver)
-    if problem:  # the node joined later
-        raise UserError(f"--ray: node {platform.node()}: {problem}")
-
+    refuse_late_node(site)
     from mupscale.commands.runs import without_announcements
     from mupscale.commands.stacks import Unit, Workshop
 

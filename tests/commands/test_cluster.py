@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from ray_cluster import LocalCluster
 from run_ends import differences, observed
 from sweeps import values_of
 
-from mupscale.commands.cluster import Cluster, Needs, Node, needs_of, task_name
+from mupscale.commands.cluster import Cluster, task_name
+from mupscale.commands.cluster_nodes import Needs, Node, needs_of, refuse_late_node, site_of
 from mupscale.commands.leases import lapsed
 from mupscale.commands.stacks import Key
 from mupscale.errors import UserError
@@ -218,6 +220,10 @@ def test_a_cluster_that_cannot_make_the_runs(cluster: LocalCluster, server: Serv
 # --- which task makes what
 
 
+def local() -> Cluster:
+    return Cluster(Needs(1, 0), site_of(Path("o")))
+
+
 def test_tasks_share_the_units_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.cluster.nodes", lambda: [Node(name, name, 1, 0) for name in "ab"])
     trials = [Key("sweep_2", "trial", number) for number in range(4)]
@@ -225,7 +231,7 @@ def test_tasks_share_the_units_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def names(size: Any, keys: list[Key], most_together: int | None = None) -> list[str]:
         work = argparse.Namespace(most_together=most_together)
-        return [task_name(batch) for batch in Cluster(Needs(1, 0))._batches(keys, work, size)]
+        return [task_name(batch) for batch in local()._batches(keys, work, size)]
 
     assert names("auto", keys) == ["base/seeds 0, 1", "sweep_2/trials 0, 1, 2, 3", "scratch/seed 0"]
     assert names("auto", trials) == ["sweep_2/trials 0, 1", "sweep_2/trials 2, 3"]
@@ -238,6 +244,47 @@ def test_tasks_share_the_units_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- nodes and drivers that die
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_node_that_joins_later_is_checked() -> None:
+    site = site_of(Path("o"))
+    with pytest.raises(UserError, match=r"node .*: it does not see the files in .*/o; give --out a folder on storage"):
+        refuse_late_node(site)
+    Path("o").mkdir()
+    refuse_late_node(site)
+    with pytest.raises(UserError, match=r"node .*: it has torch .*, and this process 0; install the same"):
+        refuse_late_node(replace(site, code={"torch": "0"}))
+
+
+def test_what_a_task_ends_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import ray
+    from ray.exceptions import NodeDiedError, RayTaskError, TaskCancelledError, WorkerCrashedError
+
+    cluster, key = local(), Key("sweep_1", "trial", 7)
+
+    def ends(error: Exception) -> list[tuple[str, str]]:
+        def get(task: str) -> None:
+            raise error
+
+        monkeypatch.setattr(ray, "get", get)
+        return cluster._ends("task", [key])
+
+    for _ in range(5):
+        assert ends(NodeDiedError("gone")) == []
+    assert capsys.readouterr().err.count("sweep_1/trial 7: its node died; the runs go on elsewhere\n") == 5
+    with pytest.raises(UserError, match=r"^lr must be positive$"):
+        ends(RayTaskError("f", "Traceback …", UserError("lr must be positive")).as_instanceof_cause())
+    text = 'Traceback (most recent call last):\n  File "f.py", line 1, in f\nZeroDivisionError: by zero'
+    with pytest.raises(UserError, match="the task sweep_1/trial 7 failed with the error above"):
+        ends(RayTaskError("f", text, ZeroDivisionError()).as_instanceof_cause())
+    assert "ZeroDivisionError: by zero" in capsys.readouterr().err
+    with pytest.raises(UserError, match="the task sweep_1/trial 7 was cancelled"):
+        ends(RayTaskError("f", "Traceback …", TaskCancelledError()).as_instanceof_cause())
+    assert ends(WorkerCrashedError()) == ends(WorkerCrashedError()) == []
+    assert "sweep_1/trial 7: its process died; the runs go on" in capsys.readouterr().err
+    with pytest.raises(UserError, match="the process of sweep_1/trial 7 died 3 times"):
+        ends(WorkerCrashedError())
 
 
 @pytest.mark.slow

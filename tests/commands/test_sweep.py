@@ -365,6 +365,26 @@ def test_trials_are_handed_out_once_and_come_back(storage: list[str], tmp_path: 
     assert [(o.cell, o.value, o.attempts) for o in two.outcomes()] == [(0, math.inf, 1), (1, 0.5, 2)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", [[], ["--storage=sqlite:///study.db"]])
+def test_a_trial_is_taken_by_its_number(storage: list[str], tmp_path: Path) -> None:
+    axes = ["--sweep", f"{LR}=0.01:0.1", "--sampler", "tpe", "--trials", "4"]
+    one, two = (study_of("--config", small(tmp_path / "c.yaml"), *axes, "--out", out, *storage) for out in ("s", "t"))
+    in_order = [two.take() for _ in range(4)]
+    assert one.waiting() == [0, 1, 2, 3]
+    last = one.take(3)
+    assert last is not None
+    assert last.cell == 3
+    assert one.waiting() == [0, 1, 2]
+    assert one.take(3) is one.take(4) is None
+    rest = [one.take(0), one.take(), one.take(2)]
+    assert [taken and taken.cell for taken in rest] == [0, 1, 2]
+    assert one.waiting() == []
+    for taken in in_order[:3]:  # drawn by the cell alone, as long as there are no results
+        assert taken is not None
+        assert taken.point in [other.point for other in rest if other is not None]
+
+
 def test_a_process_that_is_killed_while_it_writes_leaves_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
