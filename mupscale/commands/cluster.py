@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mupscale.commands.cluster_nodes import Needs, Site, needs_of, nodes, refuse_late_node, refuse_nodes, site_of
-from mupscale.commands.termination import Terminated
+from mupscale.commands.termination import Terminated, interruptions, raise_for
 from mupscale.errors import UserError, needs_extra
 
 if TYPE_CHECKING:
@@ -92,11 +92,12 @@ def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Itera
     try:
         connect(options.ray)
         signal.signal(signal.SIGTERM, handler)  # Ray has set its own
-        there = nodes()
-        needs = needs_of(options, accelerator, there)
-        site = site_of(out)
-        refuse_nodes([node for node in there if node.room(needs)], site)
-        yield Cluster(needs, site)
+        with interruptions() as seen:
+            there = nodes()
+            needs = needs_of(options, accelerator, there)
+            site = site_of(out)
+            refuse_nodes([node for node in there if node.room(needs)], site, seen)
+            yield Cluster(needs, site, seen)
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, handler)
@@ -144,10 +145,13 @@ def refuse_address(address: str) -> None:
 
 
 class Cluster:
-    """A connected cluster on which the tasks that carry out a work have these needs."""
+    """A connected cluster on which the tasks that carry out a work have these needs.
 
-    def __init__(self, needs: Needs, site: Site) -> None:
-        self.needs, self.site = needs, site
+    `seen` are the signals that have asked this process to end.
+    """
+
+    def __init__(self, needs: Needs, site: Site, seen: list[int]) -> None:
+        self.needs, self.site, self._seen = needs, site, seen
         self._tasks: dict[Any, list[Key]] = {}
         """The units of each task that has not ended."""
         self._deaths: Counter[Key] = Counter()
@@ -165,6 +169,7 @@ class Cluster:
         waiting = False
         try:
             while self._tasks or not work.finished:
+                raise_for(self._seen)
                 submitted = {key for keys in self._tasks.values() for key in keys}
                 for keys in self._batches([key for key in work.waiting() if key not in submitted], work, size):
                     self._tasks[self._submit(keys, opened, size)] = keys
@@ -204,7 +209,7 @@ class Cluster:
         import ray
 
         task = ray.remote(max_retries=0, num_cpus=self.needs.cpus, num_gpus=self.needs.gpus)(make_units)
-        return task.options(name=task_name(keys)).remote(self.site, opened, keys, size, self.needs.gpus)
+        return task.options(name=task_name(keys)).remote(self.site, opened, keys, size, self.needs)
 
     def _ends(self, task: Any, keys: list["Key"]) -> list[tuple[str, str]]:
         """The names and ends of the units that a task has made. UserError if it has failed, and not only died."""
@@ -258,7 +263,7 @@ def task_name(keys: list["Key"]) -> str:
 
 
 def make_units(
-    site: Site, opened: Callable[[], "Work"], keys: list["Key"], size: "Size", gpus: float
+    site: Site, opened: Callable[[], "Work"], keys: list["Key"], size: "Size", needs: Needs
 ) -> list[tuple[str, str]]:
     """In a process of Ray: makes one stack of the units, or one unit if they do not stack; their names and ends.
 
@@ -268,7 +273,7 @@ def make_units(
     from mupscale.commands.runs import without_announcements
     from mupscale.commands.stacks import Unit, Workshop
 
-    limit_memory(gpus)
+    keep_to(needs)
     left, ended = list(keys), []
     with without_announcements():
         work = opened()
@@ -289,9 +294,10 @@ def make_units(
     return ended
 
 
-def limit_memory(gpus: float) -> None:
-    """Keeps this process to its share of a GPU, which others may share."""
+def keep_to(needs: Needs) -> None:
+    """Keeps this process to the threads and to the share of a GPU that its task has asked for."""
     import torch
 
-    if 0 < gpus < 1 and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(gpus)
+    torch.set_num_threads(max(1, int(needs.cpus)))
+    if 0 < needs.gpus < 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(needs.gpus)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from mupscale.commands.termination import raise_for
 from mupscale.errors import UserError
 
 PROBE_SECONDS = 60.0
@@ -117,8 +118,11 @@ def misfit(site: Site) -> str | None:
     return None
 
 
-def refuse_nodes(there: list[Node], site: Site) -> None:
-    """UserError, which names a node, if one has other code, or does not see the folder of the runs."""
+def refuse_nodes(there: list[Node], site: Site, seen: list[int]) -> None:
+    """UserError, which names a node, if one has other code, or does not see the folder of the runs.
+
+    `seen` are the signals that have asked this process to end.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -131,9 +135,12 @@ def refuse_nodes(there: list[Node], site: Site) -> None:
             place = NodeAffinitySchedulingStrategy(node.id, soft=False)
             options = {"name": f"check of node {node.name}", "scheduling_strategy": place}
             answers[node] = task.options(**options).remote(site, probes, node.id)
+        until = time.monotonic() + PROBE_SECONDS
         for node, answer in answers.items():
+            while not ray.wait([answer], timeout=1)[0] and time.monotonic() < until:
+                raise_for(seen)
             try:
-                problem = ray.get(answer, timeout=PROBE_SECONDS)
+                problem = ray.get(answer, timeout=0)
             except ray.exceptions.GetTimeoutError:
                 problem = f"it does not answer within {PROBE_SECONDS:.0f} seconds"
             except ray.exceptions.RayError as error:

@@ -221,7 +221,7 @@ def test_a_cluster_that_cannot_make_the_runs(cluster: LocalCluster, server: Serv
 
 
 def local() -> Cluster:
-    return Cluster(Needs(1, 0), site_of(Path("o")))
+    return Cluster(Needs(1, 0), site_of(Path("o")), [])
 
 
 def test_tasks_share_the_units_out(monkeypatch: pytest.MonkeyPatch) -> None:
