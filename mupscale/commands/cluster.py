@@ -7,6 +7,7 @@ their checkpoints. The driver holds no lease: if it dies, the same command conti
 """
 
 import argparse
+import logging
 import math
 import os
 import signal
@@ -110,7 +111,7 @@ def connect(address: str) -> None:
     refuse_address(address)
     threads = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000")}  # as for processes without Ray
     try:
-        ray.init(address, logging_level="ERROR", log_to_driver=True, runtime_env={"env_vars": threads})
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=True, runtime_env={"env_vars": threads})
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         if "ersion mismatch" in str(error):
             raise UserError(f"--ray {address}: the cluster has another version of Ray or Python: {error}") from error
@@ -274,7 +275,8 @@ def make_units(
     from mupscale.commands.stacks import Unit, Workshop
 
     keep_to(needs)
-    left, ended = list(keys), []
+    left = list(keys)
+    ended: list[tuple[str, str]] = []
     with without_announcements():
         work = opened()
 

@@ -31,7 +31,7 @@ class Experiment:
         self.out, self.description = out, description
         self.parts: list[Part] = list(self._upscale() if description.protocol == "upscale" else self._transfer())
         """In the order in which they are taken."""
-        self.most_together = None
+        self.most_together: int | None = None
 
     def begin(self, command: list[str]) -> None:
         """Checks what can be checked without a run, and writes experiment.json."""
