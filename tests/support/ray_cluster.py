@@ -14,7 +14,12 @@ from typing import Any
 
 from paths import SUPPORT
 
-ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT)}
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": f"{SUPPORT / 'ray_node'}{os.pathsep}{SUPPORT}",
+}
+"""For the processes of nodes, and of commands: all of them have the same code."""
 
 
 class LocalCluster:
@@ -32,7 +37,7 @@ class LocalCluster:
                 stderr=log,
                 text=True,
                 cwd=folder,  # which is not where commands are started
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, "WITHOUT_FIGURES": "1"},
             )
         self.raylets: list[int] = []
         """The main process of each node, by its number."""
@@ -48,9 +53,8 @@ class LocalCluster:
 
     def add(self, name: str) -> int:
         """Starts a node; its number."""
-        paths = f"{SUPPORT / 'ray_node'}{os.pathsep}{SUPPORT}"
-        defect = {"NODE_DEFECT": str(self.defect)} if self.raylets else {}
-        node = self.ask(add={"node_name": name, "num_cpus": 1, "env_vars": {"PYTHONPATH": paths, **defect}})
+        variables = {"NODE_DEFECT": str(self.defect)} if self.raylets else {}
+        node = self.ask(add={"node_name": name, "num_cpus": 1, "env_vars": variables})
         self.address = node["address"]
         self.raylets.append(node["raylet"])
         return len(self.raylets) - 1
@@ -70,12 +74,21 @@ class LocalCluster:
 
     def node_of(self, process: int) -> int | None:
         """The number of the node that a process belongs to."""
-        try:
-            status = Path(f"/proc/{process}/stat").read_text()
-        except OSError:
-            return None
-        parent = int(status.rpartition(")")[2].split()[1])
-        return self.raylets.index(parent) if parent in self.raylets else None
+        parent = status_of(process)[1]
+        return self.raylets.index(int(parent)) if int(parent) in self.raylets else None
+
+
+def is_dead(process: int) -> bool:
+    return status_of(process)[0] == "Z"
+
+
+def status_of(process: int) -> tuple[str, str]:
+    """The state of a process, a letter, and the number of its parent; if it is gone, as of one that has just died."""
+    try:
+        state, parent, *_ = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "Z", "0"
+    return state, parent
 
 
 def serve() -> None:
