@@ -10,6 +10,7 @@ import argparse
 import logging
 import math
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -109,9 +110,8 @@ def connect(address: str) -> None:
     import ray
 
     refuse_address(address)
-    threads = {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000")}  # as for processes without Ray
     try:
-        ray.init(address, logging_level=logging.ERROR, log_to_driver=True, runtime_env={"env_vars": threads})
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         if "ersion mismatch" in str(error):
             raise UserError(f"--ray {address}: the cluster has another version of Ray or Python: {error}") from error
@@ -210,7 +210,8 @@ class Cluster:
         import ray
 
         task = ray.remote(max_retries=0, num_cpus=self.needs.cpus, num_gpus=self.needs.gpus)(make_units)
-        return task.options(name=task_name(keys)).remote(self.site, opened, keys, size, self.needs)
+        pickled = pickle.dumps((opened, keys, size))  # loads torch where it is unpickled, which a check comes before
+        return task.options(name=task_name(keys)).remote(self.site, self.needs, pickled)
 
     def _ends(self, task: Any, keys: list["Key"]) -> list[tuple[str, str]]:
         """The names and ends of the units that a task has made. UserError if it has failed, and not only died."""
@@ -263,14 +264,15 @@ def task_name(keys: list["Key"]) -> str:
     return f"{keys[0].group}/{keys[0].kind}s {', '.join(str(key.number) for key in keys)}"
 
 
-def make_units(
-    site: Site, opened: Callable[[], "Work"], keys: list["Key"], size: "Size", needs: Needs
-) -> list[tuple[str, str]]:
+def make_units(site: Site, needs: Needs, pickled: bytes) -> list[tuple[str, str]]:
     """In a process of Ray: makes one stack of the units, or one unit if they do not stack; their names and ends.
 
-    What it does not take waits again once it has ended, and the driver shares it out anew.
+    What it does not take waits again once it has ended, and the driver shares it out anew. `pickled` has the function
+    that opens the work, the keys of the units, and how many runs are made together.
     """
     refuse_late_node(site)
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as mupscale.__main__ does, before torch is loaded
+    opened, keys, size = pickle.loads(pickled)
     from mupscale.commands.runs import without_announcements
     from mupscale.commands.stacks import Unit, Workshop
 
