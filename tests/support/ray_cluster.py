@@ -7,6 +7,7 @@ itself, and answers with what it said before.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,7 +116,9 @@ def serve() -> None:
             changed = json.dumps({**answer, **value}).encode()
             gcs.internal_kv_put(CLUSTER_METADATA_KEY, changed, overwrite=True, namespace=KV_NAMESPACE_CLUSTER)
         print(json.dumps(answer), flush=True)
+    logs = nodes[0].get_session_dir_path()
     cluster.shutdown()
+    shutil.rmtree(logs, ignore_errors=True)
 
 
 if __name__ == "__main__":
