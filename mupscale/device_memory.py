@@ -7,10 +7,16 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated: on a GPU by this process, on the CPU without swapping, as Linux estimates it."""
+    """What can still be allocated: on a GPU by this process, on the CPU without swapping, as Linux estimates it.
+
+    A process that is kept to a share of a GPU (`torch.cuda.set_per_process_memory_fraction`) has what is left of that.
+    """
     if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
+        allocated = torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - allocated
+        share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return min(free + held, share - allocated)
     table = Path("/proc/meminfo")
     for line in table.read_text().splitlines() if table.is_file() else ():
         name, _, value = line.partition(":")

@@ -211,6 +211,9 @@ def test_every_model_trains_with_the_core_only(tmp_path: Path, options: list[str
 
 COMMANDS = {
     "sweep": ["sweep", "--config", str(QUICKSTART), "--sweep", "model.optimizer.lr=0.1,0.2", "--out", "out"],
+    "sweep on Ray": [
+        "sweep", "--config", str(QUICKSTART), "--sweep", "model.optimizer.lr=0.1,0.2", "--out", "out", "--ray", "auto",
+    ],
     "experiment": ["experiment", str(ROOT / "configs" / "experiments" / "quickstart.yaml"), "--out", "out"],
     "report": ["report", ".", "--out", "out"],
     "coord-check": ["coord-check", "--config", str(QUICKSTART), "--widths", "8,16,32", "--out", "out"],
@@ -227,6 +230,7 @@ COMMANDS = {
 NEEDS = {
     "upscale folder": ("hf", ["safetensors", "transformers"]),
     "sweep": ("sweep", ["matplotlib", "optuna"]),
+    "sweep on Ray": ("cluster", ["ray"]),
     "experiment": ("experiment", ["jinja2", "matplotlib", "optuna"]),
     "report": ("report", ["jinja2", "matplotlib"]),
     "coord-check": ("plot", ["matplotlib"]),

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 HEAVY = {
-    "datasets", "lightning", "matplotlib", "optuna", "pandas", "scipy", "sklearn",
+    "datasets", "lightning", "matplotlib", "optuna", "pandas", "ray", "scipy", "sklearn",
     "tensorboard", "tiktoken", "tokenizers", "torchmetrics", "torchvision", "transformers",
 }  # fmt: skip
 
@@ -81,7 +81,8 @@ def test_the_whole_library_loads_torch_and_little_else():
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [((), None), (("--help",), None), (("nonsense",), "error: there is no command"), (("resume", "--help"), 0),
-     (("resume", "nowhere"), "error: nowhere is not the folder of a run")],
+     (("resume", "nowhere"), "error: nowhere is not the folder of a run"), (("sweep", "--help"), 0),
+     (("experiment", "e.yaml", "--ray", "auto", "--workers", "2"), "error: --workers")],
 )  # fmt: skip
 def test_help_and_mistakes_need_no_torch(arguments: tuple[str, ...], code: str | int | None):
     after = started(command(*arguments))

@@ -28,7 +28,7 @@ class Lease:
         self._file.write(f"{platform.node()} {os.getpid()}")
         self._file.flush()
         self._released = threading.Event()
-        # absolute, because the working directory is another one while a configuration is parsed
+        # absolute, because jsonargparse changes the working directory for a moment while it reads a file
         threading.Thread(target=self._renew, args=(path.absolute(),), daemon=True).start()
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal, Protocol
 
 from mupscale.callbacks.joint_steps import JointSteps
 from mupscale.callbacks.stack_room import room_in_stack
@@ -25,6 +26,43 @@ OF_THE_SWAP = ("at_step", "width")
 
 MOST_APART = 100
 """How many runs that do not fit into the next stack are held back while others are looked for."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """Which unit it is: the trial of a sweep by its number, the run of a role by its seed, or a timing."""
+
+    group: str
+    """The sweep or the role. Runs of one group may be alike."""
+    kind: Literal["trial", "seed", "timing"]
+    number: int
+    runs: int = 1
+    """How many runs it has."""
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.kind} {self.number}"
+
+
+class Work(Protocol):
+    """All units of a sweep or of an experiment. Its folder shows which are finished, and which are being made."""
+
+    most_together: int | None
+    """How many units should be under way at a time, because the next ones depend on their results; None: all."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    def waiting(self) -> list[Key]:
+        """The units that can be made now, and that no process makes, in the order in which they are taken."""
+
+    def take(self, key: Key | None = None) -> "Unit | None":
+        """A unit for this process alone, as long as it lives: that of a key, or the first that waits.
+
+        None if other processes have all of them.
+        """
+
+    def progress(self) -> str:
+        """How much is left, in words."""
 
 
 @dataclass

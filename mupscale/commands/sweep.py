@@ -7,14 +7,17 @@ best.yaml, which holds the swept values alone: fit --config TARGET.yaml --config
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mupscale.commands.arguments import STACK_HELP, ArgumentParser, stack_size
+from mupscale.commands import cluster
+from mupscale.commands.arguments import STACK_HELP, ArgumentParser, Size, stack_size
 from mupscale.commands.termination import Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
+    from mupscale.commands.tuning.execution import Sweep
     from mupscale.commands.tuning.space import Axis
     from mupscale.commands.tuning.study import Settings
 
@@ -35,6 +38,7 @@ epoch or the last 2 %% of the steps; any other name is a metric that is logged, 
 
 def main(command: str, arguments: list[str]) -> None:
     options, rest = parser().own_and_other(arguments)
+    cluster.refuse_options(options)
     with needs_extra("sweep"):
         import matplotlib  # noqa: F401
         import optuna  # noqa: F401
@@ -68,41 +72,50 @@ def parser() -> ArgumentParser:
     answer.add_argument(
         "--storage", metavar="URL", help="keep the study in this database (postgresql://…), not in a file in --out"
     )
+    cluster.add_options(answer)
     return answer
 
 
 def sweep(options: argparse.Namespace, rest: list[str]) -> None:
     """Takes trials and runs them until all are finished, by this process or others; then writes the results."""
     from mupscale.commands.runs import without_announcements
-    from mupscale.commands.stacks import Workshop
-    from mupscale.commands.tuning.execution import conclude, units_of
-    from mupscale.commands.tuning.study import Study
+    from mupscale.commands.tuning.execution import Sweep, conclude
 
     with without_announcements():
         size = stack_size(options.stack)
         settings = settings_of(options, rest)
-        study = Study(options.out, settings, options.storage)
-        waiting = False
-        while True:
-            worked = False
-            workshop = Workshop(units_of(study), size, lambda line: print(line, flush=True))
-            for unit, end in workshop.carry_out():
-                left = settings.trials - len(study.outcomes())
-                print(f"{unit.name}: {end}; {left} of {settings.trials} left", flush=True)
-                worked = True
-            left = settings.trials - len(study.outcomes())
-            if left == 0:
-                break
-            if worked:
-                waiting = False
-                continue
-            if not waiting:
-                print(f"waiting for other processes: {left} of {settings.trials} left", flush=True)
-                waiting = True
-            time.sleep(WAIT)
-        path, drawn = conclude(study)
+        opened = partial(Sweep, options.out, settings, options.storage)
+        if options.ray is None:
+            whole = opened()
+            work(whole, size)
+        else:
+            with cluster.connected(options, settings.config["trainer"]["accelerator"], options.out) as there:
+                whole = opened()
+                there.carry_out(whole, opened, size)
+        path, drawn = conclude(whole.study)
         print(path.read_text(), end="")
-        print(f"wrote {', '.join(str(p) for p in [path, study.out / 'trials.csv', *drawn])}")
+        print(f"wrote {', '.join(str(p) for p in [path, options.out / 'trials.csv', *drawn])}")
+
+
+def work(whole: "Sweep", size: Size) -> None:
+    """Runs trials until all are finished, by this process or by others."""
+    from mupscale.commands.stacks import Workshop
+
+    waiting = False
+    while True:
+        worked = False
+        for unit, end in Workshop(whole.takes(), size, lambda line: print(line, flush=True)).carry_out():
+            print(f"{unit.name}: {end}; {whole.progress()}", flush=True)
+            worked = True
+        if whole.finished:
+            return
+        if worked:
+            waiting = False
+            continue
+        if not waiting:
+            print(f"waiting for other processes: {whole.progress()}", flush=True)
+            waiting = True
+        time.sleep(WAIT)
 
 
 def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":

@@ -47,6 +47,33 @@ def end_now() -> None:
 
 
 @contextmanager
+def interruptions() -> Iterator[list[int]]:
+    """A list of the signals that have asked this process to end.
+
+    They do not raise an exception, which would lose a process that is just being started, or break a call of a library
+    that waits.
+    """
+    seen: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        seen.append(number)
+
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def raise_for(seen: list[int]) -> None:
+    """Raises Terminated or KeyboardInterrupt if a signal has asked this process to end."""
+    if seen:
+        raise Terminated if signal.SIGTERM in seen else KeyboardInterrupt
+
+
+@contextmanager
 def on_sigterm_in_a_thread(leave: Callable[[], None]) -> Iterator[None]:
     """Calls `leave` in another thread when SIGTERM comes, also while the main thread waits for other processes.
 

@@ -323,6 +323,22 @@ def test_a_lease_lasts_as_long_as_its_process(tmp_path: Path, monkeypatch: pytes
     assert lapsed(path)
 
 
+def test_a_lease_is_renewed_wherever_its_process_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jsonargparse changes the working directory while it reads a configuration."""
+    monkeypatch.setattr("mupscale.commands.leases.RENEWAL_SECONDS", 0.01)
+    Path("elsewhere").mkdir()
+    path = Path("lease")
+    lease = Lease(path)
+    monkeypatch.chdir("elsewhere")
+    time.sleep(0.05)
+    os.utime(tmp_path / path, (0, 0))
+    until = time.monotonic() + 10
+    while (tmp_path / path).stat().st_mtime == 0:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    lease.release()
+
+
 def study_of(*arguments: str) -> Study:
     options, rest = sweep_parser().parse_known_args(arguments)
     return Study(options.out, settings_of(options, rest), options.storage)
@@ -347,6 +363,26 @@ def test_trials_are_handed_out_once_and_come_back(storage: list[str], tmp_path: 
     one.finish(again, [0.5], 2.0)
     assert one.take() is two.take() is None
     assert [(o.cell, o.value, o.attempts) for o in two.outcomes()] == [(0, math.inf, 1), (1, 0.5, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", [[], ["--storage=sqlite:///study.db"]])
+def test_a_trial_is_taken_by_its_number(storage: list[str], tmp_path: Path) -> None:
+    axes = ["--sweep", f"{LR}=0.01:0.1", "--sampler", "tpe", "--trials", "4"]
+    one, two = (study_of("--config", small(tmp_path / "c.yaml"), *axes, "--out", out, *storage) for out in ("s", "t"))
+    in_order = [two.take() for _ in range(4)]
+    assert one.waiting() == [0, 1, 2, 3]
+    last = one.take(3)
+    assert last is not None
+    assert last.cell == 3
+    assert one.waiting() == [0, 1, 2]
+    assert one.take(3) is one.take(4) is None
+    rest = [one.take(0), one.take(), one.take(2)]
+    assert [taken and taken.cell for taken in rest] == [0, 1, 2]
+    assert one.waiting() == []
+    for taken in in_order[:3]:  # drawn by the cell alone, as long as there are no results
+        assert taken is not None
+        assert taken.point in [other.point for other in rest if other is not None]
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_no_lock(

@@ -1,5 +1,7 @@
 """Classes of a user's own, which configurations in tests name by `class_path`."""
 
+import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch import Trainer
@@ -46,6 +48,22 @@ class Even(MLP):
     def build(self, width: Any) -> nn.Module:
         assert width % 2 == 0, f"width {width} is odd"
         return super().build(width)
+
+
+class Hold(Callback):
+    """Stops a run after 30 steps, as long as a file `hold` names a part of its folder's path."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 30:
+            while holds(str(trainer.log_dir)):
+                time.sleep(0.05)
+
+
+def holds(folder: str) -> bool:
+    try:
+        return Path("hold").read_text() in folder
+    except FileNotFoundError:
+        return False
 
 
 class Crash(Callback):

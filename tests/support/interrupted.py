@@ -4,9 +4,10 @@ cheap.
 Reads a JSON list of arguments a line, answers with the pid of its process, then, once that has ended, with its exit
 status. An object with `arguments`, `folder` and `point` instead of the list: its process is killed at that point of
 what it does to the folder (`kill_points.Point`), and draws no figures; with `counts`, a path, it writes which points
-there are.
+there are. INTERRUPTED_IMPORTS names more modules to import.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -81,6 +82,8 @@ def run(request: Any) -> None:
 
 
 def serve() -> None:
+    for module in os.environ.get("INTERRUPTED_IMPORTS", "").split():
+        importlib.import_module(module)
     torch.set_num_threads(1)
     for line in sys.stdin:
         pid = os.fork()

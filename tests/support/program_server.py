@@ -16,16 +16,18 @@ class Server:
     server = Server(folder)
     pid = server.start("fit", "--config", "c.yaml")
     status = server.answer()
+
+    `variables` are added to its environment.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **variables: str) -> None:
         self.log = folder / "log.txt"
         self.process = subprocess.Popen(
             [sys.executable, str(SUPPORT / "interrupted.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(folder),
+            env={**environment(folder), **variables},
         )
 
     def start(self, *arguments: str, **watched: Any) -> int:

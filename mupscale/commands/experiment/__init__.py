@@ -11,9 +11,11 @@ it runs, on this machine or on others that share the folder, it shares the work.
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mupscale.commands import cluster
 from mupscale.commands.arguments import STACK_HELP, ArgumentParser, Size, stack_size
 from mupscale.commands.termination import EXIT_CODE, Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
@@ -37,6 +39,7 @@ small widths, few steps and trials, embedded or random data (default --out runs/
 
 def main(command: str, arguments: list[str]) -> int:
     options, rest = parser().own_and_other(arguments)
+    cluster.refuse_options(options)
     with needs_extra("experiment"):
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
@@ -58,7 +61,7 @@ def main(command: str, arguments: list[str]) -> int:
 def parser() -> ArgumentParser:
     answer = ArgumentParser(
         prog="python -m mupscale experiment",
-        usage="%(prog)s FILE [--out FOLDER] [--workers N] [--stack auto|N|off] [--plan] [--quick] [options of fit]",
+        usage="%(prog)s FILE [--out FOLDER] [--workers N | --ray ADDRESS] [--stack auto|N|off] [--plan] [--quick] [options]",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -70,6 +73,7 @@ def parser() -> ArgumentParser:
     answer.add_argument("--stack", metavar="auto|N|off", default="auto", help=STACK_HELP)
     answer.add_argument("--plan", action="store_true", help="list the runs and which of them are done; run nothing")
     answer.add_argument("--quick", action="store_true", help=QUICK_HELP)
+    cluster.add_options(answer)
     # for processes that `supervise` starts, which leave the last messages to it
     answer.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return answer
@@ -98,7 +102,16 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
             check(description)
             print_plan(whole)
             return
-        whole.begin(["python", "-m", "mupscale", "experiment", *arguments])
+        command = ["python", "-m", "mupscale", "experiment", *arguments]
+        whole.refuse_others()
+        if options.ray is not None and not whole.finished:
+            with cluster.connected(options, description.common["trainer"]["accelerator"], out) as there:
+                whole.begin(command)
+                print_start(whole)
+                there.carry_out(whole, partial(Experiment, out, description), size)
+            print(whole.conclude())
+            return
+        whole.begin(command)
         if not options.child:
             print_start(whole)
         gpus = [] if description.common["trainer"]["accelerator"] == "cpu" else visible_gpus()
@@ -125,8 +138,7 @@ def work(whole: "Experiment", size: Size, quiet: bool) -> None:
     while True:
         worked = False
         for unit, end in Workshop(take, size, lambda line: print(line, flush=True)).carry_out():
-            left, total = whole.left
-            print(f"{unit.name}: {end}; {left} of {total} runs left", flush=True)
+            print(f"{unit.name}: {end}; {whole.progress()}", flush=True)
             worked = True
         if worked:
             waiting = False
@@ -152,5 +164,4 @@ def print_plan(whole: "Experiment") -> None:
         state = part.state()
         after = f"  after {', '.join(need.name for need in part.needs)}" if part.needs else ""
         print(f"{part.name:<{width}}  {state.total:>4}  {state.done:>4}  {state.running:>7}{after}")
-    left, total = whole.left
-    print(f"{left} of {total} runs left")
+    print(whole.progress())

@@ -21,12 +21,13 @@ from mupscale.commands.experiment.parts import Part, State
 from mupscale.commands.experiment.widths import Growth, folder_name
 from mupscale.commands.leases import Lease, lapsed, locked
 from mupscale.commands.runs import Result, explained, free_memory, logged, with_run
-from mupscale.commands.stacks import Unit
+from mupscale.commands.stacks import Key, Unit
 from mupscale.commands.tuning.trial import drop_checkpoints
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
 
 COSTS = "costs.json"
+KEY = Key("costs", "timing", 0)
 
 BLOCKS = 5
 """Into how many stretches the timed steps are divided: their median counts, so that a short disturbance does not."""
@@ -90,7 +91,12 @@ class CostPart(Part):
     def state(self) -> State:
         return State(1, int(self.finished), int(not self.finished and not lapsed(self._lease)))
 
-    def take(self) -> Unit | None:
+    def waiting(self) -> list[Key]:
+        return [] if self.finished or not lapsed(self._lease) else [KEY]
+
+    def take(self, key: Key | None = None) -> Unit | None:
+        if key not in (None, KEY):
+            return None
         with locked(self.out):
             if self.finished or not lapsed(self._lease):
                 return None

@@ -17,8 +17,8 @@ from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands.config import Config
 from mupscale.commands.leases import Lease, lapsed, locked
 from mupscale.commands.runs import RESULT, Result, Run, result_of, with_run
-from mupscale.commands.stacks import Unit
-from mupscale.commands.tuning.execution import conclude, results_of, unit_of
+from mupscale.commands.stacks import Key, Unit
+from mupscale.commands.tuning.execution import conclude, keys_of, results_of, unit_of
 from mupscale.commands.tuning.results import Results
 from mupscale.commands.tuning.space import point_text
 from mupscale.commands.tuning.study import Settings, Study
@@ -49,8 +49,15 @@ class Part:
     def state(self) -> State:
         raise NotImplementedError
 
-    def take(self) -> Unit | None:
-        """A unit for this process alone, as long as it lives; None if other processes have all that are left."""
+    def waiting(self) -> list[Key]:
+        """The units that no process makes."""
+        raise NotImplementedError
+
+    def take(self, key: Key | None = None) -> Unit | None:
+        """A unit for this process alone, as long as it lives: that of a key, or any.
+
+        None if it is none of this part, or other processes have all that are left.
+        """
         raise NotImplementedError
 
 
@@ -74,6 +81,7 @@ class RunPart(Part):
         self.out, self.role, self.seed, self.details = out, role, seed, details or {}
         self._config, self._metric, self._must_not_diverge = config, metric, must_not_diverge
         self._keeps_checkpoints = keeps_checkpoints
+        self._key = Key(role, "seed", seed)
 
     @property
     def checkpoint(self) -> Path:
@@ -97,7 +105,12 @@ class RunPart(Part):
     def state(self) -> State:
         return State(1, int(self.finished), int(not self.finished and not lapsed(self._lease)))
 
-    def take(self) -> Unit | None:
+    def waiting(self) -> list[Key]:
+        return [] if self.finished or not lapsed(self._lease) else [self._key]
+
+    def take(self, key: Key | None = None) -> Unit | None:
+        if key not in (None, self._key):
+            return None
         with locked(self.out):
             if self.finished or not lapsed(self._lease):
                 return None
@@ -174,8 +187,16 @@ class SweepPart(Part):
             running = sum(not lapsed(path) for path in leases)
         return State(self.trials, done, running)
 
-    def take(self) -> Unit | None:
-        taken = self.study.take()
+    def waiting(self) -> list[Key]:
+        keys = keys_of(self.study, self.name)
+        if not keys:
+            self._conclude()
+        return keys
+
+    def take(self, key: Key | None = None) -> Unit | None:
+        if key is not None and key.group != self.name:
+            return None
+        taken = self.study.take(None if key is None else key.number)
         if taken is None:
             self._conclude()
             return None

@@ -12,11 +12,12 @@ from mupscale.commands.config import Config, read_json, refuse_difference
 from mupscale.commands.experiment.costs import CostPart
 from mupscale.commands.experiment.file import Description, check, of_width
 from mupscale.commands.experiment.midrun import MidrunParts
-from mupscale.commands.experiment.parts import Part, RunPart, SweepPart, Unit
+from mupscale.commands.experiment.parts import Part, RunPart, SweepPart
 from mupscale.commands.experiment.quick import IMAGES, write_images
 from mupscale.commands.experiment.transfer import write_transfer
 from mupscale.commands.experiment.widths import Growth, folder_name
 from mupscale.commands.leases import locked
+from mupscale.commands.stacks import Key, Unit
 from mupscale.commands.tuning.results import Results, metric_label
 from mupscale.commands.tuning.space import Axis, grid
 from mupscale.commands.tuning.study import Settings
@@ -35,6 +36,7 @@ class Experiment:
         protocols = {"upscale": self._upscale, "transfer": self._transfer, "midrun": self._midrun}
         self.parts: list[Part] = list(protocols[description.protocol]())
         """In the order in which they are taken."""
+        self.most_together: int | None = None
 
     def begin(self, command: list[str]) -> None:
         """Checks what can be checked without a run, and writes experiment.json."""
@@ -79,14 +81,23 @@ class Experiment:
             there, here = read_json(path), json.loads(json.dumps(self.description.identity()))
             refuse_difference({key: there.get(key) for key in here}, here, f"--out {self.out} holds another experiment")
 
-    def take(self) -> Unit | None:
-        """A run that can be made now, and that no other process makes."""
+    def waiting(self) -> list[Key]:
+        """The units that can be made now, and that no process makes, in the order in which they are taken."""
+        return [key for part in self._ready() for key in part.waiting()]
+
+    def take(self, key: Key | None = None) -> Unit | None:
+        """A unit that can be made now, and that no other process makes: that of a key, or the first."""
+        for part in self._ready():
+            unit = part.take(key)
+            if unit is not None:
+                return unit
+        return None
+
+    def _ready(self) -> Iterator[Part]:
+        """The parts that are not finished, while those that they need are."""
         for part in self.parts:
             if not part.finished and all(need.finished for need in part.needs):
-                unit = part.take()
-                if unit is not None:
-                    return unit
-        return None
+                yield part
 
     @property
     def finished(self) -> bool:
@@ -97,6 +108,10 @@ class Experiment:
         """How many runs are not finished, and how many there are."""
         states = [part.state() for part in self.parts]
         return sum(state.total - state.done for state in states), sum(state.total for state in states)
+
+    def progress(self) -> str:
+        left, total = self.left
+        return f"{left} of {total} runs left"
 
     def conclude(self) -> str:
         """Writes the results of a finished experiment, and returns them in words."""

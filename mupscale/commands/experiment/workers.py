@@ -5,11 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
-from mupscale.commands.termination import EXIT_CODE, Terminated
+from mupscale.commands.termination import EXIT_CODE, interruptions, raise_for
 from mupscale.errors import UserError
 
 PATIENCE = 5.0
@@ -42,8 +39,7 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
                 )
             killed = 0
             while running:
-                if seen:
-                    raise Terminated if signal.SIGTERM in seen else KeyboardInterrupt
+                raise_for(seen)
                 for index, process in list(running.items()):
                     code = process.poll()
                     if code is None:
@@ -86,23 +82,3 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-@contextmanager
-def interruptions() -> Iterator[list[int]]:
-    """A list of the signals that have asked this process to end.
-
-    They do not raise an exception, because that would lose a worker that is just being started.
-    """
-    seen: list[int] = []
-
-    def note(number: int, _: Any) -> None:
-        seen.append(number)
-
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mupscale.commands.config import at
 from mupscale.commands.runs import Result
-from mupscale.commands.stacks import Unit
+from mupscale.commands.stacks import Key, Unit
 from mupscale.commands.tuning.results import Results
 from mupscale.commands.tuning.space import labels, point_text
 from mupscale.commands.tuning.study import Settings, Study, Taken
@@ -34,22 +34,55 @@ def unit_of(study: Study, taken: Taken, name: str) -> Unit:
     return Unit(name, runs, finish, lambda: study.give_back(taken))
 
 
-def units_of(study: Study) -> Callable[[], Unit | None]:
-    """What takes the trials of a study as units of work.
+class Sweep:
+    """The trials of a study as units of work. Its arguments are those of a Study."""
 
-    Of a TPE it takes a batch: the next points are better chosen once these are known.
-    """
-    names, left = labels(study.settings.axes), batch_of(study.settings)
+    def __init__(self, out: Path, settings: Settings, storage: str | None = None) -> None:
+        self.study = Study(out, settings, storage)
+        self.most_together = batch_of(settings) if settings.sampler == "tpe" else None
 
-    def take() -> Unit | None:
-        nonlocal left
-        taken = study.take() if left else None
-        if taken is None:
-            return None
-        left -= 1
-        return unit_of(study, taken, point_text(taken.point, names))
+    @property
+    def left(self) -> int:
+        """How many trials are not finished."""
+        return self.study.settings.trials - len(self.study.outcomes())
 
-    return take
+    @property
+    def finished(self) -> bool:
+        return self.left == 0
+
+    def waiting(self) -> list[Key]:
+        return keys_of(self.study, self.study.out.resolve().name)
+
+    def take(self, key: Key | None = None) -> Unit | None:
+        taken = self.study.take(None if key is None else key.number)
+        return None if taken is None else unit_of(self.study, taken, point_text(taken.point, self._names))
+
+    def takes(self) -> Callable[[], Unit | None]:
+        """What takes the trials of one round.
+
+        Of a TPE that is a batch: the next points are better chosen once these are known.
+        """
+        left = batch_of(self.study.settings)
+
+        def take() -> Unit | None:
+            nonlocal left
+            unit = self.take() if left else None
+            left -= unit is not None
+            return unit
+
+        return take
+
+    def progress(self) -> str:
+        return f"{self.left} of {self.study.settings.trials} left"
+
+    @property
+    def _names(self) -> dict[str, str]:
+        return labels(self.study.settings.axes)
+
+
+def keys_of(study: Study, name: str) -> list[Key]:
+    """The trials of a study that are waiting."""
+    return [Key(name, "trial", cell, len(study.settings.seeds)) for cell in study.waiting()]
 
 
 def batch_of(settings: Settings) -> int:

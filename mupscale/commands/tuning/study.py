@@ -128,17 +128,22 @@ class Study:
         with locked(self.out):
             yield
 
-    def take(self) -> Taken | None:
-        """A trial to run; None if none is waiting."""
+    def waiting(self) -> list[int]:
+        """The cells of the trials that are waiting, in the order in which they are taken."""
         with self.locked():
-            self._mend()
-            waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-            if not waiting:
+            return list(self._waiting())
+
+    def take(self, cell: int | None = None) -> Taken | None:
+        """A trial to run, that of `cell` or else the first; None if it is not waiting."""
+        with self.locked():
+            waiting = self._waiting()
+            if not waiting or cell not in (None, *waiting):
                 return None
-            cell = waiting[0].user_attrs["cell"]  # of the trial that `ask` returns
+            if cell is None:
+                cell = next(iter(waiting))
             # seeded by the cell, so that every process would draw the same values
             self.study.sampler = sampler(self.settings.sampler, cell)
-            trial = self.study.ask({axis.key: distribution(axis) for axis in self.settings.axes})
+            trial = asked(self.study, waiting[cell], {axis.key: distribution(axis) for axis in self.settings.axes})
             assert trial.user_attrs["cell"] == cell
             return Taken(trial, cell, self._point(trial.params), Lease(self._lease(cell)))
 
@@ -174,6 +179,12 @@ class Study:
             )
             answer.append(outcome)
         return sorted(answer, key=lambda outcome: outcome.cell)
+
+    def _waiting(self) -> dict[int, FrozenTrial]:
+        """The trials that are waiting, by cell."""
+        self._mend()
+        waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        return {trial.user_attrs["cell"]: trial for trial in waiting}
 
     def _mend(self) -> None:
         """Puts every cell in the queue that is neither finished nor run by a living process."""
@@ -240,6 +251,20 @@ def opened(name: str, storage: BaseStorage | str) -> optuna.Study:
         return make()
     except (ImportError, SQLAlchemyError) as error:
         raise UserError(f"--storage: {str(error).splitlines()[0]}") from error
+
+
+def asked(study: optuna.Study, waiting: FrozenTrial, distributions: dict[str, BaseDistribution]) -> optuna.Trial:
+    """`study.ask` for one of the trials that wait. Optuna itself takes the first of them."""
+
+    def pop() -> int:
+        study._storage.set_trial_state_values(waiting._trial_id, state=TrialState.RUNNING)
+        return waiting._trial_id
+
+    study._pop_waiting_trial_id = pop  # type: ignore[method-assign]
+    try:
+        return study.ask(distributions)
+    finally:
+        del study._pop_waiting_trial_id
 
 
 def store(out: Path, url: str | None) -> BaseStorage | str:

@@ -1,0 +1,362 @@
+"""Sweeps and experiments on a Ray cluster: nodes and drivers that die, the same numbers as without Ray, bad input."""
+
+import argparse
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import LR, NOISE, refused, small
+from command_line import trials as table
+from paths import ROOT
+from program_server import Server
+from ray_cluster import ENVIRONMENT, LocalCluster, is_dead
+from run_ends import differences, observed
+from sweeps import values_of
+
+from mupscale.commands.cluster import Cluster, task_name
+from mupscale.commands.cluster_nodes import Needs, Node, needs_of, refuse_late_node, site_of
+from mupscale.commands.leases import lapsed
+from mupscale.commands.stacks import Key
+from mupscale.errors import UserError
+
+HOLD = {"class_path": "extensions.Hold"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    answer = LocalCluster(tmp_path_factory.mktemp("cluster"))
+    yield answer
+    answer.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Starts command lines in a folder of its own."""
+    folder = tmp_path_factory.mktemp("commands")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        answer = Server(folder, INTERRUPTED_IMPORTS="ray without_figures", **ENVIRONMENT)
+    yield answer
+    answer.process.communicate()
+
+
+@pytest.fixture
+def _in_the_folder_of_commands(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(server.log.parent)
+    yield
+    Path("hold").unlink(missing_ok=True)  # of a test that failed: its runs must end
+
+
+def waited(what: Callable[[], Any], server: Server) -> Any:
+    """What a function returns, once that is true."""
+    until = time.monotonic() + 240
+    while not (answer := what()):
+        assert time.monotonic() < until, server.log.read_text()[-3000:]
+        time.sleep(0.02)
+    return answer
+
+
+def held(sweep: str, cluster: LocalCluster) -> dict[int, Path]:
+    """The leases of two trials that are held at step 30, by the nodes that make them; nothing before that."""
+    if len({path.parent for path in Path(sweep).glob("trials/*/checkpoints/*step=20.ckpt")}) < 2:
+        return {}
+    leases = [lease for lease in Path(sweep, "leases").iterdir() if lease.name.isdecimal()]
+    return {cluster.node_of(process_of(lease)): lease for lease in leases}
+
+
+def process_of(lease: Path) -> int:
+    return int(lease.read_text().split()[1])
+
+
+def starts(run: Path) -> list[int]:
+    """The steps at which a run was begun and resumed."""
+    return [int(step) for step in re.findall(r"^step (\d+):", (run / "log.txt").read_text(), re.MULTILINE)]
+
+
+def runs_in(out: Path) -> list[Path]:
+    """The runs under a folder, by their paths in it."""
+    return sorted(path.parent.relative_to(out) for path in out.rglob("result.json"))
+
+
+def unlike(ours: Path, theirs: Path) -> list[str]:
+    """What differs in the runs under two folders, bit by bit, in words."""
+    assert runs_in(ours) == runs_in(theirs)
+    found = []
+    for run in runs_in(theirs):
+        found += differences(observed(ours / run), observed(theirs / run), str(run))
+    return found
+
+
+# --- bad input: one line before anything starts, and nothing written
+
+
+def sweep_on(address: str, *options: str) -> list[str]:
+    return [
+        "sweep",
+        "--config",
+        small(Path("c.yaml")),
+        "--sweep",
+        f"{LR}=0.01",
+        "--out",
+        "r",
+        "--ray",
+        address,
+        *options,
+    ]
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--gpus_per_run", "0.5"], ["--gpus_per_run", "--ray"]),
+        (["--cpus_per_run", "2"], ["--cpus_per_run", "--ray"]),
+        (["--ray", "auto", "--gpus_per_run", "2"], ["--gpus_per_run 2", "one GPU", "0.25"]),
+        (["--ray", "auto", "--cpus_per_run", "0"], ["--cpus_per_run", "above 0"]),
+        (["--ray", "head"], ["--ray head", "auto", "HOST:PORT"]),
+        (["--ray", "ray://head:10001"], ["--ray ray://head:10001", "auto", "HOST:PORT"]),
+        (["--ray", "127.0.0.1:1"], ["--ray 127.0.0.1:1", "no Ray cluster answers there"]),
+        (["--ray", "127.0.0.1:99999999"], ["--ray 127.0.0.1:99999999"]),
+    ],
+)
+def test_options_and_addresses(options: list[str], parts: list[str]) -> None:
+    message = refused("sweep", "--config", small(Path("c.yaml")), "--sweep", f"{LR}=0.01", "--out", "r", *options)
+    assert all(part in message for part in parts), message
+    assert not Path("r").exists()
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_another_server_answers() -> None:
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, args=(server,)).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert f"--ray {address}: what answers there is not a Ray cluster" in refused(*sweep_on(address))
+    assert not Path("r").exists()
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_cluster_and_workers_of_this_machine() -> None:
+    assert "--workers" in refused("experiment", "e.yaml", "--ray", "auto", "--workers", "2")
+
+
+def options_of(**given: float) -> argparse.Namespace:
+    return argparse.Namespace(**{"gpus_per_run": None, "cpus_per_run": None, **given})
+
+
+def test_what_a_run_asks_for() -> None:
+    small_node, large = Node("a", "a", 2, 0), Node("b", "b", 8, 2)
+    assert needs_of(options_of(), "auto", [small_node]) == Needs(1, 0)
+    assert needs_of(options_of(), "auto", [small_node, large]) == Needs(1, 1)
+    assert needs_of(options_of(), "cpu", [small_node, large]) == Needs(1, 0)
+    assert needs_of(options_of(gpus_per_run=0.25, cpus_per_run=2), "auto", [large]) == Needs(2, 0.25)
+    assert [large.room(needs) for needs in (Needs(1, 0), Needs(1, 1), Needs(1, 0.25), Needs(2, 0.25))] == [8, 2, 8, 4]
+    assert [small_node.room(needs) for needs in (Needs(1, 0), Needs(1, 0.5), Needs(3, 0))] == [2, 0, 0]
+    for given, accelerator, there, message in (
+        (
+            {"gpus_per_run": 1},
+            "auto",
+            [small_node],
+            "--gpus_per_run 1: the nodes of the cluster have at most 0 GPUs each",
+        ),
+        ({"gpus_per_run": 1}, "cpu", [large], "trainer.accelerator is cpu"),
+        ({}, "gpu", [small_node], "trainer.accelerator is gpu, and no node of the cluster has a GPU"),
+        ({"gpus_per_run": 0}, "cuda", [large], "trainer.accelerator is cuda, and --gpus_per_run is 0"),
+        (
+            {"cpus_per_run": 9},
+            "auto",
+            [small_node, large],
+            "--cpus_per_run: no node has 9 CPUs and 1 GPU for a run; .* at most 8 CPUs and 2",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            needs_of(options_of(**given), accelerator, there)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_in_the_folder_of_commands")
+def test_a_cluster_that_cannot_make_the_runs(cluster: LocalCluster, server: Server) -> None:
+    def message(*options: str, out: str = "r") -> str:
+        server.start(*sweep_on(cluster.address, *options), "--out", out)
+        assert server.answer() == 1
+        line = server.log.read_text().splitlines()[-1]
+        assert not Path(out).exists()
+        assert not list(Path(out).parent.glob(".probe*"))
+        return line.removeprefix("SystemExit: ")
+
+    cluster.another()
+    asked = message("--gpus_per_run", "1", "--trainer.accelerator=auto")
+    assert asked == "error: --gpus_per_run 1: the nodes of the cluster have at most 0 GPUs each"
+    theirs = cluster.ask(metadata={"ray_version": "2.0.0"})
+    assert re.match(f"error: --ray {cluster.address}: the cluster has another version of Ray .*2\\.0\\.0", message())
+    cluster.ask(metadata=theirs)
+    cluster.defect.write_text("version -")
+    other = message()
+    assert re.match(r"error: --ray: node \S+ \(second\): it has mupscale 0\.0\.9, and this process \S+; ", other), other
+    Path("unshared").mkdir()
+    cluster.defect.write_text(f"blind {Path.cwd() / 'unshared'}")
+    assert re.match(
+        rf"error: --ray: node \S+ \(second\): it does not see the files in {Path.cwd() / 'unshared'};",
+        message(out="unshared/r"),
+    )
+    cluster.defect.unlink()
+
+
+# --- which task makes what
+
+
+def local() -> Cluster:
+    return Cluster(Needs(1, 0), site_of(Path("o")), [])
+
+
+def test_tasks_share_the_units_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mupscale.commands.cluster.nodes", lambda: [Node(name, name, 1, 0) for name in "ab"])
+    trials = [Key("sweep_2", "trial", number) for number in range(4)]
+    keys = [Key("base", "seed", 0), Key("base", "seed", 1), *trials, Key("scratch", "seed", 0)]
+
+    def names(size: Any, keys: list[Key], most_together: int | None = None) -> list[str]:
+        work = argparse.Namespace(most_together=most_together)
+        return [task_name(batch) for batch in local()._batches(keys, work, size)]
+
+    assert names("auto", keys) == ["base/seeds 0, 1", "sweep_2/trials 0, 1, 2, 3", "scratch/seed 0"]
+    assert names("auto", trials) == ["sweep_2/trials 0, 1", "sweep_2/trials 2, 3"]
+    assert names("auto", trials, 2) == [f"sweep_2/trial {number}" for number in range(4)]
+    assert names("off", keys[:3]) == ["base/seed 0", "base/seed 1", "sweep_2/trial 0"]
+    assert names(3, keys) == ["base/seeds 0, 1", "sweep_2/trials 0, 1, 2", "sweep_2/trial 3", "scratch/seed 0"]
+    seeds = [Key("sweep_2", "trial", number, runs=2) for number in range(3)]
+    assert names(4, seeds) == ["sweep_2/trials 0, 1", "sweep_2/trial 2"]
+    assert names(1, seeds) == [f"sweep_2/trial {number}" for number in range(3)]
+
+
+# --- nodes and drivers that die
+
+
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_a_node_that_joins_later_is_checked() -> None:
+    site = site_of(Path("o"))
+    with pytest.raises(UserError, match=r"node .*: it does not see the files in .*/o; give --out a folder on storage"):
+        refuse_late_node(site)
+    Path("o").mkdir()
+    refuse_late_node(site)
+    with pytest.raises(
+        UserError, match=r"node .*: it does not see the working directory, /nowhere; run the command from"
+    ):
+        refuse_late_node(replace(site, working_directory=Path("/nowhere")))
+    with pytest.raises(UserError, match=r"node .*: it has torch .*, and this process 0; install the same"):
+        refuse_late_node(replace(site, code={"torch": "0"}))
+
+
+def test_what_a_task_ends_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import ray
+    from ray.exceptions import NodeDiedError, RayTaskError, TaskCancelledError, WorkerCrashedError
+
+    cluster, key = local(), Key("sweep_1", "trial", 7)
+
+    def ends(error: Exception) -> list[tuple[str, str]]:
+        def get(task: str) -> None:
+            raise error
+
+        monkeypatch.setattr(ray, "get", get)
+        return cluster._ends("task", [key])
+
+    for _ in range(5):
+        assert ends(NodeDiedError("gone")) == []
+    assert capsys.readouterr().err.count("sweep_1/trial 7: its node died; the runs go on elsewhere\n") == 5
+    with pytest.raises(UserError, match=r"^lr must be positive$"):
+        ends(RayTaskError("f", "Traceback …", UserError("lr must be positive")).as_instanceof_cause())
+    text = 'Traceback (most recent call last):\n  File "f.py", line 1, in f\nZeroDivisionError: by zero'
+    with pytest.raises(UserError, match="the task sweep_1/trial 7 failed with the error above"):
+        ends(RayTaskError("f", text, ZeroDivisionError()).as_instanceof_cause())
+    assert "ZeroDivisionError: by zero" in capsys.readouterr().err
+    with pytest.raises(UserError, match="the task sweep_1/trial 7 was cancelled"):
+        ends(RayTaskError("f", "Traceback …", TaskCancelledError()).as_instanceof_cause())
+    assert ends(WorkerCrashedError()) == ends(WorkerCrashedError()) == []
+    assert "sweep_1/trial 7: its process died; the runs go on" in capsys.readouterr().err
+    with pytest.raises(UserError, match="the process of sweep_1/trial 7 died 3 times"):
+        ends(WorkerCrashedError())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_in_the_folder_of_commands")
+def test_a_sweep_survives_a_node_and_is_interrupted(cluster: LocalCluster, server: Server) -> None:
+    config = small(Path("c.yaml"), HOLD, max_steps=40, val_check_interval=20, check_val_every_n_epoch=None)
+    arguments = ["sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--out", "s"]
+    arguments += ["--metric", "last_100%", "--checkpoint.every_n_train_steps=20", "--stack", "off"]
+    server.run(*arguments)
+    Path("s").rename("embedded")
+
+    node = cluster.another()
+    Path("hold").write_text("trials")
+    driver = server.start(*arguments, "--ray", cluster.address)
+    leases = waited(lambda: held("s", cluster), server)
+    assert {*leases} == {0, node}
+    process = process_of(leases[node])
+    cluster.kill(node)
+    waited(lambda: is_dead(process), server)
+    os.kill(driver, signal.SIGINT)
+    assert server.answer() == 1
+    assert "interrupted; run the same command again to continue" in server.log.read_text()
+    assert all(lapsed(lease) for lease in leases.values())
+    assert not runs_in(Path("s"))
+
+    Path("hold").unlink()
+    server.run(*arguments, "--ray", cluster.address)
+    assert unlike(Path("s"), Path("embedded")) == []
+    assert values_of(Path("s")) == values_of(Path("embedded"))
+    assert Path("s/best.yaml").read_text() == Path("embedded/best.yaml").read_text()
+    assert [starts(Path("s") / row["run"]) for row in table(Path("s"))] == [[0, 20], [0, 20]]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_in_the_folder_of_commands")
+def test_the_quickstart_experiment_survives_a_node_and_its_driver(cluster: LocalCluster, server: Server) -> None:
+    content = yaml.safe_load((ROOT / "configs/experiments/quickstart.yaml").read_text())
+    first, second = content["config"]
+    second["trainer"] |= {"max_steps": 40, "callbacks": [HOLD]}
+    content |= {"config": [str(ROOT / first), second], "metric": "last_100%", "seeds": [0]}
+    content["sweep_2"] = {NOISE: [0.1, 0.3]}
+    Path("e.yaml").write_text(yaml.safe_dump(content))
+    arguments = ["experiment", "e.yaml", "--out", "o", "--checkpoint.every_n_train_steps=20"]
+    server.run(*arguments)
+    Path("o").rename("embedded_experiment")
+
+    node = cluster.another()
+    Path("hold").write_text("sweep_1")
+    driver = server.start(*arguments, "--ray", cluster.address)
+    leases = waited(lambda: held("o/sweep_1", cluster), server)
+    assert {*leases} == {0, node}
+    process = process_of(leases[node])
+    cluster.kill(node)
+    waited(lambda: is_dead(process), server)
+    Path("hold").write_text("upscale")
+    held_upscale = Path("o/upscale/seed=0")
+    waited(lambda: list(held_upscale.glob("checkpoints/*step=20.ckpt")), server)
+    done = {path: path.stat().st_mtime_ns for path in Path("o").rglob("result.json")}
+    assert re.search(r"sweep_1/trial \d: its node died", server.log.read_text())
+    os.kill(driver, signal.SIGKILL)
+    assert server.answer() == -signal.SIGKILL
+    server.start(*arguments, "--ray", cluster.address)
+    Path("hold").unlink()  # the task of the driver that was killed may still be there
+    assert server.answer() == 0, server.log.read_text()[-3000:]
+
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    assert unlike(Path("o"), Path("embedded_experiment")) == []
+    for name in ("sweep_1/best.yaml", "sweep_2/best.yaml"):
+        assert Path("o", name).read_text() == Path("embedded_experiment", name).read_text()
+    (lost,) = (row for row in table(Path("o/sweep_1")) if row["trial"] == leases[node].name)
+    assert (lost["attempts"], starts(Path("o/sweep_1", lost["run"]))) == ("2", [0, 20])
+    for run in done:
+        assert starts(run.parent) in ([0], [0, 20])
