@@ -276,8 +276,8 @@ class GPT2(LanguageModel):
             if (value[1] if isinstance(value, list) else value) % kept:
                 raise UserError(f"model.{name} = {value} is not divisible by model.{key} = {kept}")
         levels = {"embedding_std": embedding_std, "output_mult": output_mult, "gain": 0.0 if gain is None else gain}
-        for name, value in levels.items():
-            refuse_unless_level(f"model.{name}", value)
+        for name, level in levels.items():
+            refuse_unless_level(f"model.{name}", level)
         if readout_zero_init and tied:
             raise UserError("model.readout_zero_init needs a readout of its own: model.tied must be false")
         super().__init__(width, base_width, **kwargs)

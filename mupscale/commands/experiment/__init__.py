@@ -61,7 +61,7 @@ def main(command: str, arguments: list[str]) -> int:
 def parser() -> ArgumentParser:
     answer = ArgumentParser(
         prog="python -m mupscale experiment",
-        usage="%(prog)s FILE [--out FOLDER] [--workers N | --ray ADDRESS] [--stack auto|N|off] [--plan] [--quick] [options]",
+        usage="%(prog)s FILE [--out FOLDER] [--workers N | --ray ADDRESS] [--stack auto|N|off] [--plan] [--quick] …",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
