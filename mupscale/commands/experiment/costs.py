@@ -17,9 +17,8 @@ from mupscale.commands.cli import callbacks_in, parsed
 from mupscale.commands.config import Config, read_json, temporary_file
 from mupscale.commands.configured import first_batches
 from mupscale.commands.experiment.file import Description, of_width
-from mupscale.commands.experiment.parts import Part, State
+from mupscale.commands.experiment.parts import SingleUnit
 from mupscale.commands.experiment.widths import Growth, folder_name
-from mupscale.commands.leases import Lease, lapsed, locked
 from mupscale.commands.runs import Result, explained, free_memory, logged, with_run
 from mupscale.commands.stacks import Key, Unit
 from mupscale.commands.tuning.trial import drop_checkpoints
@@ -27,7 +26,6 @@ from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
 
 COSTS = "costs.json"
-KEY = Key("costs", "timing", 0)
 
 BLOCKS = 5
 """Into how many stretches the timed steps are divided: their median counts, so that a short disturbance does not."""
@@ -73,12 +71,12 @@ def read_costs(path: Path) -> Costs:
         raise UserError(f"{path} is damaged ({error}); delete it and run the same command again") from error
 
 
-class CostPart(Part):
+class CostPart(SingleUnit):
     """Counts and measures what steps cost, once; all other runs wait for it, so that it has the device for itself."""
 
     def __init__(self, out: Path, description: Description) -> None:
-        super().__init__("costs", out / "costs", [])
-        self.out, self.description = out, description
+        super().__init__(out, "costs", out / "costs", [], Key("costs", "timing", 0), "costs")
+        self.description = description
 
     @property
     def costs(self) -> Costs:
@@ -88,20 +86,10 @@ class CostPart(Part):
     def finished(self) -> bool:
         return (self.out / COSTS).exists()
 
-    def state(self) -> State:
-        return State(1, int(self.finished), int(not self.finished and not lapsed(self._lease)))
-
-    def waiting(self) -> list[Key]:
-        return [] if self.finished or not lapsed(self._lease) else [KEY]
-
     def take(self, key: Key | None = None) -> Unit | None:
-        if key not in (None, KEY):
+        lease = self.claimed(key)
+        if lease is None:
             return None
-        with locked(self.out):
-            if self.finished or not lapsed(self._lease):
-                return None
-            self._lease.parent.mkdir(exist_ok=True)
-            lease = Lease(self._lease)
 
         def finish(results: list[Result]) -> str:
             try:
@@ -112,10 +100,6 @@ class CostPart(Part):
             return f"a budget of {costs.steps:,} steps"
 
         return Unit(self.name, [], finish, lease.release)  # without runs: a stack would be timed otherwise
-
-    @property
-    def _lease(self) -> Path:
-        return self.out / "leases" / "costs"
 
 
 def measured(description: Description, folder: Path) -> Costs:

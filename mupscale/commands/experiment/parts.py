@@ -61,7 +61,33 @@ class Part:
         raise NotImplementedError
 
 
-class RunPart(Part):
+class SingleUnit(Part):
+    """A part of one unit. A lease in the experiment's folder gives it to one process."""
+
+    def __init__(self, out: Path, name: str, folder: Path, needs: list[Part], key: Key, lease: str) -> None:
+        """`lease` names the lease."""
+        super().__init__(name, folder, needs)
+        self.out, self._key = out, key
+        self._lease = out / "leases" / lease.replace("/", "-")
+
+    def state(self) -> State:
+        return State(1, int(self.finished), int(not self.finished and not lapsed(self._lease)))
+
+    def waiting(self) -> list[Key]:
+        return [] if self.finished or not lapsed(self._lease) else [self._key]
+
+    def claimed(self, key: Key | None) -> Lease | None:
+        """The lease, for this process; None if the key is that of another unit, or nothing is left to do."""
+        if key not in (None, self._key):
+            return None
+        with locked(self.out):
+            if self.finished or not lapsed(self._lease):
+                return None
+            self._lease.parent.mkdir(exist_ok=True)
+            return Lease(self._lease)
+
+
+class RunPart(SingleUnit):
     """One run of one seed, in its own folder. It must not diverge if other runs start from it."""
 
     def __init__(
@@ -77,11 +103,11 @@ class RunPart(Part):
         keeps_checkpoints: bool = True,
     ) -> None:
         """`details` of the run go into experiment.json."""
-        super().__init__(f"{role}, seed {seed}", out / role / f"seed={seed}", needs)
-        self.out, self.role, self.seed, self.details = out, role, seed, details or {}
+        key, folder = Key(role, "seed", seed), out / role / f"seed={seed}"
+        super().__init__(out, f"{role}, seed {seed}", folder, needs, key, f"{role}-{seed}")
+        self.role, self.seed, self.details = role, seed, details or {}
         self._config, self._metric, self._must_not_diverge = config, metric, must_not_diverge
         self._keeps_checkpoints = keeps_checkpoints
-        self._key = Key(role, "seed", seed)
 
     @property
     def checkpoint(self) -> Path:
@@ -102,20 +128,10 @@ class RunPart(Part):
             )
         return True
 
-    def state(self) -> State:
-        return State(1, int(self.finished), int(not self.finished and not lapsed(self._lease)))
-
-    def waiting(self) -> list[Key]:
-        return [] if self.finished or not lapsed(self._lease) else [self._key]
-
     def take(self, key: Key | None = None) -> Unit | None:
-        if key not in (None, self._key):
+        lease = self.claimed(key)
+        if lease is None:
             return None
-        with locked(self.out):
-            if self.finished or not lapsed(self._lease):
-                return None
-            self._lease.parent.mkdir(exist_ok=True)
-            lease = Lease(self._lease)
         try:
             config = with_run(self._config(), self._metric, self.seed, self.folder)
         except BaseException:
@@ -130,10 +146,6 @@ class RunPart(Part):
             return f"{ended(self._metric, value)} in {seconds:.0f} s"
 
         return Unit(self.name, [Run(config, self.folder, self.name)], finish, lease.release)
-
-    @property
-    def _lease(self) -> Path:
-        return self.out / "leases" / f"{self.role}-{self.seed}".replace("/", "-")
 
 
 class SweepPart(Part):
