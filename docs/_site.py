@@ -127,8 +127,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     page.formulas = []
     markdown = FORMULA.sub(lambda match: placeholder(match, page), markdown)
     parts = FENCE.split(markdown)
-    parts[::2] = [with_site_links(part, page.file.src_uri) for part in parts[::2]]
+    parts[::2] = [with_site_links(with_deep_lists(part), page.file.src_uri) for part in parts[::2]]
     return "".join(parts)
+
+
+def with_deep_lists(markdown: str) -> str:
+    """Four spaces before what belongs to a list item, where GitHub is content with two or three."""
+    return re.sub(r"^ {2,3}(?=\S)", "    ", markdown, flags=re.MULTILINE)
 
 
 def with_site_links(markdown: str, uri: str) -> str:
