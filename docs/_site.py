@@ -132,8 +132,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def with_deep_lists(markdown: str) -> str:
-    """Four spaces before what belongs to a list item, where GitHub is content with two or three."""
-    return re.sub(r"^ {2,3}(?=\S)", "    ", markdown, flags=re.MULTILINE)
+    """Four spaces before what belongs to a list item, and an empty line after it: GitHub does with less."""
+    markdown = re.sub(r"^ {2,3}(?=\S)", "    ", markdown, flags=re.MULTILINE)
+    return re.sub(r"(\n\n(?: {4}.*\n)+)(?=[-*] |\d+\. )", r"\1\n", markdown)
 
 
 def with_site_links(markdown: str, uri: str) -> str:

@@ -3,26 +3,25 @@
 import doctest
 from collections.abc import Iterable
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 from paths import ROOT
 
 import mupscale
 
-PRIVATE_FOLDERS = ("mupscale", "models", "callbacks", "datamodules")
+PACKAGES = ("mupscale", "models", "callbacks", "datamodules")
 NEED_A_RUN = {"mupscale.commands.reporting"}
 """Modules whose examples read the folder of a run."""
 
 
 def modules_with_examples() -> list[str]:
-    names = []
-    for path in sorted(path for folder in PRIVATE_FOLDERS for path in (ROOT / folder).rglob("*.py")):
+    names = set()
+    for path in (path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")):
         if ">>> " in path.read_text():
             parts = path.relative_to(ROOT).with_suffix("").parts
             inside = parts if parts[0] == "mupscale" else ("mupscale", *parts)
-            names.append(".".join(inside).removesuffix(".__init__"))
-    return sorted({*names} - NEED_A_RUN)
+            names.add(".".join(inside).removesuffix(".__init__"))
+    return sorted(names - NEED_A_RUN)
 
 
 def run(examples: Iterable[doctest.DocTest]) -> None:
@@ -35,9 +34,9 @@ def run(examples: Iterable[doctest.DocTest]) -> None:
 @pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.parametrize("name", mupscale.__all__)
 def test_the_example_of_a_public_name_can_be_pasted(name: str):
+    """It runs with nothing imported but what it imports itself."""
     (example,) = doctest.DocTestFinder(recurse=False).find(getattr(mupscale, name), name, globs={})
-    assert any("mupscale." + name in step.source or name in ("Plan", "Found", "Verdict", "UpscaleReport")
-               for step in example.examples), "the example does not use the name"  # fmt: skip
+    assert len(example.examples) > 3
     run([example])
 
 
@@ -48,8 +47,6 @@ def test_the_examples_of_a_module(name: str):
     run(example for example in found if example.name.rpartition(".")[2] not in mupscale.__all__)
 
 
-def test_examples_are_found():
-    assert {"mupscale.errors", "mupscale.widening.layers", "mupscale.callbacks.tensorboard"} <= {
-        *modules_with_examples()
-    }
-    assert Path(ROOT / "mupscale/commands/reporting/__init__.py").read_text().count(">>> ") == 1
+def test_examples_are_found_in_all_packages():
+    found = {*modules_with_examples()}
+    assert {"mupscale.errors", "mupscale.widening.layers", "mupscale.callbacks.tensorboard"} <= found

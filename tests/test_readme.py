@@ -137,7 +137,8 @@ def test_a_loop_of_ones_own_as_the_page_shows_it():
     for code in blocks(OWN_MODEL, "python")[:3]:
         exec(code, names)
     assert names["model"][0].out_features == 128
-    assert {group["lr"] for group in names["optimizer"].param_groups} == {3e-3, 3e-3 / 4}
+    assert {group["initial_lr"] for group in names["optimizer"].param_groups} == {3e-3, 3e-3 / 4}
+    assert {group["lr"] / group["initial_lr"] for group in names["optimizer"].param_groups} == {0.0}  # after 200 steps
     assert names["verdict"].passed
     assert names["hints"]["blocks"]["0.weight"] == {0: 32}
 
