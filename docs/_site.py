@@ -39,7 +39,7 @@ FORMS = {"upscale": (("--factor", "2"),), "prepare": (("fineweb",), ("text",))}
 PACKAGES = tempfile.TemporaryDirectory(prefix="mupscale-site-")
 """mupscale with models/, callbacks/ and datamodules/ inside, which mkdocstrings reads. It ends with the process."""
 
-LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(\[[^\[\]]*)\]\((?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 FORMULA = re.compile(r"^```math\n(.*?)^```$|\$`([^`]+)`\$", re.DOTALL | re.MULTILINE)
 PLACEHOLDER = re.compile(r"(<p>)?FORMULA(\d+)END(?(1)</p>)")
@@ -72,31 +72,36 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, uri, content=(ROOT / path).read_text()))
     for name in COMMANDS:
         files.append(File.generated(config, command_page(name), content=help_page(name)))
-    for path in sorted(linked_files(files)):
-        uri = uri_of(path)
-        if path.suffix in CODE:
-            text = f"# {path.relative_to(ROOT)}\n\n```{CODE[path.suffix]}\n{path.read_text()}```\n"
-            files.append(File.generated(config, uri, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
-        else:
-            files.append(File.generated(config, uri, abs_src_path=str(path)))
+    while missing := linked_files(files):
+        for path in sorted(missing):
+            files.append(source_file(path, config))
     return files
 
 
 def linked_files(files: Files) -> set[Path]:
-    """The files outside of docs/ to which a page links, other than the pages of the root."""
+    """The files of the repository to which a page links, and which the site does not have yet."""
     linked = set()
     for page in files.documentation_pages():
         for target in targets(page.content_string, source_of(page.src_uri)):
-            inside = target.is_relative_to(DOCS) or str(target.relative_to(ROOT)) in ROOT_PAGES
-            if target.is_file() and not inside:
+            if target.is_file() and files.get_file_from_path(uri_of(target)) is None:
                 linked.add(target)
     return linked
+
+
+def source_file(path: Path, config: MkDocsConfig) -> File:
+    """A file of the repository on the site: code as a page that shows it, others as they are."""
+    text = path.read_text() if path.suffix in (*CODE, ".md") else None
+    if path.suffix in CODE:
+        text = f"# {path.relative_to(ROOT)}\n\n```{CODE[path.suffix]}\n{text}```\n"
+    if text is not None:
+        return File.generated(config, uri_of(path), content=text, inclusion=InclusionLevel.NOT_IN_NAV)
+    return File.generated(config, uri_of(path), abs_src_path=str(path))
 
 
 def targets(markdown: str, source: Path) -> Iterator[Path]:
     """The files and folders of the repository to which a page links."""
     for part in FENCE.split(markdown)[::2]:
-        for path, _ in LINK.findall(part):
+        for _, path, _ in LINK.findall(part):
             target = (source.parent / path).resolve()
             if target.exists() and target.is_relative_to(ROOT):
                 yield target
@@ -105,6 +110,8 @@ def targets(markdown: str, source: Path) -> Iterator[Path]:
 def source_of(uri: str) -> Path:
     """The file in the repository from which a page of the site is made."""
     outside = {site: path for path, site in ROOT_PAGES.items()}
+    if uri.startswith("source/"):
+        return ROOT / uri.removeprefix("source/")
     return ROOT / outside[uri] if uri in outside else DOCS / uri
 
 
@@ -122,7 +129,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.src_uri == "reference/commands.md":
         rows = "\n".join(f"| [`{name}`](commands/{name}.md) | {text} |" for name, (_, text) in COMMANDS.items())
         markdown += f"\n| command | what it does |\n|---|---|\n{rows}\n"
-    if page.file.src_uri.startswith(("source/", "reference/")):
+    if page.file.src_uri.startswith("reference/"):
         return markdown
     page.formulas = []
     markdown = FORMULA.sub(lambda match: placeholder(match, page), markdown)
@@ -138,16 +145,19 @@ def with_deep_lists(markdown: str) -> str:
 
 
 def with_site_links(markdown: str, uri: str) -> str:
-    """The same text with links that lead to the pages of the site."""
+    """The same text with links that lead to the pages of the site. A folder without a page is no link."""
     source = source_of(uri)
 
     def link(match: re.Match[str]) -> str:
-        target = (source.parent / match[1]).resolve()
+        target = (source.parent / match[2]).resolve()
         if not target.is_relative_to(ROOT):
-            raise PluginError(f"{source.relative_to(ROOT)} links to {match[1]}, which is outside of the repository")
-        if target.is_dir():
-            target /= "README.md"
-        return f"]({os.path.relpath(uri_of(target), Path(uri).parent)}{match[2] or ''})"
+            raise PluginError(f"{source.relative_to(ROOT)} links to {match[2]}, which is outside of the repository")
+        page = target / "README.md" if target.is_dir() else target
+        if target.is_dir() and not (
+            page.is_file() and (page.is_relative_to(DOCS) or str(page.relative_to(ROOT)) in ROOT_PAGES)
+        ):
+            return match[1].removeprefix("[")
+        return f"{match[1]}]({os.path.relpath(uri_of(page), Path(uri).parent)}{match[3] or ''})"
 
     return LINK.sub(link, markdown)
 
