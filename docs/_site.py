@@ -189,7 +189,7 @@ def letter(style: str, character: str) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts the formulas in the place of their placeholders, and lets wide tables scroll by themselves."""
+    """Puts the formulas in the place of their placeholders."""
     formulas = getattr(page, "formulas", [])
     return PLACEHOLDER.sub(lambda match: formulas[int(match[2])], html)
 
