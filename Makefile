@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check fast-tests lint types clean
+.PHONY: demo test check fast-tests lint types docs docs-serve clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m mupscale fit --config configs/quickstart.yaml
@@ -29,6 +29,13 @@ types: $(VENV)/.installed-test
 	ln -s $(CURDIR)/mupscale/* $(addprefix $(CURDIR)/,models callbacks datamodules) build/typed/mupscale
 	$(BIN)/mypy
 
+# the documentation as a site: open build/site/index.html, or `make docs-serve` for one that follows changes
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 # The demo installs all that any command needs, `make test` the test tools too. pip, not a faster resolver: it honours
 # a local CPU build of torch where one is configured
 $(VENV)/.installed: pyproject.toml
@@ -38,6 +45,10 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
 clean:

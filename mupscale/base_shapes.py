@@ -39,6 +39,17 @@ def set_base_shapes(
     (GPT-2's 0.02), whose matrices must shrink as fan_in^-1/2; None leaves the values alone (a checkpoint follows).
     `roles` and `units` are those of `plan`, from `base` to `model`. A parameter with a unit is drawn, and trained, in
     that unit.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> def build(width):
+        ...     hidden = nn.Linear(width, width)
+        ...     return nn.Sequential(nn.Linear(3, width), nn.ReLU(), hidden, mupscale.Readout(width, 2))
+        >>> model = mupscale.set_base_shapes(build(128), build(64), build(32))
+        >>> optimizer = mupscale.MuAdamW(model, lr=0.01)  # at twice the base width
+        >>> sorted({group["lr"] for group in optimizer.param_groups})
+        [0.005, 0.01]
     """
     for name, given in (("model", model), ("base", base), ("delta", base if delta is None else delta)):
         refuse_unless_model(f"set_base_shapes: {name}", given)

@@ -22,6 +22,18 @@ def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer
     Its hyperparameters become base constants: what they are at the base width of `set_base_shapes`. Groups are split
     where their parameters scale differently; each part remembers its origin under the key "source_group". Without the
     model, widths are read off the parameters themselves, which copies of a model do not carry.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> def build(width):
+        ...     hidden = nn.Linear(width, width)
+        ...     return nn.Sequential(nn.Linear(3, width), nn.ReLU(), hidden, mupscale.Readout(width, 2))
+        >>> model = mupscale.set_base_shapes(build(128), build(64), build(32))
+        >>> optimizer = mupscale.apply_mup(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+        >>> sorted({group["lr"] for group in optimizer.param_groups})  # at twice the base width
+        [0.005, 0.01]
     """
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"apply_mup: optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
@@ -49,17 +61,53 @@ def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer
 
 
 def MuSGD(params: nn.Module | Iterable[Any], **settings: Any) -> Optimizer:
-    """torch's SGD under muP, over a model or its parameters."""
+    """torch's SGD under muP, over a model or its parameters.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> def build(width):
+        ...     hidden = nn.Linear(width, width)
+        ...     return nn.Sequential(nn.Linear(3, width), nn.ReLU(), hidden, mupscale.Readout(width, 2))
+        >>> model = mupscale.set_base_shapes(build(128), build(64), build(32))
+        >>> optimizer = mupscale.MuSGD(model, lr=0.1, momentum=0.9)
+        >>> sorted({group["lr"] for group in optimizer.param_groups})
+        [0.1, 0.2]
+    """
     return _mu_optimizer(torch.optim.SGD, params, settings)
 
 
 def MuAdam(params: nn.Module | Iterable[Any], **settings: Any) -> Optimizer:
-    """torch's Adam under muP, over a model or its parameters."""
+    """torch's Adam under muP, over a model or its parameters.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> def build(width):
+        ...     hidden = nn.Linear(width, width)
+        ...     return nn.Sequential(nn.Linear(3, width), nn.ReLU(), hidden, mupscale.Readout(width, 2))
+        >>> model = mupscale.set_base_shapes(build(128), build(64), build(32))
+        >>> optimizer = mupscale.MuAdam(model, lr=0.01)
+        >>> sorted({group["lr"] for group in optimizer.param_groups})
+        [0.005, 0.01]
+    """
     return _mu_optimizer(torch.optim.Adam, params, settings)
 
 
 def MuAdamW(params: nn.Module | Iterable[Any], **settings: Any) -> Optimizer:
-    """torch's AdamW under muP, over a model or its parameters."""
+    """torch's AdamW under muP, over a model or its parameters.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> def build(width):
+        ...     hidden = nn.Linear(width, width)
+        ...     return nn.Sequential(nn.Linear(3, width), nn.ReLU(), hidden, mupscale.Readout(width, 2))
+        >>> model = mupscale.set_base_shapes(build(128), build(64), build(32))
+        >>> optimizer = mupscale.MuAdamW(model, lr=0.01, weight_decay=0.1)
+        >>> sorted({group["lr"] for group in optimizer.param_groups})
+        [0.005, 0.01]
+    """
     return _mu_optimizer(torch.optim.AdamW, params, settings)
 
 

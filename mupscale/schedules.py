@@ -13,14 +13,27 @@ from mupscale.errors import UserError
 class WarmupStableDecay(LRScheduler):
     """Rises linearly over `warmup` steps, stays, and falls linearly to zero over the last share `decay` of `steps`.
 
-    WarmupStableDecay(optimizer, warmup=100)                            # constant after the warm-up
-    WarmupStableDecay(optimizer, warmup=100, steps=1500, decay=0.2)     # falls over the last 300 steps
+        WarmupStableDecay(optimizer, warmup=100)                            # constant after the warm-up
+        WarmupStableDecay(optimizer, warmup=100, steps=1500, decay=0.2)     # falls over the last 300 steps
 
     In a configuration:
 
-    lr_scheduler:
-      class_path: mupscale.WarmupStableDecay
-      init_args: {warmup: 100, steps: 1500, decay: 0.2}
+        lr_scheduler:
+          class_path: mupscale.WarmupStableDecay
+          init_args: {warmup: 100, steps: 1500, decay: 0.2}
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
+        >>> schedule = mupscale.WarmupStableDecay(optimizer, warmup=2, steps=6, decay=0.5)
+        >>> rates = []
+        >>> for _ in range(6):
+        ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> rates
+        [0.05, 0.1, 0.1, 0.1, 0.067, 0.033]
     """
 
     def __init__(
@@ -51,7 +64,21 @@ class WarmupStableDecay(LRScheduler):
 
 
 class WarmupCosine(LRScheduler):
-    """Rises linearly over `warmup` steps, then falls along half a cosine to zero at `steps`."""
+    """Rises linearly over `warmup` steps, then falls along half a cosine to zero at `steps`.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
+        >>> schedule = mupscale.WarmupCosine(optimizer, steps=6, warmup=2)
+        >>> rates = []
+        >>> for _ in range(6):
+        ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> rates
+        [0.05, 0.1, 0.1, 0.085, 0.05, 0.015]
+    """
 
     def __init__(self, optimizer: Optimizer, steps: int, warmup: int = 0, last_epoch: int = -1) -> None:
         """

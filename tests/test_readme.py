@@ -1,7 +1,10 @@
 """What the README, the pages and the walk-through show runs, and does what they say; their links lead somewhere."""
 
+import ast
 import re
 import runpy
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from mupscale.checks.coordinate_check import coord_check
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-GROWING, LIBRARY, HF = (ROOT / "docs" / name for name in ("growing.md", "library.md", "hf.md"))
+GROWING, LIBRARY, HF, START, OWN_MODEL = (
+    ROOT / "docs" / name for name in ("growing.md", "library.md", "hf.md", "index.md", "own_model.md")
+)
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -28,8 +33,11 @@ PAGES = [
 
 def block(page: Path, language: str, holding: str = "") -> str:
     """The first code block of a page in a language that holds a text."""
-    found = re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    return next(text for text in found if holding in text)
+    return next(text for text in blocks(page, language) if holding in text)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
 @pytest.mark.slow
@@ -39,7 +47,7 @@ def test_the_walk_through_holds(capsys: pytest.CaptureFixture[str]):
     assert "blocks.0.attention diverges first" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", [README, LIBRARY], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [README, LIBRARY, START], ids=lambda page: page.name)
 def test_the_library_in_ten_lines(page: Path):
     narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
     narrow_opt = torch.optim.AdamW(narrow.parameters())
@@ -122,6 +130,34 @@ def test_the_configuration_of_the_readme(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.startswith("width 64 → 256")
 
 
+def test_a_loop_of_ones_own_as_the_page_shows_it():
+    """The three blocks before the LightningModule, one after another: the loop, the check, and discover."""
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    for code in blocks(OWN_MODEL, "python")[:3]:
+        exec(code, names)
+    assert names["model"][0].out_features == 128
+    assert {group["initial_lr"] for group in names["optimizer"].param_groups} == {3e-3, 3e-3 / 4}
+    assert {group["lr"] / group["initial_lr"] for group in names["optimizer"].param_groups} == {0.0}  # after 200 steps
+    assert names["verdict"].passed
+    assert names["hints"]["blocks"]["0.weight"] == {0: 32}
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_the_module_and_the_configuration_of_the_guide_train(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    Path("mine.py").write_text(block(OWN_MODEL, "python", "class Tagger"))
+    Path("mine.yaml").write_text(block(OWN_MODEL, "yaml"))
+    shorter = ["--trainer.max_steps=6", "--trainer.callbacks.at_step=3", "--trainer.enable_progress_bar=false"]
+    main(["fit", "--config", "mine.yaml", "--trainer.accelerator=cpu", *shorter])
+    assert "step 3: width 32 → 128" in capsys.readouterr().out
+
+
 def test_mup_as_the_page_shows_it():
     def build(width: int) -> nn.Module:
         return nn.Sequential(nn.Linear(3, width), nn.ReLU(), mupscale.Readout(width, 2))
@@ -155,6 +191,14 @@ def test_links_lead_somewhere(page: Path):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_can_be_read(page: Path):
+    for code in blocks(page, "python"):
+        ast.parse(textwrap.dedent(code))
+    for configuration in blocks(page, "yaml"):
+        assert isinstance(yaml.safe_load(textwrap.dedent(configuration)), dict | list)
 
 
 def without_code(text: str) -> str:

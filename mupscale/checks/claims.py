@@ -61,6 +61,20 @@ def check_claim(
     """Grows a float64 copy of `narrow` after a few steps, and compares the two for `steps` more. Nothing is changed.
 
     `print(check_claim(narrow, wide, Net2Net(), optimizer=torch.optim.AdamW, batches=batches, loss=loss))`
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
+        >>> def loss(model, batch):
+        ...     return model(batch).square().mean()
+        >>> batches = [torch.randn(5, 3) for _ in range(4)]
+        >>> check = mupscale.check_claim(
+        ...     narrow, wide, mupscale.Net2Net(groups=groups), optimizer=torch.optim.AdamW, batches=batches, loss=loss)
+        >>> check.claim, check.holds
+        (Claim(function=True, dynamics=True), True)
     """
     if steps < 1 or not batches:
         raise UserError(f"check_claim: give at least one step and one batch, got {steps} and {len(batches)}")

@@ -56,7 +56,22 @@ _DOUBLE = (torch.float64, torch.complex128)
 
 @dataclass
 class Verdict:
-    """The answer of `verify`. Drifts are relative, the largest over all steps."""
+    """The answer of `verify`. Drifts are relative, the largest over all steps.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> class Shrink(nn.Module):
+        ...     def forward(self, x):
+        ...         return x / x.shape[-1] ** 0.5  # depends on the width
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), Shrink(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> verdict = mupscale.verify(
+        ...     narrow, wide, optimizer=torch.optim.AdamW, batches=[torch.randn(5, 3)], steps=2,
+        ...     loss=lambda model, batch: model(batch).square().mean())
+        >>> verdict.passed, verdict.first_divergent
+        (False, '1')
+    """
 
     passed: bool
     loss_drift: float
@@ -117,6 +132,19 @@ def verify(
 
     A run without a gradient in any parameter that grows, or in which none of them moves, tests nothing: its verdict is
     not passed.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> def loss(model, batch):
+        ...     return model(batch).square().mean()
+        >>> batches = [torch.randn(5, 3) for _ in range(4)]
+        >>> verdict = mupscale.verify(narrow, wide, optimizer=torch.optim.AdamW, batches=batches, loss=loss, steps=10)
+        >>> print(verdict)  # doctest: +ELLIPSIS
+        exact (tolerance 1e-08, 10 steps after the upscale)
+        ...
     """
     for name, model in (("narrow", narrow), ("wide", wide)):
         refuse_unless_model(f"verify: {name}", model)

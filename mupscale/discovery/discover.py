@@ -31,6 +31,25 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call) -> Found:
     before it are tried until they agree to the end, and until all gradients agree. The arguments are not changed.
 
     `found = discover(narrow, wide, lambda model: model(tokens))`
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> class Scaled(nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.scale, self.first, self.last = width**-0.5, nn.Linear(3, width), nn.Linear(width, 2)
+        ...     def forward(self, x):
+        ...         return self.last(self.scale * self.first(x))
+        >>> narrow, wide = Scaled(4), Scaled(8)
+        >>> found = mupscale.discover(narrow, wide, lambda model: model(torch.ones(1, 3)))
+        >>> found.units  # they make up for the scale
+        {'last.weight': 1.4142135623730951}
+        >>> report = mupscale.upscale(narrow, wide, **found.hints)
+        >>> x = torch.randn(5, 3)
+        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
+        True
     """
     for name, model in (("narrow", narrow), ("wide", wide)):
         refuse_unless_model(f"discover: {name}", model)

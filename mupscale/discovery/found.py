@@ -23,6 +23,17 @@ class Found:
     """How a model grows. `print` it.
 
     `upscale(narrow, wide, optimizer, roles=found.roles, blocks=found.blocks, units=found.units)`
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> found = mupscale.discover(narrow, wide, lambda model: model(torch.ones(1, 3)))
+        >>> found.blocks
+        {'0.weight': {0: 4}, '0.bias': {0: 4}, '2.weight': {1: 4}}
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (100, 200))
+        >>> report = mupscale.upscale(narrow, wide, **found.resolved(narrow, wide).hints)
     """
 
     roles: dict[str, Role]

@@ -49,10 +49,11 @@ def wide_config(
     `only="feed_forward"` grows feed-forward and expert sizes alone. `fields` has other factors by field name, or by
     path as in "text_config.hidden_size"; they hold whatever the other arguments say.
 
-    >>> from transformers import LlamaConfig
-    >>> wide = wide_config(LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=4), 2)
-    >>> wide.hidden_size, wide.intermediate_size, wide.num_attention_heads, wide.head_dim
-    (128, 192, 8, 16)
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> wide = wide_config(LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=4), 2)
+        >>> wide.hidden_size, wide.intermediate_size, wide.num_attention_heads, wide.head_dim
+        (128, 192, 8, 16)
     """
     if not isinstance(config, PretrainedConfig):
         raise UserError(f"wide_config: config must be a PretrainedConfig of transformers, got {type(config).__name__}")

@@ -19,6 +19,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     that made the model; without either this is `torch.nn.utils.clip_grad_norm_`. Nothing waits for the device.
 
     `max_norm` must be finite and at least 0: NaN would spoil the weights, and a negative one would ascend.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> report = mupscale.upscale(narrow, wide)
+        >>> x = torch.randn(5, 3)
+        >>> for model in (narrow, wide):
+        ...     model(x).square().mean().backward()
+        >>> torch.allclose(mupscale.clip_grad_norm_(wide, 1.0), mupscale.clip_grad_norm_(narrow, 1.0))
+        True
     """
     refuse_unless_model("clip_grad_norm_: model", model)
     refuse_unless_level("clip_grad_norm_: max_norm", max_norm)

@@ -77,6 +77,16 @@ class AdditiveNoise(Noise):
     """One σ̄ for all weights: `std`.
 
     `upscale(narrow, wide, noise=AdditiveNoise(0.5, centred=True))` leaves the function as it was.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> report = mupscale.upscale(narrow, wide, noise=mupscale.AdditiveNoise(0.5, centred=True))
+        >>> x = torch.randn(5, 3)
+        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
+        True
     """
 
     def __init__(self, std: float, where: Mapping[str, bool] | None = None, centred: bool = False) -> None:
@@ -118,6 +128,13 @@ class SignalNoise(Noise):
     Each kernel position of a convolution is a matrix of its own. t itself does not transfer between widths; the
     constants it yields do: save them with `report.save_noise(path)` and apply them at the target width with
     `RecordedNoise(path)`.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.1))
+        >>> report.save_noise("noise.json")
     """
 
     def __init__(self, t: float, where: Mapping[str, bool] | None = None, centred: bool = False) -> None:
@@ -157,7 +174,16 @@ class SignalNoise(Noise):
 
 
 class RecordedNoise(Noise):
-    """The per-weight constants σ̄_W that an earlier upscale, at a small width, saved to `path`."""
+    """The per-weight constants σ̄_W that an earlier upscale, at a small width, saved to `path`.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.1)).save_noise("noise.json")
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (100, 200))
+        >>> report = mupscale.upscale(narrow, wide, noise=mupscale.RecordedNoise("noise.json"))
+    """
 
     def __init__(self, path: str | Path, centred: bool | None = None) -> None:
         """

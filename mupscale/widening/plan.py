@@ -40,7 +40,17 @@ Blocks = Mapping[str, Mapping[int, LayoutSpec]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What `upscale` will do, parameter by parameter. `print` it."""
+    """What `upscale` will do, parameter by parameter. `print` it.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> plan = mupscale.plan(narrow, wide)
+        >>> {name: entry.role for name, entry in plan.parameters.items()}
+        {'0.weight': 'vector', '0.bias': 'vector', '2.weight': 'readout', '2.bias': 'scalar'}
+        >>> report = mupscale.upscale(narrow, wide, plan=plan)  # the plan is not made again
+    """
 
     parameters: dict[str, TensorPlan]
     buffers: dict[str, TensorPlan]
@@ -68,7 +78,21 @@ def plan(
     blocks: Blocks | None = None,
     units: Units | None = None,
 ) -> Plan:
-    """The dry run of `upscale`: touches nothing, and raises UserError where the widening would not be exact."""
+    """The dry run of `upscale`: touches nothing, and raises UserError where the widening would not be exact.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> print(mupscale.plan(narrow, wide))
+        parameter  role     narrow → wide  k_out  k_in  weight   duplicated
+        -------------------------------------------------------------------
+        0.weight   vector   4×3 → 8×3      2      1     dup      axis 0 ×2
+        0.bias     vector   4 → 8          2      1     dup      axis 0 ×2
+        2.weight   readout  2×4 → 2×8      1      2     dup / 2  axis 1 ×2
+        2.bias     scalar   2              1      1     copy
+        26 → 50 parameters
+    """
     survey = Survey(narrow, wide)
     survey.refuse_inexact_modules()
     if not survey.uses:

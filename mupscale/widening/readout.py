@@ -12,6 +12,16 @@ class Readout(nn.Linear):
     `multiplier` is `output_mult / m` for m times the base width. `set_base_shapes` writes it as a plain number, so that
     copies, pickles and reloaded weights keep it; before that the layer is an ordinary linear one. Tie it with
     `readout.weight = wte.weight`.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> def build(width):
+        ...     hidden = nn.Linear(width, width)
+        ...     return nn.Sequential(nn.Linear(3, width), nn.ReLU(), hidden, mupscale.Readout(width, 2))
+        >>> model = mupscale.set_base_shapes(build(128), build(64), build(32))
+        >>> model[3].multiplier  # at twice the base width
+        0.5
     """
 
     def __init__(

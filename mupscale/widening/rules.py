@@ -155,6 +155,24 @@ def register_optimizer(
 
     `register_optimizer(Lion, degree=0, state={"exp_avg": 1}, decoupled_weight_decay=True)`. State without an entry is
     copied if it is a number or a one-element tensor, and refused otherwise.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> class Sign(torch.optim.Optimizer):
+        ...     def __init__(self, params, lr=0.01):
+        ...         super().__init__(params, {"lr": lr})
+        ...     @torch.no_grad()
+        ...     def step(self):
+        ...         for group in self.param_groups:
+        ...             for parameter in group["params"]:
+        ...                 parameter -= group["lr"] * parameter.grad.sign()
+        >>> mupscale.register_optimizer(Sign, degree=0, state={})
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> report = mupscale.upscale(narrow, wide, Sign(narrow.parameters()))
+        >>> sorted({group["lr"] for group in report.optimizer.param_groups})
+        [0.005, 0.01]
     """
     if degree not in (0, 1):
         raise UserError(f"register_optimizer: degree must be 0 (Adam-like) or 1 (SGD-like), got {degree}")

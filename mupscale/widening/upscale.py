@@ -43,7 +43,16 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 @dataclass(frozen=True)
 class UpscaleReport:
-    """What `upscale` did."""
+    """What `upscale` did.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> report = mupscale.upscale(narrow, wide, noise=mupscale.AdditiveNoise(0.1))
+        >>> report.noise
+        {'0.weight': 0.1, '0.bias': 0.0, '2.weight': 0.1, '2.bias': 0.0}
+    """
 
     plan: Plan
     optimizer: Optimizer | list[Optimizer] | None
@@ -117,6 +126,19 @@ def upscale(
     `roles`, `blocks` and `units` are those of `plan`: what module types and model classes do not tell, by name pattern.
 
     Everything is checked before anything is written: after a UserError both models are as they were.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.01)
+        >>> report = mupscale.upscale(narrow, wide, optimizer)
+        >>> x = torch.randn(5, 3)
+        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
+        True
+        >>> sorted({group["lr"] for group in report.optimizer.param_groups})  # the rates that continue the run
+        [0.005, 0.01]
     """
     start = time.perf_counter()
     refuse_unless_whole("upscale: seed", seed, least=None)

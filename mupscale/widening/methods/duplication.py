@@ -16,7 +16,18 @@ from mupscale.widening.weights import widen_
 
 
 class Duplication(GrowthMethod):
-    """The paper's: every unit is duplicated k times, and each copy consumed with 1/k. Function and training stay."""
+    """The paper's: every unit is duplicated k times, and each copy consumed with 1/k. Function and training stay.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.Duplication())  # as without a method
+        >>> x = torch.randn(5, 3)
+        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
+        True
+    """
 
     def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
         return Claim(True, self._follows_the_rules())
@@ -33,6 +44,16 @@ class HyperCloning(GrowthMethod):
     place among them, in shares). `noisy` is symmetric with noise that keeps the function, 10 dB
     below the weights. As published, hyperparameters stay and the optimizer state starts anew; with `state="carry"` and
     `hyperparameters="table"` the first two preserve the training as well.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.HyperCloning("diagonal"))
+        >>> x = torch.randn(5, 3)
+        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
+        True
     """
 
     def __init__(

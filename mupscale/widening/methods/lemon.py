@@ -22,6 +22,17 @@ class Lemon(GrowthMethod):
     for all, copies part by themselves. Only groups of axes that the model declares (`width_groups`), or that are given,
     are split unequally. The axes under a norm are duplicated and split equally, which is LEMON's expansion where the
     width is a multiple: the gradient of a norm mixes the shares of all units, so that unequal ones would not be exact.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.Lemon(groups=groups))
+        >>> x = torch.randn(5, 3)
+        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
+        True
     """
 
     def __init__(

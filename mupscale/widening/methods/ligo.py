@@ -37,6 +37,19 @@ class LiGO(GrowthMethod):
     changes. Axes that the model declares as one (`width_groups`), or that are given, share their maps; the others are
     duplicated. Buffers, as the running statistics of a batch norm, are duplicated too. As published, hyperparameters
     stay and the optimizer state starts anew; state that is carried moves as that of duplication does.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
+        >>> def loss(model, batch):
+        ...     return model(batch).square().mean()
+        >>> batches = [torch.randn(5, 3) for _ in range(4)]
+        >>> method = mupscale.LiGO(steps=10, groups=groups)
+        >>> method.fit(narrow, wide, batches, loss)
+        >>> report = mupscale.upscale(narrow, wide, method=method)
     """
 
     needs_batches = True

@@ -24,6 +24,17 @@ class Net2Net(GrowthMethod):
     A unit with c copies is consumed with 1/c, and rates follow entry by entry, so that function and training are
     preserved. Only groups of axes that the model declares (`width_groups`), or that are given, are mapped at random: an
     axis under a norm cannot be, because a norm would weigh units by their number of copies. The others are duplicated.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.Net2Net(seed=1, groups=groups))
+        >>> x = torch.randn(5, 3)
+        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
+        True
     """
 
     def __init__(
@@ -71,6 +82,17 @@ class FPI(Net2Net):
     """bert2BERT's function-preserving initialisation (Chen et al. 2022): Net2Net's map in a transformer.
 
     As published, hyperparameters stay and the optimizer state starts anew.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.FPI(groups=groups))
+        >>> x = torch.randn(5, 3)
+        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
+        True
     """
 
     def __init__(
@@ -98,6 +120,15 @@ class AKI(FPI):
     the next layer has for that unit, so that copies differ from the start, and the function changes. The next layer is
     the one with the next larger number in its name and the same shape; weights without one, such as those of the last
     layer, stay as in FPI, and so do the gains and shifts of norms.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> def build(width):
+        ...     return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 2))
+        >>> narrow, wide = build(4), build(8)
+        >>> groups = {"first": {"0.weight": 0, "1.weight": 1}, "second": {"1.weight": 0, "2.weight": 1}}
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.AKI(groups=groups))
     """
 
     def plan(

@@ -20,6 +20,16 @@ class ZeroPadding(GrowthMethod):
     """New units with weights of zero, in and out. They stay zero for ever where the activation of zero is zero.
 
     A norm over the width counts the new units: then the function changes.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.ZeroPadding())
+        >>> x = torch.randn(5, 3)
+        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
+        True
     """
 
     state_to_copies = False
@@ -80,6 +90,13 @@ class ShrinkAndPad(ZeroPadding):
     The authors perturb with a fresh muP initialisation of the wide network: `noise=AdditiveNoise(1.0)` is that, in all
     weights. Biases and the gains of norms are padded as they are. The function changes, and as published the optimizer
     state starts anew.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> noise = mupscale.AdditiveNoise(1.0)
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.ShrinkAndPad(shrink=0.4), noise=noise)
     """
 
     def __init__(
