@@ -167,7 +167,7 @@ def command_lines() -> list[tuple[Path, str]]:
         inline = "\n".join(re.findall(r"`(python -m mupscale [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
         for line in re.findall(r"^.*python -m mupscale (.*)$", f"{blocks}\n{inline}", flags=re.MULTILINE):
             command = line.partition(" #")[0]
-            if not command.startswith(("COMMAND", "--help")):
+            if not command.startswith(("COMMAND", "$COMMAND", "--help")):
                 lines.append((page, command))
     return lines
 
