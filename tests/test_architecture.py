@@ -20,7 +20,7 @@ FOLDERS = {
 
 LEAVES = {
     f"mupscale.{name}"
-    for name in ("_moved", "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops")
+    for name in ("_moved", "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops", "watching")
 }
 """Anybody may import these."""
 

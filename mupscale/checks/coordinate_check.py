@@ -28,6 +28,7 @@ from mupscale.arguments import (
 )
 from mupscale.checks.recording import Recorder, buffers_kept
 from mupscale.errors import UserError
+from mupscale.watching import Watch, unwatched
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.noise import AdditiveNoise, Noise
 from mupscale.widening.readout import Readout
@@ -171,6 +172,7 @@ def coord_check(
     seeds: int = 3,
     noise: Noise | None = DEFAULT_NOISE,
     clip: float | None = None,
+    watch: Watch = unwatched,
 ) -> CoordCheck:
     """Measures how the outputs of all layers, and their change in training, depend on the width.
 
@@ -178,6 +180,7 @@ def coord_check(
 
     `network(width)` makes a fresh muP network, `optimizer(network)` its optimizers, muP-scaled. Each of `seeds`
     networks of every width trains on `batches`, over and over; sizes are measured on the first one.
+    `watch(words, done, total)` is called after each network.
     """
     refuse_unless_callable("network", network, "lambda width: the network at this width")
     refuse_unless_callable("optimizer", optimizer, "lambda network: apply_mup(torch.optim.AdamW(...), network)")
@@ -202,6 +205,7 @@ def coord_check(
     fresh: dict[int, list[_Sizes]] = {width: [] for width in widths}
     doubled: dict[int, list[_Sizes]] = {FACTORS[0] * width: [] for width in widths}
     grown: dict[int, list[_Sizes]] = {factor * widths[0]: [] for factor in FACTORS}
+    total, done = seeds * (2 * len(widths) + len(FACTORS) - 1), 0
     with torch.random.fork_rng():
         for width in widths:
             for seed in range(seeds):
@@ -213,12 +217,16 @@ def coord_check(
                     raise UserError("optimizer must return the optimizer of the network, or a list of them; got none")
                 train = _Training(batches, loss, steps, clip, f"width {width}")
                 fresh[width].append(train(narrow, narrow_opts, first=0))
+                done += 1
+                watch("networks trained", done, total)
                 for factor in FACTORS if width == widths[0] else FACTORS[:1]:
                     wide = network(factor * width)
                     report = upscale(narrow, wide, narrow_opts, noise=noise, seed=seed)
                     assert isinstance(report.optimizer, list)
                     train = _Training(batches, loss, steps, clip, f"width {width} upscaled to {factor * width}")
                     sizes = train(wide, report.optimizer, first=steps)
+                    done += 1
+                    watch("networks trained", done, total)
                     if factor == FACTORS[0]:
                         doubled[factor * width].append(sizes)
                     if width == widths[0]:

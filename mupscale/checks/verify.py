@@ -23,6 +23,7 @@ from mupscale.arguments import (
 )
 from mupscale.checks.recording import Call, Recorder, buffers_kept
 from mupscale.errors import UserError
+from mupscale.watching import Watch, unwatched
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.layout import (
     Layout,
@@ -119,6 +120,7 @@ def verify(
     blocks: Blocks | None = None,
     units: Units | None = None,
     tolerance: float | None = None,
+    watch: Watch = unwatched,
 ) -> Verdict:
     """Whether upscaling `narrow` to `wide` is exact: same function, same training.
 
@@ -129,6 +131,8 @@ def verify(
 
     The default tolerance is 1e-8 for activations and 1e-10 for the loss; 1e-4 and 1e-6 for a model, or an
     optimizer, that computes in float32 inside, whatever the dtype of the weights. Complex weights become complex128.
+
+    `watch(words, done, total)` is called after every step.
 
     A run without a gradient in any parameter that grows, or in which none of them moves, tests nothing: its verdict is
     not passed.
@@ -158,7 +162,9 @@ def verify(
         if value is not None:
             refuse_unless_level(f"verify: {name}", value)
     with torch.random.fork_rng():
-        return _verify(narrow, wide, optimizer, _Batches(batches), loss, steps, clip, roles, blocks, units, tolerance)
+        return _verify(
+            narrow, wide, optimizer, _Batches(batches), loss, steps, clip, roles, blocks, units, tolerance, watch
+        )
 
 
 def _verify(
@@ -173,6 +179,7 @@ def _verify(
     blocks: Blocks | None,
     units: Units | None,
     tolerance: float | None,
+    watch: Watch,
 ) -> Verdict:
     narrow, wide = float64_copy(narrow), float64_copy(wide)
     for module, twin in zip(narrow.modules(), wide.modules(), strict=False):
@@ -210,6 +217,7 @@ def _verify(
             _step(narrow, narrow_opts, clip)
         _step(wide, report.optimizer, clip)
         comparison.weights(narrow, wide)
+        watch("comparing training steps", step + 1, steps)
     return comparison.verdict(steps)
 
 

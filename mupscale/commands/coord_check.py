@@ -18,6 +18,7 @@ from mupscale._torch import tree_map
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.outputs import refuse_output_folder
+from mupscale.commands.status import Status
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 ROWS = 16
@@ -97,17 +98,19 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
         module.net = net
         return module.loss(batch)
 
-    return coord_check(
-        module.network,
-        options.widths,
-        optimizer=optimizers,
-        loss=loss,
-        steps=options.steps,
-        seeds=options.seeds,
-        batches=tree_map(lambda x: x[:ROWS] if isinstance(x, Tensor) and x.ndim else x, batches),
-        noise=scheduled[0].noise if scheduled else DEFAULT_NOISE,
-        clip=trainer.gradient_clip_val,
-    )
+    with Status() as status:
+        return coord_check(
+            module.network,
+            options.widths,
+            optimizer=optimizers,
+            loss=loss,
+            steps=options.steps,
+            seeds=options.seeds,
+            batches=tree_map(lambda x: x[:ROWS] if isinstance(x, Tensor) and x.ndim else x, batches),
+            noise=scheduled[0].noise if scheduled else DEFAULT_NOISE,
+            clip=trainer.gradient_clip_val,
+            watch=status,
+        )
 
 
 def write_sizes(check: CoordCheck, path: Path) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from mupscale.checks.claims import check_claim
 from mupscale.checks.verify import verify
 from mupscale.commands.configured import configured, first_batches, growths
+from mupscale.commands.status import Status
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import Duplication
 
@@ -36,7 +37,10 @@ def main(command: str, arguments: list[str]) -> int:
         narrow, wide = module.network(before), module.network(after, meta=True)
         if isinstance(method, Duplication):
             clip = trainer.gradient_clip_val
-            verdict = verify(narrow, wide, optimizer=optimizer, batches=batches, loss=loss, steps=STEPS, clip=clip)
+            with Status() as status:
+                verdict = verify(
+                    narrow, wide, optimizer=optimizer, batches=batches, loss=loss, steps=STEPS, clip=clip, watch=status
+                )
             print(f"width {before} → {after}: {verdict}", flush=True)
             passed &= verdict.passed
         else:

@@ -13,6 +13,7 @@ from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known
 from mupscale.discovery.passes import Call, Recording
 from mupscale.discovery.search import Search
 from mupscale.errors import UserError
+from mupscale.watching import Watch, unwatched
 from mupscale.widening.layout import LayoutSpec
 from mupscale.widening.modules import Side
 from mupscale.widening.plan import plan
@@ -23,12 +24,13 @@ from mupscale.widening.upscale import upscale
 TOLERANCE = 1e-9
 
 
-def discover(narrow: nn.Module, wide: nn.Module, call: Call) -> Found:
+def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwatched) -> Found:
     """Finds how `narrow` grows to `wide`: the layouts, roles and units of all parameters.
 
     `call(model)` runs one forward pass. Copies of both models, with their parameters moved a little so that zeros and
     ones hide nothing, run in float64 on the CPU; where they first differ, layouts, roles and units of the modules
     before it are tried until they agree to the end, and until all gradients agree. The arguments are not changed.
+    `watch(words, done, total)` is called after every try.
 
     `found = discover(narrow, wide, lambda model: model(tokens))`
 
@@ -57,7 +59,7 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call) -> Found:
             raise UserError(f"discover: {name} is on the meta device and cannot run; build it on the CPU")
     refuse_unless_callable("discover: call", call, "lambda model: model(batch)")
     with torch.random.fork_rng():
-        search = Search(*_copies(narrow, wide), call, TOLERANCE)
+        search = Search(*_copies(narrow, wide), call, TOLERANCE, watch)
         try:
             search.run()
         except UserError:

@@ -10,6 +10,7 @@ from mupscale.discovery.cuts import paired
 from mupscale.discovery.hypothesis import Assumed, Axis, Hypothesis
 from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients
 from mupscale.errors import UserError
+from mupscale.watching import Watch, unwatched
 from mupscale.widening.layers import starred
 from mupscale.widening.layout import duplicate_
 
@@ -25,7 +26,10 @@ State = tuple[dict[str, Assumed], frozenset[Axis]]
 class Search:
     """Looks for what makes the wide model agree with the narrow one, event by event."""
 
-    def __init__(self, narrow: nn.Module, wide: nn.Module, call: Call, tolerance: float) -> None:
+    def __init__(
+        self, narrow: nn.Module, wide: nn.Module, call: Call, tolerance: float, watch: Watch = unwatched
+    ) -> None:
+        self._watch = watch
         self.hypothesis = Hypothesis(narrow, wide)
         self.call = call
         self.tolerance = tolerance
@@ -56,6 +60,7 @@ class Search:
             outcome.untrained = self._unlike_gradients(outcome)
         if self.furthest is None or outcome.score > self.furthest.score:
             self.furthest = outcome
+        self._watch("calls of modules that agree", self.furthest.agreed, len(self.narrow.events))
         return outcome
 
     def _solved(self, outcome: Outcome, at_once: int) -> Outcome | None:
