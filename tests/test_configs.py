@@ -63,6 +63,35 @@ COVERTYPE = {"data_dir": "data/covertype", "batch_size": 2000}
 
 RECIPE = {"tied": False, "readout_zero_init": True, "gain": 0.5, "embedding_std": 0.1, "output_mult": 4.0}
 
+GPT2_PAPER = PaperExperiment(
+    "gpt2-paper",
+    {
+        "base_width": 24,
+        "layers": 12,
+        "heads": 12,
+        "vocabulary": 50304,
+        "context": 1024,
+        "tied": True,
+        "compile": True,
+    },
+    torch.optim.AdamW,
+    {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    {"data_dir": "data/fineweb", "context": 1024},
+    512,
+    {"max_epochs": None, "max_steps": 10_000},
+    "bf16-mixed",
+    1.0,
+    {
+        "base": PaperRun(12 * 160, 0.0039),
+        "scratch": PaperRun(12 * 320, 0.0039),
+        "upscale": PaperRun(12 * 160, 0.002, 12 * 320, (AdditiveNoise, 0.05), "base"),
+        "small_base": PaperRun(12 * 16, 0.0039),
+        "small_upscale": PaperRun(12 * 16, 0.002, 12 * 32, (AdditiveNoise, 0.05), "small_base"),
+    },
+    (24, 48),
+    ["--model.layers=1", "--trainer.accumulate_grad_batches=1"],
+)
+
 EXPERIMENTS = {
     "mlp/adamw": PaperExperiment(
         "mlp-adamw",
@@ -127,62 +156,19 @@ EXPERIMENTS = {
         (4, 8),
         ["--data.batch_size=8"],
     ),
-    "gpt2": PaperExperiment(
-        "gpt2",
-        {
-            "base_width": 96,
-            "layers": 12,
-            "heads": 12,
-            "vocabulary": 50304,
-            "context": 1024,
-            "compile": True,
-            **RECIPE,
-        },
-        torch.optim.AdamW,
-        {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-        {"data_dir": "data/fineweb", "context": 1024},
-        512,
-        {"max_epochs": None, "max_steps": 10_000},
-        "bf16-mixed",
-        1.0,
-        {
+    "gpt2": GPT2_PAPER._replace(
+        name="gpt2",
+        model={**GPT2_PAPER.model, "base_width": 96, **RECIPE},
+        runs={
             "base": PaperRun(12 * 160, 0.0078),
             "scratch": PaperRun(12 * 320, 0.0078),
             "upscale": PaperRun(12 * 160, 0.0078, 12 * 320, (AdditiveNoise, 0.12), "base"),
             "small_base": PaperRun(12 * 16, 0.0078),
             "small_upscale": PaperRun(12 * 16, 0.0078, 12 * 32, (AdditiveNoise, 0.12), "small_base"),
         },
-        (96, 192),
-        ["--model.layers=1", "--trainer.accumulate_grad_batches=1"],
+        tiny=(96, 192),
     ),
-    "gpt2/paper": PaperExperiment(
-        "gpt2-paper",
-        {
-            "base_width": 24,
-            "layers": 12,
-            "heads": 12,
-            "vocabulary": 50304,
-            "context": 1024,
-            "tied": True,
-            "compile": True,
-        },
-        torch.optim.AdamW,
-        {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-        {"data_dir": "data/fineweb", "context": 1024},
-        512,
-        {"max_epochs": None, "max_steps": 10_000},
-        "bf16-mixed",
-        1.0,
-        {
-            "base": PaperRun(12 * 160, 0.0039),
-            "scratch": PaperRun(12 * 320, 0.0039),
-            "upscale": PaperRun(12 * 160, 0.002, 12 * 320, (AdditiveNoise, 0.05), "base"),
-            "small_base": PaperRun(12 * 16, 0.0039),
-            "small_upscale": PaperRun(12 * 16, 0.002, 12 * 32, (AdditiveNoise, 0.05), "small_base"),
-        },
-        (24, 48),
-        ["--model.layers=1", "--trainer.accumulate_grad_batches=1"],
-    ),
+    "gpt2/paper": GPT2_PAPER,
     "gpt2/reduced": PaperExperiment(
         "gpt2-reduced",
         {"base_width": 64, "layers": 8, "heads": 8, "vocabulary": 8192, "context": 512, "compile": True, **RECIPE},

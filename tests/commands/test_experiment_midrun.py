@@ -14,7 +14,7 @@ from command_line import LR, NOISE, refused, small
 from mupscale.__main__ import main
 from mupscale.commands.experiment.costs import BLOCKS, Costs, StepClock, budget_steps, limited, read_costs
 from mupscale.commands.experiment.file import read
-from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys
+from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, stretched
 from mupscale.commands.experiment.parts import State
 from mupscale.commands.experiment.protocols import Experiment
 from mupscale.commands.experiment.widths import Growth
@@ -124,9 +124,8 @@ def test_the_budget_is_the_length_of_the_configuration(trainer: dict[str, Any], 
 
 
 def test_schedules_stretch_to_the_steps_of_a_run() -> None:
-    keys = keys_of()
-    assert keys.stretched({"a": ["100%", {"b": "2.5%"}, "5 %", 7]}, 400) == {"a": [400, {"b": 10}, "5 %", 7]}
-    assert keys.stretched({"warm_up": "0.1%"}, 20) == {"warm_up": 1}
+    assert stretched({"a": ["100%", {"b": "2.5%"}, "5 %", 7]}, 400) == {"a": [400, {"b": 10}, "5 %", 7]}
+    assert stretched({"warm_up": "0.1%"}, 20) == {"warm_up": 1}
     assert keys_of(schedules={"constant": None}).schedules == {"constant": {}}
     two = keys_of(shares=[0.75, 0.1, 0.3], tuned_at=[0.25, 0.75])
     assert [two.nearest_tuned(share) for share in two.shares] == [0.25, 0.25, 0.75]

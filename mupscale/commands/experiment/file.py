@@ -14,7 +14,7 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in
 from mupscale.commands.config import Config, callbacks_of, temporary_file
 from mupscale.commands.configured import described
-from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys
+from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, stretched
 from mupscale.commands.experiment.widths import Growth, factors_text, growth_of
 from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
@@ -260,7 +260,7 @@ def check_midrun(description: Description) -> None:
     if trainer["max_steps"] in (None, -1) and trainer["max_epochs"] in (None, -1):
         raise UserError("config: trainer.max_steps, trainer.max_epochs: give the length of a run of the wide width")
     for overlay in keys.schedules.values():
-        description.config(keys.stretched(overlay, 1000))
+        description.config(stretched(overlay, 1000))
     refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:")
     for width in (keys.middle, keys.small_middle):
         refuse_width(description, width)

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from mupscale.commands.config import Config
 from mupscale.commands.experiment.costs import CostPart
 from mupscale.commands.experiment.file import Description, growing, of_width
+from mupscale.commands.experiment.midrun_keys import stretched
 from mupscale.commands.experiment.parts import Part, RunPart, SweepPart
 from mupscale.commands.tuning.space import Axis
 from mupscale.models.checkpoint import Width
@@ -149,7 +150,7 @@ class MidrunParts:
             "check_val_every_n_epoch": None,
             "val_check_interval": batches,
         }
-        return [{"trainer": length}, self.keys.stretched(self.keys.schedules[schedule], steps)]
+        return [{"trainer": length}, stretched(self.keys.schedules[schedule], steps)]
 
     def _width(self, fixed: Fixed, small: bool = False) -> Width:
         growth = self.small if small else self.target

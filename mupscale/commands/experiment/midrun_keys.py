@@ -34,10 +34,6 @@ class MidrunKeys:
     budgets: list[str]
     timing_steps: int
 
-    def stretched(self, schedule: Config, steps: int) -> Config:
-        """The configuration of a schedule for a run of so many steps: in it, `20%` is a fifth of them."""
-        return _stretched(schedule, steps)
-
     def nearest_tuned(self, share: float) -> float:
         """The share of sweep_2 whose values a run that grows at `share` takes."""
         return min(self.tuned_at, key=lambda tuned: abs(tuned - share))
@@ -96,10 +92,11 @@ def _named(key: str, table: Any, example: str) -> dict[str, Config]:
     return {name: value or {} for name, value in table.items()}
 
 
-def _stretched(value: Any, steps: int) -> Any:
-    if isinstance(value, dict):
-        return {key: _stretched(item, steps) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_stretched(item, steps) for item in value]
-    share = SHARE_OF_STEPS.fullmatch(value) if isinstance(value, str) else None
-    return max(1, round(float(share[1]) / 100 * steps)) if share else value
+def stretched(schedule: Any, steps: int) -> Any:
+    """The configuration of a schedule for a run of so many steps: in it, `20%` is a fifth of them."""
+    if isinstance(schedule, dict):
+        return {key: stretched(item, steps) for key, item in schedule.items()}
+    if isinstance(schedule, list):
+        return [stretched(item, steps) for item in schedule]
+    share = SHARE_OF_STEPS.fullmatch(schedule) if isinstance(schedule, str) else None
+    return max(1, round(float(share[1]) / 100 * steps)) if share else schedule

@@ -46,6 +46,11 @@ class Arm(NamedTuple):
     noise: str = ""
     share: float = 0.0
 
+    @property
+    def place(self) -> tuple[int, str, float]:
+        """What arms are sorted by: the fixed widths first, then the growths by noise and share."""
+        return FIXED.index(self.fixed) if self.fixed else len(FIXED), self.noise, self.share
+
     def __str__(self) -> str:
         if self.fixed:
             return f"width {self.width}"
@@ -87,8 +92,7 @@ class Comparison:
     def arms(self) -> dict[Arm, list[MidrunRun]]:
         """Runs by what they have in common: the fixed widths first, then the growths by noise and share."""
         answer: dict[Arm, list[MidrunRun]] = {}
-        order = lambda run: (FIXED.index(run.arm.fixed) if run.arm.fixed else len(FIXED), run.arm.noise, run.arm.share)  # noqa: E731
-        for run in sorted(self.runs, key=order):
+        for run in sorted(self.runs, key=lambda run: run.arm.place):
             answer.setdefault(run.arm, []).append(run)
         return answer
 
