@@ -162,9 +162,9 @@ EXPERIMENTS = {
         runs={
             "base": PaperRun(12 * 160, 0.0078),
             "scratch": PaperRun(12 * 320, 0.0078),
-            "upscale": PaperRun(12 * 160, 0.0078, 12 * 320, (AdditiveNoise, 0.12), "base"),
+            "upscale": PaperRun(12 * 160, 0.0078, 12 * 320, (AdditiveNoise, 0.24), "base"),
             "small_base": PaperRun(12 * 16, 0.0078),
-            "small_upscale": PaperRun(12 * 16, 0.0078, 12 * 32, (AdditiveNoise, 0.12), "small_base"),
+            "small_upscale": PaperRun(12 * 16, 0.0078, 12 * 32, (AdditiveNoise, 0.24), "small_base"),
         },
         tiny=(96, 192),
     ),
@@ -182,9 +182,9 @@ EXPERIMENTS = {
         {
             "base": PaperRun(256, 0.0078),
             "scratch": PaperRun(512, 0.0078),
-            "upscale": PaperRun(256, 0.0078, 512, (AdditiveNoise, 0.12), "base"),
+            "upscale": PaperRun(256, 0.0078, 512, (AdditiveNoise, 0.24), "base"),
             "small_base": PaperRun(64, 0.0078),
-            "small_upscale": PaperRun(64, 0.0078, 128, (AdditiveNoise, 0.12), "small_base"),
+            "small_upscale": PaperRun(64, 0.0078, 128, (AdditiveNoise, 0.24), "small_base"),
         },
         (64, 128),
         ["--model.layers=1"],
@@ -203,7 +203,7 @@ EXPERIMENTS = {
         {
             "base": PaperRun(256, 0.0078),
             "scratch": PaperRun(512, 0.0078),
-            "upscale": PaperRun(256, 0.0078, 512, (AdditiveNoise, 0.12), "base"),
+            "upscale": PaperRun(256, 0.0078, 512, (AdditiveNoise, 0.24), "base"),
         },
         (64, 128),
         ["--model.layers=1"],
