@@ -106,7 +106,8 @@ def equivalence(path: Path) -> None:
         "wide, with noise": {"color": COLOURS[1], "lw": 2},
     }
     for name, style in styles.items():
-        ax.plot(torch.arange(STEPS + middle, STEPS + STEPS_MORE, WINDOW), windows(runs[name]), label=name, **style)
+        both = torch.cat([before[-WINDOW:], runs[name]])  # from the last point before the growth
+        ax.plot(torch.arange(STEPS - middle, STEPS + STEPS_MORE, WINDOW), windows(both), label=name, **style)
     ax.axvline(STEPS, color="0.6", lw=0.8, ls=":")
     ax.annotate(f"width {NARROW} → {WIDE}", (STEPS, 0.02), (6, 2), xycoords=("data", "axes fraction"),
                 textcoords="offset points")  # fmt: skip
