@@ -36,7 +36,7 @@ docs: $(VENV)/.installed-docs
 docs-serve: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
-# builds wheel and sdist into build/dist and tries them in empty environments: ten minutes, most of them downloads
+# wheel and sdist of the last commit in build/dist, tried in empty environments: minutes, most of them for torch
 release: $(VENV)/.installed-release
 	.ci/release $(BIN)/python
 
