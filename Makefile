@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check fast-tests lint types docs docs-serve clean
+.PHONY: demo test check fast-tests lint types docs docs-serve release clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m mupscale fit --config configs/quickstart.yaml
@@ -36,6 +36,10 @@ docs: $(VENV)/.installed-docs
 docs-serve: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
+# wheel and sdist of the last commit in build/dist, tried in empty environments: minutes, most of them for torch
+release: $(VENV)/.installed-release
+	.ci/release $(BIN)/python
+
 # The demo installs all that any command needs, `make test` the test tools too. pip, not a faster resolver: it honours
 # a local CPU build of torch where one is configured
 $(VENV)/.installed: pyproject.toml
@@ -49,6 +53,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
+$(VENV)/.installed-release: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[release]'
 	touch $@
 
 clean:

@@ -5,6 +5,7 @@ The pages of docs/ are written for GitHub and for the site. `mkdocs.yml` names t
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -30,10 +31,12 @@ ROOT_PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "configs/README.md": "configs.md",
+    "examples/README.md": "examples.md",
 }
 """Pages that are not in docs/, and where they are on the site."""
 CODE = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
-"""Files that become pages where a page links to them; files of other kinds are copied."""
+"""Files that become pages where a page links to them, as notebooks do; files of other kinds are copied."""
+NOTEBOOK = ".ipynb"
 FORMS = {"upscale": (("--factor", "2"),), "prepare": (("fineweb",), ("text",))}
 """Commands with several help texts: the arguments that select the others."""
 PACKAGES = tempfile.TemporaryDirectory(prefix="mupscale-site-")
@@ -90,12 +93,29 @@ def linked_files(files: Files) -> set[Path]:
 
 def source_file(path: Path, config: MkDocsConfig) -> File:
     """A file of the repository on the site: code as a page that shows it, others as they are."""
-    text = path.read_text() if path.suffix in (*CODE, ".md") else None
+    text = path.read_text() if path.suffix in (*CODE, NOTEBOOK, ".md") else None
+    if path.suffix == NOTEBOOK:
+        text = notebook_page(json.loads(path.read_text()))
     if path.suffix in CODE:
         text = f"# {path.relative_to(ROOT)}\n\n```{CODE[path.suffix]}\n{text}```\n"
     if text is not None:
         return File.generated(config, uri_of(path), content=text, inclusion=InclusionLevel.NOT_IN_NAV)
     return File.generated(config, uri_of(path), abs_src_path=str(path))
+
+
+def notebook_page(notebook: dict) -> str:
+    """The cells of a notebook one after another, with the outputs that it has stored."""
+    parts = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text'])}```")
+            picture = output.get("data", {}).get("image/png")
+            if picture is not None:
+                parts.append(f'<img alt="What the cell draws" src="data:image/png;base64,{picture.strip()}">')
+    return "\n\n".join(parts) + "\n"
 
 
 def targets(markdown: str, source: Path) -> Iterator[Path]:
@@ -122,7 +142,7 @@ def uri_of(path: Path) -> str:
         return ROOT_PAGES[relative]
     if path.is_relative_to(DOCS):
         return str(path.relative_to(DOCS))
-    return f"source/{relative}.md" if path.suffix in CODE else f"source/{relative}"
+    return f"source/{relative}.md" if path.suffix in (*CODE, NOTEBOOK) else f"source/{relative}"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

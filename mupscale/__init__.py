@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from mupscale.widening.rules import register_optimizer
     from mupscale.widening.upscale import UpscaleReport, upscale
 
+    __version__: str
+
 _HOME = {
     "AKI": "widening.methods",
     "AdditiveNoise": "widening.noise",
@@ -103,6 +105,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads torch only when something is used, so that `python -m mupscale --help` answers at once."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("mupscale")
     if name not in _HOME:
         raise AttributeError(f"module 'mupscale' has no attribute {name!r}")
     return getattr(import_module(f"mupscale.{_HOME[name]}"), name)

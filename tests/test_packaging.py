@@ -6,9 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +19,14 @@ import pytest
 from core_only import EXTRAS
 from paths import ROOT, SUPPORT
 
+import mupscale
 from mupscale.__main__ import main
 from mupscale.errors import pip_requirement
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CORE = PROJECT["project"]["dependencies"]
 OPTIONAL = PROJECT["project"]["optional-dependencies"]
+VERSION = PROJECT["project"]["version"]
 
 FOLDERS = {"mupscale": "mupscale"} | {
     folder: package.replace(".", "/") for package, folder in PROJECT["tool"]["setuptools"]["package-dir"].items()
@@ -40,22 +45,35 @@ DISTRIBUTIONS = {
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
-# ---- the wheel
+# ---- the wheel and the sdist
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names of the files in a wheel that is built from a copy of the source."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out)]
-    run = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], capture_output=True, text=True)
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist of a copy of the source."""
+    source, out = tmp_path_factory.mktemp("source") / "mupscale", tmp_path_factory.mktemp("sdist")
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", *ignored))
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"
+    run = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    (built,) = out.iterdir()
-    return set(zipfile.ZipFile(built).namelist())
+    return out / f"mupscale-{VERSION}.tar.gz"
+
+
+@pytest.fixture(scope="module")
+def built(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel that is built from the sdist."""
+    out = tmp_path_factory.mktemp("wheel")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out)]
+    run = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(sdist)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return zipfile.ZipFile(out / f"mupscale-{VERSION}-py3-none-any.whl")
+
+
+@pytest.fixture(scope="module")
+def wheel(built: zipfile.ZipFile) -> set[str]:
+    """The names of the files in the wheel."""
+    return set(built.namelist())
 
 
 def source_files() -> dict[str, Path]:
@@ -80,6 +98,66 @@ def test_types_data_and_credits_are_in_the_wheel(wheel: set[str]):
     data += [f"jargon/{split}-00000.{kind}" for split in ("train", "val") for kind in ("tokens", "documents")]
     assert {"mupscale/py.typed", *(f"mupscale/datamodules/{name}" for name in data)} <= wheel
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel)
+
+
+def test_the_configurations_are_in_the_wheel_and_nothing_else_of_the_repository(wheel: set[str]):
+    assert {"mupscale/configs/quickstart.yaml", "mupscale/configs/experiments/quickstart.yaml"} <= wheel
+    assert {name.partition("/")[0] for name in wheel} == {"mupscale", f"mupscale-{VERSION}.dist-info"}
+
+
+def test_the_sdist_is_the_repository(sdist: Path):
+    made = {"PKG-INFO", "setup.cfg", "mupscale.egg-info"}
+    folders = {*FOLDERS, "benchmarks", "docs", "examples", "tests"}
+    files = {
+        "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
+        "mkdocs.yml", "pyproject.toml",
+    }  # fmt: skip
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    assert {name.partition("/")[0] for name in packed} == made | folders | files
+    for folder in sorted(folders):
+        source = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.is_file()}
+        expected = {name for name in source if "__pycache__" not in name}
+        assert {name for name in packed if name.startswith(f"{folder}/")} == expected
+
+
+# ---- the version, and what an index shows
+
+
+def test_one_version(built: zipfile.ZipFile):
+    assert mupscale.__version__ == VERSION
+    assert metadata(built)["Version"] == VERSION
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
+    assert cited == VERSION
+
+
+def test_the_changelog_has_the_version():
+    """Unreleased, then the versions, the newest first: with their dates, but for the first."""
+    unreleased, *released = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert unreleased == "Unreleased"
+    versions = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+)( \(\d{4}-\d\d-\d\d\))?", heading) for heading in released]
+    assert all(versions), released
+    numbers = [tuple(map(int, match.groups()[:3])) for match in versions if match]
+    assert numbers == sorted(set(numbers), reverse=True)
+    assert ".".join(map(str, numbers[0])) == VERSION
+    assert all(match[4] for match in versions[:-1] if match)
+
+
+def test_the_metadata(built: zipfile.ZipFile):
+    found = metadata(built)
+    assert found.get_all("Classifier") == PROJECT["project"]["classifiers"]
+    assert found["Summary"] == PROJECT["project"]["description"]
+    assert found["License-Expression"] == "MIT"
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert {*found["Requires-Python"].split(",")} == {">=3.11", "<3.13"}
+    prefix = "Programming Language :: Python :: "
+    pythons = [name.removeprefix(prefix) for name in found.get_all("Classifier") if name.startswith(prefix)]
+    assert pythons == ["3.11", "3.12"]
+    assert f'supported="{" ".join(pythons)}"' in (ROOT / ".ci" / "release").read_text()  # those that are tried
+
+
+def metadata(built: zipfile.ZipFile) -> Message:
+    return message_from_bytes(built.read(f"mupscale-{VERSION}.dist-info/METADATA"))
 
 
 # ---- dependencies
@@ -126,7 +204,7 @@ def test_all_has_every_extra_and_test_has_all():
     composed = {"all"}
     while more := {name for extra in composed for name in extras_in(OPTIONAL[extra])} - composed:
         composed |= more
-    assert composed == OPTIONAL.keys() - {"docs", "test", "dev"}
+    assert composed == OPTIONAL.keys() - {"docs", "test", "dev", "release"}
 
 
 def extras_in(requirements: list[str]) -> list[str]:

@@ -26,7 +26,10 @@ GROWING, LIBRARY, HF, START, OWN_MODEL = (
     ROOT / "docs" / name for name in ("growing.md", "library.md", "hf.md", "index.md", "own_model.md")
 )
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md", "examples/README.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
@@ -176,8 +179,8 @@ def test_a_page_names_what_there_is(page: Path):
         assert hasattr(mupscale, name), name
     if page.name in ("CONTRIBUTING.md", "CHANGELOG.md"):  # which also name files to be made, and files of old
         return
-    folders = "mupscale|models|callbacks|datamodules|configs|docs|benchmarks|tests"
-    for path in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./]+\.(?:yaml|py|md)\b", text):
+    folders = "mupscale|models|callbacks|datamodules|configs|docs|benchmarks|examples|tests"
+    for path in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./]+\.(?:yaml|py|md|ipynb)\b", text):
         assert (ROOT / path).exists(), path
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PAGES = [
     *(ROOT / "docs").rglob("*.md"),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/README.md", "examples/README.md")),
 ]
 CONFIGURED = {"fit", "resume", "validate", "test", "predict", "plan", "verify", "coord-check", "sweep", "experiment"}
 """Commands that take the options of `fit`."""
