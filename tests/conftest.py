@@ -1,5 +1,6 @@
 """One thread a test process: the suite runs one process per core."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--attack", action="store_true", help="test_attack.py kills runs at all their file operations: 20 minutes"
     )
     parser.addoption("--zoo", action="store_true", help="hf/test_zoo.py widens all families that it has: 30 minutes")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays. Collections, of which every run of a sweep makes one, need not go through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
