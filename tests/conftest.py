@@ -18,7 +18,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--attack", action="store_true", help="test_attack.py kills runs at all their file operations: 20 minutes"
     )
+    parser.addoption("--all", action="store_true", help="also runs what is marked exhaustive, such as all cells of grids")
     parser.addoption("--zoo", action="store_true", help="hf/test_zoo.py widens all families that it has: 30 minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
 
 
 def pytest_collection_finish() -> None:
