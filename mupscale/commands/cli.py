@@ -47,6 +47,7 @@ from mupscale.commands.config import Config
 from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
+from mupscale.commands.next_steps import after_fit
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
@@ -310,6 +311,14 @@ class CLI(OpenCLI):
         for callback in callbacks_in(trainer, ExactResume):
             callback.run = {"id": identity, "config": saved}
         log_files.keep_tables(trainer)
+
+    def after_fit(self) -> None:
+        trainer, ending = self.trainer, self.ending
+        if not trainer.is_global_zero or is_trial_run(trainer) or ending.received_sigterm:
+            return
+        lines = after_fit(trainer, self.model, ending.folder, [path for _, path in ending.checkpoints()])
+        if lines:
+            print("\n".join(lines), flush=True)
 
     def _takes_next_version(self) -> bool:
         """Whether the first logger finds its version itself."""

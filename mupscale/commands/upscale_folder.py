@@ -7,6 +7,7 @@ the model never has to fit into memory. mupscale.json beside the wide weights ha
 weight decay for each parameter; mupscale.hf.parameter_groups makes parameter groups of them.
 """
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
 from mupscale.commands.outputs import refuse_folder, refuse_output
 from mupscale.commands.status import Status
+from mupscale.commands.terminal import show
 from mupscale.errors import UserError, needs_extra
 
 
@@ -67,8 +69,11 @@ def widen_folder(arguments: list[str]) -> None:
         )
     if options.save_noise:
         report.save_noise(options.save_noise)
-    print(report)
+    show(str(report))
     print(f"wrote {options.out}")
+    model = json.loads((options.out / "config.json").read_text()).get("architectures", ["AutoModel"])[0]
+    print(f"  load it: model = transformers.{model}.from_pretrained({str(options.out)!r})")
+    print(f"  train it with groups = mupscale.hf.parameter_groups(model, {str(options.out)!r}, lr=LR)")
 
 
 def _field(text: str) -> tuple[str, float]:
