@@ -39,6 +39,7 @@ from mupscale.commands._jsonargparse import (
     in_a_line,
     is_incomplete,
     key_and_problem,
+    lacks_class,
     unknown_class,
     unknown_key,
 )
@@ -91,7 +92,13 @@ class Parser(LightningArgumentParser):
         key, text = key_and_problem(message)
         kind = {"model": WidthScalable, "data": LightningDataModule}.get(key)
         class_name, unknown = unknown_class(message), unknown_key(message)
-        if kind is not None and "import path" in text and "given class_path" not in text:
+        said = in_a_line(message)
+        if lacks_class(message):
+            text = (
+                "model: the configuration has no model.class_path. If it is one to lay over another, give both: "
+                "--config BASE --config FILE"
+            )
+        elif kind is not None and "import path" in said and "given class_path" not in said:
             text += f". There are {', '.join(sorted(short_names(kind)))}; name other classes by their import path"
         elif class_name is not None and key == "trainer.callbacks":
             text += did_you_mean(class_name, {child.__name__ for child in descendants(Callback)})

@@ -201,7 +201,7 @@ def test_the_sample_is_what_the_command_makes_of_its_text(tmp_path: Path):
         (
             "no.jsonl",
             b'{"text": "a"}\n{"body": "b"}',
-            "no.jsonl cannot be read: the line at byte 14 is not a JSON object with a string `text` (KeyError('text'))",
+            "no.jsonl cannot be read: the line at byte 14 is not a JSON object with a string `text` (it has no 'text')",
         ),
         ("list.jsonl", b'["a"]', "list.jsonl cannot be read: the line at byte 0"),
         ("number.jsonl", b'{"text": 3}', "number.jsonl cannot be read: the line at byte 0"),
