@@ -369,8 +369,8 @@ _BY = " by "
 def _grouped(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """One row for all layers of which the same is said, where the first of them is."""
     names_of: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in rows:
-        names_of.setdefault(tuple(cells), []).append(name)
+    for row in rows:
+        names_of.setdefault(row[1:], []).append(row[0])
     by_first = {}
     for cells, names in names_of.items():
         for label, members in braced(names).items():
