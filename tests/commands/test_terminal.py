@@ -14,7 +14,7 @@ import pytest
 from command_line import small, upscale
 from paths import ROOT
 
-from mupscale.__main__ import main
+from mupscale.__main__ import COMMANDS, main
 from mupscale.commands import terminal as terminals
 from mupscale.commands.configured import configured, growths
 from mupscale.commands.terminal import columns, paint, show
@@ -68,6 +68,14 @@ def test_plans_of_shipped_configurations_fit_and_name_every_tensor(name: str) ->
         assert counts == [len(expanded(label)) for label in labels[2:end]]
     rows = str(plan).splitlines()[2:]
     assert [row.split("  ")[0] for row in rows[: len(entries)]] == list(entries)
+
+
+def test_the_list_of_commands_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    words = " ".join(printed.split())
+    assert all(f"{name} {text}" in words for name, (_, text) in COMMANDS.items())
 
 
 def test_a_pipe_gets_all_and_no_colour(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
