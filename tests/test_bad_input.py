@@ -38,7 +38,7 @@ FAST = {
     "the same width": ("upscale mlp.ckpt --width 8 --out o", "give a larger one"),
     "a narrower width": (
         "upscale mlp.ckpt --width 4 --out o",
-        "--width 4: the checkpoint has width 8; give a larger one",
+        "narrower than the checkpoint, which has width 8; give a larger one",
     ),
     "a huge width": ("upscale mlp.ckpt --width 99999999999 --out o", "does not fit into memory; take less"),
     "two widths for three layers": ("upscale mlp.ckpt --width 16 16 --out o", "Build both with the same depth"),

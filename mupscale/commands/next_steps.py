@@ -42,7 +42,8 @@ def after_fit(trainer: "Trainer", module: "LightningModule", folder: Path | None
     if isinstance(module, WidthScalable) and own_class is not None:
         width = doubled(module.width)
         # not in the folder, where `resume` would take it for a checkpoint of the run
-        out = folder.with_name(f"{folder.name}-wide-{'-'.join(widths_of(width))}.ckpt")
+        named = folder if folder.name not in ("", "..") else folder.resolve()
+        out = named.with_name(f"{named.name}-wide-{'-'.join(widths_of(width))}.ckpt")
         words = ["upscale", checkpoint, "--width", *widths_of(width), *NOISE, *own_class, "--out", out]
         lines.append(f"  widen further: {command_line(*words)}")
     if (folder / SAVED / "config.json").is_file():

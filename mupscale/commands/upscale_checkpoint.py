@@ -84,7 +84,9 @@ def widen_checkpoint(arguments: list[str]) -> None:
     if module.width == width:
         raise UserError(f"--width {width} is the width of the checkpoint already; give a larger one")
     if isinstance(width, int) and isinstance(module.width, int) and width < module.width:
-        raise UserError(f"--width {width}: the checkpoint has width {module.width}; give a larger one")
+        raise UserError(
+            f"--width {width} is narrower than the checkpoint, which has width {module.width}; give a larger one"
+        )
     with_state = not options.no_optimizer
     if shards is not None:
         growth = ShardedGrowth(shards, module, width, method, noise, options.seed, optimizer=with_state)
