@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from mupscale.data_files import json_of
+from mupscale.data_files import json_of, what_is_wrong
 from mupscale.datamodules.shards import sha256
 from mupscale.errors import UserError, needs_extra
 
@@ -242,7 +242,7 @@ def _json_lines(stream: Iterable[bytes], offset: int) -> Iterator[tuple[str, int
             # JSON can spell one half of a surrogate pair, which UTF-8 cannot
             text = text.encode(errors="replace").decode()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = f"the line at byte {begin} is not a JSON object with a string `text` ({error!r})"
+            problem = f"the line at byte {begin} is not a JSON object with a string `text` ({what_is_wrong(error)})"
             raise UserError(problem) from error
         yield text, offset
 

@@ -68,7 +68,9 @@ def load_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]
     try:
         return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
     except Exception as error:  # torch raises many kinds
-        raise UserError(f"{path} is not a checkpoint, or a damaged one ({type(error).__name__})") from error
+        raise UserError(
+            f"{path} is not a checkpoint, or is damaged ({type(error).__name__}); take another one"
+        ) from error
 
 
 def peek(path: Path) -> dict[str, Any] | None:

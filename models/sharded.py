@@ -58,7 +58,7 @@ def _rest(folder: Path) -> dict[str, Any]:
     try:
         rest = torch.load(folder / META, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
-        raise UserError(f"{folder / META} is not a checkpoint, or a damaged one") from error
+        raise UserError(f"{folder / META} is not a checkpoint, or is damaged") from error
     if not isinstance(rest, dict):
         raise UserError(f"{folder / META} is not a checkpoint")
     return rest

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import textwrap
 from importlib import import_module
 
 from mupscale.commands._jsonargparse import did_you_mean
@@ -34,8 +35,8 @@ COMMANDS = {
 
 USAGE = """usage: python -m mupscale COMMAND [options]
 
-Grow neural networks: widen a trained model so that it computes and trains exactly as before,
-then let it use its new width.
+Grow neural networks: widen a trained model so that it computes and trains
+exactly as before, then let it use its new width.
 
 commands:
 {commands}
@@ -46,9 +47,8 @@ python -m mupscale COMMAND --help tells more.
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    usage = USAGE.format(commands="\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()))
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage)
+        print(USAGE.format(commands="\n".join(_described(name) for name in COMMANDS)))
         return
     name, *rest = arguments
     if name not in COMMANDS:
@@ -73,6 +73,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(EXIT_CODE)
     if status:
         sys.exit(status)
+
+
+def _described(name: str) -> str:
+    """A command and what it is for, in lines of at most 80 characters."""
+    return textwrap.fill(f"{name:<11} {COMMANDS[name][1]}", 80, initial_indent="  ", subsequent_indent=" " * 14)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,15 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path} is not YAML that can be read: {' '.join(str(error).split())}") from error
 
 
+def what_is_wrong(error: Exception) -> str:
+    """Why data does not have the form that was wanted, by the exception that was raised on reading it."""
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    if isinstance(error, ValueError | yaml.YAMLError):
+        return " ".join(str(error).split())
+    return "its values are of another kind"
+
+
 def inside(folder: Path, name: Any) -> Path:
     """A path below a folder, as a file in it names it; UserError if it lies elsewhere, also by a link."""
     path = folder / name if isinstance(name, str) else folder

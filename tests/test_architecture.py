@@ -20,8 +20,11 @@ FOLDERS = {
 
 LEAVES = {
     f"mupscale.{name}"
-    for name in ("_moved", "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops", "watching")
-}
+    for name in (
+        "_moved", "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops", "tables",
+        "watching",
+    )
+}  # fmt: skip
 """Anybody may import these."""
 
 LAYERS = ("leaves", "widening", "stacking", "root", "checks", "discovery", "hf", "models", "callbacks", "commands")

@@ -261,7 +261,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "checkpoint: upscale": (
         checkpoint,
         "upscale evil.ckpt --width 16 --out o",
-        "is not a checkpoint, or a damaged one",
+        "is not a checkpoint, or is damaged",
     ),
     "checkpoint: an old one": (old_checkpoint, "upscale evil.ckpt --width 16 --out o", "is not a checkpoint"),
     "checkpoint: validate": (checkpoint, "validate --config c.yaml --ckpt_path evil.ckpt", "nothing of it was loaded"),

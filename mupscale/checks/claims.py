@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from mupscale.checks.recording import buffers_kept
 from mupscale.checks.verify import WARM_UP, float64_copy
 from mupscale.errors import UserError
+from mupscale.tables import Paint, folded, unpainted
 from mupscale.widening.methods.base import Claim, GrowthMethod, Loss
 from mupscale.widening.plan import Blocks
 from mupscale.widening.roles import Roles
@@ -38,12 +39,17 @@ class ClaimCheck:
         return self.claim == Claim(self.static <= PRESERVED, self.dynamic <= PRESERVED)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
+        """The check in a line that begins with `title`; for a terminal of `columns`."""
         parts = []
         for name, claimed, deviation in zip(
             ("function", "training"), self.claim, (self.static, self.dynamic), strict=True
         ):
             parts.append(f"{name} {'preserved' if claimed else 'not preserved'} (deviation {deviation:.1e})")
-        return f"{self.method}: {', '.join(parts)}: {'confirmed' if self.holds else 'REFUTED'}"
+        line = f"{title}{self.method}: {', '.join(parts)}: {'confirmed' if self.holds else 'REFUTED'}"
+        return "\n".join(paint(part, "good" if self.holds else "bad") for part in folded([line], columns))
 
 
 def check_claim(

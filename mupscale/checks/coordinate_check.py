@@ -28,6 +28,7 @@ from mupscale.arguments import (
 )
 from mupscale.checks.recording import Recorder, buffers_kept
 from mupscale.errors import UserError
+from mupscale.tables import Paint, Style, folded, table, unpainted
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.noise import AdditiveNoise, Noise
@@ -142,23 +143,31 @@ class CoordCheck:
         return not self.failing
 
     def __str__(self) -> str:
-        indent = max(len("layer"), *map(len, self.layers))
+        return self.text()
+
+    def text(self, columns: int | None = None, paint: Paint = unpainted) -> str:
+        """The slopes in a table, and what is wrong; for a terminal of `columns`."""
         failing = self.failing
-        lines = [
-            "slopes of log size against log width",
-            *(f"  {scan.name:<8} {scan.title}" for scan in self.scans),
-            (" " * indent + "".join(f"  {scan.name:^17}" for scan in self.scans)).rstrip(),
-            f"{'layer':<{indent}}" + "    output   update" * len(self.scans),
-        ]
+        rows = [["layer"]]
+        for scan in self.scans:
+            rows[0] += [f"{scan.name}\noutput", f"{scan.name}\nupdate"]
+        rows[0].append("")
+        styles: dict[int, Style] = {}
         for name, scans in self.layers.items():
-            numbers = "".join(f"{_number(s.output):>10}{_number(s.update):>9}" for s in scans.values())
-            lines.append(f"{name:<{indent}}{numbers}   {'FAILS' if name in failing else 'ok'}")
+            numbers = [_number(slope) for slopes in scans.values() for slope in (slopes.output, slopes.update)]
+            if name in failing:
+                styles[len(rows)] = "bad"
+            rows.append([name, *numbers, "FAILS" if name in failing else "ok"])
+        above = ["slopes of log size against log width", *(f"  {scan.name:<8} {scan.title}" for scan in self.scans)]
         if self.passed:
             limits = f"tolerance {TOLERANCE}, {FALLING_TOLERANCE} where an update falls"
-            lines.append(f"passed: no layer's output or update grows or vanishes with the width ({limits})")
-            return "\n".join(lines)
-        lines.append(f"FAILED in {len(failing)} of {len(self.layers)} layers, look first at {self.first}")
-        return "\n".join([*lines, *(f"  {name}: {problem}" for name, problem in failing.items())])
+            below = [f"passed: no layer's output or update grows or vanishes with the width ({limits})"]
+        else:
+            below = [f"FAILED in {len(failing)} of {len(self.layers)} layers, look first at {self.first}"]
+        verdict = [paint(line, "good" if self.passed else "bad") for line in folded(below, columns)]
+        problems = folded([f"  {name}: {problem}" for name, problem in failing.items()], columns)
+        lines = table(rows, right=range(1, 1 + 2 * len(self.scans)), styles=styles, columns=columns, paint=paint)
+        return "\n".join([*folded(above, columns), *lines, *verdict, *problems])
 
 
 def coord_check(

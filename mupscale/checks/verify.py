@@ -23,6 +23,7 @@ from mupscale.arguments import (
 )
 from mupscale.checks.recording import Call, Recorder, buffers_kept
 from mupscale.errors import UserError
+from mupscale.tables import Paint, folded, table, unpainted
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.layout import (
@@ -47,7 +48,13 @@ WARM_UP = 10
 """Steps the narrow copy trains before it is widened, so that optimizer state is moved too."""
 
 TOLERANCE = 1e-8
-"""Relative drift of activations in float64. Gradients and weights get ten times as much, the loss a hundredth of it."""
+"""Relative drift of activations in float64."""
+
+LOSS_DIVISOR = 100
+"""The loss is held to this part of that tolerance."""
+
+GRADIENT_MULTIPLE = 10
+"""Gradients and weights get this multiple of it."""
 
 TOLERANCE_FLOAT32 = 1e-4
 """The same for models that compute in float32 inside, whatever their weights: the loss is then held to 1e-6."""
@@ -93,18 +100,29 @@ class Verdict:
         return self.passed
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
+        """The verdict in a line that begins with `title`, and the drifts in a table; for a terminal of `columns`."""
         if self.passed:
             head = "exact"
         elif self.first_divergent is None:
             head = "NOTHING TESTED"
         else:
             head = f"NOT exact: {self.first_divergent} diverges first"
-        lines = [
-            f"{head} (tolerance {self.tolerance:g}, {self.steps} steps after the upscale)",
-            f"  largest relative drift of the loss {self.loss_drift:.1e}, activations {self.activation_drift:.1e}, "
-            f"gradients {self.gradient_drift:.1e}, weights {self.weight_drift:.1e}",
-        ]
-        return "\n".join(lines + [f"  {self.reason}"] * bool(self.reason))
+        lines = folded([f"{title}{head} (tolerance {self.tolerance:g}, {self.steps} steps after the upscale)"], columns)
+        lines = [paint(line, "good" if self.passed else "bad") for line in lines]
+        drifts = {
+            "loss": (self.loss_drift, self.tolerance / LOSS_DIVISOR),
+            "activations": (self.activation_drift, self.tolerance),
+            "gradients": (self.gradient_drift, self.tolerance * GRADIENT_MULTIPLE),
+            "weights": (self.weight_drift, self.tolerance * GRADIENT_MULTIPLE),
+        }
+        rows = [("", "largest relative drift", "allowed")]
+        rows += [(name, f"{drift:.1e}", f"{allowed:.0e}") for name, (drift, allowed) in drifts.items()]
+        beyond = [index for index, (drift, allowed) in enumerate(drifts.values(), 1) if not drift <= allowed]
+        lines += table(rows, right=(1, 2), styles=dict.fromkeys(beyond, "bad"), columns=columns, paint=paint)
+        return "\n".join([*lines, *folded([self.reason] if self.reason else [], columns)])
 
 
 def verify(
@@ -250,7 +268,7 @@ class _Comparison:
     def loss(self, narrow: Tensor, wide: Tensor) -> None:
         drift = _relative(wide, narrow, float(narrow.abs()))
         self.loss_drift = _worst(self.loss_drift, drift)
-        if not drift <= self.tolerance / 100:
+        if not drift <= self.tolerance / LOSS_DIVISOR:
             self.blame("(the loss)", f"the loss drifts by {drift:.1e} while every module's output agrees,")
 
     def activations(self, narrow: list[Call], wide: list[Call]) -> None:
@@ -304,7 +322,7 @@ class _Comparison:
         # a gradient that vanishes by symmetry (a bias before BatchNorm, of a key) is rounding noise: measure it by the
         # others
         drifts = {name: error / max(size, 1e-4 * largest, 1e-300) for name, error, size in rows}
-        bad = [name for name, drift in drifts.items() if not drift <= self.tolerance * 10]
+        bad = [name for name, drift in drifts.items() if not drift <= self.tolerance * GRADIENT_MULTIPLE]
         self.gradient_drift = _worst(self.gradient_drift, *drifts.values())
         if bad:  # the fault is nearest to the loss: everything before it inherits a wrong gradient
             name = max(bad, key=lambda n: order.get(n.rpartition(".")[0], -1))
@@ -317,7 +335,7 @@ class _Comparison:
             widen_(wanted, source.detach(), self.plan.parameters[name])
             drift = _relative(targets[name].detach(), wanted, float(wanted.abs().max()) if wanted.numel() else 0.0)
             self.weight_drift = _worst(self.weight_drift, drift)
-            if not drift <= self.tolerance * 10:
+            if not drift <= self.tolerance * GRADIENT_MULTIPLE:
                 self.blame(
                     name.rpartition(".")[0],
                     f"the update of {name!r} drifts by {drift:.1e} although its gradient agrees,",

@@ -25,6 +25,22 @@ INTERNALS = r"-? ?Does not validate against any of the Union subtypes|\. Got val
 """What is left out of a line: a type that nobody wrote, and the whole of a value."""
 
 
+OF_CALLABLES = r"Type typing\.Callable\S* \S+ expects a function or a callable class: "
+
+INNER_KEY = rf"\": (?:Problem with given class_path '[\w.]+': |{OF_CALLABLES})Parser key \"([\w.]+)\":"
+"""What stands between a key and one inside of its value."""
+
+KINDS = {
+    "bool": "true or false",
+    "float": "a number",
+    "int": "a whole number",
+    "list": "a list",
+    "str": "a text",
+    "tuple": "a list",
+}
+"""Types as a YAML file has them."""
+
+
 def debugging() -> bool:
     """Whether jsonargparse itself was asked to show tracebacks."""
     return "JSONARGPARSE_DEBUG" in os.environ
@@ -42,7 +58,9 @@ def key_and_problem(message: str) -> tuple[str, str]:
     if message.startswith("Unexpected config:"):
         given = in_a_line(message.removeprefix("Unexpected config:"))
         return "config", f"config: give a YAML file with keys (model:, data:, trainer:), got {given or 'an empty file'}"
-    text = in_a_line(message) + _form_of_noise(message) + _value(message)
+    said = _plainly(in_a_line(message))
+    value = "" if "there is no class" in said else _value(message)
+    text = said + _form_of_noise(message) + value
     key, quoted, problem = text.removeprefix('Parser key "').partition('":')
     if not quoted:
         return "", text
@@ -77,6 +95,11 @@ def is_incomplete(message: str) -> bool:
     return message.startswith("the following arguments are required")
 
 
+def lacks_class(message: str) -> bool:
+    """Whether a model has arguments, and no class: jsonargparse then takes that of which all models are kinds."""
+    return "class_path 'mupscale.models.base.WidthScalable'" in message
+
+
 def unknown_class(message: str) -> str | None:
     """The short name of a class that is not known."""
     found = re.search(r"Expected a dot import path string: (\w+)$", message, re.MULTILINE)
@@ -100,6 +123,22 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     return f". Did you mean {' or '.join(near)}?" if near else ""
 
 
+def _plainly(text: str) -> str:
+    """A line in the words of the configuration: keys with dots, and kinds of values."""
+    text = re.sub(INNER_KEY, r'.\1":', text)
+    text = re.sub(INNER_KEY, r'.\1":', text)  # and one inside of that
+    text = re.sub(OF_CALLABLES, "", text)
+    text = re.sub(r"Problem with given class_path '(?:\w+\.)*(\w+)': Option", r"\1: Option", text)
+    text = re.sub(r"Problem with given class_path '([\w.]+)'", r"class \1", text)
+    class_name = r"Expected a dot import path string: (\w+)"
+    expected = [*re.finditer(r" ?Expected a <class '(\w+)'>\.?", text)]
+    if expected and all(found[1] in KINDS for found in expected):
+        kinds = " or ".join(dict.fromkeys(KINDS[found[1]] for found in expected))
+        rest = re.sub(rf" ?{class_name}", "", re.sub(r" ?Expected a <class '\w+'>\.?", "", text[expected[0].end() :]))
+        text = f"{text[: expected[0].start()]} wanted {kinds}{rest.rstrip()}".replace(" Got value: ", ", got ")
+    return re.sub(class_name, r"there is no class \1", text)
+
+
 def _form_of_noise(message: str) -> str:
     if "Not a valid subclass of Noise" not in message:
         return ""
@@ -110,8 +149,6 @@ def _value(message: str) -> str:
     """The innermost value that does not fit, where it is a plain one."""
     given = re.search(r"Given value type: <class '(\w+)'>\s+Given value: (.*)", message)
     plain = given is not None and given[1] in ("str", "int", "float", "bool")
-    return (
-        f"; got {re.sub(INTERNALS, '', given[2]).strip()}"
-        if given is not None and plain and "Parser key" in message[1:]
-        else ""
-    )
+    if given is None or not plain or "Parser key" not in message[1:]:
+        return ""
+    return f"; got {re.sub(INTERNALS, '', given[2]).strip()}"

@@ -39,6 +39,7 @@ from mupscale.commands._jsonargparse import (
     in_a_line,
     is_incomplete,
     key_and_problem,
+    lacks_class,
     unknown_class,
     unknown_key,
 )
@@ -47,6 +48,7 @@ from mupscale.commands.config import Config
 from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
+from mupscale.commands.next_steps import after_fit
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
@@ -90,7 +92,13 @@ class Parser(LightningArgumentParser):
         key, text = key_and_problem(message)
         kind = {"model": WidthScalable, "data": LightningDataModule}.get(key)
         class_name, unknown = unknown_class(message), unknown_key(message)
-        if kind is not None and "import path" in text and "given class_path" not in text:
+        said = in_a_line(message)
+        if lacks_class(message):
+            text = (
+                "model: the configuration has no model.class_path. If it is one to lay over another, give both: "
+                "--config BASE --config FILE"
+            )
+        elif kind is not None and "import path" in said and "given class_path" not in said:
             text += f". There are {', '.join(sorted(short_names(kind)))}; name other classes by their import path"
         elif class_name is not None and key == "trainer.callbacks":
             text += did_you_mean(class_name, {child.__name__ for child in descendants(Callback)})
@@ -310,6 +318,14 @@ class CLI(OpenCLI):
         for callback in callbacks_in(trainer, ExactResume):
             callback.run = {"id": identity, "config": saved}
         log_files.keep_tables(trainer)
+
+    def after_fit(self) -> None:
+        trainer, ending = self.trainer, self.ending
+        if not trainer.is_global_zero or is_trial_run(trainer) or ending.received_sigterm:
+            return
+        lines = after_fit(trainer, self.model, ending.folder, [path for _, path in ending.checkpoints()])
+        if lines:
+            print("\n".join(lines), flush=True)
 
     def _takes_next_version(self) -> bool:
         """Whether the first logger finds its version itself."""

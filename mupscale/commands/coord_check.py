@@ -19,6 +19,7 @@ from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck,
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.outputs import refuse_output_folder
 from mupscale.commands.status import Status
+from mupscale.commands.terminal import show
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 ROWS = 16
@@ -58,7 +59,7 @@ def main(command: str, arguments: list[str]) -> int:
     with as_user_errors(OSError):
         check = checked(command, configuration, options)
         options.out.mkdir(parents=True, exist_ok=True)
-    print(check, flush=True)
+    show(check)
     write_sizes(check, options.out / "coord_check.csv")
     draw(check, options.out / "coord_check.png")
     print(f"figure and sizes: {options.out}/coord_check.png, coord_check.csv")

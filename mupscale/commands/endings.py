@@ -122,11 +122,19 @@ class Ending(Callback):
         where = f"the run is at step {trainer.global_step}{width}"
         if self._is_trial():
             return f"{where}; {way_on}: run the same command again"
-        saved = self._checkpoints()
+        saved = self.checkpoints()
         if not saved:
             return f"{where}, with no checkpoint yet; start again with the same command"
         step, path = saved[0]
         return f"{where}; the newest checkpoint is {path} of step {step}; {way_on}: {self._command(path)}"
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """The checkpoints on disk that this run has written, or was resumed from; the newest first."""
+        assert self.trainer is not None
+        saved = list(reversed(getattr(self.trainer, "saved", ())))
+        if self.trainer.ckpt_path:
+            saved.append((self._first_step, Path(str(self.trainer.ckpt_path))))
+        return [(step, path) for step, path in saved if path.exists()]
 
     # --- parts
 
@@ -164,17 +172,9 @@ class Ending(Callback):
         for process in getattr(launcher, "procs", ()):
             process.kill()
 
-    def _checkpoints(self) -> list[tuple[int, Path]]:
-        """The checkpoints on disk that this run has written, or was resumed from; the newest first."""
-        assert self.trainer is not None
-        saved = list(reversed(getattr(self.trainer, "saved", ())))
-        if self.trainer.ckpt_path:
-            saved.append((self._first_step, Path(str(self.trainer.ckpt_path))))
-        return [(step, path) for step, path in saved if path.exists()]
-
     def _finite_checkpoint(self, bad_step: int) -> str:
         """Names the last checkpoint with finite weights, and how to go on from it."""
-        saved = self._checkpoints()
+        saved = self.checkpoints()
         for index, (step, path) in enumerate(saved):
             if is_finite(path, step, bad_step):
                 newer = ", ".join(str(other) for _, other in saved[:index])

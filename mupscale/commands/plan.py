@@ -1,10 +1,14 @@
-"""plan: print how a configured model will be widened, parameter by parameter. Nothing is trained."""
+"""plan: print how a configured model will be widened, parameter by parameter. Nothing is trained.
+
+On a terminal, layers that grow alike share a row; `plan … | cat` prints a row for each parameter.
+"""
 
 from mupscale.commands.configured import configured, growths
+from mupscale.commands.terminal import paint, show
 
 
 def main(command: str, arguments: list[str]) -> None:
     module, _, trainer = configured(command, arguments, __doc__)
     for growth in growths(module, trainer):
-        print(f"width {growth.before} → {growth.after}")
-        print(growth.plan)
+        print(paint(f"width {growth.before} → {growth.after}", "heading"))
+        show(growth.plan)

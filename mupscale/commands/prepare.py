@@ -7,10 +7,17 @@ import argparse
 from pathlib import Path
 
 from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.next_steps import command_line
 from mupscale.datamodules.documents import SEPARATOR, FineWebEdu, TextFiles
 from mupscale.datamodules.preparation import TRAINING_BYTES, prepare
-from mupscale.datamodules.shards import Index
+from mupscale.datamodules.shards import SPLITS, Index
 from mupscale.errors import as_user_errors, needs_extra
+
+CONTEXT = 256
+"""Tokens of a row, in the command that is printed at the end; fewer where a split is shorter."""
+
+BATCH = 32
+"""Rows of a batch by default."""
 
 UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
@@ -37,6 +44,7 @@ def main(command: str, arguments: list[str]) -> None:
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(f"the same command goes on where it stopped in {options.out}") from interrupt
     print(summary(index))
+    print(f"  train on it: {training_command(index)}")
 
 
 def parser() -> ArgumentParser:
@@ -83,13 +91,25 @@ def source_of(options: argparse.Namespace) -> FineWebEdu | TextFiles:
 
 
 def summary(index: Index) -> str:
-    """One line about a prepared folder, and how to use it."""
+    """One line about a prepared folder."""
 
     def size(split: str) -> str:
         return f"{index.content[split]['tokens']:,} tokens of {index.content[split]['documents']:,} documents"
 
     content = f"{size('train')} to train on, {size('val')} held out, vocabulary {index.vocabulary:,}"
-    return f"{index.folder}: {content}. Use it by data.data_dir: {index.folder}"
+    return f"{index.folder}: {content}"
+
+
+def training_command(index: Index) -> str:
+    """A command that trains a small GPT-2 on a prepared folder."""
+    context = min(CONTEXT, *(index.count(split) - 1 for split in SPLITS))
+    model = ["--model", "GPT2", "--model.width", 256, "--model.heads", 8, "--model.layers", 4]
+    model += ["--model.vocabulary", index.vocabulary, "--model.context", context]
+    data = ["--data", "FineWeb", "--data.data_dir", index.folder, "--data.context", context]
+    rows = index.count("train") // context
+    if rows < 2 * BATCH:
+        data += ["--data.batch_size", max(1, rows // 2)]
+    return command_line("fit", *model, *data, "--trainer.max_steps", 1000)
 
 
 def vocabulary(text: str) -> int | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.checkpoints import dictionary, newest_checkpoint
 from mupscale.commands.continued import SUMMARY
+from mupscale.commands.next_steps import after_finished
 from mupscale.errors import UserError
 
 
@@ -35,6 +36,7 @@ def main(command: str, arguments: list[str]) -> None:
     ending = dictionary(dictionary(checkpoint.get("callbacks")).get("ExactResume"))
     if ending.get("finished") and not overrides:
         print(f"{options.run} is finished: {path} is of its last step, {checkpoint['global_step']}")
+        print("\n".join(after_finished(options.run, checkpoint["global_step"])))
         return
     print(f"resuming from {path}", flush=True)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import yaml
 
 from mupscale.commands.config import Config, callbacks_of
-from mupscale.data_files import json_of, yaml_of
+from mupscale.data_files import json_of, what_is_wrong, yaml_of
 from mupscale.errors import UserError
 from mupscale.flops import LOGGED
 
@@ -74,7 +74,9 @@ class LoggedRun:
             self.start_width, self.end_width = widths(self.config)
             self._refuse_other_content()
         except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{folder / 'config.yaml'} is not the configuration of a run: {error!r}") from error
+            raise UserError(
+                f"{folder / 'config.yaml'} is not the configuration of a run: {what_is_wrong(error)}"
+            ) from error
         self.log = read_log(folder)
         self.steps: FloatArray = np.array(sorted(self.log.loss), dtype=float)
         self.losses: FloatArray = np.array([self.log.loss[int(step)] for step in self.steps], dtype=float)

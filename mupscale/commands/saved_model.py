@@ -51,7 +51,7 @@ def module_of(checkpoint: dict[str, Any], model: str | None = None) -> WidthScal
         module.network(module.width, meta=True)
     except MAKING_ERRORS as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"the checkpoint's hyper_parameters do not make a {kind.__name__}: {message}") from error
+        raise UserError(f"the checkpoint's hyper_parameters do not fit {kind.__name__}: {message}") from error
     return module
 
 

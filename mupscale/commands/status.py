@@ -28,8 +28,13 @@ class Status:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Removes the line from a terminal."""
         if self._renewed and self._width:
             self._print("\r" + " " * self._width + "\r", end="")
+            self._width = 0
 
     def __call__(self, words: str, done: int, total: int) -> None:
         now = time.monotonic()

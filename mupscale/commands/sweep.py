@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mupscale.commands import cluster
 from mupscale.commands.arguments import STACK_HELP, ArgumentParser, Size, stack_size
+from mupscale.commands.next_steps import command_line
 from mupscale.commands.termination import Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
@@ -95,6 +96,7 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
         path, drawn = conclude(whole.study)
         print(path.read_text(), end="")
         print(f"wrote {', '.join(str(p) for p in [path, options.out / 'trials.csv', *drawn])}")
+        print(f"  train with the best values: {command_line('fit', *rest, '--config', path)}")
 
 
 def work(whole: "Sweep", size: Size) -> None:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from mupscale.atomic import replacing
 from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.next_steps import after_upscale
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
 from mupscale.commands.outputs import refuse_new_folder, refuse_output
 from mupscale.commands.saved_model import continue_groups, fresh_optimizer, module_of, saved_optimizer
+from mupscale.commands.terminal import show
 from mupscale.commands.upscale_sharded import ShardedGrowth
 from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable, refuse_bad_width
@@ -81,6 +83,10 @@ def widen_checkpoint(arguments: list[str]) -> None:
     module = module_of(checkpoint, options.model)
     if module.width == width:
         raise UserError(f"--width {width} is the width of the checkpoint already; give a larger one")
+    if isinstance(width, int) and isinstance(module.width, int) and width < module.width:
+        raise UserError(
+            f"--width {width} is narrower than the checkpoint, which has width {module.width}; give a larger one"
+        )
     with_state = not options.no_optimizer
     if shards is not None:
         growth = ShardedGrowth(shards, module, width, method, noise, options.seed, optimizer=with_state)
@@ -91,8 +97,8 @@ def widen_checkpoint(arguments: list[str]) -> None:
             torch.save(checkpoint, new)
     if options.save_noise:
         report.save_noise(options.save_noise)
-    print(report)
-    print(f"wrote {options.out}")
+    show(str(report))
+    print("\n".join([f"wrote {options.out}", *after_upscale(source, options.out, width)]))
 
 
 def upscale_checkpoint(

@@ -7,14 +7,16 @@ the model never has to fit into memory. mupscale.json beside the wide weights ha
 weight decay for each parameter; mupscale.hf.parameter_groups makes parameter groups of them.
 """
 
+import json
 import sys
-import threading
 import time
 from pathlib import Path
 
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
 from mupscale.commands.outputs import refuse_folder, refuse_output
+from mupscale.commands.status import Status
+from mupscale.commands.terminal import show
 from mupscale.errors import UserError, needs_extra
 
 
@@ -52,22 +54,26 @@ def widen_folder(arguments: list[str]) -> None:
         import transformers  # noqa: F401
     from mupscale import hf
 
-    report = hf.upscale_folder(
-        options.folder,
-        options.factor,
-        options.out,
-        noise=noise,
-        seed=options.seed,
-        method=method,
-        keep_heads=options.keep_heads,
-        only=options.only,
-        fields=dict(map(_field, options.set)) or None,
-        watch=Meter,
-    )
+    with Status() as status:
+        report = hf.upscale_folder(
+            options.folder,
+            options.factor,
+            options.out,
+            noise=noise,
+            seed=options.seed,
+            method=method,
+            keep_heads=options.keep_heads,
+            only=options.only,
+            fields=dict(map(_field, options.set)) or None,
+            watch=FolderProgress(status),
+        )
     if options.save_noise:
         report.save_noise(options.save_noise)
-    print(report)
+    show(str(report))
     print(f"wrote {options.out}")
+    model = json.loads((options.out / "config.json").read_text()).get("architectures", ["AutoModel"])[0]
+    print(f"  load it: model = transformers.{model}.from_pretrained({str(options.out)!r})")
+    print(f"  train it with groups = mupscale.hf.parameter_groups(model, {str(options.out)!r}, lr=LR)")
 
 
 def _field(text: str) -> tuple[str, float]:
@@ -78,27 +84,40 @@ def _field(text: str) -> tuple[str, float]:
         raise UserError(f"--set {text}: give a field and its factor, such as intermediate_size=3") from error
 
 
+class FolderProgress:
+    """Shows on stderr how far the search for the growth is, and then how much is written and checked."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+        self._meter: Meter | None = None
+
+    def __call__(self, words: str, done: int, total: int) -> None:
+        from mupscale.hf.widened_folder import BYTES
+
+        if words != BYTES:
+            self._status(words, done, total)
+            return
+        if self._meter is None:
+            self._status.clear()
+            self._meter = Meter("written and checked", total)
+        self._meter(done)
+
+
 class Meter:
-    """Shows on stderr how much is done: one line that is renewed on a terminal, else a line each tenth."""
+    """Shows on stderr how many bytes are done: one line that is renewed on a terminal, else a line each tenth."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total = what, total
-        self._done = self._shown = 0
+        self._shown = 0
         self._start = time.perf_counter()
-        self._lock = threading.Lock()  # files are checked by another thread
         self._step = total / (200 if sys.stderr.isatty() else 10)
 
-    def __call__(self, count: int) -> None:
-        with self._lock:
-            self._add(count)
-
-    def _add(self, count: int) -> None:
-        self._done += count
-        if self._done - self._shown < self._step and self._done < self._total:
+    def __call__(self, done: int) -> None:
+        if done - self._shown < self._step and done < self._total:
             return
-        self._shown = self._done
-        rate = self._done / max(time.perf_counter() - self._start, 1e-9)
-        line = f"{self._what}: {self._done / self._total:4.0%} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
+        self._shown = done
+        rate = done / max(time.perf_counter() - self._start, 1e-9)
+        line = f"{self._what}: {done / self._total:4.0%} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
         renewed = sys.stderr.isatty()
-        end = "" if renewed and self._done < self._total else "\n"
+        end = "" if renewed and done < self._total else "\n"
         print(f"\r{line}" if renewed else line, end=end, file=sys.stderr, flush=True)

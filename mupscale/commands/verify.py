@@ -13,6 +13,7 @@ from mupscale.checks.claims import check_claim
 from mupscale.checks.verify import verify
 from mupscale.commands.configured import configured, first_batches, growths
 from mupscale.commands.status import Status
+from mupscale.commands.terminal import columns, paint
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import Duplication
 
@@ -41,10 +42,10 @@ def main(command: str, arguments: list[str]) -> int:
                 verdict = verify(
                     narrow, wide, optimizer=optimizer, batches=batches, loss=loss, steps=STEPS, clip=clip, watch=status
                 )
-            print(f"width {before} → {after}: {verdict}", flush=True)
+            print(verdict.text(columns(), paint, title=f"width {before} → {after}: "), flush=True)
             passed &= verdict.passed
         else:
             check = check_claim(narrow, wide, method, optimizer=optimizer, batches=batches, loss=loss)
-            print(f"width {before} → {after}: {check}", flush=True)
+            print(check.text(columns(), paint, title=f"width {before} → {after}: "), flush=True)
             passed &= check.holds
     return int(not passed)

@@ -23,10 +23,16 @@ from mupscale.hf.growth import on_meta
 from mupscale.hf.inputs import Call, default_call
 from mupscale.hf.outputs import difference, quiet
 from mupscale.hf.whole_rows import whole_rows
+from mupscale.watching import Watch, unwatched
 from mupscale.widening.upscale import upscale
 
 OTHER_SIZE = 3
 """Times the size of the small models: there, what was found is confirmed to hold for other sizes too."""
+
+
+FINDING = "finding how the model grows"
+CHECKING = "checking it on a saved model and on a larger one"
+"""What `watch` gets, one after the other."""
 
 
 class CannotShrink(UserError):
@@ -46,11 +52,13 @@ def found_for(
     *,
     model_class: Any = AutoModelForCausalLM,
     call: Call | None = None,
+    watch: Watch = unwatched,
 ) -> Found:
     """How a model of `config` grows to one of `wide`, found with small models of the same family and factors.
 
     `found_between` has it for models of these configurations. `call(model)` runs one forward pass; where it does not
-    run a small model, `default_call` does. A finding is made once in a process.
+    run a small model, `default_call` does. A finding is made once in a process. `watch(words, done, total)` is called
+    while it is made.
     """
     factors = field_factors(config, wide)
     small = shrunken(config)
@@ -58,15 +66,20 @@ def found_for(
     key = type(small), model_class, call, sizes
     with _lock:
         if key not in _known:
-            _known[key] = _discovered(small, wide_config(small, 1, fields=factors), model_class, call)
+            _known[key] = _discovered(small, wide_config(small, 1, fields=factors), model_class, call, watch)
         return _known[key]
 
 
 def found_between(
-    narrow: Any, wide: Any, *, model_class: Any = AutoModelForCausalLM, call: Call | None = None
+    narrow: Any,
+    wide: Any,
+    *,
+    model_class: Any = AutoModelForCausalLM,
+    call: Call | None = None,
+    watch: Watch = unwatched,
 ) -> Found:
     """How a model grows to a wide one of its family, on any device, found with small models of it."""
-    found = found_for(narrow.config, wide.config, model_class=model_class, call=call)
+    found = found_for(narrow.config, wide.config, model_class=model_class, call=call, watch=watch)
     return found.resolved(narrow, wide, lambda: _cuts(narrow, wide, call))
 
 
@@ -109,7 +122,9 @@ def _pairs(before: Any, after: Any) -> Iterator[tuple[int, int]]:
         yield before, after
 
 
-def _discovered(small: PretrainedConfig, large: PretrainedConfig, model_class: Any, call: Call | None) -> Found:
+def _discovered(
+    small: PretrainedConfig, large: PretrainedConfig, model_class: Any, call: Call | None, watch: Watch
+) -> Found:
     with ExitStack() as stack:
         # whatever the caller is in the middle of: building on another device, a step without gradients, autocast
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -120,10 +135,13 @@ def _discovered(small: PretrainedConfig, large: PretrainedConfig, model_class: A
         torch.manual_seed(0)
         narrow, wide = _built(model_class, small), _built(model_class, large)
         call = _working(narrow, call)
-        found = discover(narrow, wide, call)
+        found = discover(narrow, wide, call, lambda words, *count: watch(f"{FINDING}, {words}", *count))
+        watch(CHECKING, 0, 2)
         _check_reloaded(narrow, wide, found, call)
+        watch(CHECKING, 1, 2)
         narrow, wide = (_built(model_class, wide_config(each, OTHER_SIZE, keep_heads=False)) for each in (small, large))
         confirm(narrow, wide, call, found.resolved(narrow, wide, partial(cuts_between, narrow, wide, call)))
+        watch(CHECKING, 2, 2)
         return found
 
 

@@ -14,6 +14,7 @@ from mupscale.hf.folder import read_folder
 from mupscale.hf.growth import Growth
 from mupscale.hf.inputs import Call, default_call
 from mupscale.hf.outputs import quiet
+from mupscale.watching import Watch, unwatched
 from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.noise import Noise
 from mupscale.widening.upscale import Optimizers, UpscaleReport
@@ -38,6 +39,7 @@ def upscale(
     keep_heads: bool | None = None,
     only: Literal["feed_forward"] | None = None,
     fields: dict[str, float] | None = None,
+    watch: Watch = unwatched,
 ) -> "tuple[PreTrainedModel, UpscaleReport]":
     """A wide model that computes, and trains, as the narrow one, and the report of its making.
 
@@ -57,6 +59,7 @@ def upscale(
         keep_heads: Whether the number of heads stays; by default as the family needs.
         only: `feed_forward` grows the intermediate sizes alone.
         fields: Other factors, by the name of a field of the configuration.
+        watch: Called with (words, done, total) while the growth of the family is found.
     """
     if isinstance(model_or_folder, str | Path):
         folder = read_folder(Path(model_or_folder))
@@ -69,20 +72,20 @@ def upscale(
         _refuse_unless_pretrained(narrow)
     growth = Growth(factor, keep_heads, only, fields)
     wide = _wide_model(narrow, growth.wide(narrow.config))
-    found = _found(narrow, wide, call)
+    found = _found(narrow, wide, call, watch)
     report = upscale_model(narrow, wide, optimizer, noise=noise, seed=seed, method=method, **found.hints)
     wide.train(narrow.training)
     return wide, report
 
 
-def _found(narrow: "PreTrainedModel", wide: "PreTrainedModel", call: Call | None) -> Found:
+def _found(narrow: "PreTrainedModel", wide: "PreTrainedModel", call: Call | None, watch: Watch) -> Found:
     """How the model grows, found with small ones of its family; where there are none, with the models themselves."""
     try:
-        return found_between(narrow, wide, model_class=type(narrow), call=call)
+        return found_between(narrow, wide, model_class=type(narrow), call=call, watch=watch)
     except CannotShrink:
         if sum(parameter.numel() for parameter in wide.parameters()) > MOST_PARAMETERS:
             raise
-        return discover(narrow, wide, call or default_call)
+        return discover(narrow, wide, call or default_call, watch)
 
 
 def _refuse_unless_pretrained(model: object) -> None:

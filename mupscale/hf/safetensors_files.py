@@ -70,7 +70,7 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
             header = json_of(stream.read(length))
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(
-            f"{path} is not a safetensors file, or a damaged one ({' '.join(str(error).split())}). Get it again"
+            f"{path} is not a safetensors file, or is damaged ({' '.join(str(error).split())}). Get it again"
         ) from error
     header.pop("__metadata__", None)
     found = []

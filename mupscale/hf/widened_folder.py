@@ -2,8 +2,8 @@
 
 import json
 import shutil
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,8 +20,9 @@ from mupscale.hf.inputs import Call
 from mupscale.hf.names import GrowingTensor, growing_tensors
 from mupscale.hf.outputs import fits, largest_difference
 from mupscale.hf.safetensors_files import INDEX_FILE, NewFile, index_text, split_into_files
-from mupscale.hf.streaming import Progress, Widening, Written, refuse_unlike_twins, write_wide
+from mupscale.hf.streaming import Widening, Written, refuse_unlike_twins, write_wide
 from mupscale.hf.whole_folder import whole_folder
+from mupscale.watching import Watch, unwatched
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.noise import Constants, Noise, save_constants
@@ -36,8 +37,8 @@ MOST_SHARD_BYTES = 5 * 10**9
 SPARE_BYTES = 16 * 2**20
 """For folders, file systems' own records, and what else is written beside the weights."""
 
-Watcher = Callable[[str, int], Progress]
-"""Called with what is done and its number of bytes; returns what is called as the bytes are done."""
+BYTES = "bytes written and checked"
+"""What `watch` gets while files are written; every byte counts twice."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,13 @@ def upscale_folder(
     only: Literal["feed_forward"] | None = None,
     fields: dict[str, float] | None = None,
     call: Call | None = None,
-    watch: Watcher = lambda what, size: lambda count: None,
+    watch: Watch = unwatched,
 ) -> FolderReport:
     """Writes the wide folder of a narrow one, tensor by tensor, and checks it. `out` is there whole, or not at all.
 
     The arguments are those of `upscale`. Memory holds a part of one tensor at a time; with noise, or with a method that
-    needs it, one tensor.
+    needs it, one tensor. `watch(words, done, total)` is called while the growth of the family is found, and then while
+    files are written.
     """
     start = time.perf_counter()
     out = Path(out)
@@ -109,12 +111,12 @@ def upscale_folder(
     narrow = read_folder(Path(folder))
     if out.resolve().is_relative_to(narrow.path.resolve()):
         raise UserError(f"--out {out} lies inside the folder that is read; name another one")
-    job = _prepared(narrow, growth, Duplication() if method is None else method, noise, seed, call)
+    job = _prepared(narrow, growth, Duplication() if method is None else method, noise, seed, call, watch)
     with whole_folder(out) as partial:
         files = split_into_files(partial, job.layout, MOST_SHARD_BYTES)
         _refuse_full_disk(out, job, files)
         total = sum(tensor.size for file in files for tensor in file.tensors)
-        done = write_wide(files, job.tensors, job.widening, watch("written and checked", 2 * total))
+        done = write_wide(files, job.tensors, job.widening, _Counted(watch, BYTES, 2 * total))
         _write_companions(partial, job, files, done)
         checks = [_checked_text(job, done), _check_outputs(partial, job, call)]
     notes = [f"{name} is not part of the model, and stays behind" for name in job.unused]
@@ -126,8 +128,28 @@ def upscale_folder(
     )
 
 
+class _Counted:
+    """Adds up what is done, and passes it on. Files are checked by another thread than that which writes them."""
+
+    def __init__(self, watch: Watch, words: str, total: int) -> None:
+        self._watch, self._words, self._total = watch, words, total
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._watch(self._words, self._done, self._total)
+
+
 def _prepared(
-    folder: ModelFolder, growth: Growth, method: GrowthMethod, noise: Noise | None, seed: int, call: Call | None
+    folder: ModelFolder,
+    growth: Growth,
+    method: GrowthMethod,
+    noise: Noise | None,
+    seed: int,
+    call: Call | None,
+    watch: Watch,
 ) -> _Job:
     """Finds out how everything grows. UserError for all that does not."""
     refuse_unless_whole("seed", seed, least=None)
@@ -137,7 +159,7 @@ def _prepared(
     noise = method.noise if noise is None else noise
     config = growth.wide(folder.config)
     narrow, wide = on_meta(folder.model_class, folder.config), on_meta(folder.model_class, config)
-    found = found_between(narrow, wide, model_class=folder.model_class, call=call)
+    found = found_between(narrow, wide, model_class=folder.model_class, call=call, watch=watch)
     plan = method.plan(narrow, wide, **found.hints)
     method.check(plan)
     if noise is not None:

@@ -1,7 +1,7 @@
 """Parameters and modules of repeated layers, by one name for all of them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def starred(name: str) -> str:
@@ -11,6 +11,38 @@ def starred(name: str) -> str:
     'h.*.mlp.weight'
     """
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+
+
+def braced(names: Sequence[str]) -> dict[str, list[str]]:
+    """Names that differ only in the numbers of their layers, by one name for all of them.
+
+    >>> braced(["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.5.mlp", "head"])
+    {'h.{0…2,5}.mlp': ['h.0.mlp', 'h.1.mlp', 'h.2.mlp', 'h.5.mlp'], 'head': ['head']}
+    """
+    merged = {tuple(name.split(".")): [name] for name in names}
+    for place in reversed(range(max((len(parts) for parts in merged), default=0))):
+        alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+        for parts in merged:
+            is_numbered = place < len(parts) and parts[place].isdecimal()
+            alike.setdefault((*parts[:place], "*", *parts[place + 1 :]) if is_numbered else parts, []).append(parts)
+        found = {}
+        for pattern, members in alike.items():
+            numbers = _braces([int(parts[place]) for parts in members]) if len(members) > 1 else ""
+            together = (*pattern[:place], numbers, *pattern[place + 1 :]) if numbers else members[0]
+            found[together] = [name for parts in members for name in merged[parts]]
+        merged = found
+    return {".".join(parts): members for parts, members in merged.items()}
+
+
+def _braces(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [f"{run[0]}…{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
+    return f"{{{','.join(texts)}}}"
 
 
 def by_layer(lines: Iterable[tuple[str, str]]) -> list[str]:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from mupscale.errors import UserError
+from mupscale.tables import Paint, folded, table, unpainted
 from mupscale.widening import fractional_growth, modules
-from mupscale.widening.layers import notes_by_layer
+from mupscale.widening.layers import braced, notes_by_layer
 from mupscale.widening.layout import (
     Layout,
     LayoutSpec,
@@ -57,17 +58,26 @@ class Plan:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        header = ("parameter", "role", "narrow → wide", "k_out", "k_in", "weight", "duplicated")
-        rows = [header, *(_row(entry) for entry in (*self.parameters.values(), *self.buffers.values()))]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return self.text()
+
+    def text(self, columns: int | None = None, paint: Paint = unpainted) -> str:
+        """A table with a row for each parameter and buffer.
+
+        With `columns`, for a terminal that is so wide: parameters that differ only in the number of their layer, and
+        grow alike, share a row.
+        """
+        rows = [_row(entry) for entry in (*self.parameters.values(), *self.buffers.values())]
+        if columns is not None:
+            rows = _grouped(rows)
         before = sum(math.prod(e.narrow_shape) for e in self.parameters.values())
         after = sum(math.prod(e.wide_shape) for e in self.parameters.values())
-        lines.insert(1, "-" * max(map(len, lines)))
-        lines.append(f"{before:,} → {after:,} parameters")
-        lines += fractional_growth.described(self.parameters)
-        lines += [f"note: {note}" for note in notes_by_layer(self.notes)]
-        return "\n".join(lines)
+        below = [f"{before:,} → {after:,} parameters"]
+        below += fractional_growth.described(self.parameters)
+        if any(_BY in row[-1] for row in rows):
+            below.append("by N: blocks of N entries are repeated as wholes")
+        below += [f"note: {note}" for note in notes_by_layer(self.notes)]
+        lines = table([_HEADING, *rows], right=_NUMBERS, columns=columns, paint=paint)
+        return "\n".join([*lines, *folded(below, columns)])
 
 
 def plan(
@@ -87,10 +97,10 @@ def plan(
         >>> print(mupscale.plan(narrow, wide))
         parameter  role     narrow → wide  k_out  k_in  weight   duplicated
         -------------------------------------------------------------------
-        0.weight   vector   4×3 → 8×3      2      1     dup      axis 0 ×2
-        0.bias     vector   4 → 8          2      1     dup      axis 0 ×2
-        2.weight   readout  2×4 → 2×8      1      2     dup / 2  axis 1 ×2
-        2.bias     scalar   2              1      1     copy
+        0.weight   vector   4×3 → 8×3          2     1  dup      axis 0 ×2
+        0.bias     vector   4 → 8              2     1  dup      axis 0 ×2
+        2.weight   readout  2×4 → 2×8          1     2  dup / 2  axis 1 ×2
+        2.bias     scalar   2                  1     1  copy
         26 → 50 parameters
     """
     survey = Survey(narrow, wide)
@@ -351,6 +361,24 @@ def _given_blocks(survey: Survey, given: Blocks | None) -> dict[str, dict[int, L
     return answer
 
 
+_HEADING = ("parameter", "role", "narrow → wide", "k_out", "k_in", "weight", "duplicated")
+_NUMBERS = (_HEADING.index("k_out"), _HEADING.index("k_in"))
+_BY = " by "
+
+
+def _grouped(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """One row for all layers of which the same is said, where the first of them is."""
+    names_of: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        names_of.setdefault(row[1:], []).append(row[0])
+    by_first = {}
+    for cells, names in names_of.items():
+        for label, members in braced(names).items():
+            many = f"  ×{len(members)}" if len(members) > 1 else ""
+            by_first[members[0]] = (label + many, *cells)
+    return [by_first[name] for name, *_ in rows if name in by_first]
+
+
 def _row(entry: TensorPlan) -> tuple[str, ...]:
     shapes = f"{_shape(entry.narrow_shape)} → {_shape(entry.wide_shape)}" if entry.grows else _shape(entry.narrow_shape)
     k_out, k_in = fractional_growth.as_text(entry.k_out), fractional_growth.as_text(entry.k_in)
@@ -382,13 +410,11 @@ def _layout_text(entry: TensorPlan) -> str:
     for axis, layout in enumerate(entry.layouts):
         if is_fractional(layout) and is_unit_by_unit(layout):
             factor = fractional_growth.as_text(whole_factor(layout))
-            texts.append(f"axis {axis} ×{factor}" + f" in blocks of {layout[0].block}" * (layout[0].block > 1))
+            texts.append(f"axis {axis} ×{factor}" + f"{_BY}{layout[0].block}" * (layout[0].block > 1))
         elif len(layout) > _MANY_PIECES:
             texts.append(f"axis {axis}: {narrow_length(layout)} → {wide_length(layout)} in {len(layout)} pieces")
         elif len(layout) > 1:
             texts.append(f"axis {axis}: " + " + ".join(f"{p.length}·{p.factor} by {p.block}" for p in layout))
         elif layout[0].factor > 1:
-            texts.append(
-                f"axis {axis} ×{layout[0].factor}" + f" in blocks of {layout[0].block}" * (layout[0].block > 1)
-            )
+            texts.append(f"axis {axis} ×{layout[0].factor}" + f"{_BY}{layout[0].block}" * (layout[0].block > 1))
     return ", ".join(texts)

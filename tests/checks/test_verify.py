@@ -47,16 +47,21 @@ def verify_layers(narrow: nn.Module, wide: nn.Module, **settings) -> mupscale.Ve
 def test_a_verdict_in_words_and_as_a_truth_value():
     answer = verify_layers(layers(4), layers(12))
     assert answer
-    head, drifts = str(answer).splitlines()
+    head, heading, _, *drifts = str(answer).splitlines()
     assert head == "exact (tolerance 1e-08, 3 steps after the upscale)"
-    assert drifts.startswith("  largest relative drift of the loss ")
+    assert heading.split() == ["largest", "relative", "drift", "allowed"]
+    allowed = {line.split()[0]: line.split()[2] for line in drifts}
+    assert allowed == {"loss": "1e-10", "activations": "1e-08", "gradients": "1e-07", "weights": "1e-07"}
+    assert drifts[0].split()[1] == f"{answer.loss_drift:.1e}"
     assert answer.first_divergent is answer.reason is None
     assert list(answer.drift_by_module) == ["0", "1", "2", "3", ""]
     answer = verify_layers(layers(4), layers(12), blocks={"3.weight": {1: 2}})
     assert not answer
-    head, _, reason = str(answer).splitlines()
+    head, *_, reason = str(answer).splitlines()
     assert head == "NOT exact: 3 diverges first (tolerance 1e-08, 3 steps after the upscale)"
-    assert reason.strip() == answer.reason
+    assert reason == answer.reason
+    painted = answer.text(paint=lambda text, style: f"<{style}>{text}").splitlines()
+    assert [line.split()[0] for line in painted if line.startswith("<bad>")][:2] == ["<bad>NOT", "<bad>loss"]
     assert answer.reason.endswith("although its input agrees, at step 0 after the upscale")
 
 

@@ -247,7 +247,7 @@ def test_an_attempt_that_died_before_its_first_checkpoint_is_started_anew(monkey
     named = ["--config", QUICKSTART, *BRIEF, "--trainer.logger.version=one", "--trainer.callbacks=[]"]
     assert "there is no checkpoint" in refused("fit", *named, "--model.init_from=missing.ckpt")
     Path("half.ckpt").write_bytes(b"PK")
-    assert "half.ckpt is not a checkpoint, or a damaged one" in refused("fit", *named, "--model.init_from=half.ckpt")
+    assert "half.ckpt is not a checkpoint, or is damaged" in refused("fit", *named, "--model.init_from=half.ckpt")
     folder = Path("runs/quickstart/one")
     assert not folder.exists()  # a mistake that is found before the first step leaves nothing behind
     with monkeypatch.context() as broken:

@@ -267,7 +267,7 @@ def test_the_plan_shows_what_is_done(capsys: pytest.CaptureFixture[str]) -> None
     Path("o/sweep_1/trials.csv").write_text("trial,last_epoch\n0,0.5\n")
     leases = [Lease(Path("o/leases/scratch-4")), Lease(Path("o/sweep_1/leases/1"))]
     main(["experiment", "e.yaml", "--out", "o", "--plan"])
-    rows = [line.split("  after")[0].rsplit(maxsplit=3) for line in capsys.readouterr().out.splitlines()[1:-1]]
+    rows = [line.split("  after")[0].rsplit(maxsplit=3) for line in capsys.readouterr().out.splitlines()[2:-1]]
     for lease in leases:
         lease.release()
     assert {name: tuple(map(int, numbers)) for name, *numbers in rows} == {

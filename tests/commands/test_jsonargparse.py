@@ -68,7 +68,7 @@ REMEDIES = {
                 "init_args": MLP | {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"wieght_decay": 1}}},
             }
         },
-        "Did you mean weight_decay?",
+        "model.optimizer: Option 'wieght_decay' is not accepted. Did you mean weight_decay?",
     ),
     "a typo in the name of a callback": (
         {"trainer": {"callbacks": [{"class_path": "UpscaleCalback", "init_args": SWAP}]}},
@@ -78,11 +78,37 @@ REMEDIES = {
     "a typo in a section": ({"trainr": {"max_steps": 3}}, "Did you mean trainer.max_steps"),
     "a width of another type": (
         {"model": {"class_path": "MLP", "init_args": {"width": "wide"}}},
-        "Expected a <class 'list'>; got wide",
+        "model.width: wanted a whole number or a list; got wide",
+    ),
+    "an argument of an optimizer of another type": (
+        {
+            "model": {
+                "class_path": "MLP",
+                "init_args": MLP | {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": "fast"}}},
+            }
+        },
+        "model.optimizer.lr: wanted a number; got fast",
+    ),
+    "a pair that is a number": (
+        {
+            "model": {
+                "class_path": "MLP",
+                "init_args": MLP | {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"betas": 3}}},
+            }
+        },
+        "model.optimizer.betas: wanted a list, got 3",
+    ),
+    "a batch of a fraction": (
+        {"data": {"class_path": "Covertype", "init_args": {"batch_size": 1.5}}},
+        "data.batch_size: wanted a whole number, got 1.5",
+    ),
+    "arguments without a class": (
+        {"model": {"init_args": {"width": 8}}},
+        "the configuration has no model.class_path. If it is one to lay over another, give both",
     ),
     "a class inside a class": (
         {"model": {"class_path": "MLP", "init_args": MLP | {"optimizer": "Nothing"}}},
-        "Nothing",
+        "model.optimizer: there is no class Nothing",
     ),
 }
 

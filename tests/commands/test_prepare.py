@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ from corpus import (
 from tiktoken_ext import openai_public
 
 from mupscale.__main__ import main
+from mupscale.commands.cli import parsed
+from mupscale.commands.configured import first_batches
 from mupscale.datamodules import documents, preparation
 from mupscale.datamodules.documents import TextFiles
 from mupscale.datamodules.fineweb import JARGON
@@ -50,6 +53,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- a whole preparation
+
+
+def assert_trains(line: str) -> None:
+    """The command that is printed at the end has a model for the data, and at least one batch."""
+    words = shlex.split(line)
+    assert words[:4] == ["python", "-m", "mupscale", "fit"]
+    cli = parsed([*words[4:], "--trainer.accelerator=cpu"], run=False)
+    (batch,) = first_batches(cli.model, cli.datamodule, 1)
+    assert batch.shape[1] == cli.model.hparams["context"] + 1
+    assert int(batch.max()) < cli.model.hparams["vocabulary"]
 
 
 def test_the_tokens_are_the_text(tmp_path: Path, article: Path, capsys: pytest.CaptureFixture[str]):
@@ -79,7 +92,9 @@ def test_the_tokens_are_the_text(tmp_path: Path, article: Path, capsys: pytest.C
         "val-fraction": 0.2,
         "shard tokens": 2**26,
     }
-    assert f"{len(splits['train'])} documents to train on" in capsys.readouterr().out
+    *_, first, last = capsys.readouterr().out.splitlines()
+    assert f"{len(splits['train'])} documents to train on" in first
+    assert_trains(last.removeprefix("  train on it: "))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"index.json", *index.files()}
 
 
@@ -186,7 +201,7 @@ def test_the_sample_is_what_the_command_makes_of_its_text(tmp_path: Path):
         (
             "no.jsonl",
             b'{"text": "a"}\n{"body": "b"}',
-            "no.jsonl cannot be read: the line at byte 14 is not a JSON object with a string `text` (KeyError('text'))",
+            "no.jsonl cannot be read: the line at byte 14 is not a JSON object with a string `text` (it has no 'text')",
         ),
         ("list.jsonl", b'["a"]', "list.jsonl cannot be read: the line at byte 0"),
         ("number.jsonl", b'{"text": 3}', "number.jsonl cannot be read: the line at byte 0"),

@@ -190,7 +190,7 @@ def test_constructor_arguments_must_be_data(changed):
     [
         (lambda c: c.update(mupscale="MLP"), "was not saved by a width-scalable module"),
         (lambda c: c.update(hyper_parameters=None), "was not saved by a width-scalable module"),
-        (lambda c: c["hyper_parameters"].update(nonsense=1), "hyper_parameters do not make a MLP: "),
+        (lambda c: c["hyper_parameters"].update(nonsense=1), "hyper_parameters do not fit MLP: "),
         (lambda c: c["state_dict"].pop("net.readout.weight"), "weights are not those of a MLP: "),
     ],
 )

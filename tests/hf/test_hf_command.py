@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import mupscale.hf as hf
 from mupscale.__main__ import main
-from mupscale.hf import widened_folder
+from mupscale.commands import status
+from mupscale.hf import family, widened_folder
 from mupscale.hf.whole_folder import partial_folder, whole_folder
 from mupscale.widening.noise import AdditiveNoise
 
@@ -46,6 +48,32 @@ def test_one_file(narrow: Path, tmp_path: Path, factor: int, capsys) -> None:
     assert names(tmp_path / "wide") == [
         "config.json", "generation_config.json", "model.safetensors", "mupscale.json", "tokenizer.json",
     ]  # fmt: skip
+
+
+def test_the_search_and_the_bytes_are_watched(narrow: Path, tmp_path: Path, monkeypatch) -> None:
+    """Both in the library and in the command, which shows the search after two seconds."""
+    monkeypatch.setattr(family, "_known", {})
+    calls: list[tuple[str, int, int]] = []
+    report = hf.upscale_folder(narrow, 2, tmp_path / "wide", watch=lambda *call: calls.append(call))
+    stages = list(dict.fromkeys(words for words, _, _ in calls))
+    assert stages == [f"{family.FINDING}, calls of modules that agree", family.CHECKING, widened_folder.BYTES]
+    ends = {words: (done, total) for words, done, total in calls}
+    assert all(done == total for done, total in ends.values())
+    assert ends[widened_folder.BYTES] == (2 * report.wide_bytes, 2 * report.wide_bytes)
+    assert [call[1:] for call in calls if call[0] == family.CHECKING] == [(0, 2), (1, 2), (2, 2)]
+    in_memory: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(family, "_known", {})
+    hf.upscale(narrow, 2, watch=lambda *call: in_memory.append(call))
+    assert in_memory == [call for call in calls if call[0] != widened_folder.BYTES]
+
+
+def test_the_command_shows_the_search(narrow: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(family, "_known", {})
+    monkeypatch.setattr(status, "FIRST", 0.0)
+    upscale(narrow, tmp_path / "wide")
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"{family.FINDING}, calls of modules that agree: \d+ of \d+, \d+ s", first)
+    assert last.startswith("written and checked: 100% of 0.00 GB")
 
 
 def test_shards_in_bfloat16(tmp_path: Path, monkeypatch) -> None:

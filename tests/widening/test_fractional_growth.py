@@ -373,12 +373,12 @@ def test_copies_part_under_centred_noise():
 PLAN = """\
 parameter        role     narrow → wide  k_out  k_in  weight        duplicated
 ------------------------------------------------------------------------------------------
-layers.0.weight  vector   3×3 → 5×3      5/3    1     dup           axis 0 ×5/3
-layers.0.bias    vector   3 → 5          5/3    1     dup           axis 0 ×5/3
-layers.1.weight  matrix   4×3 → 8×5      2      5/3   dup / copies  axis 0 ×2, axis 1 ×5/3
-layers.1.bias    vector   4 → 8          2      1     dup           axis 0 ×2
-readout.weight   readout  2×4 → 2×8      1      2     dup / 2       axis 1 ×2
-readout.bias     scalar   2              1      1     copy
+layers.0.weight  vector   3×3 → 5×3        5/3     1  dup           axis 0 ×5/3
+layers.0.bias    vector   3 → 5            5/3     1  dup           axis 0 ×5/3
+layers.1.weight  matrix   4×3 → 8×5          2   5/3  dup / copies  axis 0 ×2, axis 1 ×5/3
+layers.1.bias    vector   4 → 8              2     1  dup           axis 0 ×2
+readout.weight   readout  2×4 → 2×8          1     2  dup / 2       axis 1 ×2
+readout.bias     scalar   2                  1     1  copy
 38 → 86 parameters
 fractional: 3 parameters grow by 5/3, with 1 to 2 copies of a unit. This is exact with a rate for each entry, which \
 the optimizer of the upscale has unless the method leaves rates as they are. With one rate for all, \
@@ -389,9 +389,9 @@ def test_the_plan_in_words():
     narrow, wide = (MLPNet(3, hidden, 2, readout_zero_init=False) for hidden in ((3, 4), (5, 8)))
     assert str(mupscale.plan(narrow, wide)) == PLAN
     narrow, wide = (mup(mlp, width) for width in (12, 20))
-    assert "mu_readout  3×12 → 3×20    5/3    1     dup · 5/3 / copies  axis 1 ×5/3" in str(mupscale.plan(narrow, wide))
+    assert "mu_readout  3×12 → 3×20      5/3     1  dup · 5/3 / copies  axis 1 ×5/3" in str(mupscale.plan(narrow, wide))
     heads = str(mupscale.plan(gpt2((16, 16, 64)), gpt2((16, 24, 96))))
-    assert "axis 0 ×3/2 in blocks of 4" in heads
+    assert "axis 0 ×3/2 by 4" in heads
     assert "note:" not in heads
 
 

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 from mupscale.commands import cluster
 from mupscale.commands.arguments import STACK_HELP, ArgumentParser, Size, stack_size
+from mupscale.commands.terminal import columns, paint
 from mupscale.commands.termination import EXIT_CODE, Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
+from mupscale.tables import table
 
 if TYPE_CHECKING:
     from mupscale.commands.experiment.protocols import Experiment
@@ -158,10 +160,10 @@ def print_start(whole: "Experiment") -> None:
 
 
 def print_plan(whole: "Experiment") -> None:
-    width = max(len(part.name) for part in whole.parts)
-    print(f"{'':<{width}}  runs  done  running")
+    rows = [("part", "runs", "done", "running", "")]
     for part in whole.parts:
         state = part.state()
-        after = f"  after {', '.join(need.name for need in part.needs)}" if part.needs else ""
-        print(f"{part.name:<{width}}  {state.total:>4}  {state.done:>4}  {state.running:>7}{after}")
+        after = f"after {', '.join(need.name for need in part.needs)}" if part.needs else ""
+        rows.append((part.name, f"{state.total}", f"{state.done}", f"{state.running}", after))
+    print("\n".join(table(rows, right=(1, 2, 3), columns=columns(), paint=paint)))
     print(whole.progress())

@@ -23,6 +23,7 @@ from mupscale.commands.tuning.space import Axis, grid
 from mupscale.commands.tuning.study import Settings
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
+from mupscale.tables import table
 
 SMALL_BASE = "small_base"
 """The narrow run that sweep 2 starts from if there is no sweep 1. It counts as tuning."""
@@ -191,10 +192,10 @@ class Experiment:
         for part in self.parts:
             if isinstance(part, RunPart) and part.role in values:
                 values[part.role][part.seed] = part.value
-        lines = [f"{'':<9}{'seeds':>5}  {metric_label(self.description.metric)}: mean (min–max)"]
+        rows = [("run", "seeds", f"{metric_label(self.description.metric)}: mean (min–max)")]
         for role, by_seed in values.items():
-            lines.append(f"{role:<9}{len(by_seed):>5}  {spread(list(by_seed.values()))}")
-        return [*lines, verdict(values["upscale"], values["scratch"])]
+            rows.append((role, f"{len(by_seed)}", spread(list(by_seed.values()))))
+        return [*table(rows, right=[1]), verdict(values["upscale"], values["scratch"])]
 
     # --- the protocol transfer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mupscale.commands.run_logs import LoggedRun
-from mupscale.data_files import inside, json_of
+from mupscale.data_files import inside, json_of, what_is_wrong
 from mupscale.errors import UserError
 
 QUICK = "quick: no evidence. Tiny networks, few steps and little data: this shows only that the experiment runs."
@@ -157,7 +157,7 @@ def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
         experiment = ExperimentFolder(folder, json_of(path.read_text()))
         runs, sweeps = experiment.runs, experiment.sweeps
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{path} is not the description of an experiment: {error!r}") from error
+        raise UserError(f"{path} is not the description of an experiment: {what_is_wrong(error)}") from error
     found.experiments.append(experiment)
     if experiment.is_quick:
         found.notes.append(f"{folder.name} — {QUICK}")

@@ -250,7 +250,10 @@ def opened(name: str, storage: BaseStorage | str) -> optuna.Study:
     try:
         return make()
     except (ImportError, SQLAlchemyError) as error:
-        raise UserError(f"--storage: {str(error).splitlines()[0]}") from error
+        problem = str(error).splitlines()[0]
+        raise UserError(
+            f"--storage: {problem}; give the URL of a database, such as postgresql://USER@HOST/NAME"
+        ) from error
 
 
 def asked(study: optuna.Study, waiting: FrozenTrial, distributions: dict[str, BaseDistribution]) -> optuna.Trial:

@@ -1,0 +1,91 @@
+"""Tables as text: aligned columns, and no line that is longer than the terminal."""
+
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+Style = Literal["heading", "good", "bad"]
+Paint = Callable[[str, Style], str]
+"""Gives a text its colour; what has none comes back as it is."""
+
+GAP = "  "
+INDENT = "    "
+
+
+def unpainted(text: str, style: Style) -> str:
+    """No colour."""
+    return text
+
+
+def table(
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[int] = (),
+    styles: Mapping[int, Style] | None = None,
+    columns: int | None = None,
+    paint: Paint = unpainted,
+) -> list[str]:
+    """The lines of a table whose first row is the heading; a cell may have several lines.
+
+    The columns of `right` are aligned to the right. `styles` gives rows a colour. Where a row is longer than `columns`,
+    its last cell goes on below after each comma; where that is not enough, its first cell gets a line of its own.
+
+    >>> print("\\n".join(table([("name", "runs"), ("base", "5"), ("upscale", "12")], right=[1])))
+    name     runs
+    -------------
+    base        5
+    upscale    12
+    """
+    styles = {0: "heading", **(styles or {})}
+    broken = [[*row[:-1], row[-1].replace(", ", ",\n")] for row in rows]
+    below = {column - 1 for column in right}
+    layouts = [partial(_aligned, rows, right), partial(_aligned, broken, right)]
+    layouts += [partial(_under_names, rows, below), partial(_under_names, broken, below)]
+    blocks = layouts[0]()
+    for layout in layouts[1:]:
+        if columns is not None and _width(blocks) > columns:
+            blocks = layout()
+    blocks = [folded(lines, columns) for lines in blocks]
+    painted = []
+    for index, lines in enumerate(blocks):
+        painted.append([paint(line, styles[index]) if index in styles else line for line in lines])
+    return [*painted[0], "-" * _width(blocks), *(line for lines in painted[1:] for line in lines)]
+
+
+def folded(lines: Iterable[str], columns: int | None) -> list[str]:
+    """Lines that are longer than `columns` go on below, indented."""
+    if columns is None:
+        return [*lines]
+    answer = []
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())] + GAP
+        answer += textwrap.wrap(line, max(columns, 20), subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return answer
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[list[str]]:
+    """The lines of each row."""
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*rows, strict=True)]
+    answer = []
+    for row in rows:
+        cells = [cell.split("\n") for cell in row]
+        lines = []
+        for depth in range(max(map(len, cells))):
+            line = []
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+                text = cell[depth] if depth < len(cell) else ""
+                line.append(text.rjust(width) if index in right else text.ljust(width))
+            lines.append(GAP.join(line).rstrip())
+        answer.append(lines)
+    return answer
+
+
+def _under_names(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[list[str]]:
+    """The lines of each row, the first cell on a line of its own."""
+    others = _aligned([row[1:] for row in rows], right)
+    return [[row[0], *(INDENT + line for line in lines)] for row, lines in zip(rows, others, strict=True)]
+
+
+def _width(blocks: Iterable[Iterable[str]]) -> int:
+    return max((len(line) for lines in blocks for line in lines), default=0)

@@ -1,0 +1,135 @@
+"""The commands that are printed at the end of a command: they run as they are, and only those that apply are there."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import LR, small, upscale
+from extensions import UnscaledMLP
+from paths import ROOT
+
+from mupscale.__main__ import main
+from mupscale.commands import sweep as sweeps
+from mupscale.commands.next_steps import after_finished, after_fit, after_upscale, class_option, widths_of
+from mupscale.models.checkpoint import load_checkpoint
+from mupscale.models.mlp import MLP
+
+pytestmark = [
+    pytest.mark.usefixtures("in_an_empty_folder"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+RUN = Path("runs/default/version_0")
+LAST = RUN / "checkpoints" / "last.ckpt"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[str]]:
+    """The arguments of the commands that a command prints at its end, by what they are for."""
+    capsys.readouterr()
+    main(list(arguments))
+    answer = {}
+    for line in capsys.readouterr().out.splitlines():
+        purpose, colon, text = line.partition(": ")
+        if line.startswith("  ") and colon and text.startswith("python -m mupscale "):
+            answer[purpose.strip()] = shlex.split(text)[3:]
+    return answer
+
+
+def width_in(path: Path) -> int:
+    return load_checkpoint(path)["hyper_parameters"]["width"]
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_and_widened(capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(Path("c.yaml"), upscale(10, 16), enable_progress_bar=False)
+    commands = printed(capsys, "fit", "--config", config)
+    wide = Path("runs/default/version_0-wide-32.ckpt")
+    assert commands == {
+        "evaluate": ["validate", "--config", f"{RUN}/config.yaml", "--ckpt_path", str(LAST)],
+        "widen further": ["upscale", str(LAST), "--width", "32", "--noise", "0.1", "--centred", "--out", str(wide)],
+    }
+    main(commands["evaluate"])
+    after = printed(capsys, *commands["widen further"])
+    assert width_in(wide) == 32
+    # the configuration has a growth to 16, so it does not train a network of width 32
+    assert after == {"evaluate": ["validate", "--config", f"{RUN}/config.yaml", "--ckpt_path", str(wide)]}
+    main(after["evaluate"])
+    finished = printed(capsys, "resume", str(RUN))
+    assert finished == {"train it for twice as long": ["resume", str(RUN), "--trainer.max_steps=40"]}
+    main(finished["train it for twice as long"])
+    assert load_checkpoint(LAST)["global_step"] == 40
+
+
+def test_a_widened_checkpoint_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(Path("c.yaml"), enable_progress_bar=False, limit_val_batches=0)
+    commands = printed(capsys, "fit", "--config", config)
+    assert list(commands) == ["widen further"]  # there is nothing to evaluate on
+    after = printed(capsys, *commands["widen further"])
+    assert list(after) == ["evaluate", "train it"]
+    main(after["train it"])
+    trained = Path("runs/default/version_1/checkpoints/last.ckpt")
+    assert width_in(trained) == 16
+    assert load_checkpoint(trained)["global_step"] == 20
+
+
+def test_without_a_checkpoint_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert after_fit(None, MLP(8, 8), RUN, []) == []  # type: ignore[arg-type]
+    config = small(Path("c.yaml"), enable_progress_bar=False, fast_dev_run=True)
+    assert printed(capsys, "fit", "--config", config) == {}
+
+
+def test_a_checkpoint_from_elsewhere_has_no_configuration() -> None:
+    lines = after_upscale(Path("base.ckpt"), Path("wide.ckpt"), [16, 32])
+    assert lines == ["  train it: set model.init_from to wide.ckpt and model.width to [16, 32] in a configuration"]
+    Path("config.yaml").write_text("theme: dark\n")  # of something else
+    assert after_upscale(Path("base.ckpt"), Path("wide.ckpt"), [16, 32]) == lines
+    assert after_finished(Path(), 20) == []
+
+
+def test_names_of_classes_and_widths() -> None:
+    assert class_option(MLP) == []
+    assert class_option(UnscaledMLP) == ["--model", "extensions.UnscaledMLP"]
+    assert class_option(type("Inside", (MLP,), {"__module__": "__main__"})) is None
+    assert (widths_of(8), widths_of([8, 16])) == (["8"], ["8", "16"])
+
+
+@pytest.mark.slow
+def test_a_sweep_ends_with_the_command_that_uses_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(Path("c.yaml"), enable_progress_bar=False, max_steps=6)
+    monkeypatch.setattr("mupscale.commands.tuning.results.Results.draw", lambda *_: [])
+    swept = ["sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--out", "s", "--model.width=12"]
+    assert sweeps.parser().own_and_other(swept[1:])[1] == ["--config", config, "--model.width=12"]
+    commands = printed(capsys, *swept)
+    assert commands == {
+        "train with the best values": ["fit", "--config", config, "--model.width=12", "--config", "s/best.yaml"]
+    }
+    main(commands["train with the best values"])
+    saved = load_checkpoint(LAST)
+    assert saved["hyper_parameters"]["width"] == 12
+    assert saved["optimizer_states"][0]["param_groups"][0]["lr"] in (0.01, 0.02)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu"]
+    options += ["--trainer.callbacks=[]", "--trainer.enable_progress_bar=false"]
+    main(["fit", "--config", str(ROOT / "configs/hf/llama_tiny.yaml"), *options])
+    lines = capsys.readouterr().out.splitlines()
+    folder = Path(lines[-1].removeprefix("  for from_pretrained of transformers: "))
+    assert (folder / "config.json").is_file()
+    words = shlex.split(next(line for line in lines if line.startswith("  widen further: ")).partition(": ")[2])
+    main(words[3:])
+    assert width_in(Path(words[-1])) == 2 * width_in(Path(words[4]))
+    main(["upscale", str(folder), "--factor", "2", "--out", "wide"])
+    *_, load, train = capsys.readouterr().out.splitlines()
+    import transformers
+
+    import mupscale.hf
+
+    names = {"transformers": transformers, "mupscale": mupscale, "LR": 1e-3}
+    exec(load.removeprefix("  load it: "), names)
+    exec(train.removeprefix("  train it with "), names)
+    assert sum(p.numel() for group in names["groups"] for p in group["params"]) == names["model"].num_parameters()
+    assert torch.optim.AdamW(names["groups"])
