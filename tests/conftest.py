@@ -18,7 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--attack", action="store_true", help="test_attack.py kills runs at all their file operations: 20 minutes"
     )
-    parser.addoption("--all", action="store_true", help="also runs what is marked exhaustive, such as all cells of grids")
+    parser.addoption(
+        "--all", action="store_true", help="also runs what is marked exhaustive, such as all cells of grids"
+    )
     parser.addoption("--zoo", action="store_true", help="hf/test_zoo.py widens all families that it has: 30 minutes")
 
 

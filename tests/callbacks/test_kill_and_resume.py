@@ -66,7 +66,9 @@ checkpoint: {{every_n_train_steps: 1, save_top_k: -1, save_last: false}}
     ("limits", "swap"),
     [
         ("max_steps: 10, val_check_interval: 2, check_val_every_n_epoch: null", 6),
-        ("max_steps: 9, val_check_interval: 3, check_val_every_n_epoch: null", 4),
+        pytest.param(
+            "max_steps: 9, val_check_interval: 3, check_val_every_n_epoch: null", 4, marks=pytest.mark.exhaustive
+        ),
         ("max_epochs: 2", 4),
     ],
 )

@@ -81,7 +81,12 @@ def released(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("gemma2", marks=pytest.mark.slow)]
+    "family",
+    [
+        "llama",
+        pytest.param("gpt2", marks=pytest.mark.slow),
+        pytest.param("gemma2", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
 )
 def test_growth_leaves_the_losses_as_they_were(family: str, tmp_path: Path) -> None:
     """And what is saved at the end computes what the run computed."""
