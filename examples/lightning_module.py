@@ -1,10 +1,10 @@
-"""A LightningModule of your own: check that its network widens exactly, then widen it in the middle of its training.
+"""Your own LightningModule: check that its network widens exactly, then widen it in the middle of its training.
 
     python examples/lightning_module.py
 
-The module has a `build(width)` and a `loss(batch)`; `WidthScalable` has the rest. The network has nothing of mupscale
-but its output layer. It grows by more heads of the same size, because heads that grow under PyTorch's 1/sqrt(head size)
-would not compute the same. The data is the text that mupscale comes with.
+The module defines `build(width)` and `loss(batch)`; `WidthScalable` does the rest. Only the output layer of the network
+comes from mupscale. The network grows by more heads of the same size: larger heads would not compute the same function,
+because PyTorch scales attention by 1/sqrt(head size). The data is the text that is included in mupscale.
 """
 
 import logging

@@ -1,9 +1,9 @@
-"""A plain torch loop: train a small Llama of transformers, widen it, and go on with the optimizer that comes with it.
+"""A plain torch loop: train a small Llama of transformers, widen it, and continue with the widened optimizer.
 
     python examples/plain_loop.py
 
-Nobody has prepared the model: `discover` finds how it grows by comparing two models, here those that are trained. For
-a large model, compare small ones of the same family, and carry the finding over: `found.resolved(narrow, wide)`.
+The model was not written for mupscale: `discover` finds how it grows by comparing two models, here the narrow and the
+wide one. For a large model, compare small ones of the same family: `found.resolved(narrow, wide)` adapts the result.
 """
 
 import mupscale  # before transformers, which may look for torchvision
@@ -29,7 +29,7 @@ CONFIG = LlamaConfig(
 
 
 def batch(generator: torch.Generator, rows: int = 16) -> Tensor:
-    """Rows that count upwards, each from a number and by a step of its own."""
+    """Rows that count upwards, each with its own first number and step."""
     first = torch.randint(VOCABULARY, (rows, 1), generator=generator)
     step = torch.randint(1, 5, (rows, 1), generator=generator)
     return (first + step * torch.arange(LENGTH)) % VOCABULARY
@@ -46,7 +46,7 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, steps: int, 
         loss = loss_of(model, batch(generator))
         optimizer.zero_grad()
         loss.backward()
-        # by a norm that does not depend on the width
+        # this norm does not depend on the width
         mupscale.clip_grad_norm_(model, 1.0)
         optimizer.step()
         losses.append(loss.item())

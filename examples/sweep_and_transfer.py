@@ -1,11 +1,11 @@
 """Tune learning rate and noise on a small growth, 16 → 32, and use them for a larger one, 64 → 128.
 
-    pip install '.[sweep]'                       # which `sweep` needs
+    pip install '.[sweep]'                       # `sweep` needs it
     python examples/sweep_and_transfer.py
 
-The two commands are those of a terminal, `python -m mupscale sweep …` and `python -m mupscale fit …`; here one process
-runs both. Both sizes have the same `base_width`, so muP scales one learning rate for either. The data is the sample of
-Covertype that mupscale comes with.
+In a terminal the two commands are `python -m mupscale sweep …` and `python -m mupscale fit …`; here one process runs
+both. Both sizes have the same `base_width`, from which muP scales the learning rate. The data is the included sample of
+Covertype.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def run(command: str) -> None:
 
 
 def print_table(path: Path) -> None:
-    """The loss of every trial of a sweep: a row for each learning rate, a column for each noise."""
+    """The loss of every trial of a sweep: a row for each learning rate, a column for each noise level."""
     with path.open() as file:
         trials = list(csv.DictReader(file))
     rates = sorted({float(trial["model.optimizer.lr"]) for trial in trials})

@@ -1,18 +1,18 @@
-"""transformers.Trainer: train a small GPT-2, widen it, and let a second Trainer go on with the widened optimizer.
+"""transformers.Trainer: train a small GPT-2, widen it, and continue in a second Trainer with the widened optimizer.
 
-    pip install accelerate                       # which transformers.Trainer needs
+    pip install accelerate                       # transformers.Trainer needs it
     python examples/transformers_trainer.py
 
-What Trainer does not know of a growth:
+Trainer has no support for growing, so note:
 
-- Resuming. `trainer.train(resume_from_checkpoint=...)` loads the state into the optimizer that it is given. Without
-  `optimizers=` it makes one of its own, with two groups and one learning rate, in which the saved state does not fit.
-  So give a resumed Trainer an optimizer with the same groups: make it as here, from the narrow model. The noise depends
-  on the seed alone, and the saved weights and state replace what was made.
-- Clipping. Trainer clips by the plain norm, which a wider model has a larger one of: `max_grad_norm=0` switches that
-  off. `mupscale.clip_grad_norm_` in a callback's `on_pre_optimizer_step` clips both widths alike.
-- Gains 1 + w, as Gemma's: the optimizer has hooks for their weight decay, which no checkpoint of Trainer holds.
-  `upscale` puts them back when the optimizer is made as above.
+- Resuming. `trainer.train(resume_from_checkpoint=...)` loads the state into the optimizer of the Trainer. Without
+  `optimizers=` this is a new one with two groups and one learning rate, which the saved state does not fit. So pass an
+  optimizer with the same groups: make it as here, from the narrow model. The noise depends only on the seed, and the
+  saved weights and state replace those of the new optimizer and model.
+- Clipping. Trainer clips by the plain norm, which is larger in a wider model: `max_grad_norm=0` turns that off.
+  `mupscale.clip_grad_norm_` in a callback's `on_pre_optimizer_step` clips both widths alike.
+- Gains of the form 1 + w, as in Gemma: the optimizer has hooks for their weight decay, which no checkpoint of Trainer
+  holds. `upscale` adds them again when the optimizer is made as above.
 """
 
 import tempfile
@@ -44,7 +44,7 @@ CONFIG = GPT2Config(
 
 
 class Counting(Dataset[dict[str, Tensor]]):
-    """Rows that count upwards, each from a number and by a step of its own."""
+    """Rows that count upwards, each with its own first number and step."""
 
     def __len__(self) -> int:
         return 1024
@@ -55,7 +55,7 @@ class Counting(Dataset[dict[str, Tensor]]):
 
 
 def trained(model: PreTrainedModel, steps: int, optimizer: torch.optim.Optimizer | None = None) -> Trainer:
-    """A Trainer that has trained the model for so many steps."""
+    """A Trainer that has trained the model for `steps` steps."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
