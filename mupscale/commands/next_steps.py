@@ -17,6 +17,10 @@ NOISE = ("--noise", "0.1", "--centred")
 """What makes the copies of a widened model part, and keeps its function."""
 
 
+WITHOUT_A_LOG = ("--trainer.logger", "false")
+"""An evaluation that is logged would have the folder, and take the number, of a run."""
+
+
 def command_line(*words: Any) -> str:
     """A command line of mupscale.
 
@@ -36,7 +40,7 @@ def after_fit(trainer: "Trainer", module: "LightningModule", folder: Path | None
     checkpoint = last_name(saved[0])
     lines = []
     if any(trainer.num_val_batches) and (folder / "config.yaml").is_file():
-        words = ["validate", "--config", folder / "config.yaml", "--ckpt_path", checkpoint]
+        words = ["validate", "--config", folder / "config.yaml", "--ckpt_path", checkpoint, *WITHOUT_A_LOG]
         lines.append(f"  evaluate: {command_line(*words)}")
     own_class = class_option(type(module))
     if isinstance(module, WidthScalable) and own_class is not None:
@@ -60,7 +64,8 @@ def after_upscale(source: Path, out: Path, width: "Width") -> list[str]:
     else:
         lines = [f"  train it: {command_line('fit', '--config', config, *settings)}"]
     if config is not None:
-        lines.insert(0, f"  evaluate: {command_line('validate', '--config', config, '--ckpt_path', out)}")
+        words = ["validate", "--config", config, "--ckpt_path", out, *WITHOUT_A_LOG]
+        lines.insert(0, f"  evaluate: {command_line(*words)}")
     return lines
 
 

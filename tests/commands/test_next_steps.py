@@ -11,7 +11,14 @@ from paths import ROOT
 
 from mupscale.__main__ import main
 from mupscale.commands import sweep as sweeps
-from mupscale.commands.next_steps import after_finished, after_fit, after_upscale, class_option, widths_of
+from mupscale.commands.next_steps import (
+    WITHOUT_A_LOG,
+    after_finished,
+    after_fit,
+    after_upscale,
+    class_option,
+    widths_of,
+)
 from mupscale.models.checkpoint import load_checkpoint
 from mupscale.models.mlp import MLP
 
@@ -45,15 +52,17 @@ def test_a_run_is_evaluated_and_widened(capsys: pytest.CaptureFixture[str]) -> N
     commands = printed(capsys, "fit", "--config", config)
     wide = Path("runs/default/version_0-wide-32.ckpt")
     assert commands == {
-        "evaluate": ["validate", "--config", f"{RUN}/config.yaml", "--ckpt_path", str(LAST)],
+        "evaluate": ["validate", "--config", f"{RUN}/config.yaml", "--ckpt_path", str(LAST), *WITHOUT_A_LOG],
         "widen further": ["upscale", str(LAST), "--width", "32", "--noise", "0.1", "--centred", "--out", str(wide)],
     }
     main(commands["evaluate"])
     after = printed(capsys, *commands["widen further"])
     assert width_in(wide) == 32
     # the configuration has a growth to 16, so it does not train a network of width 32
-    assert after == {"evaluate": ["validate", "--config", f"{RUN}/config.yaml", "--ckpt_path", str(wide)]}
+    evaluate = ["validate", "--config", f"{RUN}/config.yaml", "--ckpt_path", str(wide), *WITHOUT_A_LOG]
+    assert after == {"evaluate": evaluate}
     main(after["evaluate"])
+    assert [path.name for path in RUN.parent.iterdir() if path.is_dir()] == [RUN.name]
     finished = printed(capsys, "resume", str(RUN))
     assert finished == {"train it for twice as long": ["resume", str(RUN), "--trainer.max_steps=40"]}
     main(finished["train it for twice as long"])
