@@ -18,6 +18,15 @@ def unpainted(text: str, style: Style) -> str:
     return text
 
 
+def size_of(count: float) -> str:
+    """A number of bytes, to read.
+
+    >>> size_of(310_000), size_of(3.8e9)
+    ('0.3 MB', '3.80 GB')
+    """
+    return f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e9:.2f} GB"
+
+
 def table(
     rows: Sequence[Sequence[str]],
     *,

@@ -18,6 +18,7 @@ from mupscale.commands.outputs import refuse_folder, refuse_output
 from mupscale.commands.status import Status
 from mupscale.commands.terminal import show
 from mupscale.errors import UserError, needs_extra
+from mupscale.tables import size_of
 
 
 def widen_folder(arguments: list[str]) -> None:
@@ -117,7 +118,7 @@ class Meter:
             return
         self._shown = done
         rate = done / max(time.perf_counter() - self._start, 1e-9)
-        line = f"{self._what}: {done / self._total:4.0%} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
+        line = f"{self._what}: {done / self._total:4.0%} of {size_of(self._total)}, {rate / 1e6:.0f} MB/s"
         renewed = sys.stderr.isatty()
         end = "" if renewed and done < self._total else "\n"
         print(f"\r{line}" if renewed else line, end=end, file=sys.stderr, flush=True)

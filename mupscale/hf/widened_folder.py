@@ -22,6 +22,7 @@ from mupscale.hf.outputs import fits, largest_difference
 from mupscale.hf.safetensors_files import INDEX_FILE, NewFile, index_text, split_into_files
 from mupscale.hf.streaming import Widening, Written, refuse_unlike_twins, write_wide
 from mupscale.hf.whole_folder import whole_folder
+from mupscale.tables import size_of
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
@@ -62,8 +63,7 @@ class FolderReport:
 
     def __str__(self) -> str:
         lines = [
-            f"upscaled {self.narrow_bytes / 1e9:.2f} GB → {self.wide_bytes / 1e9:.2f} GB of weights in "
-            f"{self.seconds:.1f} s"
+            f"upscaled {size_of(self.narrow_bytes)} → {size_of(self.wide_bytes)} of weights in {self.seconds:.1f} s"
         ]
         lines += [f"checked: {check}" for check in self.checks]
         return "\n".join([*lines, *(f"note: {note}" for note in notes_by_layer(self.notes))])

@@ -73,7 +73,7 @@ def test_the_command_shows_the_search(narrow: Path, tmp_path: Path, capsys, monk
     upscale(narrow, tmp_path / "wide")
     first, *_, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(rf"{family.FINDING}, calls of modules that agree: \d+ of \d+, \d+ s", first)
-    assert last.startswith("written and checked: 100% of 0.00 GB")
+    assert last.startswith("written and checked: 100% of 0.6 MB")
 
 
 def test_shards_in_bfloat16(tmp_path: Path, monkeypatch) -> None:
