@@ -243,46 +243,31 @@ def test_the_library_needs_the_core_only(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_quickstart_needs_the_core_only(tmp_path: Path):
+def test_the_quickstart_and_every_model_need_the_core_only(tmp_path: Path):
     config = ["--config", str(QUICKSTART)]
     folder = "runs/quickstart/version_0"
     checkpoint = f"{folder}/checkpoints/last.ckpt"
-    short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--checkpoint.every_n_train_steps=1"]
+    short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1"]
     early = '--callback_args={"UpscaleCallback": {"at_step": 1}}'
+    images, labels = np.zeros((8, 32, 32, 3), np.uint8), np.arange(8)
+    np.savez(tmp_path / "cifar100.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    sizes = ["--model.width=16", "--model.base_width=16"]
+    sgd = ["--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.1", "--trainer.accelerator=cpu"]
+    gpt2 = ["--model.layers=1", "--model.heads=2", "--model.vocabulary=4096", "--model.context=8", "--data=FineWeb",
+            "--data.context=8", "--data.batch_size=4"]  # fmt: skip
+    resnet = ["--data=CIFAR100", "--data.data_dir=.", "--data.batch_size=4"]
     lines = [
-        ["fit", *config, *short, early],
+        ["fit", *config, *short, early, "--checkpoint.every_n_train_steps=1"],
         ["resume", folder, "--trainer.max_steps=3"],
         ["plan", *config],
         ["verify", *config],
         ["upscale", checkpoint, "--width", "512", "--out", "wide.ckpt"],
+        ["fit", "--model=GPT2", *sizes, *sgd, *gpt2, *short],
+        ["fit", "--model=ResNet18", *sizes, *sgd, *resnet, *short],
     ]
     run = run_with_the_core_only(commands(*lines), tmp_path)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "wide.ckpt").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--model=GPT2", "--model.layers=1", "--model.heads=2", "--model.vocabulary=4096", "--model.context=8",
-         "--data=FineWeb", "--data.context=8", "--data.batch_size=4"],
-        ["--model=ResNet18", "--data=CIFAR100", "--data.data_dir=.", "--data.batch_size=4"],
-    ],
-)  # fmt: skip
-def test_every_model_trains_with_the_core_only(tmp_path: Path, options: list[str]):
-    images, labels = np.zeros((8, 32, 32, 3), np.uint8), np.arange(8)
-    np.savez(tmp_path / "cifar100.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    common = [
-        "--model.width=16",
-        "--model.base_width=16",
-        "--model.optimizer=torch.optim.SGD",
-        "--model.optimizer.lr=0.1",
-    ]
-    short = ["--trainer.accelerator=cpu", "--trainer.max_steps=2", "--trainer.limit_val_batches=1"]
-    model, *rest = options
-    run = run_with_the_core_only(commands(["fit", model, *common, *rest, *short]), tmp_path)
-    assert run.returncode == 0, run.stderr
 
 
 # ---- without an extra
