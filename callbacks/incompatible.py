@@ -39,7 +39,7 @@ CALLBACKS: dict[type[Callback], tuple[str, str]] = {
 
 
 def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
-    """UserError for a callback that does not work in a run that upscales."""
+    """Raises a UserError for a callback that does not work in a run that upscales."""
     for callback in callbacks:
         for kind, (reason, remedy) in CALLBACKS.items():
             if isinstance(callback, kind):

@@ -52,6 +52,6 @@ class OwnBatches:
 
 
 def refuse_many_loaders(what: str, trainer: Trainer) -> None:
-    """UserError for a run with several training data loaders."""
+    """Raises a UserError for a run with several training data loaders."""
     if isinstance(trainer.train_dataloader, dict | list | tuple):
         raise UserError(f"{what}: the run has several training data loaders. Give one")

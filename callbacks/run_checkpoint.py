@@ -1,4 +1,4 @@
-"""The checkpoints of a run: those that the user's policy keeps, and apart from them those that resuming needs."""
+"""The checkpoints of a run: those that the user's options keep, and those that are kept for resuming."""
 
 import os
 import shutil
@@ -21,13 +21,13 @@ KEPT = 2
 
 
 class RunCheckpoint(OpenCheckpoint, Strides):
-    """A ModelCheckpoint that also saves at the end of a run, and survives interruptions and moves.
+    """A ModelCheckpoint that also saves at the end of a run, and keeps working after interruptions and moved folders.
 
-    Whatever its policy keeps (`monitor`, `save_top_k`, `filename`, `save_weights_only`), the two newest checkpoints are
-    in the folder `resume` beside its own. Where both are the same they are one file with two names.
+    The options (`monitor`, `save_top_k`, `filename`, `save_weights_only`) decide which checkpoints are kept. Apart from
+    these, the two newest checkpoints are always kept for resuming, in the folder `resume` next to the others. A
+    checkpoint in both folders is stored once.
 
-    The last step is saved when the run is over, not before: a validation that is still to come must not be lost with a
-    process that dies in it, and a run that has this checkpoint is finished.
+    The last step is saved after the last validation, when the run is over. So a run with this checkpoint is finished.
     """
 
     run: str | None = None

@@ -149,7 +149,7 @@ class FineWebEdu:
 
         try:
             stream = load_dataset(REPOSITORY, name=self.subset, revision=self._revision, split="train", streaming=True)
-        except Exception as error:  # many kinds: from the Hub, the HTTP client and the operating system
+        except Exception as error:  # many exception types: from the Hub, the HTTP client and the operating system
             if isinstance(error, ValueError) and "BuilderConfig" in str(error):
                 raise Unusable(f"--subset {self.subset}: {REPOSITORY} has no such subset ({reason(error)})") from error
             raise out_of_reach(self.subset, error) from error
@@ -183,7 +183,7 @@ def _newest_revision(subset: str) -> str:
 
     try:
         revision = HfApi().dataset_info(REPOSITORY, timeout=30).sha
-    except Exception as error:  # many kinds, as in FineWebEdu.batches
+    except Exception as error:  # many exception types, as in FineWebEdu.batches
         raise out_of_reach(subset, error) from error
     assert revision is not None
     return revision

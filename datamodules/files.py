@@ -27,9 +27,9 @@ NOT_NPZ = (OSError, EOFError, KeyError, TypeError, ValueError, RuntimeError, zip
 
 
 def read_npz(file: Path, names: tuple[str, ...]) -> list[np.ndarray]:
-    """The named arrays of an npz file; a UserError names a file that is cut short, damaged or lacks one of them.
+    """The named arrays of an npz file; raises a UserError if the file is cut short, damaged or lacks one of them.
 
-    An array of Python objects is refused: it would have to be unpickled.
+    An array of Python objects is refused, because it would be unpickled.
     """
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:

@@ -283,12 +283,12 @@ def seed_of_run() -> int:
 
 
 def refuse_bad_number(key: str, value: Any, least: int | None = 1) -> None:
-    """UserError if an argument of a data module is not a whole number, of at least `least` unless that is None."""
+    """Raises a UserError if an argument of a data module is not a whole number, or is less than `least`."""
     refuse_unless_whole(f"data.{key}", value, least)
 
 
 def refuse_unfit_model(data: str, arguments: Mapping[str, Any], inputs: int | None, classes: int) -> None:
-    """UserError if a model's arguments `inputs` and `outputs`, where it has them, do not fit the data."""
+    """Raises a UserError if a model's arguments `inputs` and `outputs`, where it has them, do not fit the data."""
     if inputs is not None and arguments.get("inputs", inputs) != inputs:
         raise UserError(
             f"model.inputs = {arguments['inputs']}: {data} has {inputs} features; set model.inputs: {inputs}"

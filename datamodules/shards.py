@@ -57,7 +57,7 @@ class Index:
         return version_of(self.folder / name for name in (INDEX, *self.files()))
 
     def refuse_vocabulary(self, vocabulary: "Vocabulary") -> None:
-        """UserError if a model of this vocabulary does not know all tokens."""
+        """Raises a UserError if a model of this vocabulary does not know all tokens."""
         key, size = vocabulary
         if size < self.vocabulary:
             raise UserError(
@@ -74,7 +74,7 @@ class Index:
         return {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in entries}
 
     def verify(self) -> None:
-        """Reads every byte; a UserError names a file that is damaged, or has tokens beyond the vocabulary."""
+        """Reads every byte; raises a UserError if a file is damaged, or has tokens beyond the vocabulary."""
         files = self.files()
         with ThreadPoolExecutor(usable_cores()) as pool:
             digests = pool.map(sha256, (self.folder / name for name in files))
@@ -93,7 +93,7 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a prepared folder; a UserError names a file that is missing or has another size."""
+    """The index of a prepared folder; raises a UserError that names a file that is missing or has another size."""
     path = folder / INDEX
     if not path.is_file():
         if any(folder.glob("*.tokens")):
@@ -145,7 +145,7 @@ def _refuse_other_counts(index: Index) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file of this name in the folder; a UserError names one that lies elsewhere, also by a link."""
+    """The file of this name in the folder; raises a UserError that names one that lies elsewhere, also by a link."""
     if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:
         raise UserError(f"{folder / INDEX} names a file outside of its folder: {name!r}; it is not read")
     if (folder / name).resolve().parent != folder.resolve():
@@ -154,7 +154,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def refuse_unknown_tokens(file: Path, vocabulary: int) -> None:
-    """A UserError names a file with tokens that the vocabulary does not have. Costs a tenth of a checksum."""
+    """Raises a UserError if a file has tokens beyond the vocabulary. Costs a tenth of a checksum."""
     if not file.stat().st_size:
         return
     largest = int(np.memmap(file, TOKEN, "r").max())
@@ -221,7 +221,7 @@ class MappedTokens:
         return self._files[number], self._spans[number][0] + position - self._begins[number]
 
     def refuse_beyond(self, vocabulary: Vocabulary, start: int, found: np.ndarray) -> None:
-        """UserError names the first of the tokens `found`, read from `start` on, that the vocabulary does not have."""
+        """Raises a UserError for the first of the tokens `found`, read from `start` on, beyond the vocabulary."""
         if not len(found) or found.max() < vocabulary.size:
             return
         offset = int((found >= vocabulary.size).argmax())

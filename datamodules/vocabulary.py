@@ -35,7 +35,7 @@ def gpt2_ranks() -> Ranks:
 
     try:
         return openai_public.gpt2()["mergeable_ranks"]
-    except Exception as error:  # many kinds: from requests and the operating system
+    except Exception as error:  # many exception types: from requests and the operating system
         folder = os.environ.get("TIKTOKEN_CACHE_DIR") or "a folder named by the environment variable TIKTOKEN_CACHE_DIR"
         files = []
         for name in ("vocab.bpe", "encoder.json"):

@@ -24,7 +24,7 @@ Order = Literal["random", "sequential"]
 class ResidentWindows:
     """Windows of tokens that lie on the training device: one index operation and one conversion to int64 a batch.
 
-    With a vocabulary, a UserError names a token that is not in it.
+    With a vocabulary, a token beyond it is a UserError.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MappedWindows:
     """Windows of tokens that lie on disk.
 
     The copy of a batch to a GPU is asynchronous: neither the CPU nor the GPU's work waits for it. With a vocabulary,
-    the tokens of each batch are compared with it before they are copied; a UserError names one that is not in it.
+    the tokens of each batch are checked before they are copied; a token beyond it is a UserError.
     """
 
     starts_device = torch.device("cpu")

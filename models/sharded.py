@@ -37,7 +37,7 @@ def is_sharded_checkpoint(path: Path) -> bool:
 
 
 def outline(folder: Path) -> dict[str, Any]:
-    """A sharded checkpoint as a file would hold it, its weights on the meta device. UserError if it is none.
+    """A sharded checkpoint as a file would hold it, its weights on the meta device. Raises a UserError if it is none.
 
     Unlike `ShardedCheckpoint` it reads no tensors, and so does not find damage in them.
     """
@@ -57,7 +57,7 @@ def _rest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} was never finished: it has no {META}; take another checkpoint")
     try:
         rest = torch.load(folder / META, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
+    except Exception as error:  # torch raises many exception types
         raise UserError(f"{folder / META} is not a checkpoint, or a damaged one") from error
     if not isinstance(rest, dict):
         raise UserError(f"{folder / META} is not a checkpoint")

@@ -29,7 +29,7 @@ def yaml_of(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file. UserError if it cannot be read."""
+    """The content of a YAML file. Raises a UserError if it cannot be read."""
     try:
         return yaml_of(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -37,7 +37,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """A path below a folder, as a file in it names it; UserError if it lies elsewhere, also by a link."""
+    """A path below a folder, as a file in it names it; raises a UserError if it lies elsewhere, also by a link."""
     path = folder / name if isinstance(name, str) else folder
     if path == folder or not path.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{folder} names something outside of it, {name!r}; it is not read")
@@ -45,7 +45,7 @@ def inside(folder: Path, name: Any) -> Path:
 
 
 def refuse_links(folder: Path, *names: str) -> None:
-    """UserError if one of the files that a command writes in a folder is a link: it would write somewhere else."""
+    """Raises a UserError if one of the files to write is a link: the command would write outside the folder."""
     for name in names:
         if (folder / name).is_symlink():
             raise UserError(f"{folder / name} is a link; delete it, or name another folder")

@@ -247,7 +247,7 @@ def coord_check(
 
 
 def _refuse_one_width(network: Callable[[int], nn.Module], widths: Sequence[int]) -> None:
-    """UserError if the network is the same at two widths: then nothing would be measured."""
+    """Raises a UserError if the network is the same at two widths: then nothing would be measured."""
     shapes = []
     for width in widths:
         with torch.random.fork_rng():

@@ -57,7 +57,7 @@ _DOUBLE = (torch.float64, torch.complex128)
 
 @dataclass
 class Verdict:
-    """The answer of `verify`. Drifts are relative, the largest over all steps.
+    """The result of `verify`. Each drift is a relative difference, the largest over all steps.
 
     Examples:
         >>> import mupscale
@@ -82,7 +82,7 @@ class Verdict:
     first_divergent: str | None
     """The name of the first module that diverges, or None."""
     reason: str | None
-    """What diverged there, at which step, and what the plan knows of it; or why nothing was tested."""
+    """What diverged there, at which step, and the plan's notes on it; or why nothing was tested."""
     steps: int
     tolerance: float
     drift_by_module: dict[str, float] = field(default_factory=dict, repr=False)
@@ -122,20 +122,19 @@ def verify(
     tolerance: float | None = None,
     watch: Watch = unwatched,
 ) -> Verdict:
-    """Whether upscaling `narrow` to `wide` is exact: same function, same training.
+    """Checks whether upscaling `narrow` to `wide` is exact: same function, same training.
 
-    Copies of both, in float64, are trained side by side: the narrow one for a few steps alone, then it is upscaled
-    without noise, and both go on for `steps` steps with `optimizer(parameters)` and `loss(model, batch)`, over
-    `batches` again and again, under the width-invariant clip where `clip` is given. Every module's outputs, every
-    gradient and every weight are compared with their duplicated narrow counterparts. The arguments are not changed.
+    A float64 copy of `narrow` trains for a few steps and is upscaled without noise. Then both copies train for `steps`
+    steps with `optimizer(parameters)` and `loss(model, batch)`, cycling through `batches`; with `clip`, gradients are
+    clipped by the width-invariant norm. The output of every module, every gradient and every weight of the wide copy is
+    compared with its duplicated narrow counterpart. The arguments are not changed. Complex weights become complex128.
 
-    The default tolerance is 1e-8 for activations and 1e-10 for the loss; 1e-4 and 1e-6 for a model, or an
-    optimizer, that computes in float32 inside, whatever the dtype of the weights. Complex weights become complex128.
+    The default tolerance is 1e-8 for activations and 1e-10 for the loss. If the model or the optimizer computes in
+    float32 internally, it is 1e-4 and 1e-6.
 
     `watch(words, done, total)` is called after every step.
 
-    A run without a gradient in any parameter that grows, or in which none of them moves, tests nothing: its verdict is
-    not passed.
+    The verdict is not `passed` if no growing parameter has a gradient, or if none of them moves: nothing was tested.
 
     Examples:
         >>> import mupscale
@@ -489,7 +488,7 @@ def _steps_in_float32(optimizer: Optimizer) -> bool:
 
 
 def _in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """The loss; UserError where the model uses an operation that does not exist in float64."""
+    """The loss; raises a UserError where the model uses an operation that does not exist in float64."""
     try:
         return loss(model, batch)
     except (RuntimeError, TypeError, NotImplementedError) as error:

@@ -17,7 +17,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message}{near or f'. {self.prog} --help lists the options'}")
 
     def own_and_other(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The options of this command, and those that it passes on to `fit`. UserError for a typo in one of its own."""
+        """The options of this command, and those that it passes on to `fit`. Raises a UserError for a typo."""
         options, others = self.parse_known_args(arguments)
         for other in others:
             unknown = re.match(r"--[\w-]+", other)

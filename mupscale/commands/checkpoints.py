@@ -61,8 +61,10 @@ def below(folder: Path) -> Iterator[Path]:
 
 
 def checked(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint that a user names, its tensors mapped; UserError if it holds more than data, or if it
-    is damaged."""
+    """The content of a checkpoint that a user names, its tensors memory-mapped.
+
+    Raises a UserError if it is damaged, or holds more than data.
+    """
     import torch
 
     if path.is_dir():
@@ -73,7 +75,7 @@ def checked(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is damaged ({problem}); nothing of it was loaded")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # torch raises many kinds
+    except Exception as error:  # torch raises many exception types
         raise UserError(
             f"{file} is damaged, is not a checkpoint, or holds more than data ({type(error).__name__}); "
             "nothing of it was loaded"
@@ -91,8 +93,8 @@ def sharded(path: Path) -> set[str]:
 def damage_at(path: Path) -> str | None:
     """What is wrong with a checkpoint, a file or a folder, by its checksums; None if nothing is.
 
-    The processes of a run share the work of a folder. UserError if one of them finds damage there: the others do not
-    know of it, and would go on from this checkpoint.
+    The processes of a run share the work of a folder. One that finds damage there raises a UserError: the others would
+    otherwise resume from this checkpoint.
     """
     if not path.is_dir():
         return damage_in(path)

@@ -394,7 +394,7 @@ def parsed(
 
 
 def refuse_unreadable(arguments: list[str]) -> None:
-    """UserError for a file of --config that is not YAML, or stands for more values than fit into memory."""
+    """Raises a UserError for a file of --config that is not YAML, or stands for more values than fit into memory."""
     for before, argument in pairwise(["", *arguments]):
         name, equals, value = argument.partition("=")
         file = argument if before == "--config" else value if name == "--config" and equals else ""

@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options(options: argparse.Namespace) -> None:
-    """UserError if the options of a command do not fit together, or Ray is not installed."""
+    """Raises a UserError if the options of a command do not fit together, or Ray is not installed."""
     gpus, cpus = options.gpus_per_run, options.cpus_per_run
     if options.ray is None:
         for name, value in (("gpus_per_run", gpus), ("cpus_per_run", cpus)):
@@ -87,7 +87,7 @@ def refuse_options(options: argparse.Namespace) -> None:
 
 @contextmanager
 def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Iterator["Cluster"]:
-    """The cluster at an address, whose nodes have been checked. UserError if it cannot make the runs."""
+    """The cluster at an address, whose nodes have been checked. Raises a UserError if it cannot make the runs."""
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
@@ -124,7 +124,7 @@ def connect(address: str) -> None:
 
 
 def refuse_address(address: str) -> None:
-    """UserError if the address is none, or nobody listens there."""
+    """Raises a UserError if the address is none, or nobody listens there."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address == "auto":
@@ -214,7 +214,7 @@ class Cluster:
         return task.options(name=task_name(keys)).remote(self.site, self.needs, pickled)
 
     def _ends(self, task: Any, keys: list["Key"]) -> list[tuple[str, str]]:
-        """The names and ends of the units that a task has made. UserError if it has failed, and not only died."""
+        """The names and results of a task's units. Raises a UserError if it failed, unless its process died."""
         import ray
         from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
 

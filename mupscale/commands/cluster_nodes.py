@@ -62,7 +62,7 @@ def nodes() -> list[Node]:
 
 
 def needs_of(options: argparse.Namespace, accelerator: str, there: list[Node]) -> Needs:
-    """What a run needs of a node. UserError if no node has it."""
+    """What a run needs of a node. Raises a UserError if no node has it."""
     most = max((node.gpus for node in there), default=0)
     gpus = options.gpus_per_run
     if accelerator == "cpu" and gpus:

@@ -111,7 +111,7 @@ def temporary_file(config: Config) -> Iterator[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file that a command wrote. UserError if it is damaged."""
+    """The content of a JSON file that a command wrote. Raises a UserError if it is damaged."""
     try:
         content = json_of(path.read_text())
         if not isinstance(content, dict) or not content:

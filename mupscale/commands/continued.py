@@ -30,7 +30,7 @@ SUMMARY = (
 
 
 def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -> None:
-    """UserError if a configuration differs from that of a checkpoint of `step` in what the checkpoint has decided."""
+    """Raises a UserError if a configuration differs from that of a checkpoint of `step` in what must not change."""
     try:
         found = differences(_with_data_seed(saved), _with_data_seed(_of_then(saved, config)))
         callbacks = _callbacks(saved)

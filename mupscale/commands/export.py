@@ -34,7 +34,7 @@ def main(command: str, arguments: list[str]) -> None:
 
 
 def saved_network(checkpoint: dict[str, Any]) -> CausalLMNet:
-    """The network of a checkpoint, with its weights, on the CPU. UserError if it is none of an HFCausalLM."""
+    """The network of a checkpoint, with its weights, on the CPU. Raises a UserError if it is none of an HFCausalLM."""
     refuse_malformed(checkpoint)
     name = str(checkpoint[CHECKPOINT_KEY].get("class_path")).rpartition(".")[2]
     if name != HFCausalLM.__name__:

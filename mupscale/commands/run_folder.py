@@ -22,7 +22,7 @@ class Claim:
     """
 
     def __init__(self, folder: Path) -> None:
-        """UserError if another process has it."""
+        """Raises a UserError if another process has it."""
         self.folder = folder.absolute()
         self._made = _missing(self.folder)
         if self.folder in _held:

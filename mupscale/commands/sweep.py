@@ -119,7 +119,7 @@ def work(whole: "Sweep", size: Size) -> None:
 
 
 def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
-    """The settings of a command line. UserError for every mistake that can be found without a run."""
+    """The settings of a command line. Raises a UserError for every mistake that can be found without a run."""
     from mupscale.commands.configured import described
     from mupscale.commands.tuning.results import checked_metric, signal_swap
     from mupscale.commands.tuning.space import grid, parsed_axis
@@ -140,7 +140,7 @@ def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
 
 
 def refuse_options(options: argparse.Namespace, axes: list["Axis"]) -> None:
-    """UserError if the axes, the sampler and the number of trials do not fit together."""
+    """Raises a UserError if the axes, the sampler and the number of trials do not fit together."""
     if not axes:
         raise UserError(
             "--sweep: the grid is empty, name a key and its values: --sweep model.optimizer.lr=0.01,0.02,0.04"

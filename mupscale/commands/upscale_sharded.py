@@ -210,7 +210,7 @@ def _refuse_method(method: GrowthMethod, optimizer: bool) -> None:
 
 
 def _networks(checkpoint: ShardedCheckpoint, module: WidthScalable, width: Any) -> tuple[nn.Module, nn.Module]:
-    """The narrow and the wide network on the meta device. UserError if the weights are of another model."""
+    """The narrow and the wide network on the meta device. Raises a UserError if the weights are of another model."""
     if "current_model_state" in checkpoint.rest:
         raise UserError(
             f"{checkpoint.folder} has the weights of an EMA run, which are widened in a file only; save it as one: "

@@ -1,4 +1,4 @@
-"""One public call, `discover`: how a model grows that nobody prepared."""
+"""`discover`: finds how an unprepared model grows."""
 
 import math
 
@@ -27,10 +27,10 @@ TOLERANCE = 1e-9
 def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwatched) -> Found:
     """Finds how `narrow` grows to `wide`: the layouts, roles and units of all parameters.
 
-    `call(model)` runs one forward pass. Copies of both models, with their parameters moved a little so that zeros and
-    ones hide nothing, run in float64 on the CPU; where they first differ, layouts, roles and units of the modules
-    before it are tried until they agree to the end, and until all gradients agree. The arguments are not changed.
-    `watch(words, done, total)` is called after every try.
+    `call(model)` must run one forward pass. `discover` runs it on float64 copies of both models on the CPU, with
+    slightly perturbed parameters, because initial zeros and ones would hide differences. Where the outputs of the two
+    copies first differ, it tries other layouts, roles and units for the modules before that point, until all outputs
+    and all gradients agree. The arguments are not changed. `watch(words, done, total)` is called after every try.
 
     `found = discover(narrow, wide, lambda model: model(tokens))`
 
@@ -46,7 +46,7 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
         ...         return self.last(self.scale * self.first(x))
         >>> narrow, wide = Scaled(4), Scaled(8)
         >>> found = mupscale.discover(narrow, wide, lambda model: model(torch.ones(1, 3)))
-        >>> found.units  # they make up for the scale
+        >>> found.units  # compensates for the scale
         {'last.weight': 1.4142135623730951}
         >>> report = mupscale.upscale(narrow, wide, **found.hints)
         >>> x = torch.randn(5, 3)
@@ -78,7 +78,7 @@ def cuts_between(narrow: nn.Module, wide: nn.Module, call: Call) -> list[PairedC
 
 
 def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> None:
-    """UserError unless a finding, made with other sizes of a family, makes these two models agree.
+    """Raises a UserError unless a finding, made with other sizes of a family, makes these two models agree.
 
     Outputs and all gradients are compared, as `discover` does. The arguments are not changed.
     """
@@ -148,7 +148,7 @@ def _found(search: Search) -> Found:
 
 
 def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
-    """UserError unless `upscale` with what was found writes what made the models agree, with rates that fit it."""
+    """Raises a UserError unless `upscale` with these findings writes the weights that agreed, with exact rates."""
     written = {name: tensor.detach().clone() for name, tensor in hypothesis.wide.state_dict().items()}
     report = upscale(hypothesis.narrow, hypothesis.wide, **found.hints)
     for name, tensor in hypothesis.wide.state_dict().items():

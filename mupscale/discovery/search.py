@@ -45,7 +45,7 @@ class Search:
         self._proposals = Proposals(self.hypothesis, self.narrow.events, self.cuts)
 
     def run(self) -> None:
-        """Changes what is assumed until the models agree; UserError where no change helps."""
+        """Changes what is assumed until the models agree; raises a UserError where no change helps."""
         first = self.outcome()
         for at_once in (1, 2):  # two changes at once only if one at a time do not lead to the end
             if self._solved(first, at_once) is not None and self.outcome().complete:

@@ -352,7 +352,7 @@ def stacked_optimizer(
     *,
     compiled: bool = False,
 ) -> StackedOptimizer:
-    """The optimizers of all models as one. UserError where they are of different classes, or of one without a rule."""
+    """The optimizers of all models as one. Raises a UserError if their classes differ, or have no stacked step."""
     kinds = {type(optimizer) for optimizer in optimizers}
     if len(kinds) > 1:
         raise UserError(

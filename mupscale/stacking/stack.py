@@ -200,7 +200,7 @@ class _Call(nn.Module):
 
 
 def refuse_unlike(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """UserError if these cannot take their steps together, with what differs."""
+    """Raises a UserError if these cannot take their steps together, with what differs."""
     if not models or len(models) != len(optimizers):
         raise UserError(f"a stack needs an optimizer for each model, got {len(models)} and {len(optimizers)}")
     first = signature(models[0])

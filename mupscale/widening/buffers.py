@@ -60,7 +60,7 @@ def wide_buffers(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuil
 
 
 def refuse_unknown_buffers(plan: Plan, wide: nn.Module, rebuild: Rebuild | None) -> None:
-    """UserError for a growing buffer that is not saved, where the wide model has no value for it."""
+    """Raises a UserError for a growing buffer that is not saved, where the wide model has no value for it."""
     for name, target in wide.named_buffers():
         entry = plan.buffers[name]
         if entry.kept and entry.grows and rebuild is None and not _has_value(target):
@@ -72,7 +72,7 @@ def refuse_unknown_buffers(plan: Plan, wide: nn.Module, rebuild: Rebuild | None)
 
 
 def refuse_other_shapes(rebuilt: dict[str, Tensor], wide: nn.Module) -> None:
-    """UserError if these are not the buffers of the wide model."""
+    """Raises a UserError if these are not the buffers of the wide model."""
     for name, target in wide.named_buffers():
         if name not in rebuilt or rebuilt[name].shape != target.shape:
             raise UserError(

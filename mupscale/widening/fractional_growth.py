@@ -54,14 +54,17 @@ def ratio(entry: TensorPlan, axis: int) -> Fraction:
 
 
 def refuse_averages(survey: Survey, entries: Mapping[str, TensorPlan], given: Mapping[str, set[int]]) -> None:
-    """UserError where something would weigh units by their copies. `given` are axes whose pieces are given, by name."""
+    """Raises a UserError if a module would weight units by their number of copies.
+
+    `given` are the axes whose pieces are given, by name.
+    """
     if any(entry.fractional_axes for entry in entries.values()):
         _refuse_norms(survey, entries, given)
         _refuse_larger_heads(survey, entries)
 
 
 def refuse_one_sided(entries: Mapping[str, TensorPlan], given: Mapping[str, set[int]]) -> None:
-    """UserError for an axis that grows by a fraction by which no units grow that are produced and read.
+    """Raises a UserError for an axis that grows by a fraction by which no units grow that are produced and read.
 
     It is no width: an axis of width beside fixed features grows by a fraction of its own.
     """
@@ -81,7 +84,7 @@ def refuse_one_sided(entries: Mapping[str, TensorPlan], given: Mapping[str, set[
 
 
 def refuse_buffer(buffer: TensorPlan, entries: Mapping[str, TensorPlan], given: Mapping[int, LayoutSpec]) -> None:
-    """UserError for a buffer that grows by a fraction by which no units grow."""
+    """Raises a UserError for a buffer that grows by a fraction by which no units grow."""
     known = {ratio(entry, axis) for entry in entries.values() for axis in entry.fractional_axes}
     for axis in buffer.fractional_axes:
         if axis not in given and ratio(buffer, axis) not in known:
@@ -133,7 +136,7 @@ def _weighs_by_copies(name: str, module: nn.Module, narrow: int, wide: int) -> U
 
 
 def _refuse_larger_heads(survey: Survey, entries: Mapping[str, TensorPlan]) -> None:
-    """UserError where heads stay and their size grows by a fraction: a logit would weigh entries by their copies."""
+    """Raises a UserError if the size of heads grows by a fraction: logits would weight entries by their copies."""
     for name, before, after in survey.modules:
         heads = modules.kept_heads(before, after)
         inside = [entry for entry in entries.values() if entry.name.startswith(f"{name}." if name else "")]

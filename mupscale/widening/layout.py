@@ -52,7 +52,7 @@ def evenly(narrow: int, wide: int, block: int = 1) -> Layout:
 
 
 def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
-    """The layout that a user's `spec` means for an axis of `narrow` → `wide` entries; UserError if it does not fit."""
+    """The layout that `spec` gives an axis of `narrow` → `wide` entries; raises a UserError if it does not fit."""
     if isinstance(spec, int) and not isinstance(spec, bool):
         pieces: Layout = _parse_block(spec, narrow, wide)
     else:

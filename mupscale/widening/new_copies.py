@@ -37,7 +37,7 @@ _HOOKS = "_mupscale_new_copies"
 
 
 def check_state_rule(rule: str, rewarm_steps: int) -> None:
-    """UserError for a state rule, or a warm-up, that does not exist."""
+    """Raises a UserError for a state rule, or a warm-up, that does not exist."""
     if rule not in get_args(StateRule):
         raise UserError(f"the state rule must be one of {', '.join(get_args(StateRule))}; got {rule!r}")
     if isinstance(rewarm_steps, bool) or not isinstance(rewarm_steps, int) or rewarm_steps < 0:
@@ -50,7 +50,7 @@ def check_state_rule(rule: str, rewarm_steps: int) -> None:
 
 
 def check_own_count(optimizer: Optimizer) -> None:
-    """UserError for an optimizer under which new copies cannot have a count of their own."""
+    """Raises a UserError for an optimizer under which new copies cannot have a count of their own."""
     if not rule_of(optimizer).own_count:
         raise UserError(
             f"reset_new_copies: how {type(optimizer).__name__} depends on its step count is not known, so new copies "

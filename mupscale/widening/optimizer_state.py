@@ -97,7 +97,7 @@ def check_transfer(
 
 
 def refuse_bad_levels(optimizer: Optimizer) -> None:
-    """UserError for a learning rate, eps, decay or momentum that is NaN, infinite or negative."""
+    """Raises a UserError for a learning rate, eps, decay or momentum that is NaN, infinite or negative."""
     for group in optimizer.param_groups:
         for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
             value = group.get(key, 0.0)

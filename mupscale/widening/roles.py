@@ -210,7 +210,7 @@ def declared(survey: Survey, attribute: str) -> Iterator[tuple[str, Any]]:
 
 
 def given_pairs(keyword: str, given: Mapping[str, Any] | None) -> Iterable[tuple[str, Any]]:
-    """What the caller gives under a keyword; UserError if it is no mapping."""
+    """What the caller gives under a keyword; raises a UserError if it is no mapping."""
     if given is not None and not isinstance(given, Mapping):
         raise UserError(f"{keyword} must map name patterns to values, got {given!r}")
     return (given or {}).items()

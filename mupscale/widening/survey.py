@@ -73,7 +73,7 @@ class Survey:
                 raise UserError(reason)
 
     def refuse_unsaved_parameters(self) -> None:
-        """UserError for a parameter that grows, and that the model computes from its sizes whenever it is loaded."""
+        """Raises a UserError for a growing parameter that the model computes from its sizes whenever it is loaded."""
         model = self.modules[0][1]
         unsaved = modules.unsaved_parameters(model)
         for use in self.uses:
@@ -118,7 +118,7 @@ class Survey:
 
 
 def refuse_unless_model(name: str, model: object) -> None:
-    """UserError if something is no model: a class, a state_dict, None."""
+    """Raises a UserError if something is no model: a class, a state_dict, None."""
     if not isinstance(model, nn.Module):
         raise UserError(f"{name} must be a torch.nn.Module, got {shown(model)}. Pass the network itself")
 

@@ -40,7 +40,7 @@ class MidrunKeys:
 
 
 def midrun_keys(content: dict[str, Any], small: Growth, target: Growth) -> MidrunKeys:
-    """The keys of protocol midrun. UserError names the one that is wrong."""
+    """The keys of protocol midrun. Raises a UserError that names the one that is wrong."""
     middle = content["middle"]
     if not is_width(middle):
         raise UserError(f"middle: give a width between {target.before} and {target.after}, got {middle!r}")

@@ -241,7 +241,7 @@ class Unlocked(JournalFileOpenLock):
 
 
 def opened(name: str, storage: BaseStorage | str) -> optuna.Study:
-    """The study of a name, a new one if there is none. UserError if its database cannot be reached."""
+    """The study of a name, a new one if there is none. Raises a UserError if its database cannot be reached."""
     make = partial(optuna.create_study, study_name=name, storage=storage, load_if_exists=True)
     if not isinstance(storage, str):
         return make()
@@ -268,7 +268,7 @@ def asked(study: optuna.Study, waiting: FrozenTrial, distributions: dict[str, Ba
 
 
 def store(out: Path, url: str | None) -> BaseStorage | str:
-    """The storage of a study. UserError if its journal cannot be read."""
+    """The storage of a study. Raises a UserError if its journal cannot be read."""
     if url is not None:
         return url
     path = out / "study.journal"
@@ -320,7 +320,7 @@ def decoded(axis: Axis, stored: Any) -> Any:
 
 
 def refuse_other_folder(out: Path, storage: str | None) -> None:
-    """UserError if the folder is not that of a sweep, or its study is stored elsewhere."""
+    """Raises a UserError if the folder is not that of a sweep, or its study is stored elsewhere."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a folder for the sweep")
     refuse_links(out, "lock", "leases", "study.journal")
@@ -333,6 +333,6 @@ def refuse_other_folder(out: Path, storage: str | None) -> None:
 
 
 def refuse_other_settings(path: Path, settings: Settings) -> None:
-    """UserError if the sweep.json of a folder has other settings."""
+    """Raises a UserError if the sweep.json of a folder has other settings."""
     if path.exists():
         refuse_difference(read_json(path), settings.description(), f"--out {path.parent} holds another sweep")
