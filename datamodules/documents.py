@@ -47,11 +47,11 @@ class Source(Protocol):
 
 
 class TextFiles:
-    """The documents of local files, in the order of the files, empty ones left out.
+    """The documents of local files, in the order of the files, without empty documents.
 
-    A .parquet file has them in the rows of its column `text`, .jsonl, .ndjson and .json in the field `text` of an
-    object per line. Any other file is plain UTF-8 text, in which a line that is `separator` and nothing else stands
-    between two documents. All but parquet may be compressed (.gz).
+    In a .parquet file, documents are the rows of the column `text`. In .jsonl, .ndjson and .json, they are the field
+    `text` of one object per line. Any other file is plain UTF-8 text, in which a line that equals `separator` separates
+    two documents. All except parquet may be compressed (.gz).
     """
 
     def __init__(self, files: Sequence[Path], separator: str = SEPARATOR) -> None:

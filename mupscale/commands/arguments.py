@@ -37,8 +37,8 @@ class ArgumentParser(argparse.ArgumentParser):
 Size = int | Literal["auto", "off"]
 """How many runs are made together, at most."""
 
-STACK_HELP = """how many runs are trained as one program, where they differ in numbers alone (rates, decay, noise,
-seeds): auto (the default), as many as fit into memory; N, at most so many; off, one after another"""
+STACK_HELP = """how many runs to train at once as one program, if they differ only in numbers (learning rate, weight
+decay, noise, seed): auto (the default), as many as fit into memory; N, at most N; off, one after another"""
 
 
 def stack_size(text: str) -> Size:
@@ -46,5 +46,5 @@ def stack_size(text: str) -> Size:
     if text in ("auto", "off"):
         return text  # type: ignore[return-value]
     if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--stack {text}: give auto, off, or how many runs may be trained as one program")
+        raise UserError(f"--stack {text}: give auto, off, or how many runs to train as one program")
     return int(text)

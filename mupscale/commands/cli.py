@@ -63,22 +63,22 @@ LOGGER = {
     "init_args": {"save_dir": "runs", "name": "default", "default_hp_metric": False},
 }
 
-DESCRIPTION = """{purpose} Options override the files, and later files override earlier ones; in YAML, `callbacks+:`
-adds to a list. --print_config prints the result; --model.help MLP (or --data.help, --trainer.callbacks.help, with a
-class) lists the arguments of a class."""
+DESCRIPTION = """{purpose} Options override the files, and later files override earlier ones. In YAML, `callbacks+:`
+adds to a list. --print_config prints the resulting configuration. --model.help MLP lists the arguments of a class; use
+--data.help and --trainer.callbacks.help likewise."""
 
 PURPOSES = {
-    "fit": "Train, upscaling on the way, as a configuration says.",
-    "validate": "Evaluate a checkpoint (--ckpt_path), narrow or wide, on the validation set.",
-    "test": "Evaluate a checkpoint (--ckpt_path), narrow or wide, on the test set.",
-    "predict": "Predict with a checkpoint (--ckpt_path), narrow or wide; writes predictions.pt.",
+    "fit": "Train a configured model; with UpscaleCallback it grows during the run.",
+    "validate": "Evaluate a checkpoint of any width (--ckpt_path) on the validation set.",
+    "test": "Evaluate a checkpoint of any width (--ckpt_path) on the test set.",
+    "predict": "Predict with a checkpoint of any width (--ckpt_path); writes predictions.pt.",
 }
 
 MISTAKES = (ValueError, OSError, ModuleNotFoundError, MisconfigurationException, ArgumentError)
-"""What a mistake in a configuration raises before the first batch; Lightning's own kind at any time."""
+"""The exceptions that mean a mistake in the configuration before the first batch; Lightning's own does at any time."""
 
 EVALUATIONS = ("validate", "test", "predict")
-"""Commands that need weights, and would do with random ones."""
+"""Commands that need a checkpoint; without this check they would run with random weights."""
 
 
 class Parser(LightningArgumentParser):
@@ -152,13 +152,13 @@ class CLI(OpenCLI):
             "--callback_args",
             type=dict[str, dict[str, Any]] | None,
             default=None,
-            help="arguments that override those of the callbacks in trainer.callbacks, by class (best.yaml uses it)",
+            help="by class, arguments that override those of the callbacks in trainer.callbacks (used by best.yaml)",
         )
         parser.add_argument(
             "--stop_on_nan",
             "--stop-on-nan",
             action="store_true",
-            help="end a fit whose training loss is NaN or infinite, with an error; by default it warns",
+            help="stop with an error if the training loss is NaN or infinite; by default, only warn",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

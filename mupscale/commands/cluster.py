@@ -47,13 +47,13 @@ PATIENCE = 5.0
 MOST_DEATHS = 3
 """How often the process of a unit may die on a node that lives on: it may be the unit that kills it."""
 
-RAY_HELP = """make the runs on this Ray cluster: auto, for the one that this machine is a node of, or HOST:PORT
-(docs/cluster.md)"""
+RAY_HELP = """run on a Ray cluster (docs/cluster.md): HOST:PORT, or auto for the cluster of which this machine is a
+node"""
 
-GPUS_HELP = """with --ray: the share of a GPU that a task asks for, such as 0.25 (default: 1, or 0 if there is none or
-trainer.accelerator is cpu)"""
+GPUS_HELP = """with --ray: the number or share of GPUs per task, such as 0.25 (default: 1, or 0 if the cluster has none
+or trainer.accelerator is cpu)"""
 
-CPUS_HELP = """with --ray: the CPUs that a task asks for, and its threads (default: 1)"""
+CPUS_HELP = """with --ray: the number of CPUs and threads per task (default: 1)"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

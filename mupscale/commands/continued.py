@@ -24,8 +24,8 @@ PLACE = ("trainer.logger", "trainer.default_root_dir", "checkpoint.dirpath")
 """Keys that say where a run is; `resume` goes on in its folder."""
 
 SUMMARY = (
-    "May change: trainer.*, checkpoint.*, loop.*, stop_on_nan, model.compile, data.data_dir, upscales that are still "
-    "to come, further callbacks"
+    "These may change: trainer.*, checkpoint.*, loop.*, stop_on_nan, model.compile, data.data_dir, upscales after the "
+    "checkpoint, additional callbacks"
 )
 
 
@@ -47,7 +47,7 @@ def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -
             )
             raise UserError(
                 f"{key.replace('.init_args.', '.')} is {brief(there)} in the run and {brief(here)} here. {rule}. "
-                f"{SUMMARY}. For all else start a new run from the weights, with --model.init_from CHECKPOINT"
+                f"{SUMMARY}. To change anything else, start a new run from the weights: --model.init_from CHECKPOINT"
             )
     _refuse_callbacks(callbacks, _callbacks(config), step)
 

@@ -1,6 +1,6 @@
 """export: write the model of an HFCausalLM checkpoint as a folder for AutoModelForCausalLM.from_pretrained.
 
-For example: export runs/llama/version_0/checkpoints/last.ckpt --out wide. Of a run with EMA it writes the average.
+For example: export runs/llama/version_0/checkpoints/last.ckpt --out wide. From a run with EMA it writes the average.
 """
 
 from pathlib import Path

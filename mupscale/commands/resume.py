@@ -1,4 +1,4 @@
-"""resume: continue an interrupted run from its newest checkpoint, in its own folder; never from scratch."""
+"""resume: continue an interrupted run from its newest checkpoint, in the same folder."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def main(command: str, arguments: list[str]) -> None:
     parser = ArgumentParser(
         prog="python -m mupscale resume",
         description=__doc__,
-        epilog=f"Further options are those of fit. {SUMMARY}. Others are refused.",
+        epilog=f"Further options are those of fit. {SUMMARY}. All others must stay the same.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, help="the folder of the run, with its config.yaml (runs/NAME/version_0)")
