@@ -258,29 +258,28 @@ def plain(trainer: Trainer) -> bool:
 
 
 def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
-    """Raises a UserError where a step cannot be one graph, with what is in the way."""
+    """Raises a UserError, with the reason, if a step cannot be one graph."""
     if not isinstance(module, WidthScalable):
         raise UserError(f"FastLoop.cuda_graph needs a WidthScalable module, model is a {type(module).__name__}")
     if not plain(trainer):
         raise UserError(
             "FastLoop.cuda_graph needs one device, trainer.accumulate_grad_batches = 1, no trainer.profiler, a "
-            "precision that leaves"
-            " inputs alone, and no hook that transfers batches"
+            "precision that does not convert inputs, and no hook that transfers batches"
         )
     plugin = trainer.precision_plugin
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         raise UserError(
-            "FastLoop.cuda_graph does not know the loss scaling of trainer.precision 16-mixed; use bf16-mixed"
+            "FastLoop.cuda_graph does not support the loss scaling of trainer.precision 16-mixed; use bf16-mixed"
         )
     if detects_anomalies(trainer):
         raise UserError(
-            "FastLoop.cuda_graph cannot look for anomalies inside its steps; set trainer.detect_anomaly: false"
+            "FastLoop.cuda_graph cannot detect anomalies inside its steps; set trainer.detect_anomaly: false"
         )
     if type(module).training_step is not WidthScalable.training_step:
-        raise UserError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} has a training_step of its own")
+        raise UserError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} overrides training_step")
     for hook in INSIDE_A_STEP:
         for owner, kind in (*((callback, Callback) for callback in callbacks_of(trainer)), (module, LightningModule)):
             if hasattr(kind, hook) and is_overridden(hook, owner, kind):
                 raise UserError(
-                    f"FastLoop.cuda_graph has no {hook} inside its steps, but {type(owner).__name__} has one"
+                    f"FastLoop.cuda_graph does not call hooks inside a step, but {type(owner).__name__} has {hook}"
                 )

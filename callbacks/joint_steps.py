@@ -92,7 +92,7 @@ class JointSteps:
         try:
             fits = self._together(awaited)
         except UserError as error:
-            self._tell(f"{error}; from step {least} on, {len(group)} trials take their steps by themselves")
+            self._tell(f"{error}; from step {least} on, {len(group)} trials are trained separately")
             for member in group:
                 self._turn(member, alone=True)
             return

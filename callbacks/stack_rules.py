@@ -74,7 +74,7 @@ def why_apart(trainer: Trainer) -> str | None:
     """Why a fit cannot take its steps together with others; None if it can."""
     module, plugin = trainer.lightning_module, trainer.precision_plugin
     if not isinstance(module, WidthScalable):
-        return f"the model is a {type(module).__name__}, and not a WidthScalable"
+        return f"the model is a {type(module).__name__}, not a WidthScalable"
     name = type(module).__name__
     if type(trainer.strategy) is not SingleDeviceStrategy:
         return "a trial runs on several devices"
@@ -83,24 +83,24 @@ def why_apart(trainer: Trainer) -> str | None:
     if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value":
         return "trainer.gradient_clip_algorithm is value"
     if not isinstance(profiler_of(trainer), PassThroughProfiler):
-        return "trainer.profiler watches single steps"
+        return "trainer.profiler needs single steps"
     if detects_anomalies(trainer):
-        return "trainer.detect_anomaly watches single steps"
+        return "trainer.detect_anomaly needs single steps"
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         return "trainer.precision is 16-mixed, which scales each loss; use bf16-mixed"
     if type(module).training_step is not WidthScalable.training_step:
-        return f"{name} has a training_step of its own"
+        return f"{name} overrides training_step"
     for method in ("configure_gradient_clipping", "on_train_batch_start", *TRANSFER):
         if getattr(type(module), method) is not getattr(WidthScalable, method):
-            return f"{name} has a {method} of its own"
+            return f"{name} overrides {method}"
     owners = [(callback, Callback) for callback in callbacks_of(trainer)] + [(module, LightningModule)]
     for owner, kind in owners:
         for hook in INSIDE_A_STEP:
             if hasattr(kind, hook) and is_overridden(hook, owner, kind):
-                return f"{type(owner).__name__} has a hook inside of steps, {hook}"
+                return f"{type(owner).__name__} has a hook inside the step, {hook}"
     if any(is_overridden(hook, datamodule_of(trainer)) for hook in TRANSFER):
         return f"{type(datamodule_of(trainer)).__name__} has a hook that transfers batches"
     if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in KINDS:
         names = ", ".join(kind.__name__ for kind in KINDS)
-        return f"{type(trainer.optimizers[0]).__name__} has no step for many models at once; {names} have"
+        return f"{type(trainer.optimizers[0]).__name__} cannot step many models at once; {names} can"
     return None

@@ -143,8 +143,8 @@ class TrialMetric(Strides):
             self.window = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
             if self.window > self._steps:
                 raise UserError(
-                    f"metric last_epoch: an epoch has {self.window} steps, but the run {self._steps}; "
-                    "take last_2%, or raise trainer.max_steps"
+                    f"metric last_epoch: an epoch has {self.window} steps, but the run has {self._steps}; "
+                    "use last_2%, or raise trainer.max_steps"
                 )
         elif isinstance(share, float):
             self.window = math.ceil(share * self._steps)
@@ -248,9 +248,8 @@ class TrialMetric(Strides):
         metrics = trainer.callback_metrics
         if self.metric not in metrics:
             raise UserError(
-                f"metric {self.metric} is never logged by the model; there are last_epoch and last_2%, which are of "
-                "the training loss, "
-                f"{', '.join(sorted(metrics)) or 'and no others'}"
+                f"metric {self.metric} is never logged by the model. Use last_epoch or last_2% (training loss)"
+                f"{', or a logged one: ' + ', '.join(sorted(metrics)) if metrics else ''}"
             )
         return float(metrics[self.metric])
 

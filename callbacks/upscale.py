@@ -95,7 +95,7 @@ class UpscaleCallback(Strides):
             )
         self.method = Duplication() if method is None else method
         if not isinstance(self.method, GrowthMethod):
-            raise UserError(f"UpscaleCallback.method must be a growth method, as mupscale.Net2Net; got {method!r}")
+            raise UserError(f"UpscaleCallback.method must be a growth method, such as mupscale.Net2Net; got {method!r}")
         if noise is not None and self.method.noise is not None:
             raise UserError(
                 f"UpscaleCallback.noise: {type(self.method).__name__} has noise of its own. Give none, or use another "
@@ -184,7 +184,7 @@ class UpscaleCallback(Strides):
             try:
                 self._swap(trainer, pl_module, batch)
             except Exception as error:
-                # it may be neither narrow nor wide, and Lightning would fail on it before it tells of the error
+                # it may be neither narrow nor wide: Lightning would fail on it before it reports this error
                 pl_module.net = None
                 raise RuntimeError(
                     f"upscaling to width {self.width} at step {trainer.global_step} failed "
@@ -192,7 +192,7 @@ class UpscaleCallback(Strides):
                 ) from error
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        """All up to the one at whose end it saves; all, once the network is as wide."""
+        """All steps before the one that ends with a checkpoint; after the swap, all steps."""
         assert isinstance(pl_module, WidthScalable)
         is_to_come = is_narrower(pl_module.width, self.width)
         return max(0, self.at_step - 1 - trainer.global_step) if is_to_come else math.inf
@@ -425,7 +425,7 @@ class UpscaleCallback(Strides):
         if 2 * weights > memory:
             raise UserError(
                 f"UpscaleCallback.width = {self.width} gives {weights:,} parameters, which do not fit into the "
-                f"{memory / 2**30:.0f} GiB of memory of {device}; take less"
+                f"{memory / 2**30:.0f} GiB of memory of {device}; choose a smaller width"
             )
 
     def _width_before(self, trainer: Trainer, module: LightningModule) -> Width:
@@ -436,7 +436,7 @@ class UpscaleCallback(Strides):
 
 
 def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
-    """Raises a UserError for upscales that exclude each other, or whose noise has a level that makes no sense."""
+    """Raises a UserError for two upscales at one step, or for an invalid level of noise."""
     widths: dict[int, Width] = {}
     for swap in swaps:
         if swap.at_step in widths:
@@ -452,21 +452,21 @@ def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
 
 
 def _what_is_saved(checkpoint: Path | None) -> str:
-    """What there is to go on from after a failed swap."""
+    """Whether the run before a failed swap is saved, in words."""
     if checkpoint is None or not checkpoint.exists():
-        return "The run before it was not saved"
+        return "The run before the upscale was not saved"
     if checkpoint.is_dir():
-        return f"The run before it is saved in {checkpoint}"
+        return f"The run before the upscale is saved in {checkpoint}"
     try:
         saved = load_checkpoint(checkpoint)
     except UserError as error:
-        return f"The run before it cannot be read: {error}"
+        return f"The checkpoint before the upscale cannot be read: {error}"
     bad = non_finite_in(saved)
     if bad is not None:
         return (
-            f"The run before it, saved in {checkpoint}, has NaN or infinite entries in {bad}: go on from an earlier one"
+            f"The checkpoint before the upscale, {checkpoint}, has NaN or infinite entries in {bad}: use an earlier one"
         )
-    return f"Nothing is lost: the run before it is saved in {checkpoint}"
+    return f"Nothing is lost: the run before the upscale is saved in {checkpoint}"
 
 
 def _built(trainer: Trainer, module: WidthScalable, width: Width) -> nn.Module:

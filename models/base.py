@@ -87,7 +87,7 @@ class WidthScalable(LightningModule):
             refuse_bad_width(f"model.{key}", value)
         if getattr(type(self).build, "__isabstractmethod__", False):
             raise UserError(
-                f"{type(self).__name__} has no method `build`: give it build(self, width), which returns the network "
+                f"{type(self).__name__} has no method `build`: define build(self, width), which returns the network "
                 "at a width"
             )
         # a callable is no primitive: checkpoints must load with weights_only=True
@@ -108,7 +108,7 @@ class WidthScalable(LightningModule):
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
         """The training loss of a batch."""
-        raise UserError(f"{type(self).__name__} has no method `loss`: give it loss(self, batch), the loss of a batch")
+        raise UserError(f"{type(self).__name__} has no method `loss`: define loss(self, batch), the loss of a batch")
 
     def mappable_loss(self, batch: Any) -> Tensor:
         """The loss by operations that `torch.vmap` knows, for models that take their steps together."""
@@ -198,7 +198,9 @@ class WidthScalable(LightningModule):
         except (RuntimeError, TypeError) as error:
             if not is_too_large(error):
                 raise
-            raise UserError(f"model.{key} = {width}: a network so wide does not fit into memory; take less") from error
+            raise UserError(
+                f"model.{key} = {width}: a network of this width does not fit into memory; choose a smaller width"
+            ) from error
 
     def training_flops(self, batch: Any) -> float:
         """Floating-point operations of a forward and backward pass at the current width, counted on the meta device."""
@@ -351,10 +353,8 @@ def refuse_absolute_rates(scheduler: Any) -> None:
         if any(float(rate) != 0 for rate in (value if isinstance(value, Sequence) else [value])):
             raise UserError(
                 f"model.lr_scheduler: {type(scheduler).__name__} has an absolute rate ({attribute.removesuffix('s')} = "
-                f"{value}), which is "
-                "not the same for parameters that muP scales differently. Use a schedule relative to each group's own "
-                "rate: "
-                "LambdaLR, LinearLR, CosineAnnealingLR with eta_min = 0, SequentialLR of such"
+                f"{value}), which erases muP scaling. Use a schedule relative to each group's base rate: LambdaLR, "
+                "LinearLR, CosineAnnealingLR with eta_min = 0, or a SequentialLR of these"
             )
     if type(scheduler).__name__ in ("OneCycleLR", "CyclicLR", "SWALR"):
         raise UserError(

@@ -33,7 +33,7 @@ RESUME = "resume"
 PRE_UPSCALE = "pre-upscale-"
 """How the name of the checkpoint before an upscale begins."""
 
-_FOREIGN = "this checkpoint was not saved by a width-scalable module; take one of a run of mupscale"
+_FOREIGN = "this checkpoint was not saved by a width-scalable module; use a checkpoint of a mupscale run"
 
 _FREE = ("width", "init_from", "compile")
 """Arguments that may differ from those of a checkpoint, whatever the module is."""

@@ -73,7 +73,7 @@ def set_base_shapes(
             if not axes[use.name][axis]:
                 raise UserError(
                     f"set_base_shapes: axis {axis} of {use.name!r} is {use.narrow_shape[axis]} in the base model and "
-                    f"{use.wide_shape[axis]} here, but is not width: base and delta agree in it"
+                    f"{use.wide_shape[axis]} here, but is not width: base and delta have the same size there"
                 )
         role, sides = sides_of[use.name]
         base_sizes = tuple(
@@ -106,14 +106,14 @@ def _width_axes(base: nn.Module, delta: nn.Module) -> dict[str, tuple[bool, ...]
     uses = Survey(base, delta).uses
     if not any(use.growing for use in uses):
         raise UserError(
-            "set_base_shapes: nothing is width, since base and model (or delta) have the same shapes. "
-            "Give a delta model, of another width than the base, to tell which axes are width"
+            "set_base_shapes: nothing is width, because base and model (or delta) have the same shapes. "
+            "Give a delta model of another width than the base"
         )
     return {use.name: tuple(axis in use.growing for axis in range(use.narrow.ndim)) for use in uses}
 
 
 def _init_factor(use: Use, role: Role, m_in: float, init: Init) -> float:
-    """What brings a parameter drawn as `init` says to its muP standard deviation."""
+    """The factor that gives a parameter, initialised according to `init`, its muP standard deviation."""
     _, before, after, attribute = use.owners[0]
     kind = modules.kind_of(before, attribute, use.narrow)
     # a readout without a multiplier carries the 1/width in its weights

@@ -37,7 +37,10 @@ FAST = {
     "width 0": ("upscale mlp.ckpt --width 0 --out o", "--width must be a whole number of at least 1"),
     "the same width": ("upscale mlp.ckpt --width 8 --out o", "give a larger one"),
     "a narrower width": ("upscale mlp.ckpt --width 4 --out o", "is narrower in the wide model"),
-    "a huge width": ("upscale mlp.ckpt --width 99999999999 --out o", "does not fit into memory; take less"),
+    "a huge width": (
+        "upscale mlp.ckpt --width 99999999999 --out o",
+        "does not fit into memory; choose a smaller width",
+    ),
     "two widths for three layers": ("upscale mlp.ckpt --width 16 16 --out o", "Build both with the same depth"),
     "--out in no folder": ("upscale mlp.ckpt --width 16 --out no/o", "there is no folder no; make it"),
     "--out in a file": ("upscale mlp.ckpt --width 16 --out text.txt/o", "text.txt is not a folder"),
@@ -116,7 +119,7 @@ COMMANDS = {
         "model.hidden_layers is 3 there and 5 here",
     ),
     "validate: a malformed checkpoint": ("validate --config c.yaml --ckpt_path weights.ckpt", "wanted a tensor"),
-    "validate: not ours": ("validate --config c.yaml --ckpt_path foreign.ckpt", "take one of a run of mupscale"),
+    "validate: not ours": ("validate --config c.yaml --ckpt_path foreign.ckpt", "use a checkpoint of a mupscale run"),
     "test: a text": ("test --config c.yaml --ckpt_path text.txt", "nothing of it was loaded"),
     "predict: no checkpoint": ("predict --config c.yaml --ckpt_path no.ckpt", "Name one, or continue a run"),
     # plan, verify
@@ -225,7 +228,7 @@ def in_arguments(**values: Any) -> Change:
 
 
 CHECKPOINTS: dict[str, tuple[Change, str]] = {
-    "foreign": (lambda checkpoint: checkpoint.pop("mupscale"), "take one of a run of mupscale"),
+    "foreign": (lambda checkpoint: checkpoint.pop("mupscale"), "use a checkpoint of a mupscale run"),
     "weights": (lambda checkpoint: checkpoint["state_dict"].update({"net.x": 3}), "wanted a tensor"),
     "no weights": (lambda checkpoint: checkpoint.pop("state_dict"), "it is empty, or quantised"),
     "no groups": (in_optimizer(param_groups=None), "param_groups is NoneType None, wanted a list"),

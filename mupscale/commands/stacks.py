@@ -171,8 +171,10 @@ class Workshop:
             joint.run()
         except Apart as reason:
             if self._size != "auto":
-                raise UserError(f"--stack {self._size}: {reason}; --stack off makes runs one after another") from reason
-            self._tell(f"runs are made one after another: {reason}")
+                raise UserError(
+                    f"--stack {self._size}: {reason}; --stack off trains runs one after another"
+                ) from reason
+            self._tell(f"runs are trained one after another: {reason}")
             self._size = "off"
             self._runs.extendleft(reversed(mates))
         else:

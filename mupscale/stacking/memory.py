@@ -55,7 +55,7 @@ def bytes_per_model(
     """
     if optimizer_class not in STATES:
         names = ", ".join(known.__name__ for known in STATES)
-        raise UserError(f"{optimizer_class.__name__} has no step for many models at once; those of {names} do")
+        raise UserError(f"{optimizer_class.__name__} cannot step many models at once; {names} can")
     trained = [_size(parameter) for parameter in model.parameters() if parameter.requires_grad]
     fixed = _bytes(model.buffers()) + _bytes(
         parameter for parameter in model.parameters() if not parameter.requires_grad

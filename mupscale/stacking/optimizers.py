@@ -361,7 +361,7 @@ def stacked_optimizer(
     kind = kinds.pop()
     if kind not in KINDS:
         names = ", ".join(known.__name__ for known in KINDS)
-        raise UserError(f"{kind.__name__} has no step for many models at once; those of {names} do")
+        raise UserError(f"{kind.__name__} cannot step many models at once; {names} can")
     return KINDS[kind](weights, models, optimizers, compiled=compiled)
 
 

@@ -165,7 +165,7 @@ def _guesses(survey: Survey, role_of: Mapping[str, Role]) -> Iterator[str]:
         guessed = use.name not in role_of and modules.axis_sides(owner, attribute, use.narrow) is None
         if guessed and use.growing and len(use.narrow_shape) == 2:
             yield (
-                f"{use.name}: taken for a vector, which produces its width; if it is summed over, say "
+                f"{use.name}: treated as a vector, whose width is its output; if its width is summed over, give "
                 f'roles={{"{use.name}": "readout"}}'
             )
 
@@ -242,9 +242,8 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
     whole_groups = isinstance(owner, nn.GroupNorm) and fractional_growth.in_whole_groups(owner, entry)
     if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) and not whole_groups:
         raise UserError(
-            f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors: its average "
-            "would weigh them "
-            "anew. Normalise the pieces apart"
+            f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors, which "
+            "changes the average. Normalise the pieces separately"
         )
 
 

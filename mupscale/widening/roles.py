@@ -27,9 +27,9 @@ One tensor cannot be both duplicated and divided by the width factor. Remedies:
 - let the last norm before the readout carry the factor: roles={{"<last norm>.*": "readout"}};
 - or untie the two."""
 
-_UNKNOWN = """parameter {name!r} {narrow} → {wide} grows along {count} axes, and its module ({module}) does not tell \
-which is summed over.
-Say what it is: roles={{"{name}": "matrix"}} for (out, in), "transposed_matrix" for (in, out), "vector" if both are \
+_UNKNOWN = """parameter {name!r} {narrow} → {wide} grows along {count} axes, and its module ({module}) does not \
+determine which is summed over.
+Give its role: roles={{"{name}": "matrix"}} for (out, in), "transposed_matrix" for (in, out), "vector" if both are \
 produced."""
 
 

@@ -79,9 +79,8 @@ class Survey:
         for use in self.uses:
             if use.growing and any(name in unsaved for name in use.names):
                 raise UserError(
-                    f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, and a "
-                    f"{type(model).__name__} does not save it: when the wide model is loaded, it computes values of "
-                    "its own there. It cannot be widened"
+                    f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape} cannot be widened: "
+                    f"{type(model).__name__} does not save it, and computes it again when the wide model is loaded"
                 )
 
     def refuse_inexact_modules(self) -> None:

@@ -47,8 +47,8 @@ class ZeroPadding(GrowthMethod):
         in_units = [name for name, entry in plan.parameters.items() if entry.unit != NO_UNIT]
         if in_units:
             raise UserError(
-                f"{own}: parameter {in_units[0]!r} has a unit, which makes up for what duplication does; units that "
-                "are zero would need another one. Use Duplication"
+                f"{own}: parameter {in_units[0]!r} has a unit (a factor that is right for duplication only). Use "
+                "Duplication"
             )
         for name, entry in plan.parameters.items():
             for axis in entry.fractional_axes:
