@@ -194,7 +194,7 @@ def out_of_reach(subset: str, error: Exception) -> ConnectionError:
     folder = f"sample/{subset.removeprefix('sample-')}" if subset.startswith("sample-") else f"data/{subset}"
     return ConnectionError(
         f"streaming {REPOSITORY} failed ({reason(error)}). "
-        "With a network, the same command goes on where it stopped. "
+        "If there is a network, run the same command again to continue. "
         "Without one, download parquet files elsewhere, from "
         f"https://huggingface.co/datasets/{REPOSITORY}/tree/main/{folder}, "
         "and give them to `python -m mupscale prepare text FILES…`"

@@ -40,7 +40,7 @@ class Journal:
                 journal.refuse_other_types()
                 return journal
             except (ValueError, TypeError) as error:
-                raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it anew") from error
+                raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it again") from error
         own = (LOCK, partial(path).name)  # a process that ended before it wrote its first journal leaves them
         other = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if other:

@@ -98,7 +98,7 @@ def read_index(folder: Path) -> Index:
     if not path.is_file():
         if any(folder.glob("*.tokens")):
             raise UserError(
-                f"{folder} is not finished: run the same `python -m mupscale prepare` command again, and it goes on"
+                f"{folder} is not finished: run the same `python -m mupscale prepare` command again to continue"
             )
         raise UserError(
             f"there is no {path}: prepare the folder by `python -m mupscale prepare`, or name one with .ds files of "
@@ -117,15 +117,15 @@ def read_index(folder: Path) -> Index:
     if version != VERSION:
         raise UserError(
             f"{path} is of version {version}, this mupscale reads version {VERSION}: "
-            "delete the folder and prepare it anew"
+            "delete the folder and prepare it again"
         )
     for name, (size, _) in files.items():
         file = inside(folder, name)
         if not file.is_file():
-            raise UserError(f"{file} is missing: delete the folder and prepare it anew")
+            raise UserError(f"{file} is missing: delete the folder and prepare it again")
         if file.stat().st_size != size:
             raise UserError(
-                f"{file} has {file.stat().st_size} bytes, {INDEX} says {size}: delete the folder and prepare it anew"
+                f"{file} has {file.stat().st_size} bytes, {INDEX} says {size}: delete the folder and prepare it again"
             )
     return index
 
@@ -161,7 +161,7 @@ def refuse_unknown_tokens(file: Path, vocabulary: int) -> None:
     if largest >= vocabulary:
         raise UserError(
             f"{file} has the token {largest}, beyond the vocabulary of {vocabulary} in {INDEX}: "
-            "delete the folder and prepare it anew"
+            "delete the folder and prepare it again"
         )
 
 
@@ -335,7 +335,9 @@ class ShardWriter:
         for path, size in zip(paths, (tokens * TOKEN.itemsize, documents * START.itemsize), strict=True):
             found = path.stat().st_size if path.is_file() else 0
             if found < size:
-                raise UserError(f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it anew")
+                raise UserError(
+                    f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it again"
+                )
             os.truncate(path, size)
         return paths
 

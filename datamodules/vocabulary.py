@@ -93,7 +93,7 @@ def loaded(content: bytes) -> "tiktoken.Encoding":
         if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < BYTES:
             raise UserError(f"it has {len(ranks)} tokens, not numbered in order")
     except ValueError as error:
-        raise UserError(f"the vocabulary is damaged ({error}); delete the folder and prepare it anew") from error
+        raise UserError(f"the vocabulary is damaged ({error}); delete the folder and prepare it again") from error
     return tiktoken.Encoding(
         "mupscale",
         pat_str=PATTERN,

@@ -290,7 +290,7 @@ class WidthScalable(LightningModule):
         refuse_other_architecture(self.net, self.hparams, checkpoint)
         bad = non_finite_in(checkpoint, (name for name, _ in self.named_parameters()))
         if bad is not None:
-            raise UserError(f"it has NaN or infinite entries in {bad}; take an earlier checkpoint")
+            raise UserError(f"it has NaN or infinite entries in {bad}; use an earlier checkpoint")
         load_weights(self.net, checkpoint)
         mixed = checkpoint[CHECKPOINT_KEY]["mixed_widths"]
         if mixed:

@@ -158,7 +158,7 @@ def _is_level(value: Any) -> bool:
 
 
 def _damaged(key: str, value: Any, wanted: str) -> UserError:
-    return UserError(f"this checkpoint is damaged: {key} is {_brief(value)}, wanted {wanted}; take another checkpoint")
+    return UserError(f"this checkpoint is damaged: {key} is {_brief(value)}, wanted {wanted}; use another checkpoint")
 
 
 def _brief(value: Any) -> str:

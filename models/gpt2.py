@@ -62,7 +62,7 @@ class CausalAttention(nn.Module):
 
     @property
     def width_groups(self) -> dict[str, dict[str, int]]:
-        """Heads that grow in number are units of their own."""
+        """The units of attention, if the number of heads grows: whole heads."""
         return {"heads": {"qkv.weight": 0, "project.weight": 1}} if self.grows_by_heads else {}
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ class GPT2(LanguageModel):
         for name, level in levels.items():
             refuse_unless_level(f"model.{name}", level)
         if readout_zero_init and tied:
-            raise UserError("model.readout_zero_init needs a readout of its own: model.tied must be false")
+            raise UserError("model.readout_zero_init needs a readout that is not tied: set model.tied: false")
         super().__init__(width, base_width, **kwargs)
         self.init = "constant" if gain is None else "fan_in"
 

@@ -168,7 +168,7 @@ class HFCausalLM(LanguageModel):
                 "as {model_type: llama, hidden_size: 256}"
             )
         if folder is not None and config is not None:
-            raise UserError(f"model.folder = {folder} has a configuration of its own; give no model.config beside it")
+            raise UserError(f"model.folder = {folder} has its own configuration; leave model.config out")
         key = "folder" if config is None else "config"
         try:
             if isinstance(config, dict):

@@ -54,7 +54,7 @@ def outline(folder: Path) -> dict[str, Any]:
 def _rest(folder: Path) -> dict[str, Any]:
     """What is not in the shards."""
     if not (folder / META).is_file():
-        raise UserError(f"{folder} was never finished: it has no {META}; take another checkpoint")
+        raise UserError(f"{folder} was never finished: it has no {META}; use another checkpoint")
     try:
         rest = torch.load(folder / META, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many exception types

@@ -48,7 +48,7 @@ class CapturedStep:
         with _capturable(optimizer, self._rates_on_device):
             optimizer.zero_grad()
             try:
-                # thread_local: other threads, such as a loader's that pins memory, may go on with what they do
+                # thread_local: other threads, such as one that pins memory, may call CUDA
                 with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                     try:
                         self._loss = gradients(tree_unflatten(self._inputs, structure)).detach()

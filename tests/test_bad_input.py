@@ -362,7 +362,7 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
     "upscale with no plan": (lambda: mupscale.upscale(net(), net(16), plan=3), "what mupscale.plan(narrow, wide)"),
     "upscale with another plan": (
         lambda: mupscale.upscale(net(), net(32), plan=mupscale.plan(net(), net(16))),
-        "Make it anew",
+        "Make a new one",
     ),
     "noise of text": (lambda: mupscale.AdditiveNoise("x").check_level(), "std must be a finite number"),
     "noise True": (lambda: mupscale.SignalNoise(True).check_level(), "t must be a finite number"),

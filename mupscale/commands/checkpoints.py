@@ -102,7 +102,7 @@ def damage_at(path: Path) -> str | None:
     if _key(path) not in undamaged:
         problem = damage_in_shards(path, share)
         if problem is not None and share[1] > 1:
-            raise UserError(f"{path} is damaged ({problem}); delete it to go on from the one before it")
+            raise UserError(f"{path} is damaged ({problem}); delete it to continue from the one before it")
         if problem is not None:
             return problem
         undamaged.add(_key(path))

@@ -228,11 +228,11 @@ class Cluster:
                 raise UserError(str(error.cause)) from error
             print(error, file=sys.stderr, flush=True)
             raise UserError(
-                f"the task {name} failed with the error above, and the other tasks were stopped; mend it, then run the "
+                f"the task {name} failed with the error above, and the other tasks were stopped; fix it, then run the "
                 "same command again to continue"
             ) from error
         except NodeDiedError:
-            print(f"{name}: its node died; the runs go on elsewhere", file=sys.stderr, flush=True)
+            print(f"{name}: its node died; the runs continue elsewhere", file=sys.stderr, flush=True)
         except RayError as error:
             reason = str(error).strip().splitlines()[0]
             self._deaths.update(keys)
@@ -241,7 +241,7 @@ class Cluster:
                     f"the process of {name} died {MOST_DEATHS} times: {reason} If it runs out of memory, ask for more "
                     "with --gpus_per_run or --cpus_per_run, or give a smaller --stack; then run the same command again"
                 ) from error
-            print(f"{name}: its process died; the runs go on ({reason})", file=sys.stderr, flush=True)
+            print(f"{name}: its process died; the runs continue ({reason})", file=sys.stderr, flush=True)
         return []
 
     def _stop(self) -> None:

@@ -35,7 +35,7 @@ def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -
         found = differences(_with_data_seed(saved), _with_data_seed(_of_then(saved, config)))
         callbacks = _callbacks(saved)
     except (AttributeError, KeyError, TypeError) as error:
-        raise UserError("the configuration in the checkpoint is damaged; take another checkpoint") from error
+        raise UserError("the configuration in the checkpoint is damaged; use another checkpoint") from error
     for key, there, here in found:
         if key.startswith("trainer.callbacks") or _is_one_class(key, there, here):
             continue

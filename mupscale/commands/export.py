@@ -53,7 +53,7 @@ def saved_network(checkpoint: dict[str, Any]) -> CausalLMNet:
             net: nn.Module = module.build(module.hparams["width"])
         net.load_state_dict({key: weights[key] for key in net.state_dict()}, assign=True)
     except KeyError as error:
-        raise UserError(f"the checkpoint is damaged: it has no weight {error}; take another checkpoint") from error
+        raise UserError(f"the checkpoint is damaged: it has no weight {error}; use another checkpoint") from error
     except RuntimeError as error:  # torch's, for weights of other shapes
         message = " ".join(str(error).split())
         raise UserError(f"the checkpoint's weights are not those of its configuration: {message}") from error

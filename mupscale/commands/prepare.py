@@ -35,7 +35,7 @@ def main(command: str, arguments: list[str]) -> None:
                 workers=options.workers,
             )
     except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(f"the same command goes on where it stopped in {options.out}") from interrupt
+        raise KeyboardInterrupt(f"run the same command again to continue in {options.out}") from interrupt
     print(summary(index))
 
 

@@ -147,7 +147,7 @@ def refuse_options(options: argparse.Namespace, axes: list["Axis"]) -> None:
         )
     keys = [axis.key for axis in axes]
     if len(set(keys)) < len(keys):
-        raise UserError(f"--sweep: a key is there twice in {', '.join(keys)}")
+        raise UserError(f"--sweep: a key is given twice in {', '.join(keys)}")
     ranges = [axis.key for axis in axes if axis.bounds]
     if options.sampler == "grid" and ranges:
         raise UserError(

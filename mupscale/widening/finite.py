@@ -89,8 +89,8 @@ def refuse_non_finite_state(narrow: nn.Module, optimizer: Optimizer) -> None:
         bad = first_non_finite((name, value) for name, value in named if (value.device.type == "cpu") is on_cpu)
         if bad is not None:
             raise UserError(
-                f"optimizer state {bad} has NaN or infinite entries; take an earlier checkpoint, or leave the state "
-                "out and start it anew"
+                f"optimizer state {bad} has NaN or infinite entries; use an earlier checkpoint, or upscale "
+                "without the state"
             )
 
 

@@ -198,7 +198,7 @@ def upscale(
     remember_widths(plan, narrow, wide, method.factors, entrywise=method.hyperparameters == "table")
     optimizers: list[Optimizer] = []
     if narrow_opts and state != "carry":
-        notes.append(f"the state of {'new copies' if state == 'reset_new_copies' else 'the optimizer'} starts anew")
+        notes.append(f"the state of {'new copies' if state == 'reset_new_copies' else 'the optimizer'} is reset")
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         after = given
         if after is None:
@@ -277,7 +277,7 @@ def _refuse_other_plan(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
         refuse_unless_model(name, model)
         planned = {key: getattr(entry, f"{name}_shape") for key, entry in plan.parameters.items()}
         if {key: tuple(parameter.shape) for key, parameter in model.named_parameters()} != planned:
-            raise UserError(f"plan is one of other models: its parameters are not those of `{name}`. Make it anew")
+            raise UserError(f"plan is one of other models: its parameters are not those of `{name}`. Make a new one")
 
 
 def _refuse_overflow(

