@@ -1,4 +1,4 @@
-"""Lightning's callbacks that do not work in a run that upscales, each with the reason and what to use in its place."""
+"""Lightning's callbacks that do not work in a run that grows, each with the reason and an alternative."""
 
 from collections.abc import Iterable
 

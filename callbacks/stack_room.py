@@ -13,14 +13,14 @@ from mupscale.models.checkpoint import Width
 from mupscale.stacking.memory import bytes_per_model
 
 SHARE = 0.9
-"""Of the free memory, how much a stack may take."""
+"""The share of the free memory that a stack may use."""
 
 
 def room_in_stack(first: Awaited, size: int | str) -> int:
-    """How many fits like this one go into a stack: `size` of them, or as many as the memory holds for `auto`.
+    """How many fits like this one to stack: `size`, or for `auto` as many as fit into memory.
 
-    UserError if the memory does not hold `size` of them; Apart if it does not hold two, if a stack cannot compute
-    their loss or, for `auto`, if that would take longer than one fit after another.
+    Raises a UserError if `size` of them do not fit. Raises Apart if two do not fit, if a stack cannot compute their
+    loss or, for `auto`, if a stack would be slower than one fit after another.
     """
     slow = why_slow(first.module, first.trainer.strategy.root_device) if isinstance(size, str) else None
     if slow is not None:

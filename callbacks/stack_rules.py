@@ -1,4 +1,4 @@
-"""Which fits can take their steps together, and which of their steps need no hooks."""
+"""Which fits can be stacked, and which of their steps need no hooks."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
@@ -42,7 +42,7 @@ def free_steps(trainer: Trainer) -> float:
     """How many of the next steps of a fit need no hooks, validations and ends of epochs among them."""
     module = trainer.lightning_module
     if trainer.should_stop:
-        return 0  # it goes on all the same, until it has its least number of epochs or steps
+        return 0  # it continues until min_epochs or min_steps
     if training_loader(trainer) is None or any(is_overridden(hook, module) for hook in OF_STEPS):
         return 0
     others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
@@ -57,7 +57,7 @@ def free_steps(trainer: Trainer) -> float:
 
 
 def is_scored_jointly(trainer: Trainer) -> bool:
-    """Whether the validation of a fit can be made for many of them at once: nobody watches its batches."""
+    """Whether validations of many fits can be computed at once: no hook needs their single batches."""
     module = trainer.lightning_module
     hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end")
     owners = [module, *(callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides))]
@@ -71,7 +71,7 @@ def is_scored_jointly(trainer: Trainer) -> bool:
 
 
 def why_apart(trainer: Trainer) -> str | None:
-    """Why a fit cannot take its steps together with others; None if it can."""
+    """Why a fit cannot be stacked with others; None if it can."""
     module, plugin = trainer.lightning_module, trainer.precision_plugin
     if not isinstance(module, WidthScalable):
         return f"the model is a {type(module).__name__}, not a WidthScalable"

@@ -1,4 +1,4 @@
-"""The checkpoints of width-scalable modules: what they hold beside Lightning's part, and how it is loaded."""
+"""The checkpoints of width-scalable modules: what they hold in addition to Lightning's part, and how it is loaded."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Dynamic equivalence with a numeric verdict: narrow and wide copies trained side by side in float64."""
+"""Checks dynamic equivalence: trains narrow and wide copies side by side in float64, and compares them."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ from mupscale.widening.weights import widen_
 from mupscale.widening.width_table import restore_infshapes
 
 WARM_UP = 10
-"""Steps the narrow copy trains before it is widened, so that optimizer state is moved too."""
+"""Training steps of the narrow copy before it is widened, so that the move of optimizer state is tested too."""
 
 TOLERANCE = 1e-8
 """Relative drift of activations in float64. Gradients and weights get ten times as much, the loss a hundredth of it."""
@@ -271,8 +271,8 @@ class _Comparison:
     def _blame_container(self, index: int, given: float, narrow: list[Call], wide: list[Call]) -> None:
         """Blames the innermost module around this call whose own input agrees.
 
-        Whatever happened between two modules happened in the forward pass of a module that contains both. Calls stand
-        in the order in which they end, so that of a container comes after those of its parts.
+        A computation between two modules happens in the forward pass of a module that contains both. Calls are in the
+        order in which they end, so the call of a container comes after those of its parts.
         """
         inner = narrow[index].name
         parent = inner
@@ -340,7 +340,7 @@ class _Comparison:
         self.has_moved = self.has_moved or any(not torch.equal(p, before[name]) for name, p in tested.items())
 
     def untested(self, steps: int) -> str | None:
-        """Why agreement means nothing; None where it means something."""
+        """Why agreement proves nothing; None if it does."""
         if not self.has_gradient:
             return (
                 f"nothing was tested: no parameter that grows has a gradient in any of {steps} steps. The loss does "
@@ -380,10 +380,10 @@ class _Comparison:
         return _worst(0.0, *drifts)
 
     def _drift(self, key: Any, narrow: Tensor, wide: Tensor) -> float:
-        """How far `wide` is from `narrow` duplicated in the layout that fits best, which is remembered.
+        """How far `wide` is from `narrow` duplicated in the layout that fits best, which is stored.
 
-        An activation carries no plan: heads may stand on an axis of their own, or be flattened with positions. So every
-        block length is tried. A layout that is wrong for the next module shows in what that module makes of it.
+        The layout of an activation is not known: heads may be a separate axis, or be flattened with positions. So every
+        block length is tried. If a layout is wrong for the next module, the output of that module differs.
         """
         if narrow.ndim != wide.ndim:
             return math.inf
@@ -515,8 +515,8 @@ def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Ten
 def _vanishing(model: nn.Module) -> dict[str, Tensor]:
     """The gradient entries that are rounding noise.
 
-    Some gradients vanish by symmetry: of a key's bias, of a bias before BatchNorm. An optimizer that normalises would
-    blow their noise up to real steps, of random sign, in directions that do not matter.
+    Some gradients vanish by symmetry: that of a key's bias, or of a bias before BatchNorm. An optimizer that normalises
+    would turn their rounding noise into real steps of random sign, in directions that do not matter.
     """
     gradients = {
         name: p.grad

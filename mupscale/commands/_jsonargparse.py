@@ -1,4 +1,4 @@
-"""What jsonargparse says, in a line: it is known by its wording, so a test provokes each of these messages."""
+"""Messages of jsonargparse as one line. They are recognised by their wording; a test triggers each of them."""
 
 import difflib
 import inspect
@@ -19,7 +19,7 @@ GENERIC = (
     "Errors:",
     "Given value",
 )
-"""What jsonargparse says of every class that it cannot make."""
+"""Lines that jsonargparse adds for every class that it cannot make."""
 
 INTERNALS = r"-? ?Does not validate against any of the Union subtypes|\. Got value: Namespace\(.*"
 """What is left out of a line: a type that nobody wrote, and the whole of a value."""

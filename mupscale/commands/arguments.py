@@ -1,4 +1,4 @@
-"""The options of a command: a mistake in them is one line, with the nearest options for a typo."""
+"""The options of a command. A mistake is reported in one line; for a typo it names the nearest options."""
 
 import argparse
 import re
@@ -35,7 +35,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 Size = int | Literal["auto", "off"]
-"""How many runs are made together, at most."""
+"""The largest number of runs to train at once."""
 
 STACK_HELP = """how many runs to train at once as one program, if they differ only in numbers (learning rate, weight
 decay, noise, seed): auto (the default), as many as fit into memory; N, at most N; off, one after another"""

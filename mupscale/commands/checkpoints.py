@@ -1,4 +1,4 @@
-"""Checkpoints on disk: the newest one of a run that is whole. Loads torch only when it reads one."""
+"""Checkpoints on disk: finds the newest undamaged one of a run. Loads torch only when it reads one."""
 
 import os
 import zipfile
@@ -18,8 +18,9 @@ def newest_checkpoint(
 ) -> tuple[Path | None, dict[str, Any]]:
     """The newest checkpoint of a run and its content; `tell` gets a line about each that is newer, but damaged.
 
-    The last one of a finished run counts once it is kept for resuming: then nothing is left to do. One that was written
-    because the run failed, and may be of the middle of a step, or by another callback counts if there is no other.
+    The last checkpoint of a finished run counts only once it is kept for resuming: then nothing is left to do. A
+    checkpoint that was written by another callback, or on an error in the middle of a step, counts if there is no
+    other.
     """
     from mupscale.models.checkpoint import peek
 
@@ -127,7 +128,7 @@ def share_of_process(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _counts(path: Path, checkpoint: dict[str, Any]) -> bool:
-    """Whether a run goes on from a checkpoint exactly, and with nothing left to do before."""
+    """Whether a run continues exactly from a checkpoint, with nothing left to do before."""
     from mupscale.models.checkpoint import PRE_UPSCALE, run_in
 
     if _is_for_resuming(path) or not run_in(checkpoint):

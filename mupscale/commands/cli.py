@@ -104,8 +104,8 @@ class Parser(LightningArgumentParser):
 
 
 class CLI(OpenCLI):
-    """`folder` is the folder of the run to resume; `start` claims its folders; `started` notes when the first batch is
-    handled."""
+    """The command line of a run. `folder` is the folder of the run to resume; `start` claims its folders; `started`
+    records when the first batch is processed."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class CLI(OpenCLI):
             super().setup_parser(*args)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The one that is asked for: the parser of each takes a good part of the start."""
+        """The requested subcommand only, because making each parser takes a good part of the start-up time."""
         known = OpenCLI.subcommands()
         return {self.command: known[self.command]} if self.command in known else known
 
@@ -338,9 +338,9 @@ def parsed(
 ) -> CLI:
     """Parses a command line and runs its command; without `run`, only makes its model, data and trainer.
 
-    `plain` is what a command line of a single file configures; `pattern` saves the parsing of others like it.
+    `plain` is the configuration of a command line with a single file; `pattern` avoids parsing similar ones again.
 
-    A mistake in the configuration is a UserError. An error that comes once batches are handled is raised as it is.
+    A mistake in the configuration is a UserError. An error after the first batch is raised unchanged.
     """
     refuse_unreadable(arguments)
     import_classes()
@@ -406,7 +406,7 @@ def refuse_unreadable(arguments: list[str]) -> None:
 
 
 class Started(Strides):
-    """Notes when a run begins to handle batches, and when the first one is done."""
+    """Records when a run begins to process batches, and when the first one is done."""
 
     def __init__(self) -> None:
         self.batches = self.steps = False

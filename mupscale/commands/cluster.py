@@ -1,9 +1,9 @@
-"""Runs as tasks of a Ray cluster: which nodes can make them, and what happens when one of these dies.
+"""Runs as tasks of a Ray cluster.
 
-The folder shows what there is to do, as it does for processes without Ray. The driver, which is the process of the
-command, looks for units that wait, and submits tasks that make them. A task takes its units by their leases and makes
-them as any other process does. If it dies, its leases lapse and the units wait again; the next task resumes them from
-their checkpoints. The driver holds no lease: if it dies, the same command continues.
+The folder holds the state of all work, as without Ray. The driver, which is the process of the command, looks for
+waiting units of work and submits tasks for them. A task takes the leases of its units and runs them as any other
+process does. If it dies, its leases lapse and the units wait again; the next task resumes them from their checkpoints.
+The driver holds no lease: if it dies, run the same command again to continue.
 """
 
 import argparse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mupscale.commands.stacks import Key, Work
 
 WAIT = 1.0
-"""Seconds between two looks at what other processes do."""
+"""Seconds between two checks of what other processes do."""
 
 CONNECT_SECONDS = 5.0
 """How long the address of a cluster has to answer."""
@@ -45,7 +45,7 @@ PATIENCE = 5.0
 """Seconds that a task has to end before its process is killed. Either way its runs can be resumed."""
 
 MOST_DEATHS = 3
-"""How often the process of a unit may die on a node that lives on: it may be the unit that kills it."""
+"""How often the process of a unit may die while its node stays up: the unit itself may be the cause."""
 
 RAY_HELP = """run on a Ray cluster (docs/cluster.md): HOST:PORT, or auto for the cluster of which this machine is a
 node"""
@@ -119,12 +119,12 @@ def connect(address: str) -> None:
             error = ConnectionError("this machine is not a node of a Ray cluster")
         raise UserError(
             f"--ray {address}: {str(error).strip().rstrip('.')}. Start the command on a node of the cluster; "
-            "ray start makes a machine one"
+            "`ray start` makes this machine a node"
         ) from error
 
 
 def refuse_address(address: str) -> None:
-    """Raises a UserError if the address is none, or nobody listens there."""
+    """Raises a UserError if the address is invalid, or no server answers there."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address == "auto":

@@ -1,4 +1,4 @@
-"""A whole configuration as plain values: where its keys are, classes by short name, and how two of them differ."""
+"""A whole configuration as plain values: finds keys, names classes, and compares two configurations."""
 
 import math
 import tempfile

@@ -1,4 +1,4 @@
-"""A configuration without a run: its plain values, its model, data and trainer, and the upscales that it schedules."""
+"""A configuration without a run: its values, model, data and trainer, and its scheduled upscales."""
 
 from itertools import islice, pairwise
 from typing import Any, NamedTuple

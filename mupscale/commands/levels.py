@@ -1,4 +1,4 @@
-"""Numbers of a configuration that make no sense, NaN or infinite or negative, refused before anything is made of it."""
+"""Checks the numbers of a configuration: NaN, infinite or negative values are refused before anything is built."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Files that a command will write: what keeps it from writing them, found before it does anything."""
+"""Checks that a command can write its output files, before it starts to work."""
 
 import tempfile
 from pathlib import Path

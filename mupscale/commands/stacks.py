@@ -1,4 +1,4 @@
-"""Runs that are made together, as one program, where they differ in numbers alone."""
+"""Runs that are trained together as one program, if they differ only in numbers."""
 
 import json
 import math
@@ -67,9 +67,9 @@ class Work(Protocol):
 
 @dataclass
 class Unit:
-    """Runs that count as one, such as the seeds of a trial: a seed that diverges decides it, and is its last.
+    """Runs that count as one, such as the seeds of a trial. If one diverges, the unit has diverged and ends there.
 
-    `finish` takes their results, and returns the end in words; `give_back` leaves them to other processes.
+    `finish` takes their results, and returns a summary in words; `give_back` leaves them to other processes.
     """
 
     name: str
@@ -92,9 +92,9 @@ class Unit:
 
 
 class Workshop:
-    """Takes units of work and makes their runs, those that are alike together.
+    """Takes units of work and runs them, similar runs together.
 
-    What fails is given back, and so is all that was taken beside it.
+    If a unit fails, all units taken are given back.
     """
 
     def __init__(self, take: Callable[[], Unit | None], size: Size, tell: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""The search: at the first difference between the models, what is assumed of the modules before it is changed."""
+"""The search: at the first difference between the models, changes the assumptions about the modules before it."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ MOST_PASSES = 1500
 """Forward passes of the wide model, after which the search ends."""
 
 MOST_BRANCHES = 4
-"""Of changes that help, those that are followed up."""
+"""How many of the changes that help are followed up."""
 
 State = tuple[dict[str, Assumed], frozenset[Axis]]
 

@@ -16,7 +16,7 @@ STATES: dict[type[Optimizer], int] = {torch.optim.SGD: 1, torch.optim.Adam: 2, t
 """Tensors of the size of a weight that an optimizer keeps: SGD its momentum, Adam two moments."""
 
 WORKSPACE = 0.01
-"""What kernels need beside their operands, as a share: a sum over many rows, for one, has a buffer of partial sums."""
+"""The extra memory of kernels as a share of their operands, for example for partial sums over many rows."""
 
 
 class Saved(NamedTuple):

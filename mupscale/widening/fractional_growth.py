@@ -1,9 +1,9 @@
-"""Axes that grow by a factor that is not whole: what is exact about it, and what is refused.
+"""Axes that grow by a factor that is not a whole number: what is exact, and what is refused.
 
-Units get unequal numbers of copies (`layout.evenly`), each consumed with 1 / copies, and the optimizer steps entry by
-entry in the units of the axis (`mixed_axes.py`). So everything is exact that a unit goes through alone: layers,
-activations, norms over samples. What adds up or averages over units without weights of its own would weigh them by
-their copies: a norm over the width, the product of queries and keys inside a head.
+Units get unequal numbers of copies (`layout.evenly`), each read with 1 / copies, and the optimizer steps entry by entry
+in the units of the axis (`mixed_axes.py`). So everything that treats units separately is exact: layers, activations,
+norms over samples. Operations that sum or average over units without weights would count units by their copies: a norm
+over the width, the product of queries and keys inside a head.
 """
 
 import re
@@ -32,7 +32,7 @@ def as_text(factor: float) -> str:
 
 
 def described(entries: Mapping[str, TensorPlan]) -> Iterator[str]:
-    """One line for each factor that is not whole: who grows by it, and what is exact."""
+    """One line for each factor that is not whole: which parameters grow by it, and what is exact."""
     grown: dict[Fraction, list[tuple[TensorPlan, int]]] = {}
     for entry in entries.values():
         for axis in entry.fractional_axes:

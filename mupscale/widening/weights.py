@@ -90,7 +90,7 @@ def remember_widths(
     *,
     entrywise: bool,
 ) -> None:
-    """Leaves the width factors on the wide module, for clipping, where its own base shapes do not tell them.
+    """Stores the width factors on the wide module, for clipping, unless its base shapes already determine them.
 
     With `entrywise`, also those by which the entries of one axis differ, for the optimizer's rates, and the shifts of
     affine units, for its decay.

@@ -205,7 +205,7 @@ def test_a_cluster_that_cannot_make_the_runs(cluster: LocalCluster, server: Serv
     cluster.ask(metadata=theirs)
     cluster.defect.write_text("version -")
     other = message()
-    assert re.match(r"error: --ray: node \S+ \(second\): it has mupscale 0\.0\.9, and this process \S+; ", other), other
+    assert re.match(r"error: --ray: node \S+ \(second\): it has mupscale 0\.0\.9, this process has \S+; ", other), other
     Path("unshared").mkdir()
     cluster.defect.write_text(f"blind {Path.cwd() / 'unshared'}")
     assert re.match(
@@ -255,7 +255,7 @@ def test_a_node_that_joins_later_is_checked() -> None:
         UserError, match=r"node .*: it does not see the working directory, /nowhere; run the command from"
     ):
         refuse_late_node(replace(site, working_directory=Path("/nowhere")))
-    with pytest.raises(UserError, match=r"node .*: it has torch .*, and this process 0; install the same"):
+    with pytest.raises(UserError, match=r"node .*: it has torch .*, this process has 0; install the same"):
         refuse_late_node(replace(site, code={"torch": "0"}))
 
 

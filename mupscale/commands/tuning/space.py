@@ -96,7 +96,7 @@ def _refuse_non_finite(where: str, values: tuple[Any, ...]) -> None:
 
 
 def refuse_seeds(where: str, seeds: list[int]) -> None:
-    """Raises a UserError for seeds that are there twice, or that no generator takes."""
+    """Raises a UserError for duplicate seeds, or seeds that no generator accepts."""
     if len(set(seeds)) < len(seeds):
         raise UserError(f"{where}: a seed is given twice")
     if not all(0 <= seed < 2**32 for seed in seeds):

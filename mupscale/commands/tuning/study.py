@@ -1,9 +1,9 @@
 """The study of a sweep: its trials, and which process runs which of them.
 
-No trial is lost, and no two processes run one trial at a time. All trials wait in Optuna's storage from the beginning,
-so taking one is a single change of its state. A process holds a lease on the trial that it runs: a locked file, which
-the system unlocks when the process dies for any reason, and whose time of change the process renews. A trial whose
-lease has lapsed is marked as failed, and its cell is put in the queue again, with the same values.
+No trial is lost, and no two processes run one trial at the same time. All trials wait in Optuna's storage from the
+beginning, so taking one is a single change of its state. A process holds a lease on its trial: a locked file, which the
+system unlocks when the process dies, and whose modification time the process renews. If a lease lapses, its trial is
+marked as failed, and queued again with the same values.
 """
 
 import json
