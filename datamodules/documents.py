@@ -31,12 +31,12 @@ class Source(Protocol):
     """Documents to prepare, in a fixed order."""
 
     def described(self) -> dict[str, Any]:
-        """What determines the documents, under the names of the command's options."""
+        """The options that determine the documents, under the names of the command's options."""
 
     def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
-        """Settles what must not change during a preparation, such as the revision of an online data set.
+        """Fixes values that must not change during a preparation, such as the revision of an online data set.
 
-        A preparation that continues passes what was `recorded` when it began, and gets the same values again.
+        A continued preparation passes the values `recorded` at its beginning, and gets the same values.
         """
 
     def batches(self, position: Position) -> Batches:

@@ -1,4 +1,4 @@
-"""The files of a data set: read whole or rejected by name, downloaded whole or not at all."""
+"""The files of a data set: reads only complete files, and downloads them completely or not at all."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ import numpy as np
 from mupscale.errors import UserError
 
 TIMEOUT = 30.0
-"""Seconds of silence after which a download fails; without a limit urllib waits for ever."""
+"""The timeout of a download in seconds; without one, urllib waits for ever."""
 
 DOWNLOAD_ERRORS = (OSError, HTTPException, ImportError, UserError, RuntimeError)
 """What can go wrong in a download; torchvision raises RuntimeError for a wrong checksum."""

@@ -1,4 +1,4 @@
-"""The progress of a preparation, on disk, and a lock so that one process at a time continues it."""
+"""The progress of a preparation, stored on disk, and a lock so that only one process continues it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ JOURNAL, LOCK = "progress.json", ".lock"
 
 @dataclass
 class Journal:
-    """The state of an unfinished folder. What its files hold beyond this state is cut off."""
+    """The state of an unfinished folder. Files are truncated to this state."""
 
     preparation: dict[str, Any]
     """The arguments, and what was settled when the preparation began."""

@@ -1,4 +1,4 @@
-"""Batches of tensors that already lie on the training device: one index operation each, no workers, no host copies."""
+"""Batches of tensors that are already on the training device: one index operation each, no workers, no host copies."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ JointPlan = tuple[tuple[Tensor, ...], ...]
 
 
 class ResidentLoader:
-    """The batches of one epoch after another, the same for any number of ranks, resumable at any batch.
+    """A loader of batches that are the same for any number of ranks, and resumable at any batch.
 
     `batch_size` is the global batch. Every rank draws the same order of rows, a function of `seed` and the epoch alone,
     and rank r of N takes the r-th contiguous share of each global batch. Without `drop_last` the last batch may be
@@ -49,9 +49,9 @@ class ResidentLoader:
 
     `batch_at` gives any batch by its epoch and position, and leaves the loader where it is; `go_to` goes there.
 
-    A subclass that makes its batches otherwise overrides `_batch`, and `_chances` if it needs random numbers for them.
-    It sets `_rows_stand_alone` if `_batch` makes each row of a batch by itself, and overrides `_made_of` if its batches
-    depend on more than the tensors.
+    A subclass that makes batches differently overrides `_batch`, and `_chances` if it needs random numbers for them. It
+    sets `_rows_stand_alone` if `_batch` makes each row of a batch independently, and overrides `_made_of` if its
+    batches depend on more than the tensors.
     """
 
     batch_sampler = None  # Lightning reads it from whatever has a `sampler`

@@ -142,8 +142,8 @@ class Ascending:
 class RandomStarts:
     """The tensor that one `torch.randint` gives for a whole epoch, in parts: some are in memory, others drawn again.
 
-    torch draws one number after another, so several draws give the numbers of one. To begin in the middle of an epoch
-    costs the draws before it, 13 s for a thousand million rows.
+    torch draws numbers one by one, so several small draws give the same numbers as one large draw. Starting in the
+    middle of an epoch repeats the draws before it, which takes 13 s for a thousand million rows.
     """
 
     def __init__(self, largest: int, rows: int, generator: torch.Generator) -> None:

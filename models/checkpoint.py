@@ -72,7 +72,7 @@ def load_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]
 
 
 def peek(path: Path) -> dict[str, Any] | None:
-    """The content of a checkpoint, its tensors mapped and not read; None if it is not whole, or is none."""
+    """The content of a checkpoint, its tensors mapped and not read; None if it is damaged or not a checkpoint."""
     file = path / "meta.pt" if path.is_dir() else path  # a sharded checkpoint is a folder
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

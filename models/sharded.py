@@ -37,7 +37,7 @@ def is_sharded_checkpoint(path: Path) -> bool:
 
 
 def outline(folder: Path) -> dict[str, Any]:
-    """A sharded checkpoint as a file would hold it, its weights on the meta device. Raises a UserError if it is none.
+    """A sharded checkpoint as one file would hold it, with weights on the meta device; raises a UserError if damaged.
 
     Unlike `ShardedCheckpoint` it reads no tensors, and so does not find damage in them.
     """
@@ -106,7 +106,7 @@ class ShardedCheckpoint:
         return (path for path in self._names if path[: len(start)] == start)
 
     def kind(self, path: Keys) -> TensorStorageMetadata | None:
-        """Shape, dtype and chunks of a tensor; None for a value that is none."""
+        """Shape, dtype and chunks of a tensor; None for other values."""
         kind = self._metadata.state_dict_metadata[self._names[path]]
         return kind if isinstance(kind, TensorStorageMetadata) else None
 
@@ -166,7 +166,7 @@ class ShardedCheckpoint:
 
 
 def _is_covered(kind: Any) -> bool:
-    """Whether the chunks of a tensor are as large as the tensor; true for a value that is none."""
+    """Whether the chunks of a tensor are as large as the tensor; true for other values."""
     if not isinstance(kind, TensorStorageMetadata):
         return True
     return sum(math.prod(chunk.sizes) for chunk in kind.chunks) == math.prod(kind.size)

@@ -395,7 +395,7 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
     "register an object": (lambda: mupscale.register_optimizer(3, degree=1, state={}), "such as torch.optim.SGD"),
     "register without state": (lambda: mupscale.register_optimizer(Own, degree=1, state=None), "'exp_avg': 1"),
     "coordinates without widths": (lambda: coordinates(widths=3), "widths must be a list"),
-    "coordinates of one network": (lambda: coordinates(network=lambda width: net()), "make it of the width"),
+    "coordinates of one network": (lambda: coordinates(network=lambda width: net()), "it must use its width"),
     "coordinates without an optimizer": (
         lambda: coordinates(optimizer=lambda model: None),
         "must return the optimizer",

@@ -255,7 +255,7 @@ def _refuse_one_width(network: Callable[[int], nn.Module], widths: Sequence[int]
         refuse_unless_model(f"network({width})", made)
         shapes.append([parameter.shape for parameter in made.parameters()])
     if shapes[0] == shapes[1]:
-        raise UserError(f"network: it has the same shapes at widths {widths[0]} and {widths[1]}; make it of the width")
+        raise UserError(f"network: it has the same shapes at widths {widths[0]} and {widths[1]}; it must use its width")
 
 
 def log_log_slope(widths: Iterable[int], sizes: Tensor) -> float | None:
@@ -331,13 +331,13 @@ class _Training:
                 if not math.isfinite(sum(size)):
                     if step == 0:
                         raise UserError(
-                            f"at {self.where}, before any step, the output of {name} is not finite: see the data and "
-                            "the initial weights"
+                            f"at {self.where}, before any step, the output of {name} is not finite: check the data "
+                            "and the initial weights"
                         )
                     raise UserError(
                         f"training diverges: at {self.where}, after step {step} of {self.steps}, the output of {name} "
-                        "is not finite. Lower the learning rate (model.optimizer), or see whether it is scaled with "
-                        "the width"
+                        "is not finite. Lower the learning rate (model.optimizer), or check that it is scaled with the "
+                        "width"
                     )
                 answer[name].sizes.append(size)
         return answer

@@ -34,13 +34,13 @@ def main(command: str, arguments: list[str]) -> None:
 
 
 def saved_network(checkpoint: dict[str, Any]) -> CausalLMNet:
-    """The network of a checkpoint, with its weights, on the CPU. Raises a UserError if it is none of an HFCausalLM."""
+    """The network of a checkpoint, with its weights, on the CPU. Raises a UserError if it is not an HFCausalLM."""
     refuse_malformed(checkpoint)
     name = str(checkpoint[CHECKPOINT_KEY].get("class_path")).rpartition(".")[2]
     if name != HFCausalLM.__name__:
         raise UserError(
-            f"the checkpoint is of {name}, which is no model of the transformers library; only those of HFCausalLM can "
-            "be exported"
+            f"the checkpoint is of {name}, not of a model of the transformers library; only checkpoints of "
+            "HFCausalLM can be exported"
         )
     settings = {key: value for key, value in checkpoint["hyper_parameters"].items() if not str(key).startswith("_")}
     weights = {key.removeprefix("net."): value for key, value in checkpoint.get("state_dict", {}).items()}

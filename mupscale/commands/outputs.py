@@ -24,7 +24,7 @@ def refuse_new_folder(option: str, folder: Path) -> None:
 
 
 def refuse_output_folder(option: str, folder: Path) -> None:
-    """Raises a UserError if `folder`, given by `option`, is none, or cannot be made and written to. Writes nothing."""
+    """Raises a UserError if `folder`, given by `option`, is a file, or cannot be made or written to. Writes nothing."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{option} {folder} is not a folder; name a folder")
     refuse_folder(option, next(path for path in (folder, *folder.parents) if path.exists() or not path.name))

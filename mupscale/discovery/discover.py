@@ -78,7 +78,7 @@ def cuts_between(narrow: nn.Module, wide: nn.Module, call: Call) -> list[PairedC
 
 
 def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> None:
-    """Raises a UserError unless a finding, made with other sizes of a family, makes these two models agree.
+    """Raises a UserError unless a result for other sizes of the same family makes these two models agree.
 
     Outputs and all gradients are compared, as `discover` does. The arguments are not changed.
     """
@@ -89,11 +89,11 @@ def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> Non
         outcome = search.outcome()
         if not outcome.complete:
             reason = outcome.reason or f"copies of one entry of {outcome.untrained[0]!r} do not get the same gradient"
-            raise UserError(f"what was found for a smaller model of this family does not hold for this one: {reason}")
+            raise UserError(f"the result for a smaller model of this family does not hold for this one: {reason}")
 
 
 def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Copies of both models in float64 on the CPU, the parameters of the narrow one moved."""
+    """Copies of both models in float64 on the CPU, the parameters of the narrow one perturbed."""
     before, after = (float64_copy(model).cpu().eval() for model in (narrow, wide))
     move_(before)
     return before, after
@@ -101,7 +101,7 @@ def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 @torch.no_grad()
 def move_(model: nn.Module) -> None:
-    """Moves all parameters and statistics a little: units that are alike become different."""
+    """Perturbs all parameters and statistics a little, so that equal units become different."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.is_floating_point() or parameter.is_complex():
@@ -154,13 +154,13 @@ def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
     for name, tensor in hypothesis.wide.state_dict().items():
         size = float(written[name].abs().max()) if tensor.numel() and not tensor.is_complex() else 1.0
         if not torch.allclose(tensor, written[name], rtol=1e-9, atol=1e-9 * size):
-            raise UserError(f"discover: {name!r} grows in a way that a plan cannot say. Give its blocks by hand")
+            raise UserError(f"discover: {name!r} grows in a way that a plan cannot express. Give its blocks by hand")
     for name, entry in report.plan.parameters.items():
         assumed = hypothesis.assumed[name]
         if not entry.mixed and not math.isclose(
             entry.factors.k_out, assumed.copies * hypothesis.weight_scale(name), rel_tol=1e-9
         ):
-            raise UserError(f"discover: {name!r} has a role that a plan cannot say. Give its role by hand")
+            raise UserError(f"discover: {name!r} has a role that a plan cannot express. Give its role by hand")
 
 
 def _unknown_roles(hypothesis: Hypothesis) -> dict[str, Role]:

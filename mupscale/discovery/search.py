@@ -155,6 +155,6 @@ class Search:
         module = self.hypothesis.narrow.get_submodule(name)
         where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         return UserError(
-            f"discover: stuck at {where}: {outcome.reason}, whatever is assumed of the modules before it. "
+            f"discover: stuck at {where}: {outcome.reason}, and no change to the modules before it helps. "
             f"If you know how it grows, give roles, blocks and units by hand. {tried}"
         )

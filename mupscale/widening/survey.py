@@ -117,7 +117,7 @@ class Survey:
 
 
 def refuse_unless_model(name: str, model: object) -> None:
-    """Raises a UserError if something is no model: a class, a state_dict, None."""
+    """Raises a UserError if something is not a model but, for example, a class, a state_dict or None."""
     if not isinstance(model, nn.Module):
         raise UserError(f"{name} must be a torch.nn.Module, got {shown(model)}. Pass the network itself")
 

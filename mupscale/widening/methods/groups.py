@@ -49,8 +49,8 @@ def unit_groups(
 ) -> list[UnitGroup]:
     """The groups that grow and that `method` may treat unit by unit; by default those that the model declares.
 
-    UserError if there is none. Without `with_mup_readouts`, a group that a muP readout reads is left out: the readout
-    has one multiplier for all of its inputs.
+    Raises a UserError if there is none. Without `with_mup_readouts`, a group that a muP readout reads is left out: the
+    readout has one multiplier for all of its inputs.
     """
     groups = _declared(narrow) if given is None else given
     if not groups:
