@@ -27,7 +27,7 @@ class ExactResume(Callback):
     """
 
     def __init__(self) -> None:
-        self.run: dict[str, Any] | None = None  # its identity and configuration, where a command knows them
+        self.run: dict[str, Any] | None = None  # the identity and configuration of the run, if a command started it
         self.finished = False
         self.failed = False
         self._attached_to: Trainer | None = None
@@ -36,7 +36,7 @@ class ExactResume(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._attached_to = trainer
         self.finished = self.failed = False
-        # it must come after everybody's on_train_start, because it validates, but before those who save
+        # after on_train_start of all other callbacks, because it validates, but before those that save
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback), c is self)  # noqa: E731
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
 

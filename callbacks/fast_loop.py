@@ -244,7 +244,7 @@ def gradients(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
 
 
 def plain(trainer: Trainer) -> bool:
-    """Whether a step is one batch of one device, taken as it comes, with nobody watching how it is made."""
+    """Whether a step is one unmodified batch on one device, without a profiler or other observers."""
     module = trainer.lightning_module
     return (
         type(trainer.strategy) is SingleDeviceStrategy

@@ -57,7 +57,7 @@ class Index:
         return version_of(self.folder / name for name in (INDEX, *self.files()))
 
     def refuse_vocabulary(self, vocabulary: "Vocabulary") -> None:
-        """Raises a UserError if a model of this vocabulary does not know all tokens."""
+        """Raises a UserError if the vocabulary of a model does not include all tokens."""
         key, size = vocabulary
         if size < self.vocabulary:
             raise UserError(
@@ -166,7 +166,7 @@ def refuse_unknown_tokens(file: Path, vocabulary: int) -> None:
 
 
 class Vocabulary(NamedTuple):
-    """The number of tokens that a model knows, and the key of the configuration that sets it."""
+    """The vocabulary size of a model, and the key of the configuration that sets it."""
 
     key: str
     size: int

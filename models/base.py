@@ -44,10 +44,10 @@ from mupscale.widening.optimizer_state import refuse_bad_levels
 
 
 class Scores(NamedTuple):
-    """What a validation measures of a model."""
+    """The metrics of a validation."""
 
     of_batch: Callable[[nn.Module, Any], dict[str, Tensor]]
-    """Means over a batch, by operations that `torch.vmap` knows."""
+    """Means over a batch, by operations that `torch.vmap` supports."""
     finished: Callable[[dict[str, float]], dict[str, float]]
     """What is logged, by its names, of the means over all samples."""
 
@@ -111,7 +111,7 @@ class WidthScalable(LightningModule):
         raise UserError(f"{type(self).__name__} has no method `loss`: define loss(self, batch), the loss of a batch")
 
     def mappable_loss(self, batch: Any) -> Tensor:
-        """The loss by operations that `torch.vmap` knows, for models that take their steps together."""
+        """The loss by operations that `torch.vmap` supports, for stacked models."""
         return self.loss(batch)
 
     def stacked_losses(self) -> Losses | None:

@@ -39,7 +39,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class CausalLMNet(nn.Module):
-    """A causal language model of transformers, which knows how it grows to another width of its family."""
+    """A causal language model of transformers that declares how it grows to another width of its family."""
 
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__()

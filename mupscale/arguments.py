@@ -1,4 +1,4 @@
-"""Arguments of library calls: what is not what a call wants is a UserError that names it, and the value seen."""
+"""Checks the arguments of library calls: a UserError names a wrong argument and its value."""
 
 import math
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def refuse_unless_callable(name: str, value: Any, form: str) -> None:
 
 
 def refuse_unless_iterable(name: str, value: Any, of: str) -> None:
-    """Raises a UserError if a value cannot be gone through."""
+    """Raises a UserError if a value is not iterable."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
         raise UserError(f"{name} must be a list of {of}, got {shown(value)}")
 

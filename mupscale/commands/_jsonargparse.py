@@ -22,7 +22,7 @@ GENERIC = (
 """Lines that jsonargparse adds for every class that it cannot make."""
 
 INTERNALS = r"-? ?Does not validate against any of the Union subtypes|\. Got value: Namespace\(.*"
-"""What is left out of a line: a type that nobody wrote, and the whole of a value."""
+"""Parts that are removed from a line: a type that the user did not write, and the text of a whole value."""
 
 
 def debugging() -> bool:

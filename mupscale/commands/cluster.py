@@ -50,8 +50,8 @@ MOST_DEATHS = 3
 RAY_HELP = """run on a Ray cluster (docs/cluster.md): HOST:PORT, or auto for the cluster of which this machine is a
 node"""
 
-GPUS_HELP = """with --ray: the number or share of GPUs per task, such as 0.25 (default: 1, or 0 if the cluster has none
-or trainer.accelerator is cpu)"""
+GPUS_HELP = """with --ray: the share of a GPU per task, such as 0.25 (default: 1, or 0 if the cluster has no GPU or
+trainer.accelerator is cpu)"""
 
 CPUS_HELP = """with --ray: the number of CPUs and threads per task (default: 1)"""
 

@@ -164,7 +164,7 @@ def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
 
 
 def _unknown_roles(hypothesis: Hypothesis) -> dict[str, Role]:
-    """The roles of parameters that a plan does not know by itself, as they are assumed."""
+    """The assumed roles of the parameters whose role a plan cannot determine by itself."""
     uses = hypothesis.uses.items()
     return {name: _role(hypothesis.assumed[name].sides) for name, use in uses if use.growing and not _default_role(use)}
 
@@ -179,7 +179,7 @@ def _is_norm(use: Use) -> bool:
 
 
 def _default_role(use: Use) -> Role | None:
-    """What a plan takes a parameter for by itself; None where it has to be said."""
+    """The role that a plan determines by itself; None if the caller must give it."""
     if _is_tied(use) or (not is_known(use) and use.narrow.ndim > 1):
         return None
     return _role(first_sides(use))

@@ -1,4 +1,4 @@
-"""NaN and infinite numbers: found before they are used, and refused by name."""
+"""Finds NaN and infinite numbers before they are used, and names the tensor."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -43,7 +43,7 @@ class Use(NamedTuple):
 class Survey:
     """The two models walked side by side, refused where they are not two widths of one architecture.
 
-    `width_axes` names axes that are width although their size is the same in both models (the muP table knows them).
+    `width_axes` names axes that are width although their size is the same in both models (from the muP table).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Survey:
         return self._first_names
 
     def width_of(self, use: Use) -> list[int]:
-        """The width axes of a parameter: those that grow, and those the muP table knows."""
+        """The width axes of a parameter: those that grow, and those in the muP table."""
         known = self.width_axes.get(use.name) or (False,) * use.narrow.ndim
         return [axis for axis in range(use.narrow.ndim) if axis in use.growing or known[axis]]
 
