@@ -39,7 +39,7 @@ def saved_network(checkpoint: dict[str, Any]) -> CausalLMNet:
     name = str(checkpoint[CHECKPOINT_KEY].get("class_path")).rpartition(".")[2]
     if name != HFCausalLM.__name__:
         raise UserError(
-            f"the checkpoint is of {name}, not of a model of the transformers library; only checkpoints of "
+            f"the checkpoint is of {name}, not of a model of the transformers library; only those of "
             "HFCausalLM can be exported"
         )
     settings = {key: value for key, value in checkpoint["hyper_parameters"].items() if not str(key).startswith("_")}
