@@ -78,7 +78,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """What torchvision's CIFAR100 does with an image, and the transforms everybody gives it."""
+    """Images as torchvision's CIFAR100 returns them, with the usual transforms."""
 
     def __init__(self, file: Path) -> None:
         arrays = np.load(file)

@@ -1,4 +1,4 @@
-"""Many trials as one program, inside fits with validation, curves and checkpoints; beside them one trial after another.
+"""Many trials as one program, with validation, curves and checkpoints, compared with one trial after another.
 
     python -m benchmarks stack --data_dir data/covertype
     python -m benchmarks stack bare                         # ResNet-18 and GPT-2: steps alone, by size of the stack
@@ -76,7 +76,7 @@ def runs(case: dict[str, Any], options: argparse.Namespace, folder: Path) -> lis
 
 
 class Enough(Exception):
-    """What ends a run that was timed for long enough."""
+    """Ends a run that has been timed for long enough."""
 
 
 def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def flops_of_step(width: int, rows: int) -> float:
 
 
 def one_by_one(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """One trial by itself, of which as many are made one after another: runs of two lengths, extrapolated."""
+    """The time of trials one after another, extrapolated from single runs of two lengths."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder, without_announcements():
         fitted(runs({**case, "epochs": 2}, options, Path(folder))[0])  # reads the data, and compiles
@@ -234,7 +234,7 @@ def synchronize(device: torch.device) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks stack", description=__doc__)
     parser.add_argument("part", nargs="?", choices=["fits", "bare"], default="fits")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to test the benchmark itself")
     parser.add_argument("--data_dir", help="the folder of the full Covertype")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--sizes", default="2,4,8", help="of the stacks whose steps alone are timed")

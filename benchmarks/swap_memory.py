@@ -3,10 +3,10 @@
     python -m benchmarks swap_memory [--quick] [--device cpu] [--processes 2,4] [--width 1024] [--out swap_memory.json]
 
 A GPT-2 doubles its width in the middle of a fit under `torchrun`. "shard" is what a rank holds afterwards: its part of
-the weights and of both moments of AdamW. "whole" is the largest tensor of the wide model. "peak" is the most that a
-rank has held, from the last step of the narrow model to the first of the wide one, the two evaluations of the loss
-aside; a step needs more than these do. On the CPU it is resident memory less that of the interpreter, buffers of gloo
-included; on GPUs it is what torch has allocated. "over" is peak less shard, in units of the whole tensor. "seconds" is
+the weights and of both moments of AdamW. "whole" is the largest tensor of the wide model. "peak" is the peak memory of
+a rank between the last step of the narrow model and the first of the wide one, without the two evaluations of the loss
+(which need less than a step). On the CPU it is resident memory minus that of the interpreter, and includes gloo's
+buffers; on GPUs it is what torch has allocated. "over" is peak minus shard, in units of the whole tensor. "seconds" is
 the time of the growth, without the evaluations of the loss and the checkpoint before it.
 """
 
@@ -74,7 +74,7 @@ def held(trainer: Trainer, module: WidthScalable) -> int:
 
 
 class Weighed(UpscaleCallback):
-    """An upscale that knows the memory of its rank."""
+    """An upscale that records the memory of its rank."""
 
     def _grow(self, trainer: Trainer, module: WidthScalable) -> Any:
         gc.collect()
@@ -151,7 +151,7 @@ def give_back_large_blocks() -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--quick", action="store_true", help="a tiny size: whether it runs, not how much it takes")
+    parser.add_argument("--quick", action="store_true", help="a tiny size, to test the benchmark itself")
     parser.add_argument("--processes", default="2,4", help="comma-separated")
     parser.add_argument("--width", type=int, default=1024, help="the wide one")
     parser.add_argument("--noise", default=",".join(NOISE), help="a comma-separated part of these")

@@ -1,4 +1,4 @@
-"""What the training benchmarks share: one network trained in three ways, in one run, and the table of it.
+"""Shared by the training benchmarks: trains one network in three ways, in one run, and prints a table.
 
 - ours: `Trainer.fit` with logging, checkpoints, curves, a progress bar and learning-rate monitor on;
 - bare: the same network, optimizer, batches and speed options in a bare torch loop;
@@ -124,7 +124,7 @@ def held() -> int:
 
 
 def fresh() -> None:
-    """Nothing left of the side before."""
+    """Frees everything that the previous side has left."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -290,7 +290,7 @@ def run(description: str, cases: Callable[[argparse.Namespace], list[Case]], arg
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--quick", action="store_true", help="a small size and a few steps: whether it runs, not how fast"
+        "--quick", action="store_true", help="a small size and a few steps, to test the benchmark itself"
     )
     parser.add_argument("--only", help="the cases whose names contain this")
     parser.add_argument("--sides", default="ours,bare,draft", help="a comma-separated part of ours,bare,draft")

@@ -4,8 +4,8 @@
 
 Each size doubles the width of a half-size model that has AdamW state, with the wide model on the meta device. The final
 footprint is weights plus both moments. "copy" is one contiguous device-to-device copy of that many bytes. "in fit" is
-the pause of UpscaleCallback, without noise, two evaluations of the loss included, the checkpoint before it and
-compilation not.
+the pause of UpscaleCallback without noise; it includes two evaluations of the loss, but neither the checkpoint before
+it nor compilation.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def measure(name: str, device: torch.device, noise: float | None, consume: bool)
 
 
 class Weighed(UpscaleCallback):
-    """One that knows the memory at its peak in the swap, and what it is made of afterwards."""
+    """An upscale that records its peak memory, and the memory of weights and state afterwards."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.is_due(trainer, pl_module):
@@ -169,7 +169,7 @@ def swapped(name: str, device: torch.device) -> dict[str, object]:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="a tiny size: whether it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="a tiny size, to test the benchmark itself")
     parser.add_argument("--sizes", default="125M,630M,2.3B", help="a comma-separated part of 125M,630M,2.3B")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
-"""Jobs that take turns in one process: each in a thread of its own, and one at a time.
+"""Jobs that take turns in one process: each has its own thread, and one runs at a time.
 
-A job that calls `wait` hands the turn back, with a request, and goes on when it is given the turn again. What a job
-believes to be its own is kept apart: random numbers, standard output, and the seed in the environment.
+A job that calls `wait` passes a request and pauses until its next turn. Each job has its own random numbers, standard
+output, and seed in the environment.
 """
 
 import os
@@ -21,12 +21,12 @@ _ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
 def current_member() -> "Member | None":
-    """The member of a company whose turn it is, in its own thread; None in any other."""
+    """The member that runs in this thread; None in any other thread."""
     return _CURRENT.get()
 
 
 class Member:
-    """A job in a thread, which runs only while it has the turn."""
+    """A job in a thread, which runs only during its turn."""
 
     def __init__(self, job: Callable[[], Any]) -> None:
         self._job = job
@@ -45,7 +45,7 @@ class Member:
         return self._thread.ident is not None and not self._thread.is_alive()
 
     def turn(self, answer: Any = None, error: BaseException | None = None) -> None:
-        """Lets it run until it waits again, or is over. `answer` is what its `wait` returns, `error` what it raises.
+        """Runs it until it waits again or ends. Its `wait` returns `answer`, or raises `error`.
 
         An exception in this thread, such as KeyboardInterrupt, is raised once the member waits.
         """
@@ -71,7 +71,7 @@ class Member:
             raise interruption
 
     def wait(self, request: Any) -> Any:
-        """In the thread of the member: hands the turn back with a request; returns the answer to it."""
+        """Called in the thread of a member: ends its turn with a request, and returns the answer."""
         self.request = request
         self._back.release()
         self._go.acquire()
@@ -91,7 +91,7 @@ class Member:
 
 
 class Surroundings:
-    """What a job finds around it in its process, as it is when this is made."""
+    """The process-wide state that each job has for itself, as it is when this object is made."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -103,7 +103,7 @@ class Surroundings:
         self._streams = sys.stdout, sys.stderr
 
     def enter(self) -> None:
-        """Makes them those of the process."""
+        """Sets the process to this state."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)

@@ -1,4 +1,4 @@
-"""The curves of a run: against steps, against samples or tokens seen, and training FLOPs; and its throughput."""
+"""The curves of a run against steps, samples or tokens, and training FLOPs; and its throughput."""
 
 import math
 import time
@@ -34,25 +34,25 @@ _MOST_RECENT = 1000
 class Curves(Strides):
     """Logs loss, width and throughput every `trainer.log_every_n_steps` optimizer steps, on every logger.
 
-    The loss is the mean over the steps since the last time: a curve of single steps shows which batches are hard.
+    The logged loss is the mean over the steps since the last log; losses of single steps vary with the batch.
 
     In TensorBoard the groups `x_axis_samples` and `x_axis_flops` show the same curves with samples (tokens) seen, and
     10⁶ training FLOPs, on the horizontal axis, so that a run that grew can be compared fairly with one from scratch.
     Under Lightning's own TensorBoardLogger these groups are `by_samples` and `by_flops`.
 
-    A run that is resumed cuts its event files and CSV tables back to what they held when the checkpoint was written,
-    and so shows the curves of an uninterrupted one.
+    A resumed run truncates its event files and CSV tables to their lengths at the checkpoint. So its curves are those
+    of an uninterrupted run.
 
-    A loss that is NaN or infinite is reported when the loss is logged, and before a checkpoint is written, with the
-    step that had the first one.
+    A NaN or infinite loss is reported when the loss is logged and before a checkpoint is written, with the step at
+    which it first occurred.
 
-    Saved: samples seen, FLOPs spent, the sum of the losses since the last time, and the lengths of those files.
+    Its saved state: samples seen, FLOPs spent, the sum of the losses since the last log, and the lengths of the files.
     """
 
     def __init__(self, stop_on_nan: bool = False) -> None:
         """
         Args:
-            stop_on_nan: End the run, with an error, where the training loss is NaN or infinite; by default it warns.
+            stop_on_nan: Stop with an error if the training loss is NaN or infinite; by default, only warn.
         """
         self.stop_on_nan = stop_on_nan
         self.watches = True

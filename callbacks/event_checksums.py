@@ -1,7 +1,7 @@
 """The checksum of TensorBoard's records, many times as fast as TensorBoard's own.
 
-TensorBoard computes it byte by byte in Python, on the threads of its writers: with a hundred runs in one process that
-is more work than all else that logging does.
+TensorBoard computes it byte by byte in Python, on the threads of its writers. With a hundred runs in one process, that
+takes longer than all other logging.
 """
 
 from functools import cache
@@ -11,7 +11,7 @@ from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 from tensorboard.summary.writer import record_writer
 
 LONGEST = 1024
-"""Bytes of the longest record that the tables are for; longer ones are rare, and left to TensorBoard."""
+"""The length in bytes of the longest record that the tables cover; TensorBoard handles longer ones, which are rare."""
 
 _theirs = pywrap_tensorflow.masked_crc32c
 

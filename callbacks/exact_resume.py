@@ -1,4 +1,4 @@
-"""What Lightning leaves out when a run is resumed."""
+"""Exact resuming: does what Lightning omits when a run is resumed."""
 
 import random
 from typing import Any
@@ -15,19 +15,19 @@ from mupscale.models.checkpoint import RUN_KEY
 
 
 class ExactResume(Callback):
-    """Makes a resumed run go on exactly like one that was not interrupted.
+    """Makes a resumed run continue exactly as if it had not been interrupted.
 
-    It does so from a checkpoint written at the end of a batch, of a validation or of an epoch, or at the start of one.
+    This holds for checkpoints written at the start or the end of a batch, a validation or an epoch.
 
-    A checkpoint is often written before its step is over. Lightning leaves the rest of that step out of the resumed
-    run: validation, plateau schedulers, the end of the epoch. Here it is made up for.
+    A checkpoint is often written before its step is complete. Lightning omits the rest of that step in the resumed run
+    (validation, plateau schedulers, the end of the epoch); this callback catches up on it.
 
-    Saved: random number generators of every rank, metrics that schedulers and callbacks go by, and whether the run is
-    finished.
+    Its saved state: the random number generators of every rank, the metrics that schedulers and callbacks monitor, and
+    whether the run is finished.
     """
 
     def __init__(self) -> None:
-        self.run: dict[str, Any] | None = None  # its identity and configuration, where a command knows them
+        self.run: dict[str, Any] | None = None  # the identity and configuration of the run, if a command started it
         self.finished = False
         self.failed = False
         self._attached_to: Trainer | None = None
@@ -36,7 +36,7 @@ class ExactResume(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._attached_to = trainer
         self.finished = self.failed = False
-        # it must come after everybody's on_train_start, because it validates, but before those who save
+        # after on_train_start of all other callbacks, because it validates, but before those that save
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback), c is self)  # noqa: E731
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
 

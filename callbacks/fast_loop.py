@@ -1,4 +1,4 @@
-"""The steps of a fit without the time that a general training loop spends between them, and as CUDA graphs."""
+"""A training loop with little overhead between steps, and steps as CUDA graphs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,24 +35,24 @@ WARM_UP = 3
 
 
 class FastLoop(Callback):
-    """Takes the time between steps out of a fit on one device.
+    """A training loop with little overhead between steps, for fits on one device.
 
-    Counters, hooks, logs and checkpoints are those of any fit.
+    Counters, hooks, logs and checkpoints are the same as in Lightning's loop.
 
-    Lightning prepares and profiles every hook of every callback around every step: half a millisecond and more. Here
-    the hooks that are overridden are called, and nothing else. What this loop does not know (several devices, gradient
-    accumulation, a profiler, manual optimization) goes through Lightning's own, step by step.
+    Lightning prepares and profiles every hook of every callback around every step, which takes half a millisecond or
+    more. This loop calls only the hooks that are overridden. Cases that it does not support (several devices, gradient
+    accumulation, a profiler, manual optimization) use Lightning's own loop.
     """
 
     def __init__(self, cuda_graph: bool = False, tf32: bool = False) -> None:
         """
         Args:
-            cuda_graph: On one GPU, replay the whole step, from the loss to the optimizer, as one CUDA graph. It pays
-                where a step takes less than about ten milliseconds. `loss` must do the same work for every batch, and
-                hooks inside a step (on_after_backward and the like) do not exist. A ragged batch at the end of an epoch
-                is a step like any other.
-            tf32: On a GPU, let matmuls of float32 round what they multiply to TF32, ten bits instead of 23, and run
-                several times as fast. Nothing else is rounded; bf16-mixed has no use for it.
+            cuda_graph: On one GPU, replay the whole step, from the loss to the optimizer, as one CUDA graph. This is
+                faster if a step takes less than about ten milliseconds. `loss` must do the same work for every batch,
+                and hooks inside a step, such as on_after_backward, are not supported. A smaller last batch of an epoch
+                is allowed.
+            tf32: On a GPU, use TF32 for float32 matmuls: their inputs are rounded to 10 instead of 23 bits, and they
+                run several times as fast. It has no effect on bf16-mixed.
         """
         self.cuda_graph = cuda_graph
         self.tf32 = tf32
@@ -244,7 +244,7 @@ def gradients(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
 
 
 def plain(trainer: Trainer) -> bool:
-    """Whether a step is one batch of one device, taken as it comes, with nobody watching how it is made."""
+    """Whether a step is one unmodified batch on one device, without a profiler or other observers."""
     module = trainer.lightning_module
     return (
         type(trainer.strategy) is SingleDeviceStrategy
@@ -258,29 +258,28 @@ def plain(trainer: Trainer) -> bool:
 
 
 def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
-    """UserError where a step cannot be one graph, with what is in the way."""
+    """Raises a UserError, with the reason, if a step cannot be one graph."""
     if not isinstance(module, WidthScalable):
         raise UserError(f"FastLoop.cuda_graph needs a WidthScalable module, model is a {type(module).__name__}")
     if not plain(trainer):
         raise UserError(
             "FastLoop.cuda_graph needs one device, trainer.accumulate_grad_batches = 1, no trainer.profiler, a "
-            "precision that leaves"
-            " inputs alone, and no hook that transfers batches"
+            "precision that does not convert inputs, and no hook that transfers batches"
         )
     plugin = trainer.precision_plugin
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         raise UserError(
-            "FastLoop.cuda_graph does not know the loss scaling of trainer.precision 16-mixed; use bf16-mixed"
+            "FastLoop.cuda_graph does not support the loss scaling of trainer.precision 16-mixed; use bf16-mixed"
         )
     if detects_anomalies(trainer):
         raise UserError(
-            "FastLoop.cuda_graph cannot look for anomalies inside its steps; set trainer.detect_anomaly: false"
+            "FastLoop.cuda_graph cannot detect anomalies inside its steps; set trainer.detect_anomaly: false"
         )
     if type(module).training_step is not WidthScalable.training_step:
-        raise UserError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} has a training_step of its own")
+        raise UserError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} overrides training_step")
     for hook in INSIDE_A_STEP:
         for owner, kind in (*((callback, Callback) for callback in callbacks_of(trainer)), (module, LightningModule)):
             if hasattr(kind, hook) and is_overridden(hook, owner, kind):
                 raise UserError(
-                    f"FastLoop.cuda_graph has no {hook} inside its steps, but {type(owner).__name__} has one"
+                    f"FastLoop.cuda_graph does not call hooks inside a step, but {type(owner).__name__} has {hook}"
                 )

@@ -1,4 +1,4 @@
-"""Losses that are not finite: which step had the first one."""
+"""Finds the first step whose loss is not finite."""
 
 import math
 
@@ -10,7 +10,7 @@ from mupscale.models.checkpoint import Width
 
 
 class NonFiniteLoss(UserError):
-    """The training loss of a run is NaN or infinite, and the run was to stop then."""
+    """Stops a run because its training loss is NaN or infinite."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
@@ -18,7 +18,7 @@ class NonFiniteLoss(UserError):
 
 
 class RecentLosses:
-    """The losses since the last time that a run looked at them, on their device. Adding one costs no kernel."""
+    """The losses since the last check, on their device. Adding one launches no kernel."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []

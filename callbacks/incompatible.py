@@ -1,4 +1,4 @@
-"""Lightning's callbacks that do not work in a run that upscales, each with the reason and what to use in its place."""
+"""Lightning's callbacks that do not work in a run that grows, each with the reason and an alternative."""
 
 from collections.abc import Iterable
 
@@ -14,12 +14,10 @@ from lightning.pytorch.callbacks.spike import SpikeDetection
 
 from mupscale.errors import UserError
 
-ABSOLUTE = (
-    "it sets absolute learning rates, which erases muP scaling, and its average is of the network before an upscale"
-)
+ABSOLUTE = "it sets absolute learning rates, which erases muP scaling, and its average does not grow with the network"
 
 CALLBACKS: dict[type[Callback], tuple[str, str]] = {
-    StochasticWeightAveraging: (ABSOLUTE, "take EMAWeightAveraging, whose average is widened with the network"),
+    StochasticWeightAveraging: (ABSOLUTE, "use EMAWeightAveraging, whose average is widened with the network"),
     ModelPruning: ("its masks have the shapes of the network before an upscale", "prune the finished model"),
     BaseFinetuning: (
         "it adds parameter groups to an optimizer that an upscale replaces",
@@ -30,7 +28,7 @@ CALLBACKS: dict[type[Callback], tuple[str, str]] = {
         "python -m mupscale sweep --sweep model.optimizer.lr=…",
     ),
     BatchSizeFinder: (
-        "it changes the batch size at the narrow width, and a resumed run would look for another one",
+        "it chooses the batch size at the narrow width, and a resumed run might choose another one",
         "set data.batch_size",
     ),
     SpikeDetection: ("Lightning cannot load its state, so the run could not be resumed", "--stop_on_nan"),
@@ -39,7 +37,7 @@ CALLBACKS: dict[type[Callback], tuple[str, str]] = {
 
 
 def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
-    """UserError for a callback that does not work in a run that upscales."""
+    """Raises a UserError for a callback that does not work in a run that upscales."""
     for callback in callbacks:
         for kind, (reason, remedy) in CALLBACKS.items():
             if isinstance(callback, kind):

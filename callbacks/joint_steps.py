@@ -1,8 +1,8 @@
-"""Fits that take their steps together: each an ordinary fit in a thread of its own, the step one stacked program.
+"""Fits that are trained together: each is an ordinary fit in its own thread, and one stacked program takes their steps.
 
-Every fit has its own trainer, callbacks, loggers and checkpoints. They meet in the step: the loops of all fits wait for
-it, and those that are furthest behind take it first, so that fits that were resumed from different steps come level. A
-fit whose next steps need no hooks says so, and is then counted forward by many steps at once (`strides.py`).
+Every fit has its own trainer, callbacks, loggers and checkpoints. Only the step is shared: the loops of all fits wait
+for it. The fits that are furthest behind step first, so that fits that were resumed from different steps catch up. If
+the next steps of a fit need no hooks, it is advanced by many steps at once (`strides.py`).
 """
 
 import gc
@@ -22,7 +22,7 @@ from mupscale.models._lightning import steps_before_the_end
 
 
 class JointSteps:
-    """Runs fits that take their steps together, to their ends.
+    """Runs fits to their ends, with joint steps.
 
     joint = JointSteps([first_fit, second_fit], tell=print)
     joint.run()
@@ -38,18 +38,18 @@ class JointSteps:
     ) -> None:
         """
         Args:
-            jobs: Each makes a fit with a FastLoop, in this process. They are asked for one by one.
-            most: How many of them to take, by the first one before its first step.
-            tell: Takes a line about fits that go on by themselves.
-            progress: Called now and then with the least step of all, how many steps there are, and how many fits are
-                still on.
+            jobs: Functions that each run a fit with a FastLoop in this process. They are requested one by one.
+            most: Returns how many of them to run, given the first one before its first step.
+            tell: Called with a line about fits that are trained separately.
+            progress: Called now and then with the lowest step of all fits, the total number of steps, and how many fits
+                are still running.
         """
         self.members: list[Member] = []
         self._jobs, self._most, self._tell, self._progress = iter(jobs), most, tell, progress
         self._fits: StackedFits | None = None
 
     def run(self) -> None:
-        """Raises the first error of a fit, once all others have ended too; Apart, if they cannot go together at all."""
+        """Raises the first error of a fit, once all others have ended too; Apart, if they cannot be stacked at all."""
         try:
             with without_garbage_collection():
                 self._set_up()
@@ -77,7 +77,7 @@ class JointSteps:
         return [member.result for member in self.members]
 
     def _refuse(self, member: Member) -> None:
-        """Before the next one starts, so that little is lost."""
+        """Checks a fit before the next one starts, so that little time is lost."""
         reason = why_apart(member.request.trainer)
         if reason is not None:
             raise Apart(reason)
@@ -92,7 +92,7 @@ class JointSteps:
         try:
             fits = self._together(awaited)
         except UserError as error:
-            self._tell(f"{error}; from step {least} on, {len(group)} trials take their steps by themselves")
+            self._tell(f"{error}; from step {least} on, {len(group)} trials are trained separately")
             for member in group:
                 self._turn(member, alone=True)
             return
@@ -131,7 +131,7 @@ class JointSteps:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """A fit is a hundred thousand objects. With each further one, Python would look through all of them again."""
+    """Pauses garbage collection: Python would scan the hundred thousand objects of a fit again for each new fit."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +143,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def long_lived_objects() -> Iterator[None]:
-    """Keeps Python from looking through the objects that there are for garbage, time and again."""
+    """Excludes the existing objects from garbage collection."""
     gc.freeze()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the loggers of a run have written: how much of it there is, and the way back to that."""
+"""The log files of a run: records their lengths, and truncates them to recorded lengths."""
 
 import os
 from pathlib import Path
@@ -26,9 +26,7 @@ def written(trainer: Trainer) -> dict[str, list[Any]]:
 
 
 def cut_back(trainer: Trainer, lengths: dict[str, list[Any]]) -> None:
-    """Takes out what was logged since; a folder in which there is less is not the one that was measured, and is left
-    alone.
-    """
+    """Removes what was logged later. Shorter files are not the recorded ones, and are not changed."""
     for events, files in zip(tensorboards(trainer), lengths.get("events", []), strict=False):
         cut_events(events, files)
     for table, rows in zip(tables(trainer), lengths.get("rows", []), strict=False):
@@ -36,7 +34,7 @@ def cut_back(trainer: Trainer, lengths: dict[str, list[Any]]) -> None:
 
 
 def keep_tables(trainer: Trainer) -> None:
-    """Starts the CSV loggers that have a table in their folder, without their deleting it, as they would."""
+    """Starts the CSV loggers without deleting the tables in their folders, as Lightning would."""
     for logger in tables(trainer):
         path = table_of(logger)
         aside = path.with_name(f"{path.name}.kept")  # where a crash in between leaves it, and the next start finds it

@@ -1,4 +1,4 @@
-"""Batches of a run's training data for a fit of its own, drawn beside the run: its order of batches stays as it was."""
+"""Extra training batches for growth methods that learn; the run's own order of batches does not change."""
 
 import copy
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from mupscale.models._lightning import datamodule_of, on_device
 
 
 class OwnBatches:
-    """The training batches of a run, on its device, from a loader of their own. `iter` begins with the next epoch.
+    """The training batches of a run, on its device, from a separate loader. `iter` begins with the next epoch.
 
-    The loader is made anew by `train_dataloader` of the data module or the model. A loader that was passed to `fit` is
-    copied.
+    The loader is a new one from `train_dataloader` of the data module or the model. A loader that was passed to `fit`
+    is copied.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -52,6 +52,6 @@ class OwnBatches:
 
 
 def refuse_many_loaders(what: str, trainer: Trainer) -> None:
-    """UserError for a run with several training data loaders."""
+    """Raises a UserError for a run with several training data loaders."""
     if isinstance(trainer.train_dataloader, dict | list | tuple):
         raise UserError(f"{what}: the run has several training data loaders. Give one")

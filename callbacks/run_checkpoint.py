@@ -1,4 +1,4 @@
-"""The checkpoints of a run: those that the user's policy keeps, and apart from them those that resuming needs."""
+"""The checkpoints of a run: those that the user's options keep, and those that are kept for resuming."""
 
 import os
 import shutil
@@ -21,13 +21,13 @@ KEPT = 2
 
 
 class RunCheckpoint(OpenCheckpoint, Strides):
-    """A ModelCheckpoint that also saves at the end of a run, and survives interruptions and moves.
+    """A ModelCheckpoint that also saves at the end of a run, and keeps working after interruptions and moved folders.
 
-    Whatever its policy keeps (`monitor`, `save_top_k`, `filename`, `save_weights_only`), the two newest checkpoints are
-    in the folder `resume` beside its own. Where both are the same they are one file with two names.
+    The options (`monitor`, `save_top_k`, `filename`, `save_weights_only`) decide which checkpoints are kept. Apart from
+    these, the two newest checkpoints are always kept for resuming, in the folder `resume` next to the others. A
+    checkpoint in both folders is stored once.
 
-    The last step is saved when the run is over, not before: a validation that is still to come must not be lost with a
-    process that dies in it, and a run that has this checkpoint is finished.
+    The last step is saved after the last validation, when the run is over. So a run with this checkpoint is finished.
     """
 
     run: str | None = None
@@ -64,7 +64,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         self.keep_newest("on_train_start", trainer, pl_module)
 
     def catch_up(self, trainer: Trainer) -> None:
-        """Does what was left to do with its files by a process that was killed after it had written one."""
+        """Completes the work on checkpoint files of a process that was killed after it had written one."""
         if trainer.ckpt_path is None or self.points is None:
             return
         resumed, kept = Path(trainer.ckpt_path), self.kept()
@@ -121,7 +121,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
             self.points.save_now(trainer)
 
     def keep_newest(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
-        """What the policy has saved is kept for resuming as well; where it saved nothing, its triggers decide."""
+        """Keeps what the policy saved for resuming as well; if it saved nothing, saves whenever its triggers fire."""
         points, step = self.points, trainer.global_step
         if points is None:
             return
@@ -134,7 +134,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         return {**super().state_dict(), "progress": self.progress()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The folder of the run may have been moved, or may be named in another way."""
+        """Loads the state even if the folder of the run was moved or renamed."""
         old, new = state_dict["dirpath"], self.dirpath
 
         def moved(path: str) -> str:
@@ -175,9 +175,9 @@ class RunCheckpoint(OpenCheckpoint, Strides):
 
 
 class ResumePoints(OpenCheckpoint):
-    """The newest checkpoints of a run, in a folder of their own; written when the policy's triggers say so.
+    """The newest checkpoints of a run, in a separate folder; written when the policy's triggers fire.
 
-    What the policy does with its files comes before: the last checkpoint of a run counts only once it is here.
+    The policy handles its files first: the last checkpoint of a run counts only once it is in this folder.
     """
 
     def __init__(self, folder: Path, policy: RunCheckpoint) -> None:
@@ -209,9 +209,9 @@ class ResumePoints(OpenCheckpoint):
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, and moves it there when it is on disk. Reads sharded ones too.
+    """Writes a checkpoint to a temporary file in the same folder, then renames it. Reads sharded checkpoints too.
 
-    Lightning writes it to the folder for temporary files, which may be small, or be on another file system.
+    Lightning uses the system's folder for temporary files, which may be small or on another file system.
     """
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class WholeFiles(TorchCheckpointIO):
 
 
 def alone(value: Any) -> Any:
-    """A tensor without what else is in its memory: of a model in a stack, torch would save the whole stack."""
+    """A tensor with its own memory: torch would save the whole stack with a model of a stack."""
     is_part = isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes
     return value.clone() if is_part else value
 

@@ -13,14 +13,14 @@ from mupscale.models.checkpoint import Width
 from mupscale.stacking.memory import bytes_per_model
 
 SHARE = 0.9
-"""Of the free memory, how much a stack may take."""
+"""The share of the free memory that a stack may use."""
 
 
 def room_in_stack(first: Awaited, size: int | str) -> int:
-    """How many fits like this one go into a stack: `size` of them, or as many as the memory holds for `auto`.
+    """How many fits like this one to stack: `size`, or for `auto` as many as fit into memory.
 
-    UserError if the memory does not hold `size` of them; Apart if it does not hold two, if a stack cannot compute
-    their loss or, for `auto`, if that would take longer than one fit after another.
+    Raises a UserError if `size` of them do not fit. Raises Apart if two do not fit, if a stack cannot compute their
+    loss or, for `auto`, if a stack would be slower than one fit after another.
     """
     slow = why_slow(first.module, first.trainer.strategy.root_device) if isinstance(size, str) else None
     if slow is not None:
@@ -34,7 +34,7 @@ def room_in_stack(first: Awaited, size: int | str) -> int:
     most = int(free // each)
     if isinstance(size, str) and most < 2:
         raise Apart(
-            f"the {free / 1e9:.1f} GB that are free hold one network of width {width}, with {each / 1e9:.1f} GB"
+            f"{free / 1e9:.1f} GB of free memory do not hold two networks of width {width} ({each / 1e9:.1f} GB each)"
         )
     if isinstance(size, str):
         return most
@@ -47,10 +47,10 @@ def room_in_stack(first: Awaited, size: int | str) -> int:
 
 
 def why_slow(module: WidthScalable, device: torch.device) -> str | None:
-    """Why a stack of such models is no faster than one after another; None if it is."""
+    """Why a stack of such models is not faster than training them one after another; None if it is faster."""
     if device.type != "cuda" or module.stacked_losses() is not None:
         return None
-    return f"on a GPU torch.vmap of {type(module).__name__} is slower; --stack N makes N together all the same"
+    return f"torch.vmap of {type(module).__name__} is slower on a GPU; to use it anyway, give --stack N"
 
 
 def widest(trainer: Trainer, module: WidthScalable) -> Width:

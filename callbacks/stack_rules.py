@@ -1,4 +1,4 @@
-"""Which fits can take their steps together, and which of their steps need no hooks."""
+"""Which fits can be stacked, and which of their steps need no hooks."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
@@ -42,7 +42,7 @@ def free_steps(trainer: Trainer) -> float:
     """How many of the next steps of a fit need no hooks, validations and ends of epochs among them."""
     module = trainer.lightning_module
     if trainer.should_stop:
-        return 0  # it goes on all the same, until it has its least number of epochs or steps
+        return 0  # it continues until min_epochs or min_steps
     if training_loader(trainer) is None or any(is_overridden(hook, module) for hook in OF_STEPS):
         return 0
     others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
@@ -57,7 +57,7 @@ def free_steps(trainer: Trainer) -> float:
 
 
 def is_scored_jointly(trainer: Trainer) -> bool:
-    """Whether the validation of a fit can be made for many of them at once: nobody watches its batches."""
+    """Whether validations of many fits can be computed at once: no hook needs their single batches."""
     module = trainer.lightning_module
     hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end")
     owners = [module, *(callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides))]
@@ -71,10 +71,10 @@ def is_scored_jointly(trainer: Trainer) -> bool:
 
 
 def why_apart(trainer: Trainer) -> str | None:
-    """Why a fit cannot take its steps together with others; None if it can."""
+    """Why a fit cannot be stacked with others; None if it can."""
     module, plugin = trainer.lightning_module, trainer.precision_plugin
     if not isinstance(module, WidthScalable):
-        return f"the model is a {type(module).__name__}, and not a WidthScalable"
+        return f"the model is a {type(module).__name__}, not a WidthScalable"
     name = type(module).__name__
     if type(trainer.strategy) is not SingleDeviceStrategy:
         return "a trial runs on several devices"
@@ -83,24 +83,24 @@ def why_apart(trainer: Trainer) -> str | None:
     if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value":
         return "trainer.gradient_clip_algorithm is value"
     if not isinstance(profiler_of(trainer), PassThroughProfiler):
-        return "trainer.profiler watches single steps"
+        return "trainer.profiler needs single steps"
     if detects_anomalies(trainer):
-        return "trainer.detect_anomaly watches single steps"
+        return "trainer.detect_anomaly needs single steps"
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         return "trainer.precision is 16-mixed, which scales each loss; use bf16-mixed"
     if type(module).training_step is not WidthScalable.training_step:
-        return f"{name} has a training_step of its own"
+        return f"{name} overrides training_step"
     for method in ("configure_gradient_clipping", "on_train_batch_start", *TRANSFER):
         if getattr(type(module), method) is not getattr(WidthScalable, method):
-            return f"{name} has a {method} of its own"
+            return f"{name} overrides {method}"
     owners = [(callback, Callback) for callback in callbacks_of(trainer)] + [(module, LightningModule)]
     for owner, kind in owners:
         for hook in INSIDE_A_STEP:
             if hasattr(kind, hook) and is_overridden(hook, owner, kind):
-                return f"{type(owner).__name__} has a hook inside of steps, {hook}"
+                return f"{type(owner).__name__} has a hook inside the step, {hook}"
     if any(is_overridden(hook, datamodule_of(trainer)) for hook in TRANSFER):
         return f"{type(datamodule_of(trainer)).__name__} has a hook that transfers batches"
     if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in KINDS:
         names = ", ".join(kind.__name__ for kind in KINDS)
-        return f"{type(trainer.optimizers[0]).__name__} has no step for many models at once; {names} have"
+        return f"{type(trainer.optimizers[0]).__name__} cannot step many models at once; {names} can"
     return None

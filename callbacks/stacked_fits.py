@@ -1,4 +1,4 @@
-"""The steps of fits that go together, as those of one stack."""
+"""The joint steps of fits that are trained together, as steps of one stack."""
 
 import math
 import os
@@ -36,13 +36,13 @@ from mupscale.widening.width_table import merged_table
 
 
 class Apart(UserError):
-    """A fit cannot take its steps together with others; the message says why."""
+    """A fit cannot be stacked with others; the message is the reason."""
 
 
 @dataclass
 class Awaited:
-    """What a fit waits for: a step on its batch, with all hooks; up to `free` steps, which have no batch yet; or the
-    results of a validation."""
+    """A request of a fit: one step on its batch, with all hooks; up to `free` steps without hooks; or the results of a
+    validation."""
 
     trainer: Trainer
     cuda_graph: bool
@@ -74,7 +74,7 @@ class Awaited:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What fits have in common that take a step together, beside their architecture."""
+        """What fits of one stack have in common besides their architecture."""
         return self.step, self.kind, place_in_data(self.trainer), str(self.module.width), self.stacks
 
 
@@ -134,8 +134,8 @@ class StackedFits:
     def take_free(self, limit: float, progress: Callable[[int], None]) -> None:
         """Takes free steps of all fits until one of them has none left, or stops; at most `limit`.
 
-        On a GPU the next steps are under way while the fits are told of the last ones. Only a fit that diverges could
-        have taken steps, then, that it does not know of.
+        On a GPU, the next steps run while the fits process the last ones. So a fit that stops because it diverged may
+        have taken a few more steps.
         """
         first = self.awaited[0].trainer
         waits = self._device.type != "cuda" or bool(first.lr_scheduler_configs)
@@ -185,7 +185,7 @@ class StackedFits:
         return Block(count, end, like_theirs, OnItsWay({"loss": torch.stack(losses, dim=1)}), scores)
 
     def _account_for(self, block: "Block") -> None:
-        """Counts the steps of a block in all fits that are still on, and lets their callbacks know of them."""
+        """Counts the steps of a block in all fits that are still running, and calls their callbacks."""
         losses = block.losses.arrived()["loss"]
         scores = {} if block.scores is None else block.scores.arrived()
         for index, each in enumerate(self.awaited):
@@ -293,7 +293,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Steps that are launched: how many, where in the data they end, and what will be known of them."""
+    """Launched steps: how many, where in the data they end, and their pending results."""
 
     steps: int
     end: Place
@@ -303,7 +303,7 @@ class Block(NamedTuple):
 
 
 class OnItsWay:
-    """Tensors that are copied to the CPU, in float64, while the device goes on."""
+    """Tensors that are copied to the CPU, in float64, while the device continues."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._event: torch.cuda.Event | None = None

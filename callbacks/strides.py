@@ -1,8 +1,7 @@
-"""Callbacks that can follow a run by many steps at once, and not only step by step.
+"""Callbacks that can process many steps of a run at once.
 
-Runs that take their steps together spend most of their time in hooks if every step of every run calls them. Between
-two steps at which something happens (a curve is written, a checkpoint, a swap) the steps are taken in one go. Nothing
-is lost: the losses of all of them are handed over.
+If every step of every run called its hooks, stacked runs would spend most of their time in hooks. So the steps between
+two events (a log, a checkpoint, a swap) are taken at once. The callbacks receive the losses of all these steps.
 """
 
 import math
@@ -16,10 +15,10 @@ from mupscale.models._lightning import callbacks_of, log_interval, rates_of
 
 
 class Strides(Callback):
-    """A callback that does not need its hooks of batches, epochs and validations for the steps that it gives free."""
+    """A callback that needs no batch, epoch or validation hooks for the steps that it declares free."""
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        """How many of the next steps may be taken without its hooks; the one after them has all hooks again."""
+        """How many of the next steps may be taken without its hooks; the step after them has all hooks."""
         return math.inf
 
     def stride(self, trainer: Trainer, step: int) -> float:
@@ -34,7 +33,7 @@ class Strides(Callback):
 
 
 class RateMonitor(LearningRateMonitor, Strides):
-    """A LearningRateMonitor that can follow a run by many steps at once."""
+    """A LearningRateMonitor that can process many steps of a run at once."""
 
     _names: tuple[Any, list[str]] | None = None
     """An optimizer, and the names of the rates of its groups."""

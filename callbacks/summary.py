@@ -1,4 +1,4 @@
-"""What a run does, said at its beginning and end; and width and loss on the way."""
+"""Prints a summary at the start and the end of a run, and shows width and loss in the progress bar."""
 
 import time
 from typing import Any
@@ -42,7 +42,7 @@ class WidthBar(ClockedBar):
 
 
 class Summary(Callback):
-    """Prints what a run is about to do, and at its end what its upscales did and where its curves are."""
+    """Prints the model and the planned growths at the start of a run, and the results at its end."""
 
     @rank_zero_only
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

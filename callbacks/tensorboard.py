@@ -30,7 +30,7 @@ class LossFirstLogger(TensorBoardLogger):
     - `x_axis_flops/…` and `x_axis_samples/…` for `by_flops/…` and `by_samples/…`,
     - `x_epoch` for `epoch`, `x_lr/…` for `lr-…` of LearningRateMonitor, `x_throughput/…` for `throughput/…`.
 
-    Only the tags in the event file differ: callbacks that monitor a metric, and other loggers, use its own name.
+    Only the tags in the event file differ: callbacks that monitor a metric, and other loggers, use the original name.
     """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

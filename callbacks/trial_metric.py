@@ -1,4 +1,4 @@
-"""What a trial of a sweep is judged by, and when it is given up."""
+"""The metric of a trial in a sweep, and when a trial is stopped early."""
 
 import math
 import re
@@ -28,15 +28,15 @@ PATIENCE = 5
 
 
 class TrialMetric(Strides):
-    """Computes a trial's metric, stops it if it diverges, and records the constants of signal-normalised noise.
+    """Computes the metric of a trial, stops a trial that diverges, and records constants of signal-normalised noise.
 
-    A trial has diverged if its loss is not finite, or stays ten times above what an untrained network has and above
-    what it had just after a swap. A bad loss alone is no reason to stop: good noise levels start far worse than bad
-    ones.
+    A trial has diverged if its loss is not finite, or stays above ten times the loss of an untrained network and above
+    the loss just after a swap. A high loss alone does not stop a trial: with good noise levels it often starts far
+    higher than with bad ones.
 
     Noise constants are written to `noise-<step>.json` in the run's folder, which `RecordedNoise` reads.
 
-    Saved: the sums so far, and whether it has diverged.
+    Its saved state: the sums so far, and whether the trial has diverged.
     """
 
     progress: ClassVar[Callable[[int, int, float], None] | None] = None
@@ -45,8 +45,8 @@ class TrialMetric(Strides):
     def __init__(self, metric: str = "last_epoch") -> None:
         """
         Args:
-            metric: `last_epoch` or `last_N%`: the mean training loss over the steps of the last epoch, or the last N %
-                of the steps; otherwise the name of a metric that the module logs (val/loss): its last value.
+            metric: `last_epoch` or `last_N%` is the mean training loss over the last epoch, or over the last N % of the
+                steps. Any other name is that of a logged metric, such as val/loss; its last value counts.
         """
         self.metric = metric
         self.diverged = False
@@ -143,8 +143,8 @@ class TrialMetric(Strides):
             self.window = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
             if self.window > self._steps:
                 raise UserError(
-                    f"metric last_epoch: an epoch has {self.window} steps, but the run {self._steps}; "
-                    "take last_2%, or raise trainer.max_steps"
+                    f"metric last_epoch: an epoch has {self.window} steps, but the run has {self._steps}; "
+                    "use last_2%, or raise trainer.max_steps"
                 )
         elif isinstance(share, float):
             self.window = math.ceil(share * self._steps)
@@ -248,9 +248,8 @@ class TrialMetric(Strides):
         metrics = trainer.callback_metrics
         if self.metric not in metrics:
             raise UserError(
-                f"metric {self.metric} is never logged by the model; there are last_epoch and last_2%, which are of "
-                "the training loss, "
-                f"{', '.join(sorted(metrics)) or 'and no others'}"
+                f"metric {self.metric} is never logged by the model. Use last_epoch or last_2% (training loss)"
+                f"{', or a logged one: ' + ', '.join(sorted(metrics)) if metrics else ''}"
             )
         return float(metrics[self.metric])
 

@@ -48,14 +48,14 @@ from mupscale.widening.upscale import UpscaleReport, upscale
 
 
 class UpscaleCallback(Strides):
-    """Swaps in a widened network, with its optimizer state, at a step. Several in one run make a growth schedule.
+    """Widens the network and its optimizer state at a given step of a run. Use several for several growths.
 
-    The swap happens when the first batch after `at_step` optimizer steps comes in, so checkpoints of that step are
-    still narrow, and a run resumed from one replays it. A network that has the target width already is left alone.
-    Before anything is consumed the plan and the noise are validated and `pre-upscale-<step>.ckpt` is written beside the
-    run's checkpoints, unless the run was resumed from a checkpoint of that very step.
+    The swap happens just before the first batch after `at_step` optimizer steps. So a checkpoint of that step is still
+    narrow, and a run that resumes from it repeats the swap. A network that already has the target width stays as it is.
+    Before the swap, the plan and the noise are validated, and `pre-upscale-<step>.ckpt` is written next to the run's
+    checkpoints, unless the run was resumed from a checkpoint of the same step.
 
-    Saved: what it did, for the summary; width and state are the module's and the optimizer's.
+    Its saved state is a record of the swap, for the summary.
     """
 
     def __init__(
@@ -71,15 +71,16 @@ class UpscaleCallback(Strides):
     ) -> None:
         """
         Args:
-            at_step: Optimizer steps before the swap; 0 upscales before the first.
-            width: The target width, any larger one; under a norm over the width, a multiple of the width before.
-            noise: Symmetry-breaking noise; none leaves the loss curve as it was.
-            lr: The base learning rate from there on; by default the one so far.
-            transfer_state: What becomes of the optimizer state: `true` or `carry` moves it, `false` or `reset` starts
-                anew, `reset_new_copies` keeps it for the first copy of each unit and starts anew for the others. By
-                default what the method does: the paper's moves it.
-            restart_schedule: Start the learning-rate schedule at zero again.
-            rewarm_steps: With `reset_new_copies`, the steps over which the rate of new copies rises to the others'.
+            at_step: The number of optimizer steps before the swap; with 0 the network grows before the first step.
+            width: The target width, larger than the current one. If a norm averages over the width, it must be a
+                multiple of the current width.
+            noise: Noise that breaks the symmetry of copies. Without it, training continues exactly as before.
+            lr: The base learning rate after the swap; by default unchanged.
+            transfer_state: What happens to the optimizer state. `true` or `carry` moves it; `false` or `reset` drops
+                it; `reset_new_copies` moves it for the first copy of each unit only. The default depends on `method`;
+                the paper's duplication moves it.
+            restart_schedule: Restart the learning-rate schedule from its beginning.
+            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
             method: The growth method; by default the paper's duplication.
         """
         if at_step < 0:
@@ -94,7 +95,7 @@ class UpscaleCallback(Strides):
             )
         self.method = Duplication() if method is None else method
         if not isinstance(self.method, GrowthMethod):
-            raise UserError(f"UpscaleCallback.method must be a growth method, as mupscale.Net2Net; got {method!r}")
+            raise UserError(f"UpscaleCallback.method must be a growth method, such as mupscale.Net2Net; got {method!r}")
         if noise is not None and self.method.noise is not None:
             raise UserError(
                 f"UpscaleCallback.noise: {type(self.method).__name__} has noise of its own. Give none, or use another "
@@ -183,7 +184,7 @@ class UpscaleCallback(Strides):
             try:
                 self._swap(trainer, pl_module, batch)
             except Exception as error:
-                # it may be neither narrow nor wide, and Lightning would fail on it before it tells of the error
+                # it may be neither narrow nor wide: Lightning would fail on it before it reports this error
                 pl_module.net = None
                 raise RuntimeError(
                     f"upscaling to width {self.width} at step {trainer.global_step} failed "
@@ -191,7 +192,7 @@ class UpscaleCallback(Strides):
                 ) from error
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        """All up to the one at whose end it saves; all, once the network is as wide."""
+        """All steps before the one that ends with a checkpoint; after the swap, all steps."""
         assert isinstance(pl_module, WidthScalable)
         is_to_come = is_narrower(pl_module.width, self.width)
         return max(0, self.at_step - 1 - trainer.global_step) if is_to_come else math.inf
@@ -203,19 +204,19 @@ class UpscaleCallback(Strides):
     # --- what can be refused without a run
 
     def refuse_step(self, trainer: Trainer) -> None:
-        """UserError if the run ends before the swap."""
+        """Raises a UserError if the run ends before the swap."""
         if 0 < trainer.max_steps <= self.at_step and not is_trial_run(trainer):
             raise UserError(
                 f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}"
             )
 
     def refuse_narrower(self, before: Width) -> None:
-        """UserError if the target is narrower than the width before it."""
+        """Raises a UserError if the target is narrower than the width before it."""
         if not is_narrower(before, self.width) and before != self.width:
             raise UserError(f"UpscaleCallback.width = {self.width} is not wider than the width before it, {before}")
 
     def planned(self, module: WidthScalable, before: Width) -> Plan:
-        """The plan of the swap. UserError if the width before it, or the noise, does not fit."""
+        """The plan of the swap. Raises a UserError if the width before it, or the noise, does not fit."""
         with torch.random.fork_rng(devices=[]):  # building a network must not move the run's random numbers
             try:
                 narrow, wide = (module.network(width, meta=True) for width in (before, self.width))
@@ -413,7 +414,7 @@ class UpscaleCallback(Strides):
         )
 
     def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
-        """UserError where the wide weights alone, two bytes each or more, do not fit into the memory of a device."""
+        """Raises a UserError if the wide weights alone, at two bytes each, do not fit into the memory of a device."""
         weights = sum(math.prod(entry.wide_shape) for entry in growth.parameters.values())
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
@@ -424,7 +425,7 @@ class UpscaleCallback(Strides):
         if 2 * weights > memory:
             raise UserError(
                 f"UpscaleCallback.width = {self.width} gives {weights:,} parameters, which do not fit into the "
-                f"{memory / 2**30:.0f} GiB of memory of {device}; take less"
+                f"{memory / 2**30:.0f} GiB of memory of {device}; choose a smaller width"
             )
 
     def _width_before(self, trainer: Trainer, module: LightningModule) -> Width:
@@ -435,7 +436,7 @@ class UpscaleCallback(Strides):
 
 
 def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
-    """UserError for upscales that exclude each other, or whose noise has a level that makes no sense."""
+    """Raises a UserError for two upscales at one step, or for an invalid level of noise."""
     widths: dict[int, Width] = {}
     for swap in swaps:
         if swap.at_step in widths:
@@ -451,21 +452,21 @@ def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
 
 
 def _what_is_saved(checkpoint: Path | None) -> str:
-    """What there is to go on from after a failed swap."""
+    """Whether the run before a failed swap is saved, in words."""
     if checkpoint is None or not checkpoint.exists():
-        return "The run before it was not saved"
+        return "The run before the upscale was not saved"
     if checkpoint.is_dir():
-        return f"The run before it is saved in {checkpoint}"
+        return f"The run before the upscale is saved in {checkpoint}"
     try:
         saved = load_checkpoint(checkpoint)
     except UserError as error:
-        return f"The run before it cannot be read: {error}"
+        return f"The checkpoint before the upscale cannot be read: {error}"
     bad = non_finite_in(saved)
     if bad is not None:
         return (
-            f"The run before it, saved in {checkpoint}, has NaN or infinite entries in {bad}: go on from an earlier one"
+            f"The checkpoint before the upscale, {checkpoint}, has NaN or infinite entries in {bad}: use an earlier one"
         )
-    return f"Nothing is lost: the run before it is saved in {checkpoint}"
+    return f"Nothing is lost: the run before the upscale is saved in {checkpoint}"
 
 
 def _built(trainer: Trainer, module: WidthScalable, width: Width) -> nn.Module:

@@ -1,1 +1,1 @@
-"""Data on the training device, or mapped from disk, that resumes exactly where a run stopped."""
+"""Data modules: data on the training device, or memory-mapped from disk, that resumes exactly where a run stopped."""

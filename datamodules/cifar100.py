@@ -44,19 +44,19 @@ NPZ = "cifar100.npz"
 class CIFAR100(LightningDataModule):
     """CIFAR-100, kept as uint8 on the training device; batches of normalised float32 images with labels 0..99.
 
-    Training pads every image by 4 black pixels, crops it at random, and mirrors it with probability 1/2. Crop and
-    mirroring depend on the seed, the epoch and the image's place in the order alone: not on the number or type of the
-    devices, nor on where a run was resumed. Images are normalised by the mean and deviation of each channel over the
-    training images. Validation and test see the test images as they are, prediction sees them without labels.
-    Training drops the ragged last batch. The order resumes exactly, from the state that the training loader saves in
-    Lightning's checkpoints.
+    Training pads every image by 4 black pixels, crops it at random, and mirrors it with probability 1/2. Crops and
+    mirroring depend only on the seed, the epoch and the image's place in the order, so they do not change with the
+    number or type of devices, or when a run is resumed. Images are normalised by the mean and deviation of each channel
+    over the training images. Validation and test use the test images without augmentation, prediction uses them without
+    labels. Training drops an incomplete last batch. The order resumes exactly, from the state that the training loader
+    saves in Lightning's checkpoints.
 
     Args:
-        data_dir: Folder with the set as cifar100.npz (x_train, x_test: uint8 [images, 32, 32, 3]; y_train, y_test:
-            0..99) or unpacked as cifar-100-python. With neither, the first start unpacks the cifar-100-python.tar.gz
-            in this folder, or downloads it (169 MB).
-        batch_size: Images per batch over all devices together; each of N devices takes one N-th.
-        seed: Determines the order of the batches, crops and flips. Left out: they follow `seed_everything`.
+        data_dir: Folder with the data set as cifar100.npz (x_train, x_test: uint8 [images, 32, 32, 3]; y_train,
+            y_test: 0..99) or unpacked as cifar-100-python. If there is neither, the first start unpacks the
+            cifar-100-python.tar.gz in this folder, or downloads it (169 MB).
+        batch_size: Images per batch, over all devices together.
+        seed: The seed of the order of batches, crops and flips; by default that of `seed_everything`.
     """
 
     def __init__(self, data_dir: str = "data", batch_size: int = 128, seed: int | None = None) -> None:
@@ -91,7 +91,7 @@ class CIFAR100(LightningDataModule):
             self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
 
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
-        """UserError if a model with these arguments does not fit the data."""
+        """Raises a UserError if a model with these arguments does not fit the data."""
         refuse_unfit_model("CIFAR100", arguments, None, CLASSES)
 
     def train_dataloader(self) -> ResidentLoader:
@@ -115,7 +115,7 @@ class CIFAR100(LightningDataModule):
         return kind(self._table, tensors, self.batch_size, seed=self._order_seed, **options, **ranks(self.trainer))
 
     def _folder(self) -> Path:
-        """The folder to read, with the set in it; if the download fails, a UserError says what to put where."""
+        """The folder with the data set, downloaded if necessary; raises a UserError if the download fails."""
         folder = Path(self.data_dir).expanduser()
         if not (folder / NPZ).is_file() and not (folder / Published.base_folder).is_dir():
             unpack(folder)
@@ -266,7 +266,7 @@ def read_published(folder: Path) -> list[tuple[Tensor, Tensor]]:
                 content = ArraysOnly(stream, encoding="latin1").load()
                 images = np.asarray(content["data"]).reshape(-1, 3, SIZE, SIZE).transpose(0, 2, 3, 1)
                 labels = np.array(content["fine_labels"])
-            except Exception as error:  # a damaged pickle raises many kinds
+            except Exception as error:  # a damaged pickle raises many exception types
                 raise UserError(f"data_dir: {folder / name} is not a file of CIFAR-100 ({error})") from error
         parts.append(_checked(folder, part, images, labels))
     return parts
@@ -285,7 +285,7 @@ class ArraysOnly(pickle.Unpickler):
 
 
 def _checked(file: Path, part: str, images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Images and labels as tensors; a UserError names what is wrong with them."""
+    """Images and labels as tensors; raises a UserError that names what is wrong with them."""
     if images.dtype != np.uint8 or images.shape[1:] != (SIZE, SIZE, 3) or not len(images):
         raise UserError(
             f"data_dir: {file} has x_{part} {images.dtype} {images.shape}, wanted uint8 [images, {SIZE}, {SIZE}, 3]"

@@ -41,18 +41,18 @@ SHA256 = "614360d0257557dd1792834a85a1cdebfadc3c4f30b011d56afee7ffb5b15771"
 class Covertype(LightningDataModule):
     """Forest Covertype, kept on the training device, 80 % for training and 20 % held out.
 
-    The split is stratified. Continuous columns are standardised with mean and deviation of the training part, binary
-    ones stay as they are; labels are 0..6. Validation and test see the held-out rows, prediction sees their features
-    alone. Training drops the ragged last batch. The order resumes exactly, from the state that the training loader
-    saves in Lightning's checkpoints.
+    The split is stratified. Continuous columns are standardised with the mean and deviation of the training part,
+    binary columns are not changed; labels are 0..6. Validation and test use the held-out rows, prediction uses them
+    without labels. Training drops an incomplete last batch. The order resumes exactly, from the state that the training
+    loader saves in Lightning's checkpoints.
 
     Args:
-        data_dir: Folder with the full set as covertype.npz (X: int16 [581012, 54], y: 1..7). Without that file, the
-            first start makes it from the covtype.data.gz in this folder, as UCI publishes it, or downloads that
-            (11 MB; needs the extra `data`). Left out: the embedded sample of 7,500 real rows.
-        batch_size: Rows per batch over all devices together; each of N devices takes one N-th.
-        seed: Determines the order of the batches and which rows are held out. Left out: the order follows
-            `seed_everything`, and the same rows are held out whatever the seed of the run, those of seed 0.
+        data_dir: Folder with the full data set as covertype.npz (X: int16 [581012, 54], y: 1..7). If the file is
+            missing, the first start makes it from UCI's covtype.data.gz in this folder, or downloads that (11 MB; needs
+            the extra `data`). Without `data_dir`, the embedded sample of 7,500 real rows is used.
+        batch_size: Rows per batch, over all devices together.
+        seed: The seed of the order of batches and of the held-out rows. By default the order follows `seed_everything`,
+            and the held-out rows are those of seed 0.
     """
 
     def __init__(self, data_dir: str | None = None, batch_size: int = 2000, seed: int | None = None) -> None:
@@ -87,7 +87,7 @@ class Covertype(LightningDataModule):
             self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
 
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
-        """UserError if a model with these arguments does not fit the data."""
+        """Raises a UserError if a model with these arguments does not fit the data."""
         refuse_unfit_model("Covertype", arguments, FEATURES, CLASSES)
 
     def train_dataloader(self) -> ResidentLoader:
@@ -117,7 +117,7 @@ class Covertype(LightningDataModule):
         )
 
     def _file(self) -> Path:
-        """The file to read, which is made if it is missing; if that fails, a UserError says what to put where."""
+        """The file to read, which is made if it is missing; raises a UserError if that fails."""
         if self.data_dir is None:
             return SAMPLE
         file = Path(self.data_dir).expanduser() / "covertype.npz"
@@ -179,7 +179,7 @@ def _split(file: Path, seed: int, device: torch.device) -> tuple[Tensor, Tensor,
 
 
 def _read(file: Path) -> tuple[Tensor, Tensor]:
-    """Features as stored, int16 [rows, 54], and labels 0..6; a UserError names what is wrong with them."""
+    """Features as stored, int16 [rows, 54], and labels 0..6; raises a UserError that names what is wrong with them."""
     features, labels = read_npz(file, ("X", "y"))
     if features.ndim != 2 or features.shape[1] != FEATURES or labels.shape != features.shape[:1]:
         raise UserError(

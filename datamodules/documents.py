@@ -31,12 +31,12 @@ class Source(Protocol):
     """Documents to prepare, in a fixed order."""
 
     def described(self) -> dict[str, Any]:
-        """What determines the documents, under the names of the command's options."""
+        """The options that determine the documents, under the names of the command's options."""
 
     def resolve(self, recorded: dict[str, Any] | None) -> dict[str, Any]:
-        """Settles what must not change during a preparation, such as the revision of an online data set.
+        """Fixes values that must not change during a preparation, such as the revision of an online data set.
 
-        A preparation that continues passes what was `recorded` when it began, and gets the same values again.
+        A continued preparation passes the values `recorded` at its beginning, and gets the same values.
         """
 
     def batches(self, position: Position) -> Batches:
@@ -47,11 +47,11 @@ class Source(Protocol):
 
 
 class TextFiles:
-    """The documents of local files, in the order of the files, empty ones left out.
+    """The documents of local files, in the order of the files, without empty documents.
 
-    A .parquet file has them in the rows of its column `text`, .jsonl, .ndjson and .json in the field `text` of an
-    object per line. Any other file is plain UTF-8 text, in which a line that is `separator` and nothing else stands
-    between two documents. All but parquet may be compressed (.gz).
+    In a .parquet file, documents are the rows of the column `text`. In .jsonl, .ndjson and .json, they are the field
+    `text` of one object per line. Any other file is plain UTF-8 text, in which a line that equals `separator` separates
+    two documents. All except parquet may be compressed (.gz).
     """
 
     def __init__(self, files: Sequence[Path], separator: str = SEPARATOR) -> None:
@@ -149,7 +149,7 @@ class FineWebEdu:
 
         try:
             stream = load_dataset(REPOSITORY, name=self.subset, revision=self._revision, split="train", streaming=True)
-        except Exception as error:  # many kinds: from the Hub, the HTTP client and the operating system
+        except Exception as error:  # many exception types: from the Hub, the HTTP client and the operating system
             if isinstance(error, ValueError) and "BuilderConfig" in str(error):
                 raise Unusable(f"--subset {self.subset}: {REPOSITORY} has no such subset ({reason(error)})") from error
             raise out_of_reach(self.subset, error) from error
@@ -183,7 +183,7 @@ def _newest_revision(subset: str) -> str:
 
     try:
         revision = HfApi().dataset_info(REPOSITORY, timeout=30).sha
-    except Exception as error:  # many kinds, as in FineWebEdu.batches
+    except Exception as error:  # many exception types, as in FineWebEdu.batches
         raise out_of_reach(subset, error) from error
     assert revision is not None
     return revision
@@ -194,7 +194,7 @@ def out_of_reach(subset: str, error: Exception) -> ConnectionError:
     folder = f"sample/{subset.removeprefix('sample-')}" if subset.startswith("sample-") else f"data/{subset}"
     return ConnectionError(
         f"streaming {REPOSITORY} failed ({reason(error)}). "
-        "With a network, the same command goes on where it stopped. "
+        "If there is a network, run the same command again to continue. "
         "Without one, download parquet files elsewhere, from "
         f"https://huggingface.co/datasets/{REPOSITORY}/tree/main/{folder}, "
         "and give them to `python -m mupscale prepare text FILES…`"

@@ -1,4 +1,4 @@
-"""The files of a data set: read whole or rejected by name, downloaded whole or not at all."""
+"""The files of a data set: reads only complete files, and downloads them completely or not at all."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ import numpy as np
 from mupscale.errors import UserError
 
 TIMEOUT = 30.0
-"""Seconds of silence after which a download fails; without a limit urllib waits for ever."""
+"""The timeout of a download in seconds; without one, urllib waits for ever."""
 
 DOWNLOAD_ERRORS = (OSError, HTTPException, ImportError, UserError, RuntimeError)
 """What can go wrong in a download; torchvision raises RuntimeError for a wrong checksum."""
@@ -27,9 +27,9 @@ NOT_NPZ = (OSError, EOFError, KeyError, TypeError, ValueError, RuntimeError, zip
 
 
 def read_npz(file: Path, names: tuple[str, ...]) -> list[np.ndarray]:
-    """The named arrays of an npz file; a UserError names a file that is cut short, damaged or lacks one of them.
+    """The named arrays of an npz file; raises a UserError if the file is cut short, damaged or lacks one of them.
 
-    An array of Python objects is refused: it would have to be unpickled.
+    An array of Python objects is refused, because it would be unpickled.
     """
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:

@@ -32,24 +32,24 @@ RESIDENT_SHARE = 1 / 8
 
 
 class FineWeb(LightningDataModule):
-    """Tokens of FineWeb-Edu, or of text of your own: a folder of `python -m mupscale prepare`, or .ds of datatrove.
+    """Tokens of FineWeb-Edu or of your own text: a folder of `python -m mupscale prepare`, or datatrove's .ds files.
 
-    A batch is int64 [rows, context + 1]: each position predicts the next. Training sees random crops or, in order,
-    every token as a target once an epoch; an epoch has as many rows either way, and drops the ragged last batch.
-    Validation and test see the held-out documents in order, without the last window if it is not full; prediction sees
-    their inputs alone. Documents follow each other, an end-of-text token after each (in .ds files if datatrove wrote
-    one), and a row may span several of them. Batches are the same on any device and for any number of devices. They
-    resume exactly, from the state that the training loader saves in Lightning's checkpoints.
+    A batch is int64 [rows, context + 1]: each position predicts the next. Training uses random crops, or sequential
+    windows in which every token is a target once per epoch; both have the same number of rows per epoch, and drop an
+    incomplete last batch. Validation and test use the held-out documents in order, without an incomplete last window;
+    prediction uses their inputs only. Documents are concatenated, with an end-of-text token after each (in .ds files,
+    if datatrove wrote one), and a row may span several of them. Batches do not depend on the type or number of devices.
+    They resume exactly, from the state that the training loader saves in Lightning's checkpoints.
 
     Args:
-        data_dir: The prepared folder; or one with .ds files of datatrove, in it or at any depth below it. Left out:
-            the embedded sample, the Jargon File (0.4 M tokens, vocabulary 4,096).
-        batch_size: Rows per batch over all devices together; each of N devices takes one N-th.
-        context: Tokens that a row predicts.
-        order: random: crops of the training text. sequential: its windows one after another.
-        resident: Keep the tokens on the training device. By default on a GPU if they take at most an eighth of its
-            memory; otherwise batches are read from disk, by memory map.
-        seed: Determines the crops. Left out: they follow `seed_everything`.
+        data_dir: The prepared folder, or one with datatrove's .ds files at any depth. By default the embedded sample,
+            the Jargon File (0.4 M tokens, vocabulary 4,096).
+        batch_size: Rows per batch, over all devices together.
+        context: The number of tokens that a row predicts.
+        order: `random` draws crops of the training text, `sequential` reads its windows in order.
+        resident: Keep the tokens on the training device. By default this is done on a GPU if they take at most an
+            eighth of its memory; otherwise batches are read from disk, by memory map.
+        seed: The seed of the crops; by default that of `seed_everything`.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class FineWeb(LightningDataModule):
                 )
 
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
-        """UserError if a model with these arguments does not fit the data."""
+        """Raises a UserError if a model with these arguments does not fit the data."""
         vocabulary = _vocabulary_in(arguments)
         if vocabulary is not None:
             self._corpus().refuse_vocabulary(vocabulary)

@@ -1,4 +1,4 @@
-"""The progress of a preparation, on disk, and a lock so that one process at a time continues it."""
+"""The progress of a preparation, stored on disk, and a lock so that only one process continues it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ JOURNAL, LOCK = "progress.json", ".lock"
 
 @dataclass
 class Journal:
-    """The state of an unfinished folder. What its files hold beyond this state is cut off."""
+    """The state of an unfinished folder. Files are truncated to this state."""
 
     preparation: dict[str, Any]
     """The arguments, and what was settled when the preparation began."""
@@ -40,7 +40,7 @@ class Journal:
                 journal.refuse_other_types()
                 return journal
             except (ValueError, TypeError) as error:
-                raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it anew") from error
+                raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it again") from error
         own = (LOCK, partial(path).name)  # a process that ended before it wrote its first journal leaves them
         other = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
         if other:

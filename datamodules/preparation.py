@@ -1,4 +1,4 @@
-"""From documents to a prepared folder: in parallel, and with the same bytes however often it is interrupted."""
+"""Tokenises documents into a prepared folder, in parallel; interruptions do not change the result."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ SHARD_TOKENS = 2**26
 TRAINING_BYTES = 2**26
 """How much text of the first training documents a vocabulary is trained on."""
 COMMIT_SECONDS = 5.0
-"""How much work a killed process can lose."""
+"""The interval between commits in seconds: a killed process loses at most this much work."""
 
 Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]
 """The tokens of several documents, one after another; each document's number of tokens; whether it is held out."""
@@ -56,11 +56,11 @@ def prepare(
 ) -> Index:
     """Prepares the folder `out` from the documents of `source`, and returns its index.
 
-    A folder that was begun is continued, and one that is finished is left as it is. Tokens are GPT-2's, or those of a
-    BPE of `vocabulary` tokens trained on the first training documents. A hash of its text decides whether a document is
-    held out, so equal documents fall to the same split. With `tokens`, the document that reaches that number, both
-    splits together, is the last. The bytes written depend neither on `workers` (threads; by default one for each core)
-    nor on interruptions. A source that cannot be used leaves nothing behind.
+    An unfinished folder is continued, and a finished one is not changed. The vocabulary is GPT-2's, or a BPE of
+    `vocabulary` tokens trained on the first training documents. A hash of its text decides whether a document is held
+    out, so equal documents are in the same split. With `tokens`, the last document is the one that reaches this number,
+    both splits together. The result depends neither on `workers` (threads; by default one per core) nor on
+    interruptions. A source that cannot be used leaves no files.
     """
     if vocabulary is not None and not BYTES < vocabulary <= LARGEST_VOCABULARY:
         raise UserError(

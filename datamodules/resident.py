@@ -1,4 +1,4 @@
-"""Batches of tensors that already lie on the training device: one index operation each, no workers, no host copies."""
+"""Batches of tensors that are already on the training device: one index operation each, no workers, no host copies."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ JointPlan = tuple[tuple[Tensor, ...], ...]
 
 
 class ResidentLoader:
-    """The batches of one epoch after another, the same for any number of ranks, resumable at any batch.
+    """A loader of batches that are the same for any number of ranks, and resumable at any batch.
 
     `batch_size` is the global batch. Every rank draws the same order of rows, a function of `seed` and the epoch alone,
     and rank r of N takes the r-th contiguous share of each global batch. Without `drop_last` the last batch may be
@@ -49,9 +49,9 @@ class ResidentLoader:
 
     `batch_at` gives any batch by its epoch and position, and leaves the loader where it is; `go_to` goes there.
 
-    A subclass that makes its batches otherwise overrides `_batch`, and `_chances` if it needs random numbers for them.
-    It sets `_rows_stand_alone` if `_batch` makes each row of a batch by itself, and overrides `_made_of` if its batches
-    depend on more than the tensors.
+    A subclass that makes batches differently overrides `_batch`, and `_chances` if it needs random numbers for them. It
+    sets `_rows_stand_alone` if `_batch` makes each row of a batch independently, and overrides `_made_of` if its
+    batches depend on more than the tensors.
     """
 
     batch_sampler = None  # Lightning reads it from whatever has a `sampler`
@@ -283,12 +283,12 @@ def seed_of_run() -> int:
 
 
 def refuse_bad_number(key: str, value: Any, least: int | None = 1) -> None:
-    """UserError if an argument of a data module is not a whole number, of at least `least` unless that is None."""
+    """Raises a UserError if an argument of a data module is not a whole number, or is less than `least`."""
     refuse_unless_whole(f"data.{key}", value, least)
 
 
 def refuse_unfit_model(data: str, arguments: Mapping[str, Any], inputs: int | None, classes: int) -> None:
-    """UserError if a model's arguments `inputs` and `outputs`, where it has them, do not fit the data."""
+    """Raises a UserError if a model's arguments `inputs` and `outputs`, where it has them, do not fit the data."""
     if inputs is not None and arguments.get("inputs", inputs) != inputs:
         raise UserError(
             f"model.inputs = {arguments['inputs']}: {data} has {inputs} features; set model.inputs: {inputs}"

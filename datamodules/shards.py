@@ -57,7 +57,7 @@ class Index:
         return version_of(self.folder / name for name in (INDEX, *self.files()))
 
     def refuse_vocabulary(self, vocabulary: "Vocabulary") -> None:
-        """UserError if a model of this vocabulary does not know all tokens."""
+        """Raises a UserError if the vocabulary of a model does not include all tokens."""
         key, size = vocabulary
         if size < self.vocabulary:
             raise UserError(
@@ -74,7 +74,7 @@ class Index:
         return {entry["file"]: (entry["bytes"], entry["sha256"]) for entry in entries}
 
     def verify(self) -> None:
-        """Reads every byte; a UserError names a file that is damaged, or has tokens beyond the vocabulary."""
+        """Reads every byte; raises a UserError if a file is damaged, or has tokens beyond the vocabulary."""
         files = self.files()
         with ThreadPoolExecutor(usable_cores()) as pool:
             digests = pool.map(sha256, (self.folder / name for name in files))
@@ -93,12 +93,12 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a prepared folder; a UserError names a file that is missing or has another size."""
+    """The index of a prepared folder; raises a UserError that names a file that is missing or has another size."""
     path = folder / INDEX
     if not path.is_file():
         if any(folder.glob("*.tokens")):
             raise UserError(
-                f"{folder} is not finished: run the same `python -m mupscale prepare` command again, and it goes on"
+                f"{folder} is not finished: run the same `python -m mupscale prepare` command again to continue"
             )
         raise UserError(
             f"there is no {path}: prepare the folder by `python -m mupscale prepare`, or name one with .ds files of "
@@ -117,15 +117,15 @@ def read_index(folder: Path) -> Index:
     if version != VERSION:
         raise UserError(
             f"{path} is of version {version}, this mupscale reads version {VERSION}: "
-            "delete the folder and prepare it anew"
+            "delete the folder and prepare it again"
         )
     for name, (size, _) in files.items():
         file = inside(folder, name)
         if not file.is_file():
-            raise UserError(f"{file} is missing: delete the folder and prepare it anew")
+            raise UserError(f"{file} is missing: delete the folder and prepare it again")
         if file.stat().st_size != size:
             raise UserError(
-                f"{file} has {file.stat().st_size} bytes, {INDEX} says {size}: delete the folder and prepare it anew"
+                f"{file} has {file.stat().st_size} bytes, {INDEX} says {size}: delete the folder and prepare it again"
             )
     return index
 
@@ -145,7 +145,7 @@ def _refuse_other_counts(index: Index) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file of this name in the folder; a UserError names one that lies elsewhere, also by a link."""
+    """The file of this name in the folder; raises a UserError that names one that lies elsewhere, also by a link."""
     if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:
         raise UserError(f"{folder / INDEX} names a file outside of its folder: {name!r}; it is not read")
     if (folder / name).resolve().parent != folder.resolve():
@@ -154,19 +154,19 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def refuse_unknown_tokens(file: Path, vocabulary: int) -> None:
-    """A UserError names a file with tokens that the vocabulary does not have. Costs a tenth of a checksum."""
+    """Raises a UserError if a file has tokens beyond the vocabulary. Costs a tenth of a checksum."""
     if not file.stat().st_size:
         return
     largest = int(np.memmap(file, TOKEN, "r").max())
     if largest >= vocabulary:
         raise UserError(
             f"{file} has the token {largest}, beyond the vocabulary of {vocabulary} in {INDEX}: "
-            "delete the folder and prepare it anew"
+            "delete the folder and prepare it again"
         )
 
 
 class Vocabulary(NamedTuple):
-    """The number of tokens that a model knows, and the key of the configuration that sets it."""
+    """The vocabulary size of a model, and the key of the configuration that sets it."""
 
     key: str
     size: int
@@ -221,7 +221,7 @@ class MappedTokens:
         return self._files[number], self._spans[number][0] + position - self._begins[number]
 
     def refuse_beyond(self, vocabulary: Vocabulary, start: int, found: np.ndarray) -> None:
-        """UserError names the first of the tokens `found`, read from `start` on, that the vocabulary does not have."""
+        """Raises a UserError for the first of the tokens `found`, read from `start` on, beyond the vocabulary."""
         if not len(found) or found.max() < vocabulary.size:
             return
         offset = int((found >= vocabulary.size).argmax())
@@ -335,7 +335,9 @@ class ShardWriter:
         for path, size in zip(paths, (tokens * TOKEN.itemsize, documents * START.itemsize), strict=True):
             found = path.stat().st_size if path.is_file() else 0
             if found < size:
-                raise UserError(f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it anew")
+                raise UserError(
+                    f"{path} has lost data: {found} bytes of {size}. Delete the folder and prepare it again"
+                )
             os.truncate(path, size)
         return paths
 

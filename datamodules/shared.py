@@ -1,4 +1,4 @@
-"""Data that the data modules of one process hold together: read once, however many of them there are."""
+"""Data that all data modules of one process share: it is read once."""
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -10,9 +10,9 @@ _verified: set[Hashable] = set()
 
 
 def shared(key: Hashable, read: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """The objects that `read` returns, or those that it returned for this key, as long as somebody holds them.
+    """The objects that `read` returns, or those that it returned for this key before, while they are still in use.
 
-    The key must name all that the objects depend on. Nobody may write to them.
+    The key must contain everything that the objects depend on. They must not be modified.
     """
     held = tuple(reference() for reference in _held.get(key, ()))
     if held and all(thing is not None for thing in held):
@@ -34,7 +34,7 @@ def once(key: Hashable, verify: Callable[[], None]) -> None:
 
 
 def version_of(files: Iterable[Path]) -> tuple[Hashable, ...]:
-    """Which files these are, and in which version: place, size and time of the last change."""
+    """Identifies files and their version by path, size and modification time."""
     answer = []
     for file in files:
         status = file.stat()

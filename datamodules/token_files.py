@@ -131,7 +131,7 @@ class TokenFolder:
         return digest.hexdigest()[:16]
 
     def verify(self) -> None:
-        """UserError for an index that does not ascend, if all indices together are of at most MOST_INDEX_BYTES."""
+        """Raises a UserError for an index that does not ascend. Skipped if all indices exceed MOST_INDEX_BYTES."""
         if self.index_bytes > MOST_INDEX_BYTES:
             return
         names = {span.name for spans in self.spans.values() for span in spans}
@@ -150,7 +150,7 @@ class TokenFolder:
         return int(descents[0]) + 1 if len(descents) else None
 
     def refuse_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """UserError if a sample of the tokens has one that the vocabulary lacks."""
+        """Raises a UserError if a sample of the tokens has one that the vocabulary lacks."""
         for split, (place, largest) in self._largest_sampled.items():
             self.tokens(split).refuse_beyond(vocabulary, place, np.array([largest]))
 
@@ -226,7 +226,7 @@ def _is_of_datatrove(name: str) -> bool:
 
 
 def read_token_folder(listing: Listing) -> TokenFolder:
-    """The token files of a listing; a UserError names one that is cut short, or does not fit its index or metadata."""
+    """The token files of a listing; raises a UserError for one that does not fit its index or metadata."""
     folder = listing.folder
     _refuse_other_kinds(listing)
     names = sorted(name for name in listing.files if name.endswith(TOKENS))
@@ -251,7 +251,7 @@ def read_token_folder(listing: Listing) -> TokenFolder:
 
 
 def _refuse_other_kinds(listing: Listing) -> None:
-    """UserError for links, files that are compressed, masks, and files of a task that was interrupted."""
+    """Raises a UserError for links, files that are compressed, masks, and files of a task that was interrupted."""
     folder = listing.folder
     for name in listing.links:
         raise UserError(f"{folder / name} is a link: copy the files into the folder, or use hard links (`cp -al`)")
@@ -279,7 +279,7 @@ def _refuse_other_kinds(listing: Listing) -> None:
 
 
 def _checked(listing: Listing, name: str) -> TokenFile:
-    """What is known of a file; UserError if its length does not fit its index and its metadata."""
+    """What is known of a file; raises a UserError if its length does not fit its index and its metadata."""
     path, size, index_size = listing.folder / name, listing.files[name][0], listing.size(f"{name}.index")
     if index_size is None:
         raise UserError(
@@ -333,7 +333,7 @@ def _metadata(path: Path) -> tuple[str, int | None, int]:
 
 
 def _refuse_incomplete(listing: Listing, files: Sequence[TokenFile]) -> None:
-    """UserError if the files that the merger wrote have fewer tokens together than it says."""
+    """Raises a UserError if the files that the merger wrote have fewer tokens together than it says."""
     tokens = {file.name: file.tokens for file in files}
     for name in listing.files:
         merged = name.removesuffix(".metadata")
@@ -351,7 +351,7 @@ def _refuse_incomplete(listing: Listing, files: Sequence[TokenFile]) -> None:
 
 
 def _refuse_mixture(folder: Path, files: Iterable[TokenFile], what: str) -> None:
-    """UserError if two files differ in their tokenizer, or in the bytes of a token."""
+    """Raises a UserError if two files differ in their tokenizer, or in the bytes of a token."""
     by_value: dict[Any, str] = {}
     for file in files:
         value = getattr(file, what)
@@ -381,7 +381,7 @@ class DocumentEnds:
 
 
 def _split(folder: Path, files: Sequence[TokenFile]) -> dict[str, list[Span]]:
-    """The tokens of each split; a UserError says how to hold out documents if none can be."""
+    """The tokens of each split; raises a UserError if no documents can be held out."""
     held_out = {file.name for file in files if file.name.partition("/")[0] in HELD_OUT_FOLDERS}
     spans: dict[str, list[Span]] = {split: [] for split in SPLITS}
     room = 0  # tokens that may still be held out, times HELD_OUT_SHARE

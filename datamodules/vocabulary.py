@@ -35,7 +35,7 @@ def gpt2_ranks() -> Ranks:
 
     try:
         return openai_public.gpt2()["mergeable_ranks"]
-    except Exception as error:  # many kinds: from requests and the operating system
+    except Exception as error:  # many exception types: from requests and the operating system
         folder = os.environ.get("TIKTOKEN_CACHE_DIR") or "a folder named by the environment variable TIKTOKEN_CACHE_DIR"
         files = []
         for name in ("vocab.bpe", "encoder.json"):
@@ -93,7 +93,7 @@ def loaded(content: bytes) -> "tiktoken.Encoding":
         if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < BYTES:
             raise UserError(f"it has {len(ranks)} tokens, not numbered in order")
     except ValueError as error:
-        raise UserError(f"the vocabulary is damaged ({error}); delete the folder and prepare it anew") from error
+        raise UserError(f"the vocabulary is damaged ({error}); delete the folder and prepare it again") from error
     return tiktoken.Encoding(
         "mupscale",
         pat_str=PATTERN,

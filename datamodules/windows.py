@@ -24,7 +24,7 @@ Order = Literal["random", "sequential"]
 class ResidentWindows:
     """Windows of tokens that lie on the training device: one index operation and one conversion to int64 a batch.
 
-    With a vocabulary, a UserError names a token that is not in it.
+    With a vocabulary, a token beyond it is a UserError.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MappedWindows:
     """Windows of tokens that lie on disk.
 
     The copy of a batch to a GPU is asynchronous: neither the CPU nor the GPU's work waits for it. With a vocabulary,
-    the tokens of each batch are compared with it before they are copied; a UserError names one that is not in it.
+    the tokens of each batch are checked before they are copied; a token beyond it is a UserError.
     """
 
     starts_device = torch.device("cpu")
@@ -142,8 +142,8 @@ class Ascending:
 class RandomStarts:
     """The tensor that one `torch.randint` gives for a whole epoch, in parts: some are in memory, others drawn again.
 
-    torch draws one number after another, so several draws give the numbers of one. To begin in the middle of an epoch
-    costs the draws before it, 13 s for a thousand million rows.
+    torch draws numbers one by one, so several small draws give the same numbers as one large draw. Starting in the
+    middle of an epoch repeats the draws before it, which takes 13 s for a thousand million rows.
     """
 
     def __init__(self, largest: int, rows: int, generator: torch.Generator) -> None:

@@ -1,6 +1,6 @@
-"""Every touch of a private name of Lightning, in one place; `tests/test_seams.py` fails when a release moves one.
+"""All uses of private names of Lightning; `tests/test_seams.py` fails if a release changes one.
 
-It stands in models/ because models/ is the lowest package that knows Lightning: callbacks and commands import it too.
+This file is in models/ because models/ is the lowest package that imports Lightning; callbacks and commands use it too.
 """
 
 import math
@@ -116,7 +116,7 @@ def forget_version(logger: TensorBoardLogger | CSVLogger) -> None:
 
 
 def enter_hook(module: LightningModule, name: str | None) -> str | None:
-    """Tells `self.log` which hook runs from here on, None for where it is an error; returns the one before."""
+    """Sets the hook for which `self.log` logs, None to make logging an error; returns the previous one."""
     outer = module._current_fx_name
     module.__dict__["_current_fx_name"] = name  # past nn.Module's own __setattr__, which takes longer than most hooks
     return outer
@@ -254,7 +254,7 @@ def finish_loaded_step(trainer: Trainer) -> None:
 
 
 def rates_of(monitor: LearningRateMonitor, trainer: Trainer) -> dict[str, float]:
-    """The learning rates as they are, by the names that Lightning gives them; it takes its time."""
+    """The current learning rates, by Lightning's names; this is slow."""
     return monitor._extract_stats(trainer, "step")
 
 
@@ -411,7 +411,7 @@ def pass_epoch(trainer: Trainer) -> None:
 
 
 def leave_steps(trainer: Trainer, *, validated: bool) -> None:
-    """Lets Lightning's loop go on after steps that were counted here; the last of them is its own to finish."""
+    """Returns to Lightning's loop after steps that were counted here; the loop finishes the last of them."""
     trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
     trainer.fit_loop.epoch_loop._skip_next_val = validated
 

@@ -1,6 +1,6 @@
-"""What every width-scalable LightningModule shares: its network by width, muP, optimizers, clipping and checkpoints.
+"""The base class of width-scalable LightningModules: building by width, muP, optimizers, clipping and checkpoints.
 
-A subclass gives `build(width)`, the network at a width, and `loss(batch)`; see the README for one in twenty lines.
+A subclass defines `build(width)`, which returns the network, and `loss(batch)`; the README has one in twenty lines.
 """
 
 from abc import abstractmethod
@@ -44,24 +44,24 @@ from mupscale.widening.optimizer_state import refuse_bad_levels
 
 
 class Scores(NamedTuple):
-    """What a validation measures of a model."""
+    """The metrics of a validation."""
 
     of_batch: Callable[[nn.Module, Any], dict[str, Tensor]]
-    """Means over a batch, by operations that `torch.vmap` knows."""
+    """Means over a batch, by operations that `torch.vmap` supports."""
     finished: Callable[[dict[str, float]], dict[str, float]]
     """What is logged, by its names, of the means over all samples."""
 
 
 class WidthScalable(LightningModule):
-    """A LightningModule whose network can be built at any width, and rebuilt at another one in the middle of a run.
+    """A LightningModule whose network can be built at any width, and rebuilt at another width during a run.
 
-    Saved: weights, buffers, optimizer and scheduler state, and the constructor's arguments with the width of the
-    moment. A checkpoint of any width loads: the network is rebuilt to the checkpoint's width first. Recomputed: the muP
-    tables, but for what they hold of parameters whose pieces grew by different factors.
+    Checkpoints hold weights, buffers, optimizer and scheduler state, and the constructor's arguments with the current
+    width. A checkpoint of any width loads: the network is first rebuilt at the checkpoint's width. The muP tables are
+    recomputed, except for parameters whose pieces grew by different factors.
     """
 
     init: Init = "fan_in"
-    """How `build` draws its weights, as `set_base_shapes` takes it."""
+    """How `build` initialises the weights: the argument `init` of `set_base_shapes`."""
 
     def __init__(
         self,
@@ -74,21 +74,20 @@ class WidthScalable(LightningModule):
     ) -> None:
         """
         Args:
-            width: The width to start with.
-            base_width: The width at which the optimizer's hyperparameters mean what they say; muP scales them from
-                there.
-            optimizer: Makes the optimizer from the parameters; its hyperparameters are muP base constants.
-            lr_scheduler: Makes a schedule relative to each group's own rate, stepped every optimizer step.
+            width: The initial width.
+            base_width: The width for which the optimizer's hyperparameters are given; muP rescales them to `width`.
+            optimizer: Makes the optimizer from the parameters; its hyperparameters are those of `base_width`.
+            lr_scheduler: Makes a schedule relative to each group's base rate; it advances at every optimizer step.
             compile: Compile the network with torch.compile.
-            init_from: A checkpoint from which a fit that is not resumed takes weights (of an EMA run the average),
-                buffers and optimizer state; counters, data and schedule start at zero.
+            init_from: A checkpoint with initial weights (from an EMA run, the average), buffers and optimizer state.
+                Step counters, data order and schedule start from the beginning. Ignored when a run is resumed.
         """
         super().__init__()
         for key, value in (("width", width), ("base_width", base_width)):
             refuse_bad_width(f"model.{key}", value)
         if getattr(type(self).build, "__isabstractmethod__", False):
             raise UserError(
-                f"{type(self).__name__} has no method `build`: give it build(self, width), which returns the network "
+                f"{type(self).__name__} has no method `build`: define build(self, width), which returns the network "
                 "at a width"
             )
         # a callable is no primitive: checkpoints must load with weights_only=True
@@ -109,22 +108,22 @@ class WidthScalable(LightningModule):
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
         """The training loss of a batch."""
-        raise UserError(f"{type(self).__name__} has no method `loss`: give it loss(self, batch), the loss of a batch")
+        raise UserError(f"{type(self).__name__} has no method `loss`: define loss(self, batch), the loss of a batch")
 
     def mappable_loss(self, batch: Any) -> Tensor:
-        """The loss by operations that `torch.vmap` knows, for models that take their steps together."""
+        """The loss by operations that `torch.vmap` supports, for stacked models."""
         return self.loss(batch)
 
     def stacked_losses(self) -> Losses | None:
-        """The losses of many models at once, where a subclass has a faster way than `torch.vmap` of one."""
+        """The losses of many models at once, if a subclass has a faster way than `torch.vmap` of one loss."""
         return None
 
     def joint_scores(self) -> Scores | None:
-        """What a validation measures, where it can be measured of many models at once; None for one model at a time."""
+        """What a validation measures, if it can be computed for many models at once; None if it cannot."""
         return None
 
     def batch_size(self, batch: Any) -> int:
-        """Samples in a batch, or tokens: what the curves are drawn against."""
+        """The number of samples or tokens in a batch; curves are drawn against their sum."""
         first = batch[0] if isinstance(batch, tuple | list) else batch
         return len(first)
 
@@ -146,13 +145,13 @@ class WidthScalable(LightningModule):
         return self.net(*inputs)
 
     def configure_model(self) -> None:
-        """Makes the network. A subclass may do more, such as freeze layers: it is done again at every other width."""
+        """Makes the network. A subclass may do more here, such as freeze layers; this runs again after every growth."""
         if self.net is None:
             self.net = self.network(self.width, meta=self._on_meta)
             self.prepare_network()
 
     def rebuild(self, width: Width, *, meta: bool = False) -> nn.Module:
-        """Makes the network anew at another width, with all that `configure_model` does; returns it."""
+        """Makes and returns the network at another width, by `configure_model`."""
         self.hparams["width"] = width
         self.net = None
         self._on_meta = meta
@@ -165,7 +164,7 @@ class WidthScalable(LightningModule):
         return net
 
     def prepare_network(self) -> None:
-        """What is done to a finished network before it trains: sharding under FSDP2, compiling."""
+        """Prepares a finished network for training: sharding under FSDP2, and compilation."""
         assert self.net is not None
         mesh = self.device_mesh
         if mesh is not None:
@@ -199,7 +198,9 @@ class WidthScalable(LightningModule):
         except (RuntimeError, TypeError) as error:
             if not is_too_large(error):
                 raise
-            raise UserError(f"model.{key} = {width}: a network so wide does not fit into memory; take less") from error
+            raise UserError(
+                f"model.{key} = {width}: a network of this width does not fit into memory; choose a smaller width"
+            ) from error
 
     def training_flops(self, batch: Any) -> float:
         """Floating-point operations of a forward and backward pass at the current width, counted on the meta device."""
@@ -259,7 +260,7 @@ class WidthScalable(LightningModule):
         checkpoint["hyper_parameters"]["init_from"] = None
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The last hook before weights load: the network is rebuilt to the checkpoint's width, whichever it is."""
+        """Rebuilds the network at the checkpoint's width; this is the last hook before weights load."""
         width = checkpoint_width(checkpoint, type(self).__name__)
         if self.net is None or width != self.width:
             with init_contexts(trainer_of(self)):
@@ -289,7 +290,7 @@ class WidthScalable(LightningModule):
         refuse_other_architecture(self.net, self.hparams, checkpoint)
         bad = non_finite_in(checkpoint, (name for name, _ in self.named_parameters()))
         if bad is not None:
-            raise UserError(f"it has NaN or infinite entries in {bad}; take an earlier checkpoint")
+            raise UserError(f"it has NaN or infinite entries in {bad}; use an earlier checkpoint")
         load_weights(self.net, checkpoint)
         mixed = checkpoint[CHECKPOINT_KEY]["mixed_widths"]
         if mixed:
@@ -320,7 +321,7 @@ def doubled(width: Width) -> Width:
 
 
 def refuse_bad_width(key: str, width: Any) -> None:
-    """UserError for a width, or one in a list of them, that is no whole number of at least 1."""
+    """Raises a UserError for a width, or one in a list of them, that is no whole number of at least 1."""
     widths = width if isinstance(width, list | tuple) else [width]
     for each in widths or [None]:
         if isinstance(each, bool) or not isinstance(each, Integral) or each < 1:
@@ -328,13 +329,13 @@ def refuse_bad_width(key: str, width: Any) -> None:
 
 
 def refuse_bad_counts(**counts: Any) -> None:
-    """UserError for an argument of a model, such as its number of layers, that is no whole number of at least 1."""
+    """Raises a UserError if an argument, such as the number of layers, is not a whole number of at least 1."""
     for key, count in counts.items():
         refuse_unless_whole(f"model.{key}", count)
 
 
 def refuse_bad_hyperparameters(optimizer: Optimizer, trainer: Trainer | None) -> None:
-    """UserError for hyperparameters that are NaN or infinite, and for a clip that is, or that would ascend."""
+    """Raises a UserError for hyperparameters that are NaN or infinite, and for a clip that is, or that would ascend."""
     try:
         refuse_bad_levels(optimizer)
     except UserError as error:
@@ -344,7 +345,7 @@ def refuse_bad_hyperparameters(optimizer: Optimizer, trainer: Trainer | None) ->
 
 
 def refuse_absolute_rates(scheduler: Any) -> None:
-    """UserError for a schedule that sets absolute learning rates, which would erase the muP scaling of its groups."""
+    """Raises a UserError for a schedule with absolute learning rates, which would erase muP scaling."""
     for part in inner_schedulers(scheduler):
         refuse_absolute_rates(part)
     for attribute in ("eta_min", "max_lrs", "min_lrs"):
@@ -352,10 +353,8 @@ def refuse_absolute_rates(scheduler: Any) -> None:
         if any(float(rate) != 0 for rate in (value if isinstance(value, Sequence) else [value])):
             raise UserError(
                 f"model.lr_scheduler: {type(scheduler).__name__} has an absolute rate ({attribute.removesuffix('s')} = "
-                f"{value}), which is "
-                "not the same for parameters that muP scales differently. Use a schedule relative to each group's own "
-                "rate: "
-                "LambdaLR, LinearLR, CosineAnnealingLR with eta_min = 0, SequentialLR of such"
+                f"{value}), which erases muP scaling. Use a schedule relative to each group's base rate: LambdaLR, "
+                "LinearLR, CosineAnnealingLR with eta_min = 0, or a SequentialLR of these"
             )
     if type(scheduler).__name__ in ("OneCycleLR", "CyclicLR", "SWALR"):
         raise UserError(

@@ -1,4 +1,4 @@
-"""The checkpoints of width-scalable modules: what they hold beside Lightning's part, and how it is loaded."""
+"""The checkpoints of width-scalable modules: what they hold in addition to Lightning's part, and how it is loaded."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -33,7 +33,7 @@ RESUME = "resume"
 PRE_UPSCALE = "pre-upscale-"
 """How the name of the checkpoint before an upscale begins."""
 
-_FOREIGN = "this checkpoint was not saved by a width-scalable module; take one of a run of mupscale"
+_FOREIGN = "this checkpoint was not saved by a width-scalable module; use a checkpoint of a mupscale run"
 
 _FREE = ("width", "init_from", "compile")
 """Arguments that may differ from those of a checkpoint, whatever the module is."""
@@ -67,18 +67,18 @@ def load_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]
         raise UserError(f"{path} is damaged: {problem}")
     try:
         return cast(dict[str, Any], torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
-    except Exception as error:  # torch raises many kinds
+    except Exception as error:  # torch raises many exception types
         raise UserError(
-            f"{path} is not a checkpoint, or is damaged ({type(error).__name__}); take another one"
+            f"{path} is not a checkpoint, or is damaged ({type(error).__name__}); use another one"
         ) from error
 
 
 def peek(path: Path) -> dict[str, Any] | None:
-    """The content of a checkpoint, its tensors mapped and not read; None if it is not whole, or is none."""
+    """The content of a checkpoint, its tensors mapped and not read; None if it is damaged or not a checkpoint."""
     file = path / "meta.pt" if path.is_dir() else path  # a sharded checkpoint is a folder
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # torch raises many kinds
+    except Exception:  # torch raises many exception types
         return None
     return content if isinstance(content, dict) and isinstance(content.get("global_step"), int) else None
 
@@ -96,7 +96,7 @@ def run_and_step(path: Path) -> tuple[str | None, int]:
 
 
 def refuse_malformed(checkpoint: Any) -> None:
-    """UserError if something is not a checkpoint of a width-scalable module, or has parts of other types than one."""
+    """Raises a UserError if something is not a checkpoint of a width-scalable module, or parts have wrong types."""
     ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
     arguments = checkpoint.get("hyper_parameters") if isinstance(checkpoint, dict) else None
     if not isinstance(ours, dict) or not isinstance(arguments, dict):
@@ -113,7 +113,7 @@ def refuse_malformed(checkpoint: Any) -> None:
 
 
 def refuse_malformed_optimizers(checkpoint: dict[str, Any]) -> None:
-    """UserError if the optimizer and schedule states of a checkpoint are not what torch's state_dict returns."""
+    """Raises a UserError if optimizer or schedule states of a checkpoint are not what torch's state_dict returns."""
     ours = checkpoint[CHECKPOINT_KEY]
     states = checkpoint.get("optimizer_states", [])
     names, classes = ours.get("optimizer_names"), ours.get("optimizer_classes")
@@ -160,7 +160,7 @@ def _is_level(value: Any) -> bool:
 
 
 def _damaged(key: str, value: Any, wanted: str) -> UserError:
-    return UserError(f"this checkpoint is damaged: {key} is {_brief(value)}, wanted {wanted}; take another checkpoint")
+    return UserError(f"this checkpoint is damaged: {key} is {_brief(value)}, wanted {wanted}; use another checkpoint")
 
 
 def _brief(value: Any) -> str:
@@ -169,7 +169,7 @@ def _brief(value: Any) -> str:
 
 
 def checkpoint_width(checkpoint: dict[str, Any], module: str) -> Width:
-    """The width a checkpoint was saved at; UserError if it is of another architecture."""
+    """The width a checkpoint was saved at; raises a UserError if it is of another architecture."""
     refuse_malformed(checkpoint)
     if "width" not in checkpoint["hyper_parameters"]:
         raise UserError(_FOREIGN)
@@ -182,8 +182,10 @@ def checkpoint_width(checkpoint: dict[str, Any], module: str) -> Width:
 
 
 def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
-    """UserError if this network, built at the checkpoint's width, is not the checkpoint's; names the model's arguments
-    that differ."""
+    """Raises a UserError if this network, built at the checkpoint's width, does not fit the checkpoint.
+
+    The message names the arguments of the model that differ.
+    """
     ours = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
     # a sharded checkpoint has loaded its weights before
     theirs = {name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith("net.")}

@@ -16,7 +16,7 @@ class Classifier(WidthScalable):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # outside the network, so that widening leaves them alone
+        # outside the network, so that widening does not change them
         self.val_accuracy = MulticlassAccuracy(self.classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(self.classes, average="micro")
 

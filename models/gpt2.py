@@ -1,4 +1,4 @@
-"""GPT-2 under muP: attention logits scaled by c / head_dim, a readout that averages over the width, tied or not.
+"""GPT-2 under muP: attention logits are scaled by c / head_dim; the readout, tied or not, averages over the width.
 
 Shapes: B batch, T positions, D model width, A attention width, H heads, E head_dim = A / H, V vocabulary.
 """
@@ -39,9 +39,9 @@ HEADS = 12
 
 
 class CausalAttention(nn.Module):
-    """With `grows_by_heads`, a wider one has more heads of the same size; otherwise larger heads.
+    """Causal attention. With `grows_by_heads`, a wider model has more heads of the same size; otherwise larger heads.
 
-    All heads together have the width `inner`; by default that of the model.
+    `inner` is the width of all heads together, by default the width of the model.
     """
 
     def __init__(self, width: int, heads: int, grows_by_heads: bool = False, inner: int | None = None) -> None:
@@ -62,7 +62,7 @@ class CausalAttention(nn.Module):
 
     @property
     def width_groups(self) -> dict[str, dict[str, int]]:
-        """Heads that grow in number are units of their own."""
+        """The units of attention, if the number of heads grows: whole heads."""
         return {"heads": {"qkv.weight": 0, "project.weight": 1}} if self.grows_by_heads else {}
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -144,14 +144,14 @@ class Head(nn.Module):
 
 
 class GPT2Net(nn.Module):
-    """GPT-2 that keeps its number of `heads` as its width grows, or its `head_dim`: give one of the two.
+    """GPT-2. As the width grows, either the number of `heads` or `head_dim` stays fixed: give that one.
 
-    All heads of a block together have `attention_width`, by default the width of the model; `feed_forward` is the
-    number of units between its other two layers, by default four times that.
+    `attention_width` is the width of all heads of a block together, by default the width of the model; `feed_forward`
+    is the number of feed-forward units, by default four times that.
 
-    Matrices are drawn with std `gain` / sqrt(fan_in), the default init="fan_in" of `set_base_shapes`. Without a gain
-    they have GPT-2's std 0.02 (0.02 / sqrt(2 · layers) into the residual stream) whatever the width: pass
-    init="constant" then. Embeddings have `embedding_std`, at every width; a readout of its own starts at zero, or as
+    Matrices are drawn with std `gain` / sqrt(fan_in), which is init="fan_in" of `set_base_shapes`, the default. Without
+    `gain` they have GPT-2's std of 0.02 (0.02 / sqrt(2 · layers) into the residual stream) at every width: then pass
+    init="constant". Embeddings have `embedding_std` at every width. A readout that is not tied starts at zero, or like
     the other matrices.
     """
 
@@ -238,21 +238,21 @@ class GPT2(LanguageModel):
     ) -> None:
         """
         Args:
-            width: d_model; a multiple of `heads` or of `head_dim`, whichever stays. Or a list of three: d_model, the
-                width of all heads together, and the feed-forward units; 256 is [256, 256, 1024].
-            base_width: The width at which the optimizer's hyperparameters mean what they say; by default 2 per head,
-                or one head of `head_dim`.
-            layers: Transformer blocks.
-            heads: Attention heads, the same at every width: they get larger. 12, unless `head_dim` is given.
-            vocabulary: Tokens.
-            context: Positions.
+            width: d_model, a multiple of `heads` or of `head_dim`, whichever is given. Or a list of three: d_model, the
+                width of all heads together, and the feed-forward units; 256 means [256, 256, 1024].
+            base_width: The width for which the optimizer's hyperparameters are given; by default 2 per
+                head, or one head of `head_dim`.
+            layers: The number of transformer blocks.
+            heads: The number of attention heads; a wider model has larger heads. 12, unless `head_dim` is given.
+            vocabulary: The number of tokens.
+            context: The number of positions.
             tied: Share the embedding with the readout.
-            head_dim: The size of a head, the same at every width: there are more heads. Not together with `heads`.
+            head_dim: The size of a head; a wider model has more heads. Give either `heads` or `head_dim`.
             gain: Draw matrices with std gain / sqrt(fan_in). By default their std is GPT-2's at the base width: 0.02,
                 and 0.02 / sqrt(2 · layers) where they write to the residual stream.
             embedding_std: The std of the embeddings of tokens and positions, at every width.
-            output_mult: What the logits are multiplied by.
-            readout_zero_init: Start a readout that is not tied at zero.
+            output_mult: The factor on the logits.
+            readout_zero_init: Initialise the readout at zero; it must not be tied.
         """
         if heads is not None and head_dim is not None:
             raise UserError(
@@ -279,7 +279,7 @@ class GPT2(LanguageModel):
         for name, level in levels.items():
             refuse_unless_level(f"model.{name}", level)
         if readout_zero_init and tied:
-            raise UserError("model.readout_zero_init needs a readout of its own: model.tied must be false")
+            raise UserError("model.readout_zero_init needs a readout that is not tied: set model.tied: false")
         super().__init__(width, base_width, **kwargs)
         self.init = "constant" if gain is None else "fan_in"
 

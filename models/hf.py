@@ -39,7 +39,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class CausalLMNet(nn.Module):
-    """A causal language model of transformers, which knows how it grows to another width of its family."""
+    """A causal language model of transformers that declares how it grows to another width of its family."""
 
     def __init__(self, config: "PretrainedConfig") -> None:
         super().__init__()
@@ -124,15 +124,16 @@ def _is_whole(ratio: Fraction) -> bool:
 class HFCausalLM(LanguageModel):
     """A causal language model of the transformers library, trained on batches of token rows.
 
-    Its width is the hidden size: feed-forward sizes and numbers of heads follow the ratio to the given configuration;
-    the size of a head, vocabulary and depth stay. How it grows is found by comparing small models of its family.
+    Its width is the hidden size. Feed-forward sizes and numbers of heads grow in proportion; head size, vocabulary and
+    depth stay fixed. How the parameters grow is found by comparing small models of the same family.
 
-    By default it trains as transformers has it, without muP: the optimizer's hyperparameters mean what they say at the
-    width that the run starts with. A growth rescales them relative to that. With `base_width`, they are those of that
-    width, and both rates and initialisation follow muP from there.
+    By default it trains as in transformers, without muP: the optimizer's hyperparameters are those of the initial
+    width, and each growth rescales them. With `base_width`, they are those of the base width, and learning rates and
+    initialisation follow muP.
 
-    Saved at the end of a fit, in the folder `hf` of the run, for `AutoModelForCausalLM.from_pretrained`; from any
-    checkpoint by `python -m mupscale export`. Checkpoints hold the configuration, and need no other file.
+    At the end of a fit, the model is saved in the folder `hf` of the run, for `AutoModelForCausalLM.from_pretrained`.
+    `python -m mupscale export` does the same for any checkpoint. Checkpoints contain the configuration, and need no
+    other file.
     """
 
     init = "constant"
@@ -147,13 +148,13 @@ class HFCausalLM(LanguageModel):
     ) -> None:
         """
         Args:
-            folder: A released checkpoint, config.json and safetensors, from which a fit that is not resumed takes its
-                weights. Nothing in it is executed.
-            config: In place of a folder, for random weights: `model_type` and fields of that configuration of
-                transformers, or a JSON file such as config.json.
-            width: The hidden size to start with; by default that of the configuration.
-            base_width: The width at which the optimizer's hyperparameters mean what they say; by default the width to
-                start with.
+            folder: A released checkpoint (config.json and safetensors) with the initial weights. Ignored when a run is
+                resumed. No code in the folder is executed.
+            config: Instead of a folder, for random weights: a mapping with `model_type` and fields of its transformers
+                configuration, or a JSON file such as config.json.
+            width: The initial hidden size; by default that of the configuration.
+            base_width: The width for which the optimizer's hyperparameters are given; by default the
+                initial width.
         """
         with needs_extra("hf"):
             import transformers  # noqa: F401
@@ -167,7 +168,7 @@ class HFCausalLM(LanguageModel):
                 "as {model_type: llama, hidden_size: 256}"
             )
         if folder is not None and config is not None:
-            raise UserError(f"model.folder = {folder} has a configuration of its own; give no model.config beside it")
+            raise UserError(f"model.folder = {folder} has its own configuration; leave model.config out")
         key = "folder" if config is None else "config"
         try:
             if isinstance(config, dict):

@@ -19,7 +19,7 @@ class LanguageModel(WidthScalable):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # outside the network, so that widening leaves them alone
+        # outside the network, so that widening does not change them
         self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
 
     def batch_size(self, batch: Tensor) -> int:

@@ -51,11 +51,11 @@ class MLP(Classifier):
     ) -> None:
         """
         Args:
-            width: Hidden units of every hidden layer, or a list with those of each.
-            base_width: The width at which the optimizer's hyperparameters mean what they say.
-            inputs: Features of a sample.
-            outputs: Classes.
-            hidden_layers: Hidden layers, where `width` is one number.
+            width: The number of units of every hidden layer, or a list with one number for each.
+            base_width: The width for which the optimizer's hyperparameters are given.
+            inputs: The number of features of a sample.
+            outputs: The number of classes.
+            hidden_layers: The number of hidden layers, if `width` is one number.
         """
         refuse_bad_counts(inputs=inputs, outputs=outputs, hidden_layers=hidden_layers)
         super().__init__(width, base_width, **kwargs)

@@ -60,9 +60,9 @@ class ResNet18(Classifier):
     def __init__(self, width: int = 64, base_width: int = 64, outputs: int = 100, **kwargs: Any) -> None:
         """
         Args:
-            width: Channels of the stem; 64 is the usual ResNet-18, the paper's 1×.
-            base_width: The width at which the optimizer's hyperparameters mean what they say.
-            outputs: Classes.
+            width: The number of channels of the stem; 64 is the usual ResNet-18, the paper's 1×.
+            base_width: The width for which the optimizer's hyperparameters are given.
+            outputs: The number of classes.
         """
         refuse_bad_counts(outputs=outputs)
         super().__init__(width, base_width, **kwargs)

@@ -37,7 +37,7 @@ def is_sharded_checkpoint(path: Path) -> bool:
 
 
 def outline(folder: Path) -> dict[str, Any]:
-    """A sharded checkpoint as a file would hold it, its weights on the meta device. UserError if it is none.
+    """A sharded checkpoint as one file would hold it, weights on the meta device; raises a UserError for anything else.
 
     Unlike `ShardedCheckpoint` it reads no tensors, and so does not find damage in them.
     """
@@ -54,10 +54,10 @@ def outline(folder: Path) -> dict[str, Any]:
 def _rest(folder: Path) -> dict[str, Any]:
     """What is not in the shards."""
     if not (folder / META).is_file():
-        raise UserError(f"{folder} was never finished: it has no {META}; take another checkpoint")
+        raise UserError(f"{folder} was never finished: it has no {META}; use another checkpoint")
     try:
         rest = torch.load(folder / META, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
+    except Exception as error:  # torch raises many exception types
         raise UserError(f"{folder / META} is not a checkpoint, or is damaged") from error
     if not isinstance(rest, dict):
         raise UserError(f"{folder / META} is not a checkpoint")
@@ -106,7 +106,7 @@ class ShardedCheckpoint:
         return (path for path in self._names if path[: len(start)] == start)
 
     def kind(self, path: Keys) -> TensorStorageMetadata | None:
-        """Shape, dtype and chunks of a tensor; None for a value that is none."""
+        """Shape, dtype and chunks of a tensor; None for other values."""
         kind = self._metadata.state_dict_metadata[self._names[path]]
         return kind if isinstance(kind, TensorStorageMetadata) else None
 
@@ -166,7 +166,7 @@ class ShardedCheckpoint:
 
 
 def _is_covered(kind: Any) -> bool:
-    """Whether the chunks of a tensor are as large as the tensor; true for a value that is none."""
+    """Whether the chunks of a tensor are as large as the tensor; true for other values."""
     if not isinstance(kind, TensorStorageMetadata):
         return True
     return sum(math.prod(chunk.sizes) for chunk in kind.chunks) == math.prod(kind.size)

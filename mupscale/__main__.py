@@ -1,4 +1,4 @@
-"""`python -m mupscale COMMAND …`: which command there is, before anything heavy is imported."""
+"""`python -m mupscale COMMAND …`: finds the command before torch or Lightning is imported."""
 
 import os
 import sys
@@ -11,26 +11,26 @@ from mupscale.commands.termination import EXIT_CODE, Terminated, end_now, on_sig
 from mupscale.errors import UserError
 
 COMMANDS = {
-    "fit": ("fit", "train, upscaling on the way, as a configuration says"),
-    "resume": ("resume", "go on with an interrupted run, from its newest checkpoint"),
+    "fit": ("fit", "train a configured model, with growth during the run if configured"),
+    "resume": ("resume", "continue an interrupted run from its newest checkpoint"),
     "validate": ("fit", "evaluate a checkpoint on the validation set"),
     "test": ("fit", "evaluate a checkpoint on the test set"),
     "predict": ("fit", "predict with a checkpoint"),
     "plan": ("plan", "show how a configured model would be widened, parameter by parameter"),
-    "verify": ("verify", "tell whether a configured model can be widened exactly, or which layer cannot"),
+    "verify": ("verify", "check whether a configured model can be widened exactly, and name the layer that cannot"),
     "coord-check": (
         "coord_check",
-        "tell whether outputs and updates keep their size as the width grows, or which layer's do not",
+        "check whether activations and updates keep their scale as the width grows",
     ),
-    "upscale": ("upscale", "widen a checkpoint, offline"),
-    "export": ("export", "write a model of the transformers library from a checkpoint, for from_pretrained"),
-    "sweep": ("sweep", "run a configuration with many values of some of its keys, and find the best"),
+    "upscale": ("upscale", "widen a saved checkpoint"),
+    "export": ("export", "convert a checkpoint to a folder for transformers' from_pretrained"),
+    "sweep": ("sweep", "tune hyperparameters: train with many values of configuration keys, and find the best"),
     "experiment": (
         "experiment",
-        "the paper's protocol in one command: tune small, grow large, several seeds, on all devices",
+        "run the paper's protocol: tune small, grow large, with several seeds, on all devices",
     ),
-    "report": ("report", "curves, costs and savings of runs, on one page"),
-    "prepare": ("prepare", "tokenise FineWeb-Edu or text of your own, for the data module FineWeb"),
+    "report": ("report", "write a page with the curves, costs and savings of runs"),
+    "prepare": ("prepare", "tokenise FineWeb-Edu or your own text, for the data module FineWeb"),
 }
 
 USAGE = """usage: python -m mupscale COMMAND [options]
@@ -41,7 +41,7 @@ exactly as before, then let it use its new width.
 commands:
 {commands}
 
-python -m mupscale COMMAND --help tells more.
+For the options of a command: python -m mupscale COMMAND --help
 """
 
 

@@ -1,4 +1,4 @@
-"""Every touch of a private name of torch, in one place; `tests/test_seams.py` fails when a release moves one."""
+"""All uses of private names of torch; `tests/test_seams.py` fails if a release changes one."""
 
 import copy
 from collections.abc import Iterable, Sequence

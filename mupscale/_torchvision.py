@@ -2,7 +2,7 @@
 
 Such a torchvision cannot load its C++ library and then registers fake kernels for operators that were never defined,
 which aborts the import. Defining the two missing schemas just before cures it. Where the library loads, or torch has
-CUDA, nothing is done; and nothing, torch included, is imported before somebody asks for torchvision.
+CUDA, nothing is done. Nothing, not even torch, is imported before torchvision is.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Arguments of library calls: what is not what a call wants is a UserError that names it, and the value seen."""
+"""Checks the arguments of library calls: a UserError names a wrong argument and its value."""
 
 import math
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ from mupscale.errors import UserError
 
 
 def refuse_unless_whole(name: str, value: Any, least: int | None = 1) -> None:
-    """UserError if a value is not a whole number, of at least `least` unless that is None."""
+    """Raises a UserError if a value is not a whole number, of at least `least` unless that is None."""
     if isinstance(value, bool) or not isinstance(value, Integral) or (least is not None and int(value) < least):
         at_least = "" if least is None else f" of at least {least}"
         raise UserError(f"{name} must be a whole number{at_least}, got {shown(value)}")
 
 
 def refuse_unless_level(name: str, value: Any) -> None:
-    """UserError if a value is not a finite number of at least 0."""
+    """Raises a UserError if a value is not a finite number of at least 0."""
     try:
         fits = not isinstance(value, bool | str | bytes) and math.isfinite(value) and value >= 0
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -26,13 +26,13 @@ def refuse_unless_level(name: str, value: Any) -> None:
 
 
 def refuse_unless_callable(name: str, value: Any, form: str) -> None:
-    """UserError if a value is not a function; `form` shows one."""
+    """Raises a UserError if a value is not a function; `form` shows one."""
     if not callable(value):
         raise UserError(f"{name} must be a function, give {form}; got {shown(value)}")
 
 
 def refuse_unless_iterable(name: str, value: Any, of: str) -> None:
-    """UserError if a value cannot be gone through."""
+    """Raises a UserError if a value is not iterable."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
         raise UserError(f"{name} must be a list of {of}, got {shown(value)}")
 

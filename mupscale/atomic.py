@@ -16,7 +16,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
             torch.save(state, new)
 
     The name of the temporary file is unique to this process, so that several processes may write one file: the last
-    one wins. A caller that knows to be alone may name the temporary file.
+    one wins. If only one process writes it, the caller may name the temporary file.
     """
     new = temporary or path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     try:

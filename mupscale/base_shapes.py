@@ -27,18 +27,19 @@ def set_base_shapes(
     roles: Roles | None = None,
     units: Units | None = None,
 ) -> nn.Module:
-    """Makes `model` a muP model of the given base, in place, and returns it.
+    """Sets up `model` for muP, in place: its width table, readout multipliers and initialisation. Returns it.
 
-    That is its width table, its readout multipliers and its initialisation.
-
-    `base` is the same architecture at the base width, `delta` at any other width: the axes in which they differ are
-    width. Without `delta` these are the axes in which `model` and `base` differ. Both may sit on the meta device.
-
-    `init` says how the weights were drawn, and rescales them to muP: "fan_in" with std ∝ fan_in^-1/2 (torch's default,
-    He), whose readouts and biases shrink with width and must not; "constant" with a std that does not know the width
-    (GPT-2's 0.02), whose matrices must shrink as fan_in^-1/2; None leaves the values alone (a checkpoint follows).
-    `roles` and `units` are those of `plan`, from `base` to `model`. A parameter with a unit is drawn, and trained, in
-    that unit.
+    Args:
+        model: The model to train.
+        base: The same architecture at the base width. It may be on the meta device.
+        delta: The same architecture at any width but the base width: the axes in which `base` and `delta` differ are
+            width. By default `model` takes its place.
+        init: How the weights were drawn; they are rescaled to muP. "fan_in": with std ∝ fan_in^-1/2, as in torch's
+            default and He initialisation; readouts and biases are scaled up. "constant": with the same std at every
+            width, as GPT-2's 0.02; matrices are scaled down as fan_in^-1/2. None: keep the values, for example because
+            a checkpoint will be loaded.
+        roles: As in `plan`, from `base` to `model`.
+        units: As in `plan`, from `base` to `model`. The weights are initialised and trained in these units.
 
     Examples:
         >>> import mupscale
@@ -72,7 +73,7 @@ def set_base_shapes(
             if not axes[use.name][axis]:
                 raise UserError(
                     f"set_base_shapes: axis {axis} of {use.name!r} is {use.narrow_shape[axis]} in the base model and "
-                    f"{use.wide_shape[axis]} here, but is not width: base and delta agree in it"
+                    f"{use.wide_shape[axis]} here, but is not width: base and delta have the same size there"
                 )
         role, sides = sides_of[use.name]
         base_sizes = tuple(
@@ -105,14 +106,14 @@ def _width_axes(base: nn.Module, delta: nn.Module) -> dict[str, tuple[bool, ...]
     uses = Survey(base, delta).uses
     if not any(use.growing for use in uses):
         raise UserError(
-            "set_base_shapes: nothing is width, since base and model (or delta) have the same shapes. "
-            "Give a delta model, of another width than the base, to tell which axes are width"
+            "set_base_shapes: nothing is width, because base and model (or delta) have the same shapes. "
+            "Give a delta model of another width than the base"
         )
     return {use.name: tuple(axis in use.growing for axis in range(use.narrow.ndim)) for use in uses}
 
 
 def _init_factor(use: Use, role: Role, m_in: float, init: Init) -> float:
-    """What brings a parameter drawn as `init` says to its muP standard deviation."""
+    """The factor that gives a parameter, initialised according to `init`, its muP standard deviation."""
     _, before, after, attribute = use.owners[0]
     kind = modules.kind_of(before, attribute, use.narrow)
     # a readout without a multiplier carries the 1/width in its weights

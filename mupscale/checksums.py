@@ -1,4 +1,4 @@
-"""Whether a file of torch.save is what was written: torch stores a CRC-32 of every part, and does not compare it."""
+"""Finds damage in files of torch.save: torch stores a CRC-32 of every part, but does not check it."""
 
 import zipfile
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 
 def damage_in(file: Path | BinaryIO) -> str | None:
-    """What is wrong with a file of torch.save, or None; nothing is known of a file in its format before version 1.6.
+    """What is wrong with a file of torch.save, or None. Files in the format before version 1.6 cannot be checked.
 
     Reads the whole file, at more than a gigabyte a second.
     """

@@ -19,10 +19,10 @@ _NOT_BAKED_IN = ("params", "param_names", "lr", "initial_lr")
 class CapturedStep:
     """One step of `optimizer` on a batch, captured once and replayed for every further step of the same kind.
 
-    Learning rates stay numbers in the optimizer's groups, where schedules change them; each replay uses what they are
-    then. What else a step depends on is part of the graph, and of its `kind`. The network must have trained for a few
-    steps before, so that optimizer state exists and kernels are chosen. Holds its gradients and activations for as long
-    as it lives.
+    Learning rates remain numbers in the optimizer's groups, where schedules change them; each replay uses the current
+    ones. Everything else that a step depends on is part of the graph, and of its `kind`. The network must have trained
+    for a few steps before, so that optimizer state exists and kernels are chosen. The object keeps the memory of its
+    gradients and activations.
     """
 
     def __init__(self, gradients: Callable[[Any], Tensor], optimizer: Optimizer, batch: Any) -> None:
@@ -48,7 +48,7 @@ class CapturedStep:
         with _capturable(optimizer, self._rates_on_device):
             optimizer.zero_grad()
             try:
-                # thread_local: other threads, such as a loader's that pins memory, may go on with what they do
+                # thread_local: other threads, such as one that pins memory, may call CUDA
                 with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                     try:
                         self._loss = gradients(tree_unflatten(self._inputs, structure)).detach()

@@ -1,4 +1,4 @@
-"""YAML and JSON from files, as data: what is nested too deep, or grows without bounds, is refused before it is made."""
+"""Reads YAML and JSON files as plain data; refuses files that are nested too deep or expand without bounds."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def yaml_of(text: str) -> Any:
-    """The content of a YAML text. ValueError, or YAMLError, if it is none, or if it would not fit into memory.
+    """The content of a YAML text. Raises ValueError or YAMLError if it is not valid, or would not fit into memory.
 
     >>> yaml_of("model: {width: 8}")
     {'model': {'width': 8}}
@@ -29,7 +29,7 @@ def yaml_of(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file. UserError if it cannot be read."""
+    """The content of a YAML file. Raises a UserError if it cannot be read."""
     try:
         return yaml_of(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -46,15 +46,15 @@ def what_is_wrong(error: Exception) -> str:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """A path below a folder, as a file in it names it; UserError if it lies elsewhere, also by a link."""
+    """A path below a folder, as a file in it names it; raises a UserError if it lies elsewhere, also by a link."""
     path = folder / name if isinstance(name, str) else folder
     if path == folder or not path.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{folder} names something outside of it, {name!r}; it is not read")
+        raise UserError(f"{folder} refers to something outside of it, {name!r}, which is not read")
     return path
 
 
 def refuse_links(folder: Path, *names: str) -> None:
-    """UserError if one of the files that a command writes in a folder is a link: it would write somewhere else."""
+    """Raises a UserError if one of the files to write is a link: the command would write outside the folder."""
     for name in names:
         if (folder / name).is_symlink():
             raise UserError(f"{folder / name} is a link; delete it, or name another folder")
@@ -87,7 +87,7 @@ def refuse_endless(text: str) -> None:
 
 
 def json_of(text: str | bytes) -> Any:
-    """The content of a JSON text. ValueError if it is none, or nested too deep."""
+    """The content of a JSON text. Raises ValueError if it is not valid, or nested too deep."""
     try:
         return json.loads(text)
     except RecursionError as error:

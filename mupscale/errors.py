@@ -1,4 +1,4 @@
-"""The one error for a user's mistake: `python -m mupscale` prints it as a line; others keep their traceback."""
+"""The error for users' mistakes: `python -m mupscale` prints it as one line; all other errors keep their traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """Something the caller gave does not work: the message says what, and what to do about it."""
+    """A mistake in what the caller gave: the message names it, and how to fix it."""
 
 
 @contextmanager

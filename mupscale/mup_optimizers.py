@@ -17,11 +17,11 @@ from mupscale.widening.width_table import WidthFactors, merged_table
 
 
 def apply_mup(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
-    """Turns a plain optimizer over `model` into its muP-scaled self, in place, and returns it.
+    """Applies muP scaling to a plain optimizer over `model`, in place, and returns it.
 
-    Its hyperparameters become base constants: what they are at the base width of `set_base_shapes`. Groups are split
-    where their parameters scale differently; each part remembers its origin under the key "source_group". Without the
-    model, widths are read off the parameters themselves, which copies of a model do not carry.
+    Its hyperparameters are taken as those of the base width of `set_base_shapes`, and rescaled for each parameter.
+    Groups are split where their parameters scale differently; the key "source_group" of each part holds the index of
+    the original group. Without `model`, the widths are read from the parameters; those of a copied model have none.
 
     Examples:
         >>> import mupscale

@@ -1,4 +1,4 @@
-"""Learning-rate schedules relative to each group's own rate: muP scales the groups differently, and a growth again."""
+"""Learning-rate schedules relative to the base rate of each group: muP and upscales give groups different rates."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from mupscale.errors import UserError
 
 
 class WarmupStableDecay(LRScheduler):
-    """Rises linearly over `warmup` steps, stays, and falls linearly to zero over the last share `decay` of `steps`.
+    """Linear warm-up over `warmup` steps, constant rate, then linear decay to 0 over the last share `decay` of `steps`.
 
         WarmupStableDecay(optimizer, warmup=100)                            # constant after the warm-up
         WarmupStableDecay(optimizer, warmup=100, steps=1500, decay=0.2)     # falls over the last 300 steps
@@ -41,9 +41,9 @@ class WarmupStableDecay(LRScheduler):
     ) -> None:
         """
         Args:
-            optimizer: Whose rates are scheduled.
+            optimizer: The optimizer to schedule.
             warmup: Steps until the full rate. The first step has 1 / warmup of it.
-            steps: The length of the run; needed where the rate decays. The rate is zero after it.
+            steps: The length of the run; required if the rate decays. The rate is zero after it.
             decay: The share of the run, at its end, over which the rate falls.
         """
         refuse_bad_schedule(warmup, steps)
@@ -64,7 +64,7 @@ class WarmupStableDecay(LRScheduler):
 
 
 class WarmupCosine(LRScheduler):
-    """Rises linearly over `warmup` steps, then falls along half a cosine to zero at `steps`.
+    """Linear warm-up over `warmup` steps, then cosine decay to zero at `steps`.
 
     Examples:
         >>> import mupscale
@@ -83,7 +83,7 @@ class WarmupCosine(LRScheduler):
     def __init__(self, optimizer: Optimizer, steps: int, warmup: int = 0, last_epoch: int = -1) -> None:
         """
         Args:
-            optimizer: Whose rates are scheduled.
+            optimizer: The optimizer to schedule.
             steps: The length of the run. The rate is zero after it.
             warmup: Steps until the full rate. The first step has 1 / warmup of it.
         """

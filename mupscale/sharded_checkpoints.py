@@ -37,7 +37,7 @@ MADE_BY_ARGUMENTS = {
 
 
 def check_sharded(folder: Path) -> None:
-    """UserError if torch would run code from this checkpoint, or read files outside of its folder.
+    """Raises a UserError if torch would run code from this checkpoint, or read files outside of its folder.
 
     Tensors are not read: torch itself loads them safely.
     """
@@ -87,12 +87,12 @@ class Item:
 
 
 def _stored(file: Path) -> list[Item]:
-    """What a file of metadata says is in the shards beside it; UserError if it says more than that."""
+    """What a file of metadata says is in the shards beside it; raises a UserError if it says more than that."""
     try:
         return list(_read(file))
     except UserError:
         raise
-    except Exception as error:  # a damaged pickle raises many kinds
+    except Exception as error:  # a damaged pickle raises many exception types
         raise UserError(f"{file} is damaged, or not the metadata of a checkpoint ({_line(error)})") from error
 
 
@@ -119,17 +119,17 @@ def _read(file: Path) -> Iterator[Item]:
 
 
 def _check_value(item: Item) -> None:
-    """UserError if a value that is not a tensor, such as a learning rate, is more than data."""
+    """Raises a UserError if a value that is not a tensor, such as a learning rate, is more than data."""
     import torch
 
     try:
         torch.load(item.content(), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
+    except Exception as error:  # torch raises many exception types
         raise UserError(f"{item.shard} has {item.name} with more than data in it; it is not loaded") from error
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of this name in the folder; UserError if it is elsewhere."""
+    """The file of this name in the folder; raises a UserError if it is elsewhere."""
     if type(name) is not str or os.path.basename(name) != name or name in ("", ".", ".."):
         raise UserError(f"{folder / METADATA} names a file outside of its folder: {name!r}")
     if (folder / name).resolve().parent != folder.resolve():

@@ -40,7 +40,10 @@ FAST = {
         "upscale mlp.ckpt --width 4 --out o",
         "narrower than the checkpoint, which has width 8; give a larger one",
     ),
-    "a huge width": ("upscale mlp.ckpt --width 99999999999 --out o", "does not fit into memory; take less"),
+    "a huge width": (
+        "upscale mlp.ckpt --width 99999999999 --out o",
+        "does not fit into memory; choose a smaller width",
+    ),
     "two widths for three layers": ("upscale mlp.ckpt --width 16 16 --out o", "Build both with the same depth"),
     "--out in no folder": ("upscale mlp.ckpt --width 16 --out no/o", "there is no folder no; make it"),
     "--out in a file": ("upscale mlp.ckpt --width 16 --out text.txt/o", "text.txt is not a folder"),
@@ -122,7 +125,7 @@ COMMANDS = {
         "model.hidden_layers is 3 there and 5 here",
     ),
     "validate: a malformed checkpoint": ("validate --config c.yaml --ckpt_path weights.ckpt", "wanted a tensor"),
-    "validate: not ours": ("validate --config c.yaml --ckpt_path foreign.ckpt", "take one of a run of mupscale"),
+    "validate: not ours": ("validate --config c.yaml --ckpt_path foreign.ckpt", "use a checkpoint of a mupscale run"),
     "test: a text": ("test --config c.yaml --ckpt_path text.txt", "nothing of it was loaded"),
     "predict: no checkpoint": ("predict --config c.yaml --ckpt_path no.ckpt", "Name one, or continue a run"),
     # plan, verify
@@ -240,7 +243,7 @@ def in_arguments(**values: Any) -> Change:
 
 
 CHECKPOINTS: dict[str, tuple[Change, str]] = {
-    "foreign": (lambda checkpoint: checkpoint.pop("mupscale"), "take one of a run of mupscale"),
+    "foreign": (lambda checkpoint: checkpoint.pop("mupscale"), "use a checkpoint of a mupscale run"),
     "weights": (lambda checkpoint: checkpoint["state_dict"].update({"net.x": 3}), "wanted a tensor"),
     "no weights": (lambda checkpoint: checkpoint.pop("state_dict"), "it is empty, or quantised"),
     "no groups": (in_optimizer(param_groups=None), "param_groups is NoneType None, wanted a list"),
@@ -374,7 +377,7 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
     "upscale with no plan": (lambda: mupscale.upscale(net(), net(16), plan=3), "what mupscale.plan(narrow, wide)"),
     "upscale with another plan": (
         lambda: mupscale.upscale(net(), net(32), plan=mupscale.plan(net(), net(16))),
-        "Make it anew",
+        "Make a new one",
     ),
     "noise of text": (lambda: mupscale.AdditiveNoise("x").check_level(), "std must be a finite number"),
     "noise True": (lambda: mupscale.SignalNoise(True).check_level(), "t must be a finite number"),
@@ -407,7 +410,7 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
     "register an object": (lambda: mupscale.register_optimizer(3, degree=1, state={}), "such as torch.optim.SGD"),
     "register without state": (lambda: mupscale.register_optimizer(Own, degree=1, state=None), "'exp_avg': 1"),
     "coordinates without widths": (lambda: coordinates(widths=3), "widths must be a list"),
-    "coordinates of one network": (lambda: coordinates(network=lambda width: net()), "make it of the width"),
+    "coordinates of one network": (lambda: coordinates(network=lambda width: net()), "it must use its width"),
     "coordinates without an optimizer": (
         lambda: coordinates(optimizer=lambda model: None),
         "must return the optimizer",

@@ -1,1 +1,1 @@
-"""Is it right? Dynamic equivalence in numbers, the coordinate check, and the infinite-width limits of the paper."""
+"""Checks: dynamic equivalence in numbers, the coordinate check, and the infinite-width limits of the paper."""

@@ -24,7 +24,7 @@ PRESERVED = 1e-12
 
 @dataclass(frozen=True)
 class ClaimCheck:
-    """The answer of `check_claim`. Deviations are relative, the largest over batches or steps."""
+    """The result of `check_claim`. Each deviation is relative, the largest over batches or steps."""
 
     method: str
     claim: Claim
@@ -35,7 +35,7 @@ class ClaimCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether what is preserved is what the method claims, no less and no more."""
+        """Whether the method preserves exactly what it claims, no less and no more."""
         return self.claim == Claim(self.static <= PRESERVED, self.dynamic <= PRESERVED)
 
     def __str__(self) -> str:
@@ -64,7 +64,9 @@ def check_claim(
     roles: Roles | None = None,
     blocks: Blocks | None = None,
 ) -> ClaimCheck:
-    """Grows a float64 copy of `narrow` after a few steps, and compares the two for `steps` more. Nothing is changed.
+    """Checks what a growth method claims to preserve, on float64 copies of the models.
+
+    A copy of `narrow` trains for a few steps and grows. Then both train for `steps` steps; their losses are compared.
 
     `print(check_claim(narrow, wide, Net2Net(), optimizer=torch.optim.AdamW, batches=batches, loss=loss))`
 

@@ -1,13 +1,13 @@
-"""The coordinate check: whether outputs of layers, and what training makes of them, keep their size as the width grows.
+"""The coordinate check: do the outputs of layers, and their change in training, keep their scale as the width grows?
 
-Under muP both are Θ(1) in the width, in a fresh network and in an upscaled one; the network's own output may start
-smaller (it goes as width^-1/2, or is zero), and must not grow. Sizes are measured in three scans, and a slope fitted
-through each:
+Under muP both are Θ(1) in the width, in a new network and in an upscaled one. The output of the network itself may
+start smaller (as width^-1/2, or zero), but must not grow. Sizes are measured in three scans, and a slope is fitted to
+each:
 
-fresh     networks of every width, as they are initialised and over their first steps
-doubled   the same networks after these steps, upscaled twofold and trained on, with noise
-grown     the narrowest of them, upscaled 2, 4 and 8 times. A mistake that depends on the factor alone (optimizer
-          state moved in the wrong units) is equally large at every width, so that only this scan shows it.
+fresh     networks of every width, at initialisation and over their first steps
+doubled   the same networks after these steps, upscaled twofold with noise and trained further
+grown     the narrowest network, upscaled 2, 4 and 8 times. A mistake that depends only on the factor (optimizer state
+          moved in the wrong units) has the same size at every width, so that only this scan shows it.
 """
 
 import math
@@ -37,19 +37,19 @@ from mupscale.widening.survey import refuse_unless_model
 from mupscale.widening.upscale import as_list, upscale
 
 FACTORS = (2, 4, 8)
-"""By which the narrowest network is upscaled; the others by the first."""
+"""The factors by which the narrowest network is upscaled; the others are upscaled by the first."""
 
 TOLERANCE = 0.25
-"""Of a slope. What goes wrong goes wrong by a power of at least 1/2 (noise or initial weights) or 1 (rates, state):
-this is half way to the first. Right ones were within 0.2 for MLPs and GPT-2 from width 32, and within 0.24 for ResNets
-from 16 channels, where two seeds scatter as much; so a slope fails only where it is beyond this by more than its
-standard error over the seeds.
+"""The tolerance of a slope. A mistake changes the power by at least 1/2 (noise or initial weights) or 1 (rates, state);
+the tolerance is half of the first. Correct models were within 0.2 for MLPs and GPT-2 from width 32, and within 0.24 for
+ResNets from 16 channels, where two seeds vary as much. So a slope fails only if it exceeds the tolerance by more than
+its standard error over the seeds.
 """
 
 FALLING_TOLERANCE = 0.5
-"""Of the slope of an update that falls, half way to the power of 1. Samples of a batch disturb each other's updates by
-what falls as width^-1/2, and that is much of them in narrow networks: right transformers showed slopes down to -0.42
-from width 32.
+"""The tolerance of the slope of an update that falls, half of the power 1. The samples of a batch interfere with each
+other's updates by an amount that falls as width^-1/2 and is large in narrow networks: correct transformers had slopes
+down to -0.42 from width 32.
 """
 
 DEFAULT_NOISE = AdditiveNoise(0.1)
@@ -108,7 +108,7 @@ class Slopes(NamedTuple):
 
 @dataclass(frozen=True)
 class CoordCheck:
-    """The answer of `coord_check`."""
+    """The result of `coord_check`."""
 
     scans: tuple[Scan, ...]
     layers: dict[str, dict[str, Slopes]] = field(repr=False)
@@ -128,7 +128,7 @@ class CoordCheck:
     def first(self) -> str | None:
         """The layer to look at first.
 
-        Outputs at the start of a scan inherit mistakes from layers before, updates from those behind too.
+        Outputs at the start of a scan inherit mistakes of earlier layers, updates also those of later layers.
         """
         fresh, *upscaled = (scan.name for scan in self.scans)
         for scans in ([fresh], upscaled):
@@ -187,8 +187,8 @@ def coord_check(
 
     Networks are measured fresh, and across an upscale.
 
-    `network(width)` makes a fresh muP network, `optimizer(network)` its optimizers, muP-scaled. Each of `seeds`
-    networks of every width trains on `batches`, over and over; sizes are measured on the first one.
+    `network(width)` must return a new muP network, and `optimizer(network)` its muP-scaled optimizers. For each width,
+    `seeds` networks are trained, cycling through `batches`; sizes are measured on the first batch.
     `watch(words, done, total)` is called after each network.
     """
     refuse_unless_callable("network", network, "lambda width: the network at this width")
@@ -256,7 +256,7 @@ def coord_check(
 
 
 def _refuse_one_width(network: Callable[[int], nn.Module], widths: Sequence[int]) -> None:
-    """UserError if the network is the same at two widths: then nothing would be measured."""
+    """Raises a UserError if the network is the same at two widths: then nothing would be measured."""
     shapes = []
     for width in widths:
         with torch.random.fork_rng():
@@ -264,7 +264,7 @@ def _refuse_one_width(network: Callable[[int], nn.Module], widths: Sequence[int]
         refuse_unless_model(f"network({width})", made)
         shapes.append([parameter.shape for parameter in made.parameters()])
     if shapes[0] == shapes[1]:
-        raise UserError(f"network: it has the same shapes at widths {widths[0]} and {widths[1]}; make it of the width")
+        raise UserError(f"network: it has the same shapes at widths {widths[0]} and {widths[1]}; it must use its width")
 
 
 def log_log_slope(widths: Iterable[int], sizes: Tensor) -> float | None:
@@ -340,13 +340,13 @@ class _Training:
                 if not math.isfinite(sum(size)):
                     if step == 0:
                         raise UserError(
-                            f"at {self.where}, before any step, the output of {name} is not finite: see the data and "
-                            "the initial weights"
+                            f"at {self.where}, before any step, the output of {name} is not finite: check the data "
+                            "and the initial weights"
                         )
                     raise UserError(
                         f"training diverges: at {self.where}, after step {step} of {self.steps}, the output of {name} "
-                        "is not finite. Lower the learning rate (model.optimizer), or see whether it is scaled with "
-                        "the width"
+                        "is not finite. Lower the learning rate (model.optimizer), or check that it is scaled with the "
+                        "width"
                     )
                 answer[name].sizes.append(size)
         return answer

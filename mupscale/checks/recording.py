@@ -1,4 +1,4 @@
-"""What a forward pass does: the inputs and outputs of modules recorded, and the state that it changes put back."""
+"""Records the inputs and outputs of modules in a forward pass, and restores the buffers that it changes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,7 +67,7 @@ def float_copies(values: Any) -> list[Tensor]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Puts the buffers back at the end: a forward pass in training mode moves running statistics."""
+    """Restores the buffers at the end: a forward pass in training mode changes running statistics."""
     saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield

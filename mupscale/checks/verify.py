@@ -1,4 +1,4 @@
-"""Dynamic equivalence with a numeric verdict: narrow and wide copies trained side by side in float64."""
+"""Checks dynamic equivalence: trains narrow and wide copies side by side in float64, and compares them."""
 
 import copy
 import math
@@ -45,7 +45,7 @@ from mupscale.widening.weights import widen_
 from mupscale.widening.width_table import restore_infshapes
 
 WARM_UP = 10
-"""Steps the narrow copy trains before it is widened, so that optimizer state is moved too."""
+"""Training steps of the narrow copy before it is widened, so that the move of optimizer state is tested too."""
 
 TOLERANCE = 1e-8
 """Relative drift of activations in float64."""
@@ -64,7 +64,7 @@ _DOUBLE = (torch.float64, torch.complex128)
 
 @dataclass
 class Verdict:
-    """The answer of `verify`. Drifts are relative, the largest over all steps.
+    """The result of `verify`. Each drift is a relative difference, the largest over all steps.
 
     Examples:
         >>> import mupscale
@@ -89,7 +89,7 @@ class Verdict:
     first_divergent: str | None
     """The name of the first module that diverges, or None."""
     reason: str | None
-    """What diverged there, at which step, and what the plan knows of it; or why nothing was tested."""
+    """What diverged there, at which step, and the plan's notes on it; or why nothing was tested."""
     steps: int
     tolerance: float
     drift_by_module: dict[str, float] = field(default_factory=dict, repr=False)
@@ -140,20 +140,19 @@ def verify(
     tolerance: float | None = None,
     watch: Watch = unwatched,
 ) -> Verdict:
-    """Whether upscaling `narrow` to `wide` is exact: same function, same training.
+    """Checks whether upscaling `narrow` to `wide` is exact: same function, same training.
 
-    Copies of both, in float64, are trained side by side: the narrow one for a few steps alone, then it is upscaled
-    without noise, and both go on for `steps` steps with `optimizer(parameters)` and `loss(model, batch)`, over
-    `batches` again and again, under the width-invariant clip where `clip` is given. Every module's outputs, every
-    gradient and every weight are compared with their duplicated narrow counterparts. The arguments are not changed.
+    A float64 copy of `narrow` trains for a few steps and is upscaled without noise. Then both copies train for `steps`
+    steps with `optimizer(parameters)` and `loss(model, batch)`, cycling through `batches`; with `clip`, gradients are
+    clipped by the width-invariant norm. The output of every module, every gradient and every weight of the wide copy is
+    compared with its duplicated narrow counterpart. The arguments are not changed. Complex weights become complex128.
 
-    The default tolerance is 1e-8 for activations and 1e-10 for the loss; 1e-4 and 1e-6 for a model, or an
-    optimizer, that computes in float32 inside, whatever the dtype of the weights. Complex weights become complex128.
+    The default tolerance is 1e-8 for activations and 1e-10 for the loss. If the model or the optimizer computes in
+    float32 internally, it is 1e-4 and 1e-6.
 
     `watch(words, done, total)` is called after every step.
 
-    A run without a gradient in any parameter that grows, or in which none of them moves, tests nothing: its verdict is
-    not passed.
+    The verdict is not `passed` if no growing parameter has a gradient, or if none of them moves: nothing was tested.
 
     Examples:
         >>> import mupscale
@@ -290,8 +289,8 @@ class _Comparison:
     def _blame_container(self, index: int, given: float, narrow: list[Call], wide: list[Call]) -> None:
         """Blames the innermost module around this call whose own input agrees.
 
-        Whatever happened between two modules happened in the forward pass of a module that contains both. Calls stand
-        in the order in which they end, so that of a container comes after those of its parts.
+        A computation between two modules happens in the forward pass of a module that contains both. Calls are in the
+        order in which they end, so the call of a container comes after those of its parts.
         """
         inner = narrow[index].name
         parent = inner
@@ -359,7 +358,7 @@ class _Comparison:
         self.has_moved = self.has_moved or any(not torch.equal(p, before[name]) for name, p in tested.items())
 
     def untested(self, steps: int) -> str | None:
-        """Why agreement means nothing; None where it means something."""
+        """Why agreement proves nothing; None if it does."""
         if not self.has_gradient:
             return (
                 f"nothing was tested: no parameter that grows has a gradient in any of {steps} steps. The loss does "
@@ -399,10 +398,10 @@ class _Comparison:
         return _worst(0.0, *drifts)
 
     def _drift(self, key: Any, narrow: Tensor, wide: Tensor) -> float:
-        """How far `wide` is from `narrow` duplicated in the layout that fits best, which is remembered.
+        """How far `wide` is from `narrow` duplicated in the layout that fits best, which is stored.
 
-        An activation carries no plan: heads may stand on an axis of their own, or be flattened with positions. So every
-        block length is tried. A layout that is wrong for the next module shows in what that module makes of it.
+        The layout of an activation is not known: heads may be a separate axis, or be flattened with positions. So every
+        block length is tried. If a layout is wrong for the next module, the output of that module differs.
         """
         if narrow.ndim != wide.ndim:
             return math.inf
@@ -507,7 +506,7 @@ def _steps_in_float32(optimizer: Optimizer) -> bool:
 
 
 def _in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """The loss; UserError where the model uses an operation that does not exist in float64."""
+    """The loss; raises a UserError where the model uses an operation that does not exist in float64."""
     try:
         return loss(model, batch)
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -534,8 +533,8 @@ def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Ten
 def _vanishing(model: nn.Module) -> dict[str, Tensor]:
     """The gradient entries that are rounding noise.
 
-    Some gradients vanish by symmetry: of a key's bias, of a bias before BatchNorm. An optimizer that normalises would
-    blow their noise up to real steps, of random sign, in directions that do not matter.
+    Some gradients vanish by symmetry: that of a key's bias, or of a bias before BatchNorm. An optimizer that normalises
+    would turn their rounding noise into real steps of random sign, in directions that do not matter.
     """
     gradients = {
         name: p.grad

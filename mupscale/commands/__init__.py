@@ -1,1 +1,1 @@
-"""One file per command of `python -m mupscale`: the only place that knows everybody."""
+"""One file per command of `python -m mupscale`. Only this package imports all others."""

@@ -1,4 +1,4 @@
-"""What jsonargparse says, in a line: it is known by its wording, so a test provokes each of these messages."""
+"""Messages of jsonargparse as one line. They are recognised by their wording; a test triggers each of them."""
 
 import difflib
 import inspect
@@ -19,10 +19,10 @@ GENERIC = (
     "Errors:",
     "Given value",
 )
-"""What jsonargparse says of every class that it cannot make."""
+"""Lines that jsonargparse adds for every class that it cannot make."""
 
 INTERNALS = r"-? ?Does not validate against any of the Union subtypes|\. Got value: Namespace\(.*"
-"""What is left out of a line: a type that nobody wrote, and the whole of a value."""
+"""Parts that are removed from a line: a type that the user did not write, and the text of a whole value."""
 
 
 OF_CALLABLES = r"Type typing\.Callable\S* \S+ expects a function or a callable class: "

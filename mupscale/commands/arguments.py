@@ -1,4 +1,4 @@
-"""The options of a command: a mistake in them is one line, with the nearest options for a typo."""
+"""The options of a command. A mistake is reported in one line; for a typo it names the nearest options."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message}{near or f'. {self.prog} --help lists the options'}")
 
     def own_and_other(self, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The options of this command, and those that it passes on to `fit`. UserError for a typo in one of its own."""
+        """The options of this command, and those that it passes on to `fit`. Raises a UserError for a typo."""
         options, others = self.parse_known_args(arguments)
         for other in others:
             unknown = re.match(r"--[\w-]+", other)
@@ -35,10 +35,10 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 Size = int | Literal["auto", "off"]
-"""How many runs are made together, at most."""
+"""The largest number of runs to train at once."""
 
-STACK_HELP = """how many runs are trained as one program, where they differ in numbers alone (rates, decay, noise,
-seeds): auto (the default), as many as fit into memory; N, at most so many; off, one after another"""
+STACK_HELP = """how many runs to train at once as one program, if they differ only in numbers (learning rate, weight
+decay, noise, seed): auto (the default), as many as fit into memory; N, at most N; off, one after another"""
 
 
 def stack_size(text: str) -> Size:
@@ -46,5 +46,5 @@ def stack_size(text: str) -> Size:
     if text in ("auto", "off"):
         return text  # type: ignore[return-value]
     if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--stack {text}: give auto, off, or how many runs may be trained as one program")
+        raise UserError(f"--stack {text}: give auto, off, or how many runs to train as one program")
     return int(text)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: the newest one of a run that is whole. Loads torch only when it reads one."""
+"""Checkpoints on disk: finds the newest undamaged one of a run. Loads torch only when it reads one."""
 
 import os
 import zipfile
@@ -18,8 +18,9 @@ def newest_checkpoint(
 ) -> tuple[Path | None, dict[str, Any]]:
     """The newest checkpoint of a run and its content; `tell` gets a line about each that is newer, but damaged.
 
-    The last one of a finished run counts once it is kept for resuming: then nothing is left to do. One that was written
-    because the run failed, and may be of the middle of a step, or by another callback counts if there is no other.
+    The last checkpoint of a finished run counts only once it is kept for resuming: then nothing is left to do. A
+    checkpoint that was written by another callback, or on an error in the middle of a step, counts if there is no
+    other.
     """
     from mupscale.models.checkpoint import peek
 
@@ -61,8 +62,10 @@ def below(folder: Path) -> Iterator[Path]:
 
 
 def checked(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint that a user names, its tensors mapped; UserError if it holds more than data, or if it
-    is damaged."""
+    """The content of a checkpoint that a user names, its tensors memory-mapped.
+
+    Raises a UserError if it is damaged, or holds more than data.
+    """
     import torch
 
     if path.is_dir():
@@ -73,7 +76,7 @@ def checked(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is damaged ({problem}); nothing of it was loaded")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # torch raises many kinds
+    except Exception as error:  # torch raises many exception types
         raise UserError(
             f"{file} is damaged, is not a checkpoint, or holds more than data ({type(error).__name__}); "
             "nothing of it was loaded"
@@ -91,8 +94,8 @@ def sharded(path: Path) -> set[str]:
 def damage_at(path: Path) -> str | None:
     """What is wrong with a checkpoint, a file or a folder, by its checksums; None if nothing is.
 
-    The processes of a run share the work of a folder. UserError if one of them finds damage there: the others do not
-    know of it, and would go on from this checkpoint.
+    The processes of a run share the work of a folder. One that finds damage there raises a UserError: the others would
+    otherwise resume from this checkpoint.
     """
     if not path.is_dir():
         return damage_in(path)
@@ -100,7 +103,7 @@ def damage_at(path: Path) -> str | None:
     if _key(path) not in undamaged:
         problem = damage_in_shards(path, share)
         if problem is not None and share[1] > 1:
-            raise UserError(f"{path} is damaged ({problem}); delete it to go on from the one before it")
+            raise UserError(f"{path} is damaged ({problem}); delete it to continue from the one before it")
         if problem is not None:
             return problem
         undamaged.add(_key(path))
@@ -125,7 +128,7 @@ def share_of_process(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _counts(path: Path, checkpoint: dict[str, Any]) -> bool:
-    """Whether a run goes on from a checkpoint exactly, and with nothing left to do before."""
+    """Whether a run continues exactly from a checkpoint, with nothing left to do before."""
     from mupscale.models.checkpoint import PRE_UPSCALE, run_in
 
     if _is_for_resuming(path) or not run_in(checkpoint):

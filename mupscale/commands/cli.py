@@ -65,22 +65,22 @@ LOGGER = {
     "init_args": {"save_dir": "runs", "name": "default", "default_hp_metric": False},
 }
 
-DESCRIPTION = """{purpose} Options override the files, and later files override earlier ones; in YAML, `callbacks+:`
-adds to a list. --print_config prints the result; --model.help MLP (or --data.help, --trainer.callbacks.help, with a
-class) lists the arguments of a class."""
+DESCRIPTION = """{purpose} Options override the files, and later files override earlier ones. In YAML, `callbacks+:`
+adds to a list. --print_config prints the resulting configuration. --model.help MLP lists the arguments of a class; use
+--data.help and --trainer.callbacks.help likewise."""
 
 PURPOSES = {
-    "fit": "Train, upscaling on the way, as a configuration says.",
-    "validate": "Evaluate a checkpoint (--ckpt_path), narrow or wide, on the validation set.",
-    "test": "Evaluate a checkpoint (--ckpt_path), narrow or wide, on the test set.",
-    "predict": "Predict with a checkpoint (--ckpt_path), narrow or wide; writes predictions.pt.",
+    "fit": "Train a configured model; with UpscaleCallback it grows during the run.",
+    "validate": "Evaluate a checkpoint of any width (--ckpt_path) on the validation set.",
+    "test": "Evaluate a checkpoint of any width (--ckpt_path) on the test set.",
+    "predict": "Predict with a checkpoint of any width (--ckpt_path); writes predictions.pt.",
 }
 
 MISTAKES = (ValueError, OSError, ModuleNotFoundError, MisconfigurationException, ArgumentError)
-"""What a mistake in a configuration raises before the first batch; Lightning's own kind at any time."""
+"""The exceptions that mean a mistake in the configuration before the first batch; Lightning's own does at any time."""
 
 EVALUATIONS = ("validate", "test", "predict")
-"""Commands that need weights, and would do with random ones."""
+"""Commands that need a checkpoint; without this check they would run with random weights."""
 
 
 class Parser(LightningArgumentParser):
@@ -112,8 +112,8 @@ class Parser(LightningArgumentParser):
 
 
 class CLI(OpenCLI):
-    """`folder` is the folder of the run to resume; `start` claims its folders; `started` notes when the first batch is
-    handled."""
+    """The command line of a run. `folder` is the folder of the run to resume; `start` claims its folders; `started`
+    records when the first batch is processed."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class CLI(OpenCLI):
             super().setup_parser(*args)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The one that is asked for: the parser of each takes a good part of the start."""
+        """The requested subcommand only, because making each parser takes a good part of the start-up time."""
         known = OpenCLI.subcommands()
         return {self.command: known[self.command]} if self.command in known else known
 
@@ -160,13 +160,13 @@ class CLI(OpenCLI):
             "--callback_args",
             type=dict[str, dict[str, Any]] | None,
             default=None,
-            help="arguments that override those of the callbacks in trainer.callbacks, by class (best.yaml uses it)",
+            help="by class, arguments that override those of the callbacks in trainer.callbacks (used by best.yaml)",
         )
         parser.add_argument(
             "--stop_on_nan",
             "--stop-on-nan",
             action="store_true",
-            help="end a fit whose training loss is NaN or infinite, with an error; by default it warns",
+            help="stop with an error if the training loss is NaN or infinite; by default, only warn",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -354,9 +354,9 @@ def parsed(
 ) -> CLI:
     """Parses a command line and runs its command; without `run`, only makes its model, data and trainer.
 
-    `plain` is what a command line of a single file configures; `pattern` saves the parsing of others like it.
+    `plain` is the configuration of a command line with a single file; `pattern` avoids parsing similar ones again.
 
-    A mistake in the configuration is a UserError. An error that comes once batches are handled is raised as it is.
+    A mistake in the configuration is a UserError. An error after the first batch is raised unchanged.
     """
     refuse_unreadable(arguments)
     import_classes()
@@ -410,7 +410,7 @@ def parsed(
 
 
 def refuse_unreadable(arguments: list[str]) -> None:
-    """UserError for a file of --config that is not YAML, or stands for more values than fit into memory."""
+    """Raises a UserError for a file of --config that is not YAML, or stands for more values than fit into memory."""
     for before, argument in pairwise(["", *arguments]):
         name, equals, value = argument.partition("=")
         file = argument if before == "--config" else value if name == "--config" and equals else ""
@@ -422,7 +422,7 @@ def refuse_unreadable(arguments: list[str]) -> None:
 
 
 class Started(Strides):
-    """Notes when a run begins to handle batches, and when the first one is done."""
+    """Records when a run begins to process batches, and when the first one is done."""
 
     def __init__(self) -> None:
         self.batches = self.steps = False

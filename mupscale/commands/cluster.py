@@ -1,9 +1,9 @@
-"""Runs as tasks of a Ray cluster: which nodes can make them, and what happens when one of these dies.
+"""Runs as tasks of a Ray cluster.
 
-The folder shows what there is to do, as it does for processes without Ray. The driver, which is the process of the
-command, looks for units that wait, and submits tasks that make them. A task takes its units by their leases and makes
-them as any other process does. If it dies, its leases lapse and the units wait again; the next task resumes them from
-their checkpoints. The driver holds no lease: if it dies, the same command continues.
+The folder holds the state of all work, as without Ray. The driver, which is the process of the command, looks for
+waiting units of work and submits tasks for them. A task takes the leases of its units and runs them as any other
+process does. If it dies, its leases lapse and the units wait again; the next task resumes them from their checkpoints.
+The driver holds no lease: if it dies, run the same command again to continue.
 """
 
 import argparse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mupscale.commands.stacks import Key, Work
 
 WAIT = 1.0
-"""Seconds between two looks at what other processes do."""
+"""Seconds between two checks of what other processes do."""
 
 CONNECT_SECONDS = 5.0
 """How long the address of a cluster has to answer."""
@@ -45,15 +45,15 @@ PATIENCE = 5.0
 """Seconds that a task has to end before its process is killed. Either way its runs can be resumed."""
 
 MOST_DEATHS = 3
-"""How often the process of a unit may die on a node that lives on: it may be the unit that kills it."""
+"""How often the process of a unit may die while its node stays up: the unit itself may be the cause."""
 
-RAY_HELP = """make the runs on this Ray cluster: auto, for the one that this machine is a node of, or HOST:PORT
-(docs/cluster.md)"""
+RAY_HELP = """run on a Ray cluster (docs/cluster.md): HOST:PORT, or auto for the cluster of which this machine is a
+node"""
 
-GPUS_HELP = """with --ray: the share of a GPU that a task asks for, such as 0.25 (default: 1, or 0 if there is none or
+GPUS_HELP = """with --ray: the share of a GPU per task, such as 0.25 (default: 1, or 0 if the cluster has no GPU or
 trainer.accelerator is cpu)"""
 
-CPUS_HELP = """with --ray: the CPUs that a task asks for, and its threads (default: 1)"""
+CPUS_HELP = """with --ray: the number of CPUs and threads per task (default: 1)"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_options(options: argparse.Namespace) -> None:
-    """UserError if the options of a command do not fit together, or Ray is not installed."""
+    """Raises a UserError if the options of a command do not fit together, or Ray is not installed."""
     gpus, cpus = options.gpus_per_run, options.cpus_per_run
     if options.ray is None:
         for name, value in (("gpus_per_run", gpus), ("cpus_per_run", cpus)):
@@ -87,7 +87,7 @@ def refuse_options(options: argparse.Namespace) -> None:
 
 @contextmanager
 def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Iterator["Cluster"]:
-    """The cluster at an address, whose nodes have been checked. UserError if it cannot make the runs."""
+    """The cluster at an address, whose nodes have been checked. Raises a UserError if it cannot make the runs."""
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
@@ -119,12 +119,12 @@ def connect(address: str) -> None:
             error = ConnectionError("this machine is not a node of a Ray cluster")
         raise UserError(
             f"--ray {address}: {str(error).strip().rstrip('.')}. Start the command on a node of the cluster; "
-            "ray start makes a machine one"
+            "`ray start` makes this machine a node"
         ) from error
 
 
 def refuse_address(address: str) -> None:
-    """UserError if the address is none, or nobody listens there."""
+    """Raises a UserError if the address is invalid, or no server answers there."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address == "auto":
@@ -214,7 +214,7 @@ class Cluster:
         return task.options(name=task_name(keys)).remote(self.site, self.needs, pickled)
 
     def _ends(self, task: Any, keys: list["Key"]) -> list[tuple[str, str]]:
-        """The names and ends of the units that a task has made. UserError if it has failed, and not only died."""
+        """The names and results of a task's units. Raises a UserError if it failed, unless its process died."""
         import ray
         from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
 
@@ -228,11 +228,11 @@ class Cluster:
                 raise UserError(str(error.cause)) from error
             print(error, file=sys.stderr, flush=True)
             raise UserError(
-                f"the task {name} failed with the error above, and the other tasks were stopped; mend it, then run the "
+                f"the task {name} failed with the error above, and the other tasks were stopped; fix it, then run the "
                 "same command again to continue"
             ) from error
         except NodeDiedError:
-            print(f"{name}: its node died; the runs go on elsewhere", file=sys.stderr, flush=True)
+            print(f"{name}: its node died; the runs continue elsewhere", file=sys.stderr, flush=True)
         except RayError as error:
             reason = str(error).strip().splitlines()[0]
             self._deaths.update(keys)
@@ -241,7 +241,7 @@ class Cluster:
                     f"the process of {name} died {MOST_DEATHS} times: {reason} If it runs out of memory, ask for more "
                     "with --gpus_per_run or --cpus_per_run, or give a smaller --stack; then run the same command again"
                 ) from error
-            print(f"{name}: its process died; the runs go on ({reason})", file=sys.stderr, flush=True)
+            print(f"{name}: its process died; the runs continue ({reason})", file=sys.stderr, flush=True)
         return []
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: what they have, whether their code is the driver's, and whether they see its folders."""
+"""The nodes of a Ray cluster: their resources, and checks that they have the driver's code and folders."""
 
 import argparse
 import hashlib
@@ -62,7 +62,7 @@ def nodes() -> list[Node]:
 
 
 def needs_of(options: argparse.Namespace, accelerator: str, there: list[Node]) -> Needs:
-    """What a run needs of a node. UserError if no node has it."""
+    """What a run needs of a node. Raises a UserError if no node has it."""
     most = max((node.gpus for node in there), default=0)
     gpus = options.gpus_per_run
     if accelerator == "cpu" and gpus:
@@ -114,7 +114,7 @@ def misfit(site: Site) -> str | None:
     here = code()
     for name, version in site.code.items():
         if here.get(name) != version:
-            return f"it has {name} {here.get(name)}, and this process {version}; install the same on all nodes"
+            return f"it has {name} {here.get(name)}, this process has {version}; install the same version on all nodes"
     return None
 
 

@@ -1,4 +1,4 @@
-"""A whole configuration as plain values: where its keys are, classes by short name, and how two of them differ."""
+"""A whole configuration as plain values: finds keys, names classes, and compares two configurations."""
 
 import math
 import tempfile
@@ -111,7 +111,7 @@ def temporary_file(config: Config) -> Iterator[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file that a command wrote. UserError if it is damaged."""
+    """The content of a JSON file that a command wrote. Raises a UserError if it is damaged."""
     try:
         content = json_of(path.read_text())
         if not isinstance(content, dict) or not content:

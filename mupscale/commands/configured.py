@@ -1,4 +1,4 @@
-"""A configuration without a run: its plain values, its model, data and trainer, and the upscales that it schedules."""
+"""A configuration without a run: its values, model, data and trainer, and its scheduled upscales."""
 
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ def described(arguments: list[str], command: str) -> tuple[Config, CLI]:
 
 
 def first_batches(module: WidthScalable, data: LightningDataModule, count: int) -> list[Any]:
-    """The first training batches. UserError if the data module refuses the model."""
+    """The first training batches. Raises a UserError if the data module refuses the model."""
     data.prepare_data()
     data.setup("fit")
     refuse_model = getattr(data, "refuse_model", None)
@@ -51,7 +51,7 @@ def upscales(trainer: Trainer) -> list[UpscaleCallback]:
 
 
 def refuse_growths(module: WidthScalable, trainer: Trainer) -> None:
-    """UserError for a scheduled upscale that `fit` refuses to plan."""
+    """Raises a UserError for a scheduled upscale that `fit` refuses to plan."""
     before = module.width
     for callback in upscales(trainer):
         if is_narrower(before, callback.width):

@@ -1,4 +1,4 @@
-"""What may change when a run goes on from a checkpoint: nothing that the checkpoint has decided already."""
+"""Which parts of the configuration may change when a run continues from a checkpoint."""
 
 from typing import Any
 
@@ -15,27 +15,27 @@ FREE = (
     "callback_args",
     "model.init_args.compile",
 )
-"""Keys that take effect in a run that goes on; `trainer.callbacks` by the rules below."""
+"""Keys that may change in a continued run; for `trainer.callbacks` see the rules below."""
 
 FREE_DATA = ("data_dir", "resident", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
-"""Arguments of data modules that say where samples are and how they are read, and not which ones."""
+"""Arguments of data modules that determine where samples are and how they are read, but not which samples."""
 
 PLACE = ("trainer.logger", "trainer.default_root_dir", "checkpoint.dirpath")
-"""Keys that say where a run is; `resume` goes on in its folder."""
+"""Keys that determine the folder of a run; `resume` continues in the same folder."""
 
 SUMMARY = (
-    "May change: trainer.*, checkpoint.*, loop.*, stop_on_nan, model.compile, data.data_dir, upscales that are still "
-    "to come, further callbacks"
+    "These may change: trainer.*, checkpoint.*, loop.*, stop_on_nan, model.compile, data.data_dir, upscales after the "
+    "checkpoint, additional callbacks"
 )
 
 
 def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -> None:
-    """UserError if a configuration differs from that of a checkpoint of `step` in what the checkpoint has decided."""
+    """Raises a UserError if a configuration differs from that of a checkpoint of `step` in what must not change."""
     try:
         found = differences(_with_data_seed(saved), _with_data_seed(_of_then(saved, config)))
         callbacks = _callbacks(saved)
     except (AttributeError, KeyError, TypeError) as error:
-        raise UserError("the configuration in the checkpoint is damaged; take another checkpoint") from error
+        raise UserError("the configuration in the checkpoint is damaged; use another checkpoint") from error
     for key, there, here in found:
         if key.startswith("trainer.callbacks") or _is_one_class(key, there, here):
             continue
@@ -47,13 +47,13 @@ def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -
             )
             raise UserError(
                 f"{key.replace('.init_args.', '.')} is {brief(there)} in the run and {brief(here)} here. {rule}. "
-                f"{SUMMARY}. For all else start a new run from the weights, with --model.init_from CHECKPOINT"
+                f"{SUMMARY}. To change anything else, start a new run from the weights: --model.init_from CHECKPOINT"
             )
     _refuse_callbacks(callbacks, _callbacks(config), step)
 
 
 def _of_then(there: Any, here: Any) -> Any:
-    """The values here of the keys that there are there: a later version may have more."""
+    """The values `here` of the keys in `there`, because a later version may have more keys."""
     if isinstance(there, dict) and isinstance(here, dict):
         return {key: _of_then(value, here.get(key)) for key, value in there.items()}
     if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
@@ -64,7 +64,7 @@ def _of_then(there: Any, here: Any) -> Any:
 def _with_data_seed(config: Config) -> Config:
     """A configuration in which a `data.seed` of null, of our own data modules, is 0 if the run's seed is 0.
 
-    It then means the same. It does not with another seed of the run: null holds out the rows of seed 0 all the same.
+    Both mean the same then. With another seed of the run they differ: null still holds out the rows of seed 0.
     """
     seed, data = config.get("seed_everything"), config.get("data")
     if type(seed) is not int or seed != 0 or not isinstance(data, dict):

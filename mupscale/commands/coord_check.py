@@ -33,7 +33,7 @@ def main(command: str, arguments: list[str]) -> int:
     parser = ArgumentParser(
         prog="python -m mupscale coord-check",
         description=__doc__,
-        epilog="--config FILE and further options are those of fit. "
+        epilog="Give the model with --config FILE; further options are those of fit. "
         f"Trains networks of up to {FACTORS[0]} times the widest width, on the CPU. "
         "The exit status is 1 if a layer fails.",
         allow_abbrev=False,
@@ -44,7 +44,9 @@ def main(command: str, arguments: list[str]) -> int:
     parser.add_argument(
         "--steps", type=int, default=4, help="training steps before the upscale, and as many after it (default 4)"
     )
-    parser.add_argument("--seeds", type=int, default=3, help="networks of every width to average over (default 3)")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="the number of networks per width to average over (default 3)"
+    )
     parser.add_argument(
         "--out",
         type=Path,

@@ -1,6 +1,6 @@
 """export: write the model of an HFCausalLM checkpoint as a folder for AutoModelForCausalLM.from_pretrained.
 
-For example: export runs/llama/version_0/checkpoints/last.ckpt --out wide. Of a run with EMA it writes the average.
+For example: export runs/llama/version_0/checkpoints/last.ckpt --out wide. From a run with EMA it writes the average.
 """
 
 from pathlib import Path
@@ -34,13 +34,13 @@ def main(command: str, arguments: list[str]) -> None:
 
 
 def saved_network(checkpoint: dict[str, Any]) -> CausalLMNet:
-    """The network of a checkpoint, with its weights, on the CPU. UserError if it is none of an HFCausalLM."""
+    """The network of a checkpoint, with its weights, on the CPU. Raises a UserError if it is not an HFCausalLM."""
     refuse_malformed(checkpoint)
     name = str(checkpoint[CHECKPOINT_KEY].get("class_path")).rpartition(".")[2]
     if name != HFCausalLM.__name__:
         raise UserError(
-            f"the checkpoint is of {name}, which is no model of the transformers library; only those of HFCausalLM can "
-            "be exported"
+            f"the checkpoint is of {name}, not of a model of the transformers library; only those of "
+            "HFCausalLM can be exported"
         )
     settings = {key: value for key, value in checkpoint["hyper_parameters"].items() if not str(key).startswith("_")}
     weights = {key.removeprefix("net."): value for key, value in checkpoint.get("state_dict", {}).items()}
@@ -53,7 +53,7 @@ def saved_network(checkpoint: dict[str, Any]) -> CausalLMNet:
             net: nn.Module = module.build(module.hparams["width"])
         net.load_state_dict({key: weights[key] for key in net.state_dict()}, assign=True)
     except KeyError as error:
-        raise UserError(f"the checkpoint is damaged: it has no weight {error}; take another checkpoint") from error
+        raise UserError(f"the checkpoint is damaged: it has no weight {error}; use another checkpoint") from error
     except RuntimeError as error:  # torch's, for weights of other shapes
         message = " ".join(str(error).split())
         raise UserError(f"the checkpoint's weights are not those of its configuration: {message}") from error

@@ -1,4 +1,4 @@
-"""A full disk: which file system it is. Loads nothing heavy."""
+"""Names the file system of a full disk. Does not import torch."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ ROOM = 64 * 2**20
 
 
 class DiskFull(UserError):
-    """A file could not be written for want of space; the message names the file system and the way to go on."""
+    """A file could not be written because a disk is full; the message names the file system and how to continue."""
 
 
 def full_disk(error: BaseException, places: dict[str, Path]) -> str | None:

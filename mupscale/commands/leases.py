@@ -1,4 +1,4 @@
-"""Which process works on what in a shared folder: leases that end with their process, and one lock for the folder.
+"""Which process works on what in a shared folder: leases that end with their process, and a lock for the folder.
 
 These use fcntl and not the package filelock: a lease writes its owner into the file that it locks, which filelock does
 not give access to, and on file systems without flock filelock falls back to a lock that outlives a killed process.

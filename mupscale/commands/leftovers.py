@@ -1,4 +1,4 @@
-"""What a run writes before its first batch, removed where a mistake ends it there."""
+"""Removes what a run has written, if a mistake ends it before its first batch."""
 
 import shutil
 from contextlib import suppress

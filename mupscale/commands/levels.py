@@ -1,4 +1,4 @@
-"""Numbers of a configuration that make no sense, NaN or infinite or negative, refused before anything is made of it."""
+"""Checks the numbers of a configuration: NaN, infinite or negative values are refused before anything is built."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ LEAST = {"accumulate_grad_batches": 1, "log_every_n_steps": 0, "devices": -1}
 
 
 def refuse_levels(config: Any) -> None:
-    """UserError for what `model.optimizer`, `model.lr_scheduler`, `trainer.gradient_clip_val` or the seed cannot be."""
+    """Raises a UserError for invalid numbers in the optimizer, the schedule, the trainer's options or the seed."""
     arguments = _plain(config.get("model")).get("init_args") or {}
     for section in ("optimizer", "lr_scheduler"):
         made = arguments.get(section)

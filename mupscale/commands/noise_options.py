@@ -1,4 +1,4 @@
-"""The options of noise and method, which every way to upscale offline has."""
+"""The options for noise and growth method of `upscale`."""
 
 import argparse
 from pathlib import Path
@@ -10,23 +10,25 @@ from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SignalN
 
 def add_noise_options(parser: argparse.ArgumentParser) -> None:
     strength = parser.add_mutually_exclusive_group()
-    strength.add_argument("--noise", type=float, metavar="STD", help="additive noise with this base constant")
+    strength.add_argument(
+        "--noise", type=float, metavar="STD", help="noise of this std, in units of the muP initialisation scale"
+    )
     strength.add_argument(
         "--signal-noise", type=float, metavar="T", help="noise as this fraction of each weight's spectral norm"
     )
     strength.add_argument(
-        "--recorded-noise", type=Path, metavar="FILE", help="per-weight noise constants of an earlier upscale"
+        "--recorded-noise", type=Path, metavar="FILE", help="noise with the constants that --save-noise wrote"
     )
     parser.add_argument(
         "--centred",
         action="store_true",
-        help="centre the noise over the copies of each input unit: the function stays as it was "
-        "(recorded noise is centred anyway if it was so when it was recorded)",
+        help="preserve the function: centre the noise over the copies of each input unit "
+        "(recorded noise is always centred if the original was)",
     )
     parser.add_argument(
         "--method", choices=sorted(METHODS), default="duplication", help="the growth method (default duplication)"
     )
-    parser.add_argument("--save-noise", type=Path, metavar="FILE", help="write the per-weight noise constants")
+    parser.add_argument("--save-noise", type=Path, metavar="FILE", help="write the noise constants of each weight")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the noise (default 0)")
 
 
@@ -34,7 +36,7 @@ def method_of(options: argparse.Namespace) -> GrowthMethod:
     method = METHODS[options.method]()
     if method.needs_batches:
         raise UserError(
-            f"--method {options.method}: {type(method).__name__} learns from data, which a checkpoint does not have. "
+            f"--method {options.method}: {type(method).__name__} learns from data, and a checkpoint has none. "
             "Use it in a run, as UpscaleCallback.method"
         )
     return method

@@ -1,4 +1,4 @@
-"""Files that a command will write: what keeps it from writing them, found before it does anything."""
+"""Checks that a command can write its output files, before it starts to work."""
 
 import tempfile
 from pathlib import Path
@@ -7,7 +7,7 @@ from mupscale.errors import UserError
 
 
 def refuse_output(option: str, path: Path, inputs: dict[str, Path]) -> None:
-    """UserError if `path`, given by `option`, cannot be written, or is one of the `inputs`. Writes nothing."""
+    """Raises a UserError if `path`, given by `option`, cannot be written, or is one of the `inputs`. Writes nothing."""
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder; name a file in it")
     for what, used in inputs.items():
@@ -17,21 +17,21 @@ def refuse_output(option: str, path: Path, inputs: dict[str, Path]) -> None:
 
 
 def refuse_new_folder(option: str, folder: Path) -> None:
-    """UserError if `folder`, given by `option`, exists, or cannot be made. Writes nothing."""
+    """Raises a UserError if `folder`, given by `option`, exists, or cannot be made. Writes nothing."""
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{option} {folder} exists; name another folder, or delete it")
     refuse_folder(option, folder.absolute().parent)
 
 
 def refuse_output_folder(option: str, folder: Path) -> None:
-    """UserError if `folder`, given by `option`, is none, or cannot be made and written to. Writes nothing."""
+    """Raises a UserError if `folder`, given by `option`, is a file, or cannot be made or written to. Writes nothing."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{option} {folder} is not a folder; name a folder")
     refuse_folder(option, next(path for path in (folder, *folder.parents) if path.exists() or not path.name))
 
 
 def refuse_folder(option: str, folder: Path) -> None:
-    """UserError if `folder` does not exist, or no file can be written there; one is made there and deleted."""
+    """Raises a UserError if `folder` does not exist, or no file can be written there; one is made there and deleted."""
     if not folder.is_dir():
         problem = f"{folder} is not a folder; name one" if folder.exists() else f"there is no folder {folder}; make it"
         raise UserError(f"{option}: {problem}, or name another file")

@@ -1,4 +1,4 @@
-"""Configurations that differ in a few plain values: the first is parsed, the others are made of it."""
+"""Configurations that differ in a few plain values: the first is parsed, the others are derived from it."""
 
 from copy import deepcopy
 from typing import Any, Protocol
@@ -21,10 +21,10 @@ class CommandLine(Protocol):
 
 
 class Pattern:
-    """What the first of many alike runs has parsed.
+    """The parsed configuration of the first of many similar runs.
 
-    jsonargparse takes most of the time in which a run starts. Another run whose configuration differs in numbers and
-    texts alone needs no parsing: they are put in their places.
+    Parsing takes most of the start-up time of a run. If another configuration differs only in numbers and texts, they
+    are inserted without parsing.
     """
 
     def __init__(self) -> None:

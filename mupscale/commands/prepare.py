@@ -1,6 +1,6 @@
-"""prepare: tokenise FineWeb-Edu, or text of your own, into a folder that the data module FineWeb trains on.
+"""prepare: tokenise FineWeb-Edu or your own text into a folder for the data module FineWeb.
 
-If it is interrupted, the same command continues where it stopped, and the result is the same to the byte.
+To continue an interrupted command, run it again. The result is the same to the byte.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main(command: str, arguments: list[str]) -> None:
                 workers=options.workers,
             )
     except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(f"the same command goes on where it stopped in {options.out}") from interrupt
+        raise KeyboardInterrupt(f"run the same command again to continue in {options.out}") from interrupt
     print(summary(index))
     print(f"  train on it: {training_command(index)}")
 
@@ -68,7 +68,7 @@ def parser() -> ArgumentParser:
         tokens_help = "stop after the document that reaches this number of tokens (100M, 2.5B)"
         if kind is text:
             tokens_help += "; by default all documents are read"
-        kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or one to continue")
+        kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or an unfinished one")
         kind.add_argument("--vocab", type=vocabulary, required=True, metavar="gpt2|N", help=vocab_help)
         kind.add_argument("--tokens", type=number_of_tokens, required=kind is fineweb, metavar="N", help=tokens_help)
         kind.add_argument(
@@ -79,7 +79,7 @@ def parser() -> ArgumentParser:
             help="the fraction of documents to hold out (default %(default)s)",
         )
         kind.add_argument(
-            "--workers", type=positive, metavar="N", help="threads that tokenise (default: one for each core)"
+            "--workers", type=positive, metavar="N", help="the number of tokenising threads (default: one per core)"
         )
     return answer
 

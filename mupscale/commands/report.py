@@ -1,7 +1,8 @@
-"""report: curves, costs and savings of runs, on one page.
+"""report: write a page with the curves, costs and savings of runs.
 
-RUNS are folders of runs, folders that hold some at any depth, sweeps (what tuning has cost) and experiments. Writes
-index.html, which needs no other file, the figures as PNG and PDF, and the numbers as summary.json and summary.csv.
+RUNS are folders of runs, sweeps (for the cost of tuning) and experiments, or folders that contain them at any depth.
+Writes index.html, which needs no other file, the figures as PNG and PDF, and the numbers as summary.json and
+summary.csv.
 """
 
 import argparse
@@ -21,7 +22,7 @@ def main(command: str, arguments: list[str]) -> None:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders of runs, sweeps and experiments")
     parser.add_argument(
-        "--out", type=Path, default=Path("report"), metavar="DIR", help="the folder of the report (%(default)s)"
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="the folder of the report (default %(default)s)"
     )
     options = parser.parse_args(arguments)
     with needs_extra("report"):

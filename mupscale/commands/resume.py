@@ -1,4 +1,4 @@
-"""resume: continue an interrupted run from its newest checkpoint, in its own folder; never from scratch."""
+"""resume: continue an interrupted run from its newest checkpoint, in the same folder."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def main(command: str, arguments: list[str]) -> None:
     parser = ArgumentParser(
         prog="python -m mupscale resume",
         description=__doc__,
-        epilog=f"Further options are those of fit. {SUMMARY}. Others are refused.",
+        epilog=f"Further options are those of fit. {SUMMARY}. All others must stay the same.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, help="the folder of the run, with its config.yaml (runs/NAME/version_0)")
@@ -22,7 +22,7 @@ def main(command: str, arguments: list[str]) -> None:
     if not config.is_file():
         raise UserError(f"{options.run} is not the folder of a run: it has no config.yaml")
     if any(override.partition("=")[0] in ("--ckpt_path", "--ckpt-path") for override in overrides):
-        raise UserError("--ckpt_path: resume takes the newest checkpoint; to go on from another: fit --ckpt_path")
+        raise UserError("--ckpt_path: resume uses the newest checkpoint; to continue from another one: fit --ckpt_path")
     problems: list[str] = []
     path, checkpoint = newest_checkpoint(options.run, tell=problems.append)
     if path is None:
@@ -32,7 +32,7 @@ def main(command: str, arguments: list[str]) -> None:
             f"python -m mupscale fit --config {config}"
         )
     for problem in problems:
-        print(f"{problem}; it is passed over")
+        print(f"{problem}; it is skipped")
     ending = dictionary(dictionary(checkpoint.get("callbacks")).get("ExactResume"))
     if ending.get("finished") and not overrides:
         print(f"{options.run} is finished: {path} is of its last step, {checkpoint['global_step']}")

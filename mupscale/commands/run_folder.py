@@ -22,11 +22,11 @@ class Claim:
     """
 
     def __init__(self, folder: Path) -> None:
-        """UserError if another process has it."""
+        """Raises a UserError if another process has it."""
         self.folder = folder.absolute()
         self._made = _missing(self.folder)
         if self.folder in _held:
-            raise Taken(f"{folder} is in use by this very process")
+            raise Taken(f"{folder} is already in use by this process")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] = open(self.folder / LOCK, "a+")  # noqa: SIM115
         try:

@@ -61,7 +61,7 @@ class Log:
 
 
 class LoggedRun:
-    """A folder with a config.yaml and TensorBoard events. UserError if the configuration cannot be read."""
+    """A folder with a config.yaml and TensorBoard events. Raises a UserError if the configuration cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

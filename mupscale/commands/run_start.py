@@ -1,4 +1,4 @@
-"""The start of a run: a folder of its own, claimed before anything is written there, and what is written first."""
+"""The start of a run: finds its folder, claims it, and writes the first files."""
 
 import itertools
 from pathlib import Path
@@ -20,7 +20,7 @@ from mupscale.models._lightning import callbacks_of, forget_version, is_remote, 
 
 
 class RunStart:
-    """Finds and claims the folders of a run. `resumed` is the folder of a run that goes on."""
+    """Finds and claims the folders of a run. `resumed` is the folder of a run to continue."""
 
     def __init__(self, resumed: Path | None) -> None:
         self.resumed = resumed

@@ -1,4 +1,4 @@
-"""A run in this process: its configuration, its log, and its result; a run that was interrupted is resumed."""
+"""A run in this process: its configuration, log and result. An interrupted run is resumed."""
 
 import gc
 import json
@@ -45,7 +45,7 @@ Result = tuple[float, float]
 
 
 def make(run: Run) -> Result:
-    """Makes a run, or resumes it; prints lines of progress on the way, if it is long."""
+    """Makes or resumes a run; prints its progress if it is long."""
     torch.compiler.reset()  # dynamo stops compiling after a few networks
     with progress(run.name):
         result = fitted(run)
@@ -86,7 +86,7 @@ def fitted(run: Run, beside: Callable[[], int] = lambda: 1, pattern: Pattern | N
 
 
 def newest(run: Run) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint that a run goes on from; None if it begins anew."""
+    """The checkpoint from which a run continues; None if it starts from the beginning."""
     return newest_checkpoint(run.folder) if (run.folder / "config.yaml").exists() else (None, {})
 
 

@@ -1,4 +1,4 @@
-"""The model and the optimizers that a checkpoint was saved from, made anew from what it says of them."""
+"""Rebuilds the model and the optimizers of a checkpoint."""
 
 import importlib
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, Ru
 def module_of(checkpoint: dict[str, Any], model: str | None = None) -> WidthScalable:
     """The module that a checkpoint was saved from, at the checkpoint's width, without weights.
 
-    The checkpoint's class is looked up among the classes that are loaded. Only `model`, the user's word, is imported.
+    The checkpoint's class is looked up among the loaded classes. Only `model`, which the user gives, is imported.
     """
     refuse_malformed(checkpoint)
     import_classes()

@@ -1,4 +1,4 @@
-"""Runs that are made together, as one program, where they differ in numbers alone."""
+"""Runs that are trained together as one program, if they differ only in numbers."""
 
 import json
 import math
@@ -67,9 +67,9 @@ class Work(Protocol):
 
 @dataclass
 class Unit:
-    """Runs that count as one, such as the seeds of a trial: a seed that diverges decides it, and is its last.
+    """Runs that count as one, such as the seeds of a trial. If one diverges, the unit has diverged and ends there.
 
-    `finish` takes their results, and returns the end in words; `give_back` leaves them to other processes.
+    `finish` takes their results, and returns a summary in words; `give_back` leaves them to other processes.
     """
 
     name: str
@@ -92,9 +92,9 @@ class Unit:
 
 
 class Workshop:
-    """Takes units of work and makes their runs, those that are alike together.
+    """Takes units of work and runs them, similar runs together.
 
-    What fails is given back, and so is all that was taken beside it.
+    If a unit fails, all units taken are given back.
     """
 
     def __init__(self, take: Callable[[], Unit | None], size: Size, tell: Callable[[str], None]) -> None:
@@ -171,8 +171,10 @@ class Workshop:
             joint.run()
         except Apart as reason:
             if self._size != "auto":
-                raise UserError(f"--stack {self._size}: {reason}; --stack off makes runs one after another") from reason
-            self._tell(f"runs are made one after another: {reason}")
+                raise UserError(
+                    f"--stack {self._size}: {reason}; --stack off trains runs one after another"
+                ) from reason
+            self._tell(f"runs are trained one after another: {reason}")
             self._size = "off"
             self._runs.extendleft(reversed(mates))
         else:

@@ -1,8 +1,8 @@
-"""sweep: run a configuration with many values of some of its keys, and find the best.
+"""sweep: tune hyperparameters: train with many values of configuration keys, and find the best.
 
-Start the same command again, on this machine or on others that share the folder --out, and the processes share the
-trials. If it is interrupted, the same command continues where it stopped. It writes trials.csv, figures, and
-best.yaml, which holds the swept values alone: fit --config TARGET.yaml --config OUT/best.yaml.
+Writes trials.csv, figures, and best.yaml with the best values of the swept keys. To use them in another run: fit
+--config TARGET.yaml --config OUT/best.yaml. To continue an interrupted sweep, run the same command again. To share the
+trials among several processes, start the same command several times, on any machines that share the folder --out.
 """
 
 import argparse
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 WAIT = 1.0
 """Seconds between two looks at what other processes do."""
 
-EPILOG = """--config FILE and all other options are those of fit: they make the configuration of every trial.
+EPILOG = """--config FILE and all other options are those of fit, and apply to every trial.
 
-A key is that of an option of fit (model.optimizer.lr), or starts with the class of a callback in trainer.callbacks
-(UpscaleCallback.noise.std). docs/sweeps.md has more."""
+A key is an option of fit (model.optimizer.lr), or starts with the class of a callback in trainer.callbacks
+(UpscaleCallback.noise.std). More in docs/sweeps.md."""
 
-SWEEP_HELP = """V1,V2,… are values; LOW:HIGH:N are N values, evenly by ratio; LOW:HIGH is a range to draw from (random,
-tpe)"""
+SWEEP_HELP = """a key and its values: V1,V2,… is a list; LOW:HIGH:N is N values, spaced logarithmically; LOW:HIGH is a
+range for the samplers random and tpe, on a logarithmic scale"""
 
-METRIC_HELP = """the metric to minimise: last_epoch (the default) and last_2%% are the mean training loss over the last
-epoch or the last 2 %% of the steps; any other name is a metric that is logged, such as val/loss (its last value)"""
+METRIC_HELP = """the metric to minimise: last_epoch (the default) or last_2%% is the mean training loss over the last
+epoch or the last 2 %% of the steps; any other name is that of a logged metric, such as val/loss (its last value)"""
 
 
 def main(command: str, arguments: list[str]) -> None:
@@ -63,15 +63,15 @@ def parser() -> ArgumentParser:
     )
     answer.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUES", help=SWEEP_HELP)
     answer.add_argument("--out", type=Path, required=True, help="the folder of the sweep")
-    answer.add_argument("--seeds", metavar="S1,S2,…", help="run each trial with these seeds; their mean decides")
+    answer.add_argument("--seeds", metavar="S1,S2,…", help="run each trial with these seeds, and compare the means")
     answer.add_argument(
         "--sampler", choices=["grid", "random", "tpe"], default="grid", help="how values are chosen (default grid)"
     )
-    answer.add_argument("--trials", type=int, help="the number of trials, unless the sampler is grid")
+    answer.add_argument("--trials", type=int, help="the number of trials, for the samplers random and tpe")
     answer.add_argument("--metric", default="last_epoch", help=METRIC_HELP)
     answer.add_argument("--stack", metavar="auto|N|off", default="auto", help=STACK_HELP)
     answer.add_argument(
-        "--storage", metavar="URL", help="keep the study in this database (postgresql://…), not in a file in --out"
+        "--storage", metavar="URL", help="store the study in this database (postgresql://…) instead of a file in --out"
     )
     cluster.add_options(answer)
     return answer
@@ -121,7 +121,7 @@ def work(whole: "Sweep", size: Size) -> None:
 
 
 def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
-    """The settings of a command line. UserError for every mistake that can be found without a run."""
+    """The settings of a command line. Raises a UserError for every mistake that can be found without a run."""
     from mupscale.commands.configured import described
     from mupscale.commands.tuning.results import checked_metric, signal_swap
     from mupscale.commands.tuning.space import grid, parsed_axis
@@ -142,14 +142,14 @@ def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
 
 
 def refuse_options(options: argparse.Namespace, axes: list["Axis"]) -> None:
-    """UserError if the axes, the sampler and the number of trials do not fit together."""
+    """Raises a UserError if the axes, the sampler and the number of trials do not fit together."""
     if not axes:
         raise UserError(
             "--sweep: the grid is empty, name a key and its values: --sweep model.optimizer.lr=0.01,0.02,0.04"
         )
     keys = [axis.key for axis in axes]
     if len(set(keys)) < len(keys):
-        raise UserError(f"--sweep: a key is there twice in {', '.join(keys)}")
+        raise UserError(f"--sweep: a key is given twice in {', '.join(keys)}")
     ranges = [axis.key for axis in axes if axis.bounds]
     if options.sampler == "grid" and ranges:
         raise UserError(

@@ -1,4 +1,4 @@
-"""SIGTERM ends a command with exit code 143, and the command names the way to go on. Loads nothing heavy."""
+"""SIGTERM ends a command with exit code 143 and a message how to continue. Does not import torch."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """SIGTERM has asked this process to end; the message, if there is one, says where it stands and how to go on."""
+    """SIGTERM has asked this process to end; the message, if there is one, is how to continue."""
 
 
 @contextmanager

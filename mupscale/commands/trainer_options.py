@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 
 
 def refuse_options(trainer: Any) -> None:
-    """UserError for options and callbacks of the trainer's configuration that do not work in a run."""
+    """Raises a UserError for options and callbacks of the trainer's configuration that do not work in a run."""
     for key, (is_bad, reason, remedy) in OPTIONS.items():
         value = trainer.get(key)
         if is_bad(value):
@@ -59,7 +59,7 @@ def refuse_options(trainer: Any) -> None:
 
 
 def refuse_processes(trainer: Any, environment: Mapping[str, str]) -> None:
-    """UserError if torchrun has started another number of processes than the trainer's configuration says.
+    """Raises a UserError if torchrun has started another number of processes than the trainer's configuration says.
 
     UserError also for several nodes without anything that could have started the others: the run would wait for them.
     """

@@ -1,12 +1,12 @@
-"""upscale: widen a checkpoint offline, as UpscaleCallback widens a model inside a run.
+"""upscale: widen a saved checkpoint, as UpscaleCallback does during a run.
 
 For example: upscale base.ckpt --width 2000 --noise 0.1 --out wide.ckpt
 
-A sharded checkpoint, the folder of a run under FSDP2, becomes another one, tensor by tensor: memory holds one tensor at
-a time.
+A sharded checkpoint (a folder, written under FSDP2) is widened into another folder, with one tensor in memory at a
+time.
 
-A model folder of the transformers library is widened into another folder: upscale FOLDER --factor 2 --out WIDE (its
-options: upscale --factor 2 --help).
+A model folder of the transformers library is widened by: upscale FOLDER --factor 2 --out WIDE (for its options: upscale
+--factor 2 --help).
 """
 
 from functools import partial
@@ -45,19 +45,19 @@ from mupscale.widening.upscale import UpscaleReport, upscale
 def widen_checkpoint(arguments: list[str]) -> None:
     parser = ArgumentParser(prog="python -m mupscale upscale", description=__doc__)
     parser.add_argument("checkpoint", help="the checkpoint to widen")
-    parser.add_argument(
-        "--width", type=int, nargs="+", required=True, help="the target width (several for unequal layers)"
-    )
+    parser.add_argument("--width", type=int, nargs="+", required=True, help="the target width, or one for each layer")
     parser.add_argument("--out", type=Path, required=True, help="where to write the wide checkpoint")
     add_noise_options(parser)
     parser.add_argument(
-        "--no-optimizer", action="store_true", help="leave the optimizer state out: then only `init_from` can use it"
+        "--no-optimizer",
+        action="store_true",
+        help="omit the optimizer state; the result can then be used by init_from only",
     )
     parser.add_argument(
         "--model",
         metavar="CLASS",
-        help="the model's class, if it is your own (mine.Denoiser): a checkpoint does not import code. "
-        "The module may register an optimizer of your own by mupscale.register_optimizer",
+        help="the import path of your own model class (mine.Denoiser); a checkpoint alone never imports code. "
+        "Its module may call mupscale.register_optimizer for your own optimizer",
     )
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)

@@ -135,7 +135,7 @@ class ShardedGrowth:
         is_parameter = entry.name in self.plan.parameters
         bad = first_non_finite([(name, source)], infinite_allowed=not is_parameter and not entry.grows)
         if bad is not None:
-            raise UserError(f"{name!r} has NaN or infinite entries; take an earlier checkpoint")
+            raise UserError(f"{name!r} has NaN or infinite entries; use an earlier checkpoint")
         writer.add_tensor(path, entry.wide_shape, source.dtype, self._rows_of(name, source, entry, is_parameter))
 
     def _rows_of(self, name: str, source: Tensor, entry: TensorPlan, is_parameter: bool) -> Rows:
@@ -162,7 +162,7 @@ class ShardedGrowth:
             raise UserError(f"{self.checkpoint.folder} is damaged: its optimizer has a parameter {name!r}")
         if first_non_finite([(str(key), value)] if isinstance(value, Tensor) else []) is not None:
             raise UserError(
-                f"optimizer state {key!r} of {name!r} has NaN or infinite entries; take an earlier checkpoint, or "
+                f"optimizer state {key!r} of {name!r} has NaN or infinite entries; use an earlier checkpoint, or "
                 "leave the state out: --no-optimizer"
             )
         if not isinstance(value, Tensor) or (key not in rule.state and key != NEW_COPIES):
@@ -210,7 +210,7 @@ def _refuse_method(method: GrowthMethod, optimizer: bool) -> None:
 
 
 def _networks(checkpoint: ShardedCheckpoint, module: WidthScalable, width: Any) -> tuple[nn.Module, nn.Module]:
-    """The narrow and the wide network on the meta device. UserError if the weights are of another model."""
+    """The narrow and the wide network on the meta device. Raises a UserError if the weights are of another model."""
     if "current_model_state" in checkpoint.rest:
         raise UserError(
             f"{checkpoint.folder} has the weights of an EMA run, which are widened in a file only; save it as one: "

@@ -1,1 +1,1 @@
-"""How a model grows that nobody prepared: layouts, roles and units found by comparing two models."""
+"""How an unprepared model grows: layouts, roles and units, found by comparing two models."""

@@ -1,4 +1,4 @@
-"""What may be tried where two models first differ: other layouts, sides and units of the modules before it."""
+"""What to try where two models first differ: other layouts, sides and units of the modules before that point."""
 
 import math
 from collections.abc import Iterator

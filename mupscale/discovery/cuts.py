@@ -1,4 +1,4 @@
-"""Where a model cuts its axes into sections: the lengths that it gives to `split`, and the ends of its slices."""
+"""Where a model cuts its axes into sections: the lengths in its calls of `split`, and the ends of its slices."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice

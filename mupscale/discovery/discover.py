@@ -1,4 +1,4 @@
-"""One public call, `discover`: how a model grows that nobody prepared."""
+"""`discover`: finds how an unprepared model grows."""
 
 import math
 
@@ -27,10 +27,10 @@ TOLERANCE = 1e-9
 def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwatched) -> Found:
     """Finds how `narrow` grows to `wide`: the layouts, roles and units of all parameters.
 
-    `call(model)` runs one forward pass. Copies of both models, with their parameters moved a little so that zeros and
-    ones hide nothing, run in float64 on the CPU; where they first differ, layouts, roles and units of the modules
-    before it are tried until they agree to the end, and until all gradients agree. The arguments are not changed.
-    `watch(words, done, total)` is called after every try.
+    `call(model)` must run one forward pass. `discover` runs it on float64 copies of both models on the CPU, with
+    slightly perturbed parameters, because initial zeros and ones would hide differences. Where the outputs of the two
+    copies first differ, it tries other layouts, roles and units for the modules before that point, until all outputs
+    and all gradients agree. The arguments are not changed. `watch(words, done, total)` is called after every try.
 
     `found = discover(narrow, wide, lambda model: model(tokens))`
 
@@ -46,7 +46,7 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
         ...         return self.last(self.scale * self.first(x))
         >>> narrow, wide = Scaled(4), Scaled(8)
         >>> found = mupscale.discover(narrow, wide, lambda model: model(torch.ones(1, 3)))
-        >>> found.units  # they make up for the scale
+        >>> found.units  # compensates for the scale
         {'last.weight': 1.4142135623730951}
         >>> report = mupscale.upscale(narrow, wide, **found.hints)
         >>> x = torch.randn(5, 3)
@@ -78,7 +78,7 @@ def cuts_between(narrow: nn.Module, wide: nn.Module, call: Call) -> list[PairedC
 
 
 def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> None:
-    """UserError unless a finding, made with other sizes of a family, makes these two models agree.
+    """Raises a UserError unless a result for other sizes of the same family makes these two models agree.
 
     Outputs and all gradients are compared, as `discover` does. The arguments are not changed.
     """
@@ -89,11 +89,11 @@ def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> Non
         outcome = search.outcome()
         if not outcome.complete:
             reason = outcome.reason or f"copies of one entry of {outcome.untrained[0]!r} do not get the same gradient"
-            raise UserError(f"what was found for a smaller model of this family does not hold for this one: {reason}")
+            raise UserError(f"the result for a smaller model of this family does not hold for this one: {reason}")
 
 
 def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Copies of both models in float64 on the CPU, the parameters of the narrow one moved."""
+    """Copies of both models in float64 on the CPU, the parameters of the narrow one perturbed."""
     before, after = (float64_copy(model).cpu().eval() for model in (narrow, wide))
     move_(before)
     return before, after
@@ -101,7 +101,7 @@ def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 @torch.no_grad()
 def move_(model: nn.Module) -> None:
-    """Moves all parameters and statistics a little: units that are alike become different."""
+    """Perturbs all parameters and statistics a little, so that equal units become different."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.is_floating_point() or parameter.is_complex():
@@ -148,23 +148,23 @@ def _found(search: Search) -> Found:
 
 
 def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
-    """UserError unless `upscale` with what was found writes what made the models agree, with rates that fit it."""
+    """Raises a UserError unless `upscale` with these findings writes the weights that agreed, with exact rates."""
     written = {name: tensor.detach().clone() for name, tensor in hypothesis.wide.state_dict().items()}
     report = upscale(hypothesis.narrow, hypothesis.wide, **found.hints)
     for name, tensor in hypothesis.wide.state_dict().items():
         size = float(written[name].abs().max()) if tensor.numel() and not tensor.is_complex() else 1.0
         if not torch.allclose(tensor, written[name], rtol=1e-9, atol=1e-9 * size):
-            raise UserError(f"discover: {name!r} grows in a way that a plan cannot say. Give its blocks by hand")
+            raise UserError(f"discover: {name!r} grows in a way that a plan cannot express. Give its blocks by hand")
     for name, entry in report.plan.parameters.items():
         assumed = hypothesis.assumed[name]
         if not entry.mixed and not math.isclose(
             entry.factors.k_out, assumed.copies * hypothesis.weight_scale(name), rel_tol=1e-9
         ):
-            raise UserError(f"discover: {name!r} has a role that a plan cannot say. Give its role by hand")
+            raise UserError(f"discover: {name!r} has a role that a plan cannot express. Give its role by hand")
 
 
 def _unknown_roles(hypothesis: Hypothesis) -> dict[str, Role]:
-    """The roles of parameters that a plan does not know by itself, as they are assumed."""
+    """The assumed roles of the parameters whose role a plan cannot determine by itself."""
     uses = hypothesis.uses.items()
     return {name: _role(hypothesis.assumed[name].sides) for name, use in uses if use.growing and not _default_role(use)}
 
@@ -179,7 +179,7 @@ def _is_norm(use: Use) -> bool:
 
 
 def _default_role(use: Use) -> Role | None:
-    """What a plan takes a parameter for by itself; None where it has to be said."""
+    """The role that a plan determines by itself; None if the caller must give it."""
     if _is_tied(use) or (not is_known(use) and use.narrow.ndim > 1):
         return None
     return _role(first_sides(use))

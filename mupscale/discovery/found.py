@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Found:
-    """How a model grows. `print` it.
+    """The result of `discover`: how a model grows. `print` it.
 
     `upscale(narrow, wide, optimizer, roles=found.roles, blocks=found.blocks, units=found.units)`
 
@@ -40,13 +40,13 @@ class Found:
     blocks: dict[str, dict[int, LayoutSpec]]
     units: dict[str, Unit]
     passes: int
-    """Forward passes of the wide model that it took."""
+    """The number of forward passes of the wide model that the search took."""
     shapes: dict[str, tuple[Shape, Shape]] = field(repr=False)
     """Of every parameter and buffer in the narrow and in the wide model."""
     cuts: tuple[PairedCut, ...] = field(default=(), repr=False)
     """Where the models cut their axes into sections."""
     untested: tuple[str, ...] = ()
-    """Growing parameters that had no part in what the model returns, so that nothing is known of them."""
+    """Growing parameters that do not affect what the model returns, so that they could not be tested."""
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -57,8 +57,8 @@ class Found:
         """The same for two models of the same family with other sizes and another depth.
 
         They may be on the meta device. Blocks are carried over as shares of their axis. Where an axis has sections of
-        unequal lengths, `cuts` is called, which says where these models cut their axes (`cuts_between`). UserError
-        where that does not say how a parameter grows.
+        unequal lengths, `cuts` is called; it returns where these models cut their axes (`cuts_between`). Raises a
+        UserError if this does not determine how a parameter grows.
         """
         known: list[PairedCut] | None = None
 

@@ -1,4 +1,4 @@
-"""What is assumed of every tensor of the wide model, and the wide model written so."""
+"""The assumptions about how each tensor grows, and the wide model that follows from them."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ Axis = tuple[str, int]
 
 @dataclass(frozen=True)
 class Assumed:
-    """Of one tensor: how it is duplicated, and by what; with an offset c, it is c + w that is multiplied."""
+    """How one tensor is duplicated, and its factor; with an offset c, the factor multiplies c + w."""
 
     layouts: tuple[Layout, ...]
     sides: tuple[Side, ...]

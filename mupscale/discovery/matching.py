@@ -1,4 +1,4 @@
-"""Whether one tensor is another one duplicated along its growing axes and multiplied by a number, and how."""
+"""Checks whether a tensor is a multiple of another one, duplicated along its growing axes, and finds how."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from mupscale.widening.layout import Layout, Piece, duplicate, evenly, wide_leng
 
 _MOST_LAYOUTS = 1024
 MASKED = 1e30
-"""Numbers beyond this fill masked places; they must agree, and measure nothing."""
+"""Larger numbers are fill values of masks: they must be equal, but do not count for the ratio."""
 
 
 class Match(NamedTuple):

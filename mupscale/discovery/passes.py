@@ -1,4 +1,4 @@
-"""One forward pass of each model side by side: where they first differ, and by what ratio they agree until then."""
+"""Compares one forward pass of both models: where they first differ, and their ratio up to that point."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

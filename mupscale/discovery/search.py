@@ -1,4 +1,4 @@
-"""The search: at the first difference between the models, what is assumed of the modules before it is changed."""
+"""The search: at the first difference between the models, changes the assumptions about the modules before it."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ MOST_PASSES = 1500
 """Forward passes of the wide model, after which the search ends."""
 
 MOST_BRANCHES = 4
-"""Of changes that help, those that are followed up."""
+"""How many of the changes that help are followed up."""
 
 State = tuple[dict[str, Assumed], frozenset[Axis]]
 
@@ -45,7 +45,7 @@ class Search:
         self._proposals = Proposals(self.hypothesis, self.narrow.events, self.cuts)
 
     def run(self) -> None:
-        """Changes what is assumed until the models agree; UserError where no change helps."""
+        """Changes what is assumed until the models agree; raises a UserError where no change helps."""
         first = self.outcome()
         for at_once in (1, 2):  # two changes at once only if one at a time do not lead to the end
             if self._solved(first, at_once) is not None and self.outcome().complete:
@@ -155,6 +155,6 @@ class Search:
         module = self.hypothesis.narrow.get_submodule(name)
         where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         return UserError(
-            f"discover: stuck at {where}: {outcome.reason}, whatever is assumed of the modules before it. "
+            f"discover: stuck at {where}: {outcome.reason}, and no change to the modules before it helps. "
             f"If you know how it grows, give roles, blocks and units by hand. {tried}"
         )

@@ -70,7 +70,7 @@ class CapturedStack:
         self._graph = torch.cuda.CUDAGraph()
         cause = None
         try:
-            # thread_local: other threads, such as a loader's that pins memory, may go on with what they do
+            # thread_local: other threads, such as one that pins memory, may call CUDA
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 try:
                     self._losses = step()

@@ -1,7 +1,7 @@
-"""Dropout of models that take their steps together: the mask of each depends on its own seed, and on no other model.
+"""Dropout for stacked models: the mask of a model depends on its own seed only.
 
-A mask is a hash of the model's seed, the number of the call in this step, and the place of the element. So a model
-that trains in another stack, or alone in one, drops the same elements.
+A mask is a hash of the model's seed, the number of the call in this step, and the position of the element. So a model
+drops the same elements in any stack.
 """
 
 from collections.abc import Callable, Iterable

@@ -16,7 +16,7 @@ STATES: dict[type[Optimizer], int] = {torch.optim.SGD: 1, torch.optim.Adam: 2, t
 """Tensors of the size of a weight that an optimizer keeps: SGD its momentum, Adam two moments."""
 
 WORKSPACE = 0.01
-"""What kernels need beside their operands, as a share: a sum over many rows, for one, has a buffer of partial sums."""
+"""The extra memory of kernels as a share of their operands, for example for partial sums over many rows."""
 
 
 class Saved(NamedTuple):
@@ -55,7 +55,7 @@ def bytes_per_model(
     """
     if optimizer_class not in STATES:
         names = ", ".join(known.__name__ for known in STATES)
-        raise UserError(f"{optimizer_class.__name__} has no step for many models at once; those of {names} do")
+        raise UserError(f"{optimizer_class.__name__} cannot step many models at once; {names} can")
     trained = [_size(parameter) for parameter in model.parameters() if parameter.requires_grad]
     fixed = _bytes(model.buffers()) + _bytes(
         parameter for parameter in model.parameters() if not parameter.requires_grad

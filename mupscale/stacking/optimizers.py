@@ -1,8 +1,8 @@
-"""SGD and Adam for models that take their steps together: every number may be another one in each of them.
+"""SGD and Adam for stacked models, with different hyperparameters for each model.
 
-torch's optimizers take one learning rate for a tensor. Here a tensor holds the weights of all models, and the numbers
-are tensors with one entry for each; the arithmetic is that of torch's optimizers, in their order. State lies where they
-keep it: each model's optimizer finds its own in `optimizer.state`.
+torch's optimizers have one learning rate per tensor. Here a tensor holds the weights of all models, and hyperparameters
+are tensors with one entry per model. The arithmetic is that of torch's optimizers, in the same order. The state of each
+model is in the `state` of its optimizer, as usual.
 
 A step has two parts. `factors` computes all numbers that a step needs, for all parameters at once, from small tensors
 in float64. `sgd_update` and `adam_update` read and write the weights, in as few passes over memory as possible.
@@ -352,7 +352,7 @@ def stacked_optimizer(
     *,
     compiled: bool = False,
 ) -> StackedOptimizer:
-    """The optimizers of all models as one. UserError where they are of different classes, or of one without a rule."""
+    """The optimizers of all models as one. Raises a UserError if their classes differ, or have no stacked step."""
     kinds = {type(optimizer) for optimizer in optimizers}
     if len(kinds) > 1:
         raise UserError(
@@ -361,7 +361,7 @@ def stacked_optimizer(
     kind = kinds.pop()
     if kind not in KINDS:
         names = ", ".join(known.__name__ for known in KINDS)
-        raise UserError(f"{kind.__name__} has no step for many models at once; those of {names} do")
+        raise UserError(f"{kind.__name__} cannot step many models at once; {names} can")
     return KINDS[kind](weights, models, optimizers, compiled=compiled)
 
 

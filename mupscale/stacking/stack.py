@@ -1,8 +1,8 @@
-"""Models that train side by side: their tensors lie in one memory, and one step moves all of them.
+"""Stacked models: their tensors share memory, and one step updates all of them.
 
-Each model and each optimizer stays what it was. Its parameters, buffers and state become views of tensors with a
-leading axis, one entry for each model; so a checkpoint, a validation or an upscale of a single one needs nothing to be
-copied. Only the step is shared.
+Each model and each optimizer remains usable. Its parameters, buffers and state become views of tensors with a leading
+axis, one entry for each model, so a checkpoint, a validation or an upscale of one model needs no copies. Only the step
+is shared.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ Scoring = Callable[[nn.Module, Any], dict[str, Tensor]]
 
 
 class Stack:
-    """Models of one architecture that take their steps together.
+    """Models of one architecture that are trained together.
 
     stack = Stack(models, optimizers, lambda model, batch: model.loss(batch))
     losses = stack.step(batch)
@@ -94,8 +94,8 @@ class Stack:
     ) -> Tensor:
         """Takes a step of every model; returns the losses before it.
 
-        Learning rates and the like are read from the optimizers, as they are now. Gradients are clipped to
-        `max_norm`, a number or one for each model, by the width-invariant norm of each.
+        Learning rates and other hyperparameters are read from the optimizers. The gradients of each model are clipped
+        by their width-invariant norm to `max_norm`, a number or one for each model.
         """
         self.optimizer.read_numbers()
         return self.advance(batch, shared=shared, max_norm=max_norm, context=context)
@@ -108,10 +108,10 @@ class Stack:
         max_norm: Tensor | float | None = None,
         context: Context = nullcontext,
     ) -> Tensor:
-        """A step by the numbers that were read last.
+        """Takes a step with the hyperparameters that were read last.
 
-        Reading those of 100 models takes longer than a small step. Call `stack.optimizer.read_numbers()` where
-        numbers may have changed, or `read_rates()` where only learning rates did.
+        Reading those of 100 models takes longer than a small step. Call `stack.optimizer.read_numbers()` if any may
+        have changed, or `read_rates()` if only learning rates have.
         """
         with context():
             losses = self.losses(batch, shared=shared)
@@ -200,7 +200,7 @@ class _Call(nn.Module):
 
 
 def refuse_unlike(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """UserError if these cannot take their steps together, with what differs."""
+    """Raises a UserError if these cannot take their steps together, with what differs."""
     if not models or len(models) != len(optimizers):
         raise UserError(f"a stack needs an optimizer for each model, got {len(models)} and {len(optimizers)}")
     first = signature(models[0])

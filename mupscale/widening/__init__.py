@@ -1,1 +1,1 @@
-"""What grows, and how: layouts, roles, factors, weights, noise and optimizer state, put together by `upscale`."""
+"""Widening: layouts, roles, factors, weights, noise and optimizer state, combined in `upscale`."""

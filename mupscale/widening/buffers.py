@@ -1,9 +1,9 @@
-"""Buffers: saved ones are duplicated as statistics and tables of their units, the others stay the wide model's own.
+"""Buffers: saved ones are duplicated; for the others, the wide model keeps its own values.
 
-A buffer that is not saved (`persistent=False`) is computed anew whenever the model is built: a table of frequencies, a
-mask, a constant that depends on the width. A narrow value copied over it would be right in memory, and wrong once the
-model is saved and loaded again. So the wide model keeps what it has computed for itself. On the meta device it has
-computed nothing: then `rebuild` builds the model again, without memory for its parameters, to take the buffers from it.
+A buffer that is not saved (`persistent=False`) is computed whenever the model is built: a table of frequencies, a mask,
+a constant that depends on the width. If the narrow value were copied, the model would change when it is saved and
+loaded. So the wide model keeps its own value. On the meta device it has none: then `rebuild` builds the model again,
+without memory for its parameters, and the buffers are taken from it.
 """
 
 import threading
@@ -19,7 +19,7 @@ from mupscale.widening.layout import duplicate
 from mupscale.widening.plan import Plan
 
 Rebuild = Callable[[], nn.Module]
-"""Builds the wide model anew, on the CPU."""
+"""Builds the wide model again, on the CPU."""
 
 
 def widen_buffers_(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuild | None = None) -> None:
@@ -60,7 +60,7 @@ def wide_buffers(plan: Plan, narrow: nn.Module, wide: nn.Module, rebuild: Rebuil
 
 
 def refuse_unknown_buffers(plan: Plan, wide: nn.Module, rebuild: Rebuild | None) -> None:
-    """UserError for a growing buffer that is not saved, where the wide model has no value for it."""
+    """Raises a UserError for a growing buffer that is not saved, where the wide model has no value for it."""
     for name, target in wide.named_buffers():
         entry = plan.buffers[name]
         if entry.kept and entry.grows and rebuild is None and not _has_value(target):
@@ -72,7 +72,7 @@ def refuse_unknown_buffers(plan: Plan, wide: nn.Module, rebuild: Rebuild | None)
 
 
 def refuse_other_shapes(rebuilt: dict[str, Tensor], wide: nn.Module) -> None:
-    """UserError if these are not the buffers of the wide model."""
+    """Raises a UserError if these are not the buffers of the wide model."""
     for name, target in wide.named_buffers():
         if name not in rebuilt or rebuilt[name].shape != target.shape:
             raise UserError(
@@ -82,7 +82,7 @@ def refuse_other_shapes(rebuilt: dict[str, Tensor], wide: nn.Module) -> None:
 
 
 def copied_for_want_of_own(plan: Plan, wide: nn.Module) -> Iterator[str]:
-    """A note on each buffer that is not saved, and that the wide model gets from the narrow one for want of its own."""
+    """A note on each unsaved buffer that is copied from the narrow model, because the wide one has no value for it."""
     for name, target in wide.named_buffers():
         if plan.buffers[name].kept and not _has_value(target):
             yield (

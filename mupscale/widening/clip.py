@@ -1,4 +1,4 @@
-"""Gradient clipping that a wider copy of the same function feels in the same way."""
+"""Gradient clipping that has the same effect on a model and on its widened copy."""
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,11 @@ from mupscale.widening.width_table import WidthFactors, merged_table
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Clips the gradients of `model` to a width-invariant global norm, in place; returns that norm before clipping.
 
-    norm² = Σ ‖g‖² · m_out / m_in, with m the widths of each parameter in units of the base width: duplication leaves it
-    as it was, and at the base width it is the usual norm. The widths come from `set_base_shapes`, or from the upscale
-    that made the model; without either this is `torch.nn.utils.clip_grad_norm_`. Nothing waits for the device.
-
-    `max_norm` must be finite and at least 0: NaN would spoil the weights, and a negative one would ascend.
+    norm² = Σ ‖g‖² · m_out / m_in, where m_out and m_in are the widths of a parameter in units of the base width.
+    Duplication does not change this norm, and at the base width it is the usual norm. The widths come from
+    `set_base_shapes`, or from the upscale that made the model; without either, this is
+    `torch.nn.utils.clip_grad_norm_`. The call does not synchronise with the device. `max_norm` must be finite and at
+    least 0.
 
     Examples:
         >>> import mupscale

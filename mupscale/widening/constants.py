@@ -1,8 +1,8 @@
-"""Constants of a module that depend on its width, and that no duplication makes up for: notes on those that are seen.
+"""Finds constants of a module that depend on its width, for which duplication does not compensate, and reports them.
 
-They are seen as numbers that differ between the two models (`embed_scale`), as roots of a size in the code of a forward
-pass (`d_model ** -0.5`), as ALiBi's slopes, which depend on the number of heads, and as tables that are not saved and
-whose size is the width (sinusoids).
+These are numbers that differ between the two models (`embed_scale`), roots of a size in the code of a forward pass
+(`d_model ** -0.5`), ALiBi's slopes, which depend on the number of heads, and tables that are not saved and whose size
+is the width (sinusoids).
 """
 
 import inspect
@@ -21,15 +21,15 @@ _ROOTS = (
     re.compile(r"self\.(?:config\.)?(\w+)\s*\*\*\s*\(?\s*-?\s*0\.5"),
     re.compile(r"sqrt\(\s*self\.(?:config\.)?(\w+)"),
 )
-"""The size that a root is taken of, in Python: `self.d_model ** -0.5`, `math.sqrt(self.config.hidden_size)`."""
+"""Finds the size under a root in Python: `self.d_model ** -0.5`, `math.sqrt(self.config.hidden_size)`."""
 
 _LOGIT_SCALES = ("scale", "scaling", "softmax_scale", "inv_norm_factor")
 
-_REMEDY = "where it multiplies what grows, a unit makes up for it"
+_REMEDY = "if it multiplies something that grows, compensate for it with `units`"
 
 
 def constant_caveats(narrow: nn.Module, wide: nn.Module) -> Iterator[str]:
-    """What differs between the two modules beside their parameters."""
+    """What differs between the two modules besides their parameters."""
     logits = None if isinstance(narrow, (nn.Linear, ConvNd)) else _logit_scale(narrow, wide)
     if logits:
         yield logits
@@ -57,8 +57,8 @@ def buffer_caveats(narrow: nn.Module, wide: nn.Module) -> Iterator[tuple[str, st
             yield (
                 attribute,
                 f"this buffer {tuple(before.shape)} → {tuple(after.shape)} is not saved with the model, and the wide "
-                "one is not the narrow one duplicated, as sinusoids are not; the wide model keeps its own: what reads "
-                "it is not exact",
+                "one is not a duplicate of the narrow one (such as sinusoids). The wide model keeps its own, so "
+                "modules that read it are not exact",
             )
 
 

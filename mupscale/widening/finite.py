@@ -1,4 +1,4 @@
-"""NaN and infinite numbers: found before they are used, and refused by name."""
+"""Finds NaN and infinite numbers before they are used, and names the tensor."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -43,7 +43,7 @@ def first_non_finite(named: Iterable[Named], *, infinite_allowed: bool = False) 
 
 
 def refuse_non_finite_model(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
-    """UserError for a narrow model with NaN or infinite weights or buffers, or with weights too large for the wide one.
+    """Raises a UserError if the narrow model has NaN or infinite entries, or weights that overflow the wide dtype.
 
     A buffer without a width axis may hold infinities, as an attention mask does, but no NaN.
     """
@@ -75,7 +75,7 @@ def refuse_non_finite_model(plan: Plan, narrow: nn.Module, wide: nn.Module) -> N
 
 
 def refuse_non_finite_state(narrow: nn.Module, optimizer: Optimizer) -> None:
-    """UserError for NaN or infinite entries in the state of an optimizer over `narrow`; none on the meta device."""
+    """Raises a UserError for NaN or infinite entries in the state of an optimizer over `narrow`, unless on meta."""
     names = names_by_id(narrow)
     named = [
         (f"{key!r} of {names[id(parameter)]!r}", value)
@@ -89,8 +89,8 @@ def refuse_non_finite_state(narrow: nn.Module, optimizer: Optimizer) -> None:
         bad = first_non_finite((name, value) for name, value in named if (value.device.type == "cpu") is on_cpu)
         if bad is not None:
             raise UserError(
-                f"optimizer state {bad} has NaN or infinite entries; take an earlier checkpoint, or leave the state "
-                "out and start it anew"
+                f"optimizer state {bad} has NaN or infinite entries; use an earlier checkpoint, or upscale "
+                "without the state"
             )
 
 

@@ -1,9 +1,9 @@
-"""Axes that grow by a factor that is not whole: what is exact about it, and what is refused.
+"""Axes that grow by a factor that is not a whole number: what is exact, and what is refused.
 
-Units get unequal numbers of copies (`layout.evenly`), each consumed with 1 / copies, and the optimizer steps entry by
-entry in the units of the axis (`mixed_axes.py`). So everything is exact that a unit goes through alone: layers,
-activations, norms over samples. What adds up or averages over units without weights of its own would weigh them by
-their copies: a norm over the width, the product of queries and keys inside a head.
+Units get unequal numbers of copies (`layout.evenly`), each read with 1 / copies, and the optimizer steps entry by entry
+in the units of the axis (`mixed_axes.py`). So everything that treats units separately is exact: layers, activations,
+norms over samples. Operations that sum or average over units without weights would count units by their copies: a norm
+over the width, the product of queries and keys inside a head.
 """
 
 import re
@@ -32,7 +32,7 @@ def as_text(factor: float) -> str:
 
 
 def described(entries: Mapping[str, TensorPlan]) -> Iterator[str]:
-    """One line for each factor that is not whole: who grows by it, and what is exact."""
+    """One line for each factor that is not whole: which parameters grow by it, and what is exact."""
     grown: dict[Fraction, list[tuple[TensorPlan, int]]] = {}
     for entry in entries.values():
         for axis in entry.fractional_axes:
@@ -54,14 +54,17 @@ def ratio(entry: TensorPlan, axis: int) -> Fraction:
 
 
 def refuse_averages(survey: Survey, entries: Mapping[str, TensorPlan], given: Mapping[str, set[int]]) -> None:
-    """UserError where something would weigh units by their copies. `given` are axes whose pieces are given, by name."""
+    """Raises a UserError if a module would weight units by their number of copies.
+
+    `given` are the axes whose pieces are given, by name.
+    """
     if any(entry.fractional_axes for entry in entries.values()):
         _refuse_norms(survey, entries, given)
         _refuse_larger_heads(survey, entries)
 
 
 def refuse_one_sided(entries: Mapping[str, TensorPlan], given: Mapping[str, set[int]]) -> None:
-    """UserError for an axis that grows by a fraction by which no units grow that are produced and read.
+    """Raises a UserError for an axis that grows by a fraction by which no units grow that are produced and read.
 
     It is no width: an axis of width beside fixed features grows by a fraction of its own.
     """
@@ -81,7 +84,7 @@ def refuse_one_sided(entries: Mapping[str, TensorPlan], given: Mapping[str, set[
 
 
 def refuse_buffer(buffer: TensorPlan, entries: Mapping[str, TensorPlan], given: Mapping[int, LayoutSpec]) -> None:
-    """UserError for a buffer that grows by a fraction by which no units grow."""
+    """Raises a UserError for a buffer that grows by a fraction by which no units grow."""
     known = {ratio(entry, axis) for entry in entries.values() for axis in entry.fractional_axes}
     for axis in buffer.fractional_axes:
         if axis not in given and ratio(buffer, axis) not in known:
@@ -133,7 +136,7 @@ def _weighs_by_copies(name: str, module: nn.Module, narrow: int, wide: int) -> U
 
 
 def _refuse_larger_heads(survey: Survey, entries: Mapping[str, TensorPlan]) -> None:
-    """UserError where heads stay and their size grows by a fraction: a logit would weigh entries by their copies."""
+    """Raises a UserError if the size of heads grows by a fraction: logits would weight entries by their copies."""
     for name, before, after in survey.modules:
         heads = modules.kept_heads(before, after)
         inside = [entry for entry in entries.values() if entry.name.startswith(f"{name}." if name else "")]

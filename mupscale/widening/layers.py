@@ -1,4 +1,4 @@
-"""Parameters and modules of repeated layers, by one name for all of them."""
+"""One name for the same parameter or module in all repeated layers."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ def _braces(numbers: Iterable[int]) -> str:
 
 
 def by_layer(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """One line for a name in all layers of which the same is said.
+    """Merges equal notes on the same name in several layers into one line.
 
     >>> by_layer([("h.0.drop", "p = 0.1"), ("h.1.drop", "p = 0.1"), ("head", "tied")])
     ['h.*.drop: p = 0.1 (2 of them)', 'head: tied']

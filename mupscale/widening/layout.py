@@ -52,7 +52,7 @@ def evenly(narrow: int, wide: int, block: int = 1) -> Layout:
 
 
 def parse_layout(spec: LayoutSpec, narrow: int, wide: int) -> Layout:
-    """The layout that a user's `spec` means for an axis of `narrow` → `wide` entries; UserError if it does not fit."""
+    """The layout that `spec` gives an axis of `narrow` → `wide` entries; raises a UserError if it does not fit."""
     if isinstance(spec, int) and not isinstance(spec, bool):
         pieces: Layout = _parse_block(spec, narrow, wide)
     else:
@@ -108,7 +108,7 @@ def whole_factor(layout: Layout) -> float:
 def reference_factor(layout: Layout) -> float:
     """The factor of the axis; of unlike pieces, the largest: fixed features beside width have factor 1.
 
-    Where every unit is a piece of its own, with a number of copies of its own, it is that of the axis as a whole.
+    If every unit is a separate piece with its own number of copies, it is the factor of the axis as a whole.
     """
     if is_mixed(layout) and is_unit_by_unit(layout):
         return whole_factor(layout)
@@ -186,7 +186,7 @@ def _duplicate_by_index_(
     scale: float,
     dtype: torch.dtype,
 ) -> None:
-    """The same for axes of many pieces, each of which would be a copy of its own; with a temporary."""
+    """The same for axes of many pieces, each of which would need a separate copy; uses a temporary."""
     result = source.to(dtype) * scale if scale != 1.0 else source
     for axis, (layout, axis_scales) in enumerate(zip(layouts, scales, strict=True)):
         if len(layout) == 1 and layout[0].factor == 1 and axis_scales[0] == 1.0:

@@ -1,5 +1,5 @@
-"""Parameters that an optimizer steps in other units than their own: with pieces that grew by different factors, or
-shifted by an affine unit."""
+"""Parameters that an optimizer must step in other units: their pieces grew by different factors, or an affine unit
+shifted them."""
 
 import torch
 from torch import Tensor, nn

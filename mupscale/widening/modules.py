@@ -1,8 +1,8 @@
-"""What module types say about their parameters: which axis is produced, which is summed over, what is inexact.
+"""What follows from the type of a module: which axes are outputs, which are summed over, and what is inexact.
 
-`axis_sides` is the whole knowledge of layouts: `nn.Linear` is (out, in), `nn.ConvTranspose2d` and the transformers
-library's `Conv1D` are (in, out), an embedding is (not width, out). A module type that is not here answers None, and the
-plan then asks for a role instead of guessing.
+`axis_sides` defines all layouts: `nn.Linear` is (out, in), `nn.ConvTranspose2d` and the transformers library's `Conv1D`
+are (in, out), an embedding is (not width, out). For an unknown module type it returns None, and the plan then requires
+a role instead of guessing.
 """
 
 from collections.abc import Sequence
@@ -257,7 +257,7 @@ def kept_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
 
 
 def caveat(narrow: nn.Module, wide: nn.Module) -> str | None:
-    """What a reader of the plan should know of this module: dropout, groups, what mixes neighbours."""
+    """A caveat about this module for the reader of the plan: dropout, groups, operations across neighbours."""
     dropout = getattr(narrow, "p", 0.0) if isinstance(narrow, DropoutNd) else getattr(narrow, "dropout", 0.0)
     if isinstance(narrow, (DropoutNd, nn.MultiheadAttention, RNNBase)) and dropout:
         return f"dropout p = {dropout} draws another mask for every unit, so wide and narrow agree only without it"

@@ -1,15 +1,15 @@
-"""State rules beside the paper's: optimizer state that starts anew, for all entries or for the new copies alone.
+"""What happens to the optimizer state: carried as in the paper, reset, or reset for the new copies only.
 
-`carry` moves all state as Table 1 says, and the run goes on exactly. `reset` drops it: moments and counts start at
-zero. `reset_new_copies` keeps it for the first copy of every unit and sets it to zero for the others, whose learning
-rate may be warmed up again.
+`carry` moves all state by Table 1, and the run continues exactly. `reset` drops it: moments and counts start at zero.
+`reset_new_copies` keeps it for the first copy of every unit and sets it to zero for the others, whose learning rate may
+be warmed up again.
 
-Entries whose moments are zero beside a step count T that is old would get wrong updates: Adam divides by 1 - β^T, which
-is nearly 1 where it should be small, so that with β₂ = 0.999 the first updates are three to six times too large. So new
-copies have a count of their own: n, the steps since the growth. After each step their update is multiplied by what
-turns the corrections for T into those for n (`OptimizerRule.own_count`), and by the warm-up. This is what an optimizer
-that starts anew does, up to two differences: eps is multiplied by sqrt((1 - β₂^T) / (1 - β₂^n)), and decoupled weight
-decay is part of the update.
+Entries with zero moments and a large step count T would get wrong updates: Adam divides by 1 - β^T, which is nearly 1
+but should be small, so that with β₂ = 0.999 the first updates are three to six times too large. So new copies have a
+separate step count n, the steps since the growth. After each step their update is multiplied by the factor that turns
+the bias corrections for T into those for n (`OptimizerRule.own_count`), and by the warm-up. A new optimizer would do
+the same, with two differences: eps is multiplied by sqrt((1 - β₂^T) / (1 - β₂^n)), and decoupled weight decay is part
+of the update.
 """
 
 from typing import Any, Literal, get_args
@@ -37,24 +37,24 @@ _HOOKS = "_mupscale_new_copies"
 
 
 def check_state_rule(rule: str, rewarm_steps: int) -> None:
-    """UserError for a state rule, or a warm-up, that does not exist."""
+    """Raises a UserError for a state rule, or a warm-up, that does not exist."""
     if rule not in get_args(StateRule):
         raise UserError(f"the state rule must be one of {', '.join(get_args(StateRule))}; got {rule!r}")
     if isinstance(rewarm_steps, bool) or not isinstance(rewarm_steps, int) or rewarm_steps < 0:
         raise UserError(f"rewarm_steps must be a whole number of at least 0, got {rewarm_steps!r}")
     if rewarm_steps and rule != "reset_new_copies":
         raise UserError(
-            f"rewarm_steps = {rewarm_steps} warms up the rate of new copies, whose state the rule {rule!r} does not "
-            "reset. Use reset_new_copies, or give no rewarm_steps"
+            f"rewarm_steps = {rewarm_steps} needs the state rule reset_new_copies, got {rule!r}. Use reset_new_copies, "
+            "or leave rewarm_steps out"
         )
 
 
 def check_own_count(optimizer: Optimizer) -> None:
-    """UserError for an optimizer under which new copies cannot have a count of their own."""
+    """Raises a UserError for an optimizer that does not support a separate step count of new copies."""
     if not rule_of(optimizer).own_count:
         raise UserError(
-            f"reset_new_copies: how {type(optimizer).__name__} depends on its step count is not known, so new copies "
-            "cannot have one of their own. Use carry or reset, or train with SGD, Adam, AdamW, Adamax, Adagrad or "
+            f"reset_new_copies: it is not known how {type(optimizer).__name__} depends on its step count, so the count "
+            "of new copies cannot be reset. Use carry or reset, or train with SGD, Adam, AdamW, Adamax, Adagrad or "
             "RMSprop"
         )
 

@@ -1,21 +1,20 @@
 """Symmetry-breaking noise (Step 2 of the paper's meta-algorithm), and its signal-normalised variant.
 
-Every noisy entry gets N(0, (σ̄ · scale)²) with the muP initialisation scale of its role at the wide width: 1 with one
-width axis, N_in^-1/2 for a matrix, N_in counting the summed width axis only (input channels, not channels × kernel). It
-is added after the widening rescale. A parameter with a unit gets noise in that unit, while σ̄ stays what it would be
-without one. σ̄ is what transfers between widths: one number, or one per weight (per kernel
-position of a convolution).
+Noise N(0, (σ̄ · scale)²) is added to an entry after its weight was rescaled. `scale` is the muP initialisation scale of
+the role at the wide width: 1 with one width axis, N_in^-1/2 for a matrix, where N_in counts the summed width axis only
+(input channels, not channels × kernel). A unit multiplies the noise on its parameter, and does not change σ̄. σ̄
+transfers between widths: it is one number, or one per weight (per kernel position of a convolution).
 
-Which parameters get noise is `is_noisy`: weights and embeddings, but no biases, no gains (norms, PReLU, LayerScale),
-nothing without a width axis and no readout that is initialised at zero; `where={"pattern": True or False}` overrides it
-by name.
+By default noise is added to weights and embeddings, but not to biases, gains (norms, PReLU, LayerScale), parameters
+without a width axis, or readouts that are initialised at zero (`is_noisy`). `where={"pattern": True or False}`
+overrides this by name.
 
-Centred noise keeps the function: from every draw the mean over the copies of one input unit is subtracted, so that a
-layer adds nothing to what it computes from duplicated inputs, and the loss after the swap is the one before. Copies
-still part, because they are consumed with different weights. Only weights that sum over copies can be centred; the
-others (input layers, embeddings tied or not, depthwise convolutions, biases, gains) get none. σ̄ is meant after
-centring: entries have the standard deviation σ̄ · scale, as without centring, and t of `SignalNoise` is the ratio of the
-spectral norms of what is added and of the signal.
+Centred noise preserves the function: the mean over the copies of one input unit is subtracted from every draw, so that
+the noise cancels on duplicated inputs and the loss does not change at the swap. Copies still become different in
+training, because they are read with different weights. Only weights that sum over copies can be centred; the others
+(input layers, embeddings tied or not, depthwise convolutions, biases, gains) get no noise. σ̄ and t are those after
+centring: the standard deviation of an entry is σ̄ · scale in either case, and t of `SignalNoise` is the spectral norm of
+the added noise over that of the signal.
 """
 
 import hashlib
@@ -44,20 +43,20 @@ Constants = dict[str, float | list[Any]]
 
 
 class Noise(ABC):
-    """How strong the noise on each parameter is."""
+    """Base class of noise: decides which parameters get noise, and how strong it is."""
 
     centred: bool = False
     """Whether the mean over the copies of an input unit is subtracted."""
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
-        """Raises UserError where this noise cannot be added under `plan`; runs before anything is written."""
+        """Raises a UserError if this noise cannot be added under `plan`; runs before anything is written."""
 
     def check_level(self) -> None:  # noqa: B027  noise without a level has nothing to check
-        """Raises UserError where the level of this noise makes no sense, whatever the model."""
+        """Raises a UserError if the level of this noise is invalid for any model."""
 
     def level(self) -> float:
-        """The largest constant it was given; infinite, where it is not known without drawing the noise."""
+        """The largest constant given; infinite if it is unknown until the noise is drawn."""
         return math.inf
 
     @abstractmethod
@@ -69,14 +68,14 @@ class Noise(ABC):
         """σ̄ of one parameter, or of each position, from its narrow and widened values and the draw Δ at σ̄ = 1."""
 
     def reads_widened(self, entry: TensorPlan) -> bool:
-        """Whether `constant` looks at the widened values of this parameter; without them it may get some rows alone."""
+        """Whether `constant` needs all widened values of this parameter; if not, some of its rows are enough."""
         return True
 
 
 class AdditiveNoise(Noise):
-    """One σ̄ for all weights: `std`.
+    """Noise with the same constant σ̄ = `std` for all weights.
 
-    `upscale(narrow, wide, noise=AdditiveNoise(0.5, centred=True))` leaves the function as it was.
+    `upscale(narrow, wide, noise=AdditiveNoise(0.5, centred=True))` preserves the function.
 
     Examples:
         >>> import mupscale
@@ -92,7 +91,7 @@ class AdditiveNoise(Noise):
     def __init__(self, std: float, where: Mapping[str, bool] | None = None, centred: bool = False) -> None:
         """
         Args:
-            std: The standard deviation in units of the muP initialisation scale; of centred noise, after centring.
+            std: The standard deviation (after centring) in units of the muP initialisation scale.
             where: Which parameters get noise, by name pattern; by default weights and embeddings.
             centred: Keep the function: subtract the mean over the copies of each input unit.
         """
@@ -123,10 +122,10 @@ class AdditiveNoise(Noise):
 
 
 class SignalNoise(Noise):
-    """σ̄_W = t · ‖W̃‖ / ‖Δ‖ in spectral norms: at t = 1 the noise is as strong as the signal, layer by layer.
+    """Noise relative to each weight, in spectral norms: σ̄_W = t · ‖W̃‖ / ‖Δ‖. At t = 1 it is as strong as the weight.
 
-    Each kernel position of a convolution is a matrix of its own. t itself does not transfer between widths; the
-    constants it yields do: save them with `report.save_noise(path)` and apply them at the target width with
+    Each kernel position of a convolution is a separate matrix. t does not transfer between widths, but the resulting
+    constants do: save them with `report.save_noise(path)` and apply them at the target width with
     `RecordedNoise(path)`.
 
     Examples:
@@ -140,7 +139,7 @@ class SignalNoise(Noise):
     def __init__(self, t: float, where: Mapping[str, bool] | None = None, centred: bool = False) -> None:
         """
         Args:
-            t: The spectral norm of the noise that is added, in units of the weight's.
+            t: The spectral norm of the added noise, as a fraction of the weight's.
             where: Which parameters get noise, by name pattern; by default weights and embeddings.
             centred: Keep the function: subtract the mean over the copies of each input unit.
         """
@@ -174,7 +173,7 @@ class SignalNoise(Noise):
 
 
 class RecordedNoise(Noise):
-    """The per-weight constants σ̄_W that an earlier upscale, at a small width, saved to `path`.
+    """Noise with the constants σ̄_W of each weight that an earlier upscale, at a small width, saved to `path`.
 
     Examples:
         >>> import mupscale
@@ -189,7 +188,7 @@ class RecordedNoise(Noise):
         """
         Args:
             path: A file that `report.save_noise` wrote.
-            centred: Whether the noise keeps the function; by default as it was recorded.
+            centred: Whether the noise preserves the function; by default as it was recorded.
         """
         if not isinstance(path, str | Path):
             raise UserError(f"RecordedNoise: path must name a file that report.save_noise wrote, got {shown(path)}")
@@ -247,7 +246,7 @@ class RecordedNoise(Noise):
 
 
 class SameNoise(RecordedNoise):
-    """The noise of a report, without the way over a file."""
+    """The noise of a report, used directly instead of through a file."""
 
     def __init__(self, constants: Constants, centred: bool) -> None:
         self.constants = constants
@@ -259,7 +258,7 @@ class SameNoise(RecordedNoise):
 
 _PLAIN_FORMAT = "mupscale noise constants, version 1"
 _CENTRED_FORMAT = "mupscale noise constants, version 2"
-"""Another version, because a reader of version 1 alone would add the noise without centring it."""
+"""A new version, because code that reads only version 1 would add the noise without centring it."""
 
 
 def _is_numbers(value: object) -> bool:
@@ -284,7 +283,7 @@ def save_constants(constants: Constants, path: str | Path, centred: bool = False
 
 
 def is_noisy(entry: TensorPlan, where: Mapping[str, bool] | None = None, centred: bool = False) -> bool:
-    """The rule of which parameters get noise, and its override; the last matching pattern decides.
+    """Whether a parameter gets noise: by the default rule, or by the last matching pattern of `where`.
 
     Centred noise goes only to parameters that sum over copies, whatever `where` says.
     """
@@ -303,7 +302,7 @@ def init_scale(entry: TensorPlan) -> float:
 
 
 def may_overflow(level: float, dtype: torch.dtype) -> bool:
-    """Whether noise of a level could leave the range of `dtype`: in float16 always, else only at absurd levels."""
+    """Whether noise of this level might overflow `dtype`: always in float16, otherwise only at absurd levels."""
     return (dtype.is_floating_point or dtype.is_complex) and (torch.finfo(dtype).max < 1e6 or level > 1e30)
 
 
@@ -392,7 +391,7 @@ def _check_centred(what: str, value: object) -> None:
 
 
 def refuse_inert(noise: Noise, plan: Plan) -> None:
-    """UserError for centred noise that no parameter would get."""
+    """Raises a UserError for centred noise that no parameter would get."""
     if not noise.centred or any(noise.applies(entry) for entry in plan.parameters.values()):
         return
     summed = [name for name, entry in plan.parameters.items() if entry.copies_summed > 1]

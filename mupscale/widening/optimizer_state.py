@@ -55,17 +55,16 @@ def check_transfer(
                 )
             if plan.parameters[name].mixed and not rule.entrywise:
                 raise UserError(
-                    f"parameter {name!r} is made of unlike pieces, which {type(narrow_opt).__name__} cannot continue "
-                    "exactly; "
-                    "give it to AdamW in a second optimizer"
+                    f"parameter {name!r} needs a learning rate for each entry, which {type(narrow_opt).__name__} does "
+                    "not support; give it to AdamW in a second optimizer"
                 )
             _check_state(name, parameter, narrow_opt.state.get(parameter, {}), group, rule)
     strangers = {id(p) for p in narrow_opt.state} - {id(p) for g in narrow_opt.param_groups for p in g["params"]}
     if strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in narrow_opt.state if id(p) in strangers)
         raise UserError(
-            f"the optimizer has state for parameters (of shape {shapes}) in none of its groups: remove it, or add them "
-            "to a group"
+            f"the optimizer has state for parameters (of shape {shapes}) that are in none of its groups: remove the "
+            "state, or add them to a group"
         )
     refuse_non_finite_state(narrow, narrow_opt)
     if wide_opt is None:
@@ -97,7 +96,7 @@ def check_transfer(
 
 
 def refuse_bad_levels(optimizer: Optimizer) -> None:
-    """UserError for a learning rate, eps, decay or momentum that is NaN, infinite or negative."""
+    """Raises a UserError for a learning rate, eps, decay or momentum that is NaN, infinite or negative."""
     for group in optimizer.param_groups:
         for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
             value = group.get(key, 0.0)
@@ -173,8 +172,8 @@ def off_the_rule(
                     ratios[key].setdefault(float(f"{ratio:.6g}"), entry.name)
     return [
         f"wide_opt: {key} is {' and '.join(f'{ratio:g} times (of {name})' for ratio, name in found.items())} what "
-        "continues the narrow "
-        "run; a change of base constants would be the same for all. Scale it with apply_mup, or pass wide_opt=None"
+        "continues the narrow run, so the ratio differs between parameters. Scale it with apply_mup, or pass "
+        "wide_opt=None"
         for key, found in ratios.items()
         if len(found) > 1
     ]

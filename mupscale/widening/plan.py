@@ -1,9 +1,10 @@
 """The plan: which axes of each parameter and buffer are width, how they grow, in which blocks, in what role.
 
-Factors are read off the shapes of the two models and roles off their module types (`modules.py`), so a plain PyTorch
-model needs no preparation. What neither tells, `roles`, `blocks` and `units` say by name pattern; a model class may
-say it itself with attributes `width_roles`, `width_blocks` and `width_units` of the same form, their patterns relative
-to the module that carries them. Each may be a method that takes the wide twin of its module and returns the mapping.
+Factors follow from the shapes of the two models, and roles from their module types (`modules.py`), so a plain PyTorch
+model needs no preparation. Where that is not enough, the caller gives `roles`, `blocks` and `units` by name pattern. A
+model class can declare them itself, in attributes `width_roles`, `width_blocks` and `width_units`, with patterns
+relative to the module. Each of these is a mapping, or a method that takes the same module of the wide model and returns
+the mapping.
 """
 
 import math
@@ -41,7 +42,7 @@ Blocks = Mapping[str, Mapping[int, LayoutSpec]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What `upscale` will do, parameter by parameter. `print` it.
+    """What `upscale` will do to each parameter. `print` it.
 
     Examples:
         >>> import mupscale
@@ -88,7 +89,14 @@ def plan(
     blocks: Blocks | None = None,
     units: Units | None = None,
 ) -> Plan:
-    """The dry run of `upscale`: touches nothing, and raises UserError where the widening would not be exact.
+    """The dry run of `upscale`: changes nothing, and raises a UserError if the widening would not be exact.
+
+    Args:
+        narrow: The trained model.
+        wide: The same architecture at a larger width. Both may be on the meta device.
+        roles: What a parameter does with its width axes, by name pattern: `{"head.weight": "readout"}`.
+        blocks: How axes are duplicated, by name pattern and axis: `{"*.q.weight": {0: 64}}` repeats blocks of 64.
+        units: Extra factors of weights, by name pattern: `{"embed.weight": 0.5}`.
 
     Examples:
         >>> import mupscale
@@ -167,7 +175,7 @@ def _guesses(survey: Survey, role_of: Mapping[str, Role]) -> Iterator[str]:
         guessed = use.name not in role_of and modules.axis_sides(owner, attribute, use.narrow) is None
         if guessed and use.growing and len(use.narrow_shape) == 2:
             yield (
-                f"{use.name}: taken for a vector, which produces its width; if it is summed over, say "
+                f"{use.name}: treated as a vector, whose width is its output; if its width is summed over, give "
                 f'roles={{"{use.name}": "readout"}}'
             )
 
@@ -210,7 +218,7 @@ def _summed_axes(use: Use, role: Role, sides: tuple[Side, ...]) -> tuple[int, ..
 
 
 def _refuse_tied(use: Use, entry: TensorPlan) -> None:
-    """UserError for an embedding tied to a muP readout whose units have unequal numbers of copies."""
+    """Raises a UserError for an embedding tied to a muP readout whose units have unequal numbers of copies."""
     mixed = {axis for axis, layout in enumerate(entry.layouts) if is_mixed(layout)}
     is_read = any(modules.is_readout(module) and attribute == "weight" for _, module, _, attribute in use.owners)
     if is_read and not mixed <= set(entry.summed_axes):
@@ -244,14 +252,13 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
     whole_groups = isinstance(owner, nn.GroupNorm) and fractional_growth.in_whole_groups(owner, entry)
     if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) and not whole_groups:
         raise UserError(
-            f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors: its average "
-            "would weigh them "
-            "anew. Normalise the pieces apart"
+            f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors, which "
+            "changes the average. Normalise the pieces separately"
         )
 
 
 def refuse_uneven_shift(entry: TensorPlan) -> None:
-    """UserError for an affine unit of a parameter whose entries are divided by different numbers."""
+    """Raises a UserError for an affine unit of a parameter whose entries are divided by different numbers."""
     layouts = [layout for axis, layout in enumerate(entry.layouts) if entry.relative_side(axis) == "in"]
     shared = any(entry.relative_side(axis) == "in" for axis, _ in entry.shares)
     if entry.unit.offset and (shared or any(is_mixed(layout) for layout in layouts)):

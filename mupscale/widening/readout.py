@@ -9,9 +9,9 @@ from mupscale.arguments import refuse_unless_whole
 class Readout(nn.Linear):
     """A linear layer from width to outputs that averages over the width: y = W · (multiplier · x) + b.
 
-    `multiplier` is `output_mult / m` for m times the base width. `set_base_shapes` writes it as a plain number, so that
-    copies, pickles and reloaded weights keep it; before that the layer is an ordinary linear one. Tie it with
-    `readout.weight = wte.weight`.
+    `multiplier` is `output_mult / m` at m times the base width. `set_base_shapes` stores it as a plain number, which
+    copies, pickles and reloaded weights keep; until then the layer is an ordinary linear layer. To tie it to an
+    embedding: `readout.weight = wte.weight`.
 
     Examples:
         >>> import mupscale

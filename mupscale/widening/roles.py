@@ -27,9 +27,9 @@ One tensor cannot be both duplicated and divided by the width factor. Remedies:
 - let the last norm before the readout carry the factor: roles={{"<last norm>.*": "readout"}};
 - or untie the two."""
 
-_UNKNOWN = """parameter {name!r} {narrow} → {wide} grows along {count} axes, and its module ({module}) does not tell \
-which is summed over.
-Say what it is: roles={{"{name}": "matrix"}} for (out, in), "transposed_matrix" for (in, out), "vector" if both are \
+_UNKNOWN = """parameter {name!r} {narrow} → {wide} grows along {count} axes, and its module ({module}) does not \
+determine which is summed over.
+Give its role: roles={{"{name}": "matrix"}} for (out, in), "transposed_matrix" for (in, out), "vector" if both are \
 produced."""
 
 
@@ -210,7 +210,7 @@ def declared(survey: Survey, attribute: str) -> Iterator[tuple[str, Any]]:
 
 
 def given_pairs(keyword: str, given: Mapping[str, Any] | None) -> Iterable[tuple[str, Any]]:
-    """What the caller gives under a keyword; UserError if it is no mapping."""
+    """What the caller gives under a keyword; raises a UserError if it is no mapping."""
     if given is not None and not isinstance(given, Mapping):
         raise UserError(f"{keyword} must map name patterns to values, got {given!r}")
     return (given or {}).items()

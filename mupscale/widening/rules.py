@@ -62,15 +62,15 @@ class OptimizerRule:
     """For each state tensor of the parameter's shape, the power p of the gradient it holds: it moves as dup / k_out^p.
     """
     decoupled_weight_decay: bool | None = None
-    """None reads the `decoupled_weight_decay` of each parameter group, False without one."""
+    """None means: as `decoupled_weight_decay` in each parameter group says, and False if it is not there."""
     scaling: Callable[["OptimizerRule", Group, Factors], Scaling] | None = None
-    """Replaces the table for an optimizer that is not entrywise."""
+    """Computes the scaling of an optimizer that is not entrywise, in place of Table 1."""
     ready: Callable[[Group, Mapping[str, Any]], str | None] | None = None
     """Why this parameter's state cannot be moved yet, or None."""
     entrywise: bool = True
     own_count: Callable[[Group, Tensor, Tensor], Tensor] | None = None
-    """What the update of entries whose state was reset n steps ago is multiplied by, at a step count of T, so that they
-    move as if they counted from zero: a function of group, T and n. None where that is not known."""
+    """A function of group, T and n: the factor for updates of entries whose state was reset n steps ago, at a step
+    count of T, so that they move as if their step count were n. None if it is not known."""
     counts_steps: bool = True
     """Whether the optimizer itself keeps a step count in its state."""
 
@@ -151,10 +151,13 @@ _NOT_HOMOGENEOUS = {
 def register_optimizer(
     optimizer: type, *, degree: int, state: Mapping[str, int], decoupled_weight_decay: bool | None = None, **more: Any
 ) -> None:
-    """Teaches mupscale an optimizer class: its degree m, and the power of the gradient in each state tensor.
+    """Registers how an optimizer class scales, so that `upscale` can continue it.
 
-    `register_optimizer(Lion, degree=0, state={"exp_avg": 1}, decoupled_weight_decay=True)`. State without an entry is
-    copied if it is a number or a one-element tensor, and refused otherwise.
+    `register_optimizer(Lion, degree=0, state={"exp_avg": 1}, decoupled_weight_decay=True)`
+
+    `degree` is m if the update is proportional to the m-th power of the gradient. `state` gives the power of the
+    gradient that each state tensor holds. State without an entry is copied if it is a number or a one-element tensor,
+    and is an error otherwise.
 
     Examples:
         >>> import mupscale

@@ -1,4 +1,4 @@
-"""Learning-rate schedules across an upscale: their position goes on, their rates are the new groups'."""
+"""Learning-rate schedules across an upscale: they keep their position, and use the rates of the new groups."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from mupscale.widening.rules import Group
 
 
 def continue_schedule(old: Any, new: Any) -> None:
-    """Puts `new`, a fresh scheduler over the wide optimizer, where `old` stands."""
+    """Moves `new`, a scheduler over the wide optimizer, to the position of `old`."""
     state = old.state_dict()
     rescale_schedule_state(state, new.optimizer.param_groups)
     new.load_state_dict(state)

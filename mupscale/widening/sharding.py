@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")  # a DTensor, without importing torch.distributed for everybody
+    return hasattr(tensor, "full_tensor")  # a DTensor, without importing torch.distributed
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ _AROUND = "_mupscale_around_step"
 def around_step(optimizer: Optimizer, key: str, enter: Callable[[], None], leave: Callable[[], None]) -> None:
     """Calls `enter` before each step of `optimizer`, once its gradients are there, and `leave` after it.
 
-    Of several pairs the one that enters last leaves first. `leave_alone` finds a pair by its key. Hooks are not part of
-    an optimizer's state.
+    With several pairs, the last to enter is the first to leave. `leave_alone` removes a pair by its key. Hooks are not
+    part of an optimizer's state.
     """
     if _AROUND not in optimizer.__dict__:
         pairs: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {}

@@ -43,7 +43,7 @@ class Use(NamedTuple):
 class Survey:
     """The two models walked side by side, refused where they are not two widths of one architecture.
 
-    `width_axes` names axes that are width although their size is the same in both models (the muP table knows them).
+    `width_axes` names axes that are width although their size is the same in both models (from the muP table).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Survey:
         return self._first_names
 
     def width_of(self, use: Use) -> list[int]:
-        """The width axes of a parameter: those that grow, and those the muP table knows."""
+        """The width axes of a parameter: those that grow, and those in the muP table."""
         known = self.width_axes.get(use.name) or (False,) * use.narrow.ndim
         return [axis for axis in range(use.narrow.ndim) if axis in use.growing or known[axis]]
 
@@ -73,15 +73,14 @@ class Survey:
                 raise UserError(reason)
 
     def refuse_unsaved_parameters(self) -> None:
-        """UserError for a parameter that grows, and that the model computes from its sizes whenever it is loaded."""
+        """Raises a UserError for a growing parameter that the model computes from its sizes whenever it is loaded."""
         model = self.modules[0][1]
         unsaved = modules.unsaved_parameters(model)
         for use in self.uses:
             if use.growing and any(name in unsaved for name in use.names):
                 raise UserError(
-                    f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape} grows, and a "
-                    f"{type(model).__name__} does not save it: when the wide model is loaded, it computes values of "
-                    "its own there. It cannot be widened"
+                    f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape} cannot be widened: "
+                    f"{type(model).__name__} does not save it, and computes it again when the wide model is loaded"
                 )
 
     def refuse_inexact_modules(self) -> None:
@@ -118,7 +117,7 @@ class Survey:
 
 
 def refuse_unless_model(name: str, model: object) -> None:
-    """UserError if something is no model: a class, a state_dict, None."""
+    """Raises a UserError if something is not a model but, for example, a class, a state_dict or None."""
     if not isinstance(model, nn.Module):
         raise UserError(f"{name} must be a torch.nn.Module, got {shown(model)}. Pass the network itself")
 

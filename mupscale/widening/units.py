@@ -1,9 +1,9 @@
-"""Units: what a parameter is multiplied by beyond its role, for constants in the model that depend on its width.
+"""Units: extra factors on parameters, which compensate for constants in the model that depend on its width.
 
-A model may multiply its embedding by sqrt(width), or its logits by 1/sqrt(head_dim). Such a constant changes when the
-width grows, and no duplication makes up for it; a unit does. A unit s of a parameter means that the wide model holds s
-times what the role alone would write. Table 1 covers it: a unit is the pair of factors (k_out · s, k_in / s), from
-which weight, learning rate, eps, decay, optimizer state, clip and noise follow.
+A model may multiply its embedding by sqrt(width), or its logits by 1/sqrt(head_dim). Such a constant changes with the
+width, and duplication does not compensate for it; a unit does. A unit s multiplies the widened parameter by s. In
+Table 1 it is the pair of factors (k_out · s, k_in / s), from which weight, learning rate, eps, decay, optimizer state,
+clipping and noise follow.
 
 A unit may be affine, `(s, c)`, for a parameter w that acts as c + w, as a gain 1 + w does: then c + w is multiplied.
 """

@@ -43,7 +43,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 @dataclass(frozen=True)
 class UpscaleReport:
-    """What `upscale` did.
+    """The result of `upscale`: the new optimizer, the plan, and the noise that was added. `print` it.
 
     Examples:
         >>> import mupscale
@@ -58,19 +58,19 @@ class UpscaleReport:
     optimizer: Optimizer | list[Optimizer] | None
     """The optimizer, or the list of them, that continues the run on the wide model."""
     noise: Constants = field(repr=False)
-    """σ̄ of every parameter, 0 where it got no noise."""
+    """The noise constant σ̄ of every parameter; 0 if it got no noise."""
     notes: tuple[str, ...]
-    """What keeps the wide run from continuing the narrow one exactly, noise aside."""
+    """Reasons, other than noise, why the wide run does not continue the narrow one exactly."""
     seconds: float
     centred: bool = False
-    """Whether that noise was centred."""
+    """Whether the noise was centred."""
 
     def save_noise(self, path: str | Path) -> None:
         """Writes the noise constants to a JSON file that `RecordedNoise` reads."""
         save_constants(self.noise, path, self.centred)
 
     def same_noise(self) -> Noise:
-        """The very noise of this upscale, for a copy of the model such as the average of an EMA, with the same seed."""
+        """The noise of this upscale, for a copy of the model such as an EMA average; use it with the same seed."""
         return SameNoise(self.noise, self.centred)
 
     def __str__(self) -> str:
@@ -106,26 +106,33 @@ def upscale(
     method: GrowthMethod | None = None,
     rebuild: Rebuild | None = None,
 ) -> UpscaleReport:
-    """Writes the widened `narrow` into `wide`: weights, buffers, noise and optimizer state, all by name.
+    """Widens a trained model: writes the weights, buffers and optimizer state of `narrow` into `wide`.
 
-    Without noise the wide model computes, and trains, exactly as the narrow one would have. `wide` may hold any values,
-    or sit on the meta device: it then gets memory where `narrow` is. With `wide_opt=None`, `report.optimizer` is a new
-    optimizer of the same class, hyperparameters rescaled relative to the narrow one's; a given `wide_opt` keeps its own
-    (muP: `apply_mup`) and receives the state. Both may be lists, paired in order. `consume=True` frees the narrow model
-    and its state tensor by tensor, so that memory peaks at the wide footprint plus one tensor.
+    Without noise, the wide model computes and trains exactly as the narrow one would have. All checks run before
+    anything is written: after a UserError both models are unchanged.
 
-    `state` says what becomes of the optimizer state: `carry` moves all of it, `reset` none, `reset_new_copies` that of
-    the first copy of each unit, while the others start at zero with a count of their own and a learning rate that rises
-    over `rewarm_steps`. By default it is the method's.
-
-    `method` is another way to grow (`mupscale.widening.methods`); by default the paper's duplication.
-
-    Buffers that are not saved stay those of `wide`, also where they differ from the narrow ones. `rebuild` builds the
-    wide model anew, for those that it does not have on the meta device.
-
-    `roles`, `blocks` and `units` are those of `plan`: what module types and model classes do not tell, by name pattern.
-
-    Everything is checked before anything is written: after a UserError both models are as they were.
+    Args:
+        narrow: The trained model.
+        wide: The same architecture at a larger width. Its values are overwritten. It may be on the meta device; its
+            parameters are then allocated on the device of `narrow`.
+        narrow_opt: The optimizer of `narrow`, or a list of them.
+        wide_opt: The optimizer of `wide`, or a list in the same order. It receives the state and keeps its own
+            hyperparameters (under muP, those of `apply_mup`). With None, `report.optimizer` is a new optimizer of the
+            same class, its hyperparameters rescaled from those of `narrow_opt`.
+        noise: Noise that makes the copies of a unit different.
+        seed: The seed of the noise.
+        roles: Roles of parameters by name pattern, where neither module types nor model classes define them.
+        blocks: Layouts of axes by name pattern, likewise.
+        units: Extra factors of parameters by name pattern, likewise.
+        plan: The result of `mupscale.plan` for the same models.
+        consume: Free `narrow` and its optimizer state tensor by tensor. Peak memory is then that of the wide model,
+            its state and one tensor.
+        state: `carry` moves the optimizer state, `reset` drops it. `reset_new_copies` moves it for the first copy of
+            each unit; the other copies start with zero state and a step count of zero. The default depends on `method`.
+        rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
+        method: The growth method (`mupscale.widening.methods`); by default the paper's duplication.
+        rebuild: Builds the wide model again, on the CPU. It provides the buffers that are not saved, if `wide` is on
+            the meta device. `wide` keeps its own value of any other buffer that is not saved.
 
     Examples:
         >>> import mupscale
@@ -145,7 +152,7 @@ def upscale(
     if method is None:
         method = Duplication()
     if not isinstance(method, GrowthMethod):
-        raise UserError(f"method must be a growth method, as Duplication() or Net2Net(); got {method!r}")
+        raise UserError(f"method must be a growth method, such as Duplication() or Net2Net(); got {method!r}")
     if noise is not None and method.noise is not None and not isinstance(noise, SameNoise):
         raise UserError(f"{type(method).__name__} has noise of its own. Give none, or use another method")
     noise = method.noise if noise is None else noise
@@ -191,7 +198,7 @@ def upscale(
     remember_widths(plan, narrow, wide, method.factors, entrywise=method.hyperparameters == "table")
     optimizers: list[Optimizer] = []
     if narrow_opts and state != "carry":
-        notes.append(f"the state of {'new copies' if state == 'reset_new_copies' else 'the optimizer'} starts anew")
+        notes.append(f"the state of {'new copies' if state == 'reset_new_copies' else 'the optimizer'} is reset")
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         after = given
         if after is None:
@@ -253,7 +260,7 @@ def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimize
 
 
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
-    """One optimizer, several or none, as a list. UserError for anything else."""
+    """One optimizer, several or none, as a list. Raises a UserError for anything else."""
     if optimizers is None:
         return []
     listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
@@ -263,20 +270,20 @@ def as_list(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def _refuse_other_plan(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
-    """UserError if a plan is not one of these two models."""
+    """Raises a UserError if a plan is not one of these two models."""
     if not isinstance(plan, Plan):
         raise UserError(f"plan must be what mupscale.plan(narrow, wide) returns, got {shown(plan)}")
     for name, model in (("narrow", narrow), ("wide", wide)):
         refuse_unless_model(name, model)
         planned = {key: getattr(entry, f"{name}_shape") for key, entry in plan.parameters.items()}
         if {key: tuple(parameter.shape) for key, parameter in model.named_parameters()} != planned:
-            raise UserError(f"plan is one of other models: its parameters are not those of `{name}`. Make it anew")
+            raise UserError(f"plan is one of other models: its parameters are not those of `{name}`. Make a new one")
 
 
 def _refuse_overflow(
     plan: Plan, narrow: nn.Module, wide: nn.Module, method: GrowthMethod, noise: Noise, seed: int
 ) -> None:
-    """UserError where a weight plus its noise is too large for the wide model's dtype.
+    """Raises a UserError where a weight plus its noise is too large for the wide model's dtype.
 
     The noise is drawn as it will be, one parameter at a time, but only where its level or the dtype make it possible.
     """

@@ -52,7 +52,7 @@ def materialise_recurrent_(wide: nn.Module, narrow: nn.Module) -> None:
 
 
 def refuse_held(wide: nn.Module, optimizers: Sequence[Optimizer | None]) -> None:
-    """UserError where a meta parameter cannot be given memory, because a graph or a weak reference holds on to it."""
+    """Raises a UserError if a meta parameter cannot be allocated, because a graph or a weak reference holds it."""
     anew = {id(p) for module in wide.modules() if isinstance(module, nn.RNNBase) for p in module.parameters()}
     kept = {
         id(p)
@@ -90,7 +90,7 @@ def remember_widths(
     *,
     entrywise: bool,
 ) -> None:
-    """Leaves the width factors on the wide module, for clipping, where its own base shapes do not tell them.
+    """Stores the width factors on the wide module, for clipping, unless its base shapes already determine them.
 
     With `entrywise`, also those by which the entries of one axis differ, for the optimizer's rates, and the shifts of
     affine units, for its decay.
@@ -110,7 +110,7 @@ def remember_widths(
 
 
 def refuse_other_units(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
-    """UserError for a unit that the base shapes of the wide model do not have: its muP rates would be others."""
+    """Raises a UserError for a unit that the base shapes of the wide model lack: its muP rates would be wrong."""
     before, after = merged_table(narrow), merged_table(wide, mup_only=True)
     for name, entry in plan.parameters.items():
         if name not in after or (entry.unit == NO_UNIT and not after[name].shift):

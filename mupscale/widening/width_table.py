@@ -1,6 +1,6 @@
-"""The width table: how many times its base width each parameter is. It lives on the module, by name.
+"""The width table: the width of each parameter in units of its base width. It is stored on the module, by name.
 
-mup keeps the same knowledge as an attribute of each Parameter, which deepcopy, EMA copies, `to_empty` and
+mup stores this in an attribute of each Parameter, which deepcopy, EMA copies, `to_empty` and
 `load_state_dict(assign=True)` lose. A plain attribute of the module survives all of these, and pickling.
 """
 

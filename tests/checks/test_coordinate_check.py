@@ -382,7 +382,7 @@ def test_nothing_to_measure_is_refused(setting: str) -> None:
 def test_divergence_says_where() -> None:
     (inputs, labels), *more = samples((20,))
     with pytest.raises(
-        ValueError, match=r"at width 32, before any step, the output of layers\.0 is not finite: see the data"
+        ValueError, match=r"at width 32, before any step, the output of layers\.0 is not finite: check the data"
     ):
         check(MLP(width=32, base_width=32, inputs=20), [(inputs.log(), labels), *more])
     with pytest.raises(ValueError, match=r"at width 32, after step \d of 4, the output of \S+ is not finite"):

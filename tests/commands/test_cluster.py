@@ -205,7 +205,7 @@ def test_a_cluster_that_cannot_make_the_runs(cluster: LocalCluster, server: Serv
     cluster.ask(metadata=theirs)
     cluster.defect.write_text("version -")
     other = message()
-    assert re.match(r"error: --ray: node \S+ \(second\): it has mupscale 0\.0\.9, and this process \S+; ", other), other
+    assert re.match(r"error: --ray: node \S+ \(second\): it has mupscale 0\.0\.9, this process has \S+; ", other), other
     Path("unshared").mkdir()
     cluster.defect.write_text(f"blind {Path.cwd() / 'unshared'}")
     assert re.match(
@@ -255,7 +255,7 @@ def test_a_node_that_joins_later_is_checked() -> None:
         UserError, match=r"node .*: it does not see the working directory, /nowhere; run the command from"
     ):
         refuse_late_node(replace(site, working_directory=Path("/nowhere")))
-    with pytest.raises(UserError, match=r"node .*: it has torch .*, and this process 0; install the same"):
+    with pytest.raises(UserError, match=r"node .*: it has torch .*, this process has 0; install the same"):
         refuse_late_node(replace(site, code={"torch": "0"}))
 
 
@@ -274,7 +274,7 @@ def test_what_a_task_ends_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
     for _ in range(5):
         assert ends(NodeDiedError("gone")) == []
-    assert capsys.readouterr().err.count("sweep_1/trial 7: its node died; the runs go on elsewhere\n") == 5
+    assert capsys.readouterr().err.count("sweep_1/trial 7: its node died; the runs continue elsewhere\n") == 5
     with pytest.raises(UserError, match=r"^lr must be positive$"):
         ends(RayTaskError("f", "Traceback …", UserError("lr must be positive")).as_instanceof_cause())
     text = 'Traceback (most recent call last):\n  File "f.py", line 1, in f\nZeroDivisionError: by zero'
@@ -284,7 +284,7 @@ def test_what_a_task_ends_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with pytest.raises(UserError, match="the task sweep_1/trial 7 was cancelled"):
         ends(RayTaskError("f", "Traceback …", TaskCancelledError()).as_instanceof_cause())
     assert ends(WorkerCrashedError()) == ends(WorkerCrashedError()) == []
-    assert "sweep_1/trial 7: its process died; the runs go on" in capsys.readouterr().err
+    assert "sweep_1/trial 7: its process died; the runs continue" in capsys.readouterr().err
     with pytest.raises(UserError, match="the process of sweep_1/trial 7 died 3 times"):
         ends(WorkerCrashedError())
 

@@ -487,7 +487,7 @@ def test_more_mistakes() -> None:
     assert "growths: give at least two" in refused("experiment", file(transfer(growths=[[8, 16]])))
     assert "sweeps.both: give one key" in refused("experiment", file(transfer(sweeps={"both": {LR: [1], NOISE: [1]}})))
     assert "sweeps.lr: model.lr" in refused("experiment", file(transfer(sweeps={"lr": {"model.lr.x": [1]}})))
-    assert "a growth is there twice" in refused("experiment", file(transfer(growths=[[8, 16], [8, 16]])))
+    assert "a growth is given twice" in refused("experiment", file(transfer(growths=[[8, 16], [8, 16]])))
     assert growths_of(transfer(growths=[[[8, 16], [16, 32]], [[16, 16], [32, 32]]]))[0].name == "8x16-16x32"
     assert not Path("runs").exists()
 

@@ -149,7 +149,7 @@ def test_a_clock_takes_the_median_of_its_stretches() -> None:
         ({"middle": "wide"}, "middle: give a width"),
         ({"shares": [0.5, 1.0]}, "shares: give shares of the budget between 0 and 1"),
         ({"shares": [10, 50]}, "shares: give shares of the budget between 0 and 1"),
-        ({"shares": [0.5, 0.5]}, "shares: a share is there twice"),
+        ({"shares": [0.5, 0.5]}, "shares: a share is given twice"),
         ({"tuned_at": []}, "tuned_at: give shares"),
         ({"noises": {}}, "noises: give a mapping by name"),
         ({"noises": {"../x": ADDITIVE}}, "noises: a name is made of letters"),

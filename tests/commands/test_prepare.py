@@ -317,7 +317,7 @@ def test_a_damaged_journal_is_named(tmp_path: Path, article: Path, content: str)
     (tmp_path / "out/progress.json").write_text(content)
     told = refused("text", article, "--vocab", "300", "--out", tmp_path / "out")
     assert f"{tmp_path / 'out/progress.json'} is damaged" in told
-    assert "delete the folder and prepare it anew" in told
+    assert "delete the folder and prepare it again" in told
 
 
 def test_without_a_network_the_error_says_what_to_do(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):

@@ -116,7 +116,7 @@ def test_processes_share_the_check_of_the_shards(folder: Path, monkeypatch: pyte
         if problem is None:
             assert damage_at(folder) is None
         else:
-            with pytest.raises(UserError, match=r"delete it to go on from the one before it"):
+            with pytest.raises(UserError, match=r"delete it to continue from the one before it"):
                 damage_at(folder)
         undamaged.clear()
 

@@ -85,8 +85,8 @@ def model(name: str) -> list[str]:
 
 EMA = "lightning.pytorch.callbacks.EMAWeightAveraging"
 LRS = [f"{LR}=0.01,0.02"]
-APART = "runs are made one after another: "
-KINDS = "has no step for many models at once"
+APART = "runs are trained one after another: "
+KINDS = "cannot step many models at once"
 
 CASES: dict[str, tuple[list[str], list[str], str | None]] = {
     "an optimizer without a rule": (LRS, ["--model.optimizer=torch.optim.Adagrad"], f"{APART}Adagrad {KINDS}"),
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[list[str], list[str], str | None]] = {
         LRS, ["--trainer.accumulate_grad_batches=2"], f"{APART}trainer.accumulate_grad_batches is 2"),
     "an operation that vmap does not know": (
         LRS, [*model("Recurrent"), "--trainer.precision=32-true"], f"{APART}lstm has no rule for many models"),
-    "a training step": (LRS, model("OwnStep"), f"{APART}OwnStep has a training_step of its own"),
+    "a training step": (LRS, model("OwnStep"), f"{APART}OwnStep overrides training_step"),
     "widths": (["model.width=8,16", f"{LR}=0.01,0.02"], [], None),
     "batch sizes": (["data.batch_size=500,1000"], ["--metric=last_50%"], None),
     "a moving average": (LRS, [f"--trainer.callbacks+={EMA}"], None),
@@ -122,7 +122,7 @@ def test_what_does_not_stack_is_trained_all_the_same(
     output = capsys.readouterr().out
     if case == "a callback":
         assert sorted(Counting.steps) == sorted([*range(1, 9)] * 2)
-    said = [text for text in output.splitlines() if "one after another" in text or "by themselves" in text]
+    said = [text for text in output.splitlines() if "one after another" in text or "trained separately" in text]
     assert len(said) == (line is not None), output
     assert line is None or line in said[0]
     apart = swept("apart", config, *options, "--stack", "off")
@@ -348,7 +348,7 @@ def test_a_stack_that_cannot_be_leaves_half_done_trials(
     config = small(tmp_path / "c.yaml", {"class_path": "extensions.Crash"}, max_steps=9)
     changed(config, optimizer={"class_path": f"torch.optim.{optimizer}", "init_args": {"lr": 0.01}})
     options = ["--sweep", f"{LR}=0.01,0.02", "--stack"]
-    parts = {"AdamW": ("10000000", "Give at most"), "Adagrad": ("4", "Adagrad has no step for many models at once")}
+    parts = {"AdamW": ("10000000", "Give at most"), "Adagrad": ("4", "Adagrad cannot step many models at once")}
     size, reason = parts[optimizer]
     command = ["sweep", "--config", config, "--out", "s", *options]
     message = refused(*command, size)  # before anything is done

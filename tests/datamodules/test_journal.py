@@ -104,7 +104,7 @@ def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Pat
     with monkeypatch.context() as interrupted:
         interrupted.setattr(preparation.ShardWriter, "append", interrupting)
         calls.clear()
-        assert refused(*command) == f"interrupted; the same command goes on where it stopped in {tmp_path / 'out'}"
+        assert refused(*command) == f"interrupted; run the same command again to continue in {tmp_path / 'out'}"
         interrupted.setattr(
             preparation.ShardWriter, "append", lambda *arguments: (calls.append(None), append(*arguments))
         )
@@ -256,7 +256,7 @@ def test_a_stream_that_breaks_off_goes_on(tmp_path: Path, hub: None, monkeypatch
         assert "connection reset" in told
         assert not (tmp_path / "out").exists()  # it broke off when the vocabulary was trained
         left[0] = 120 + 70
-        assert "the same command goes on where it stopped" in refused(*command, tmp_path / "out")
+        assert "run the same command again to continue" in refused(*command, tmp_path / "out")
         journal = json.loads((tmp_path / "out/progress.json").read_bytes())
         done = sum(documents for shards in journal["shards"].values() for _, documents in shards)
         assert 60 < done < 70

@@ -126,7 +126,7 @@ def test_lost_data_are_not_passed_over(tmp_path: Path):
     counts = written(tmp_path).counts
     (tmp_path / "train-00002.tokens").write_bytes(b"\0" * 21)
     with pytest.raises(
-        ValueError, match=r"train-00002\.tokens has lost data: 21 bytes of 22\. Delete the folder and prepare it anew"
+        ValueError, match=r"train-00002\.tokens has lost data: 21 bytes of 22\. Delete the folder and prepare it again"
     ):
         ShardWriter(tmp_path, "train", 4, counts)
 
@@ -227,7 +227,7 @@ def test_an_index_of_another_version_is_named(tmp_path: Path):
     (tmp_path / INDEX).write_text(json.dumps({**content, "version": 2, "train": "otherwise"}))
     with pytest.raises(
         ValueError,
-        match=r"index\.json is of version 2, this mupscale reads version 1: delete the folder and prepare it anew",
+        match=r"index\.json is of version 2, this mupscale reads version 1: delete the folder and prepare it again",
     ):
         read_index(tmp_path)
 

@@ -23,12 +23,12 @@ def test_a_width_that_is_none_is_shown(width: Any) -> None:
 
 @pytest.mark.parametrize("width", [10**7, 10**12, 10**19])
 def test_a_width_that_does_not_fit_into_memory(width: int) -> None:
-    with pytest.raises(UserError, match=f"model.width = {width}: a network so wide does not fit into memory"):
+    with pytest.raises(UserError, match=f"model.width = {width}: a network of this width does not fit into memory"):
         mlp(width).network(width)
 
 
 def test_a_width_that_no_tensor_can_have() -> None:
-    with pytest.raises(UserError, match=r"model.base_width = 1000000000000: a network so wide does not fit"):
+    with pytest.raises(UserError, match=r"model.base_width = 1000000000000: a network of this width does not fit"):
         mlp(8, base_width=10**12).network(8, meta=True)
 
 
@@ -60,7 +60,7 @@ def test_a_method_that_is_missing_is_named() -> None:
         def build(self, width: int) -> nn.Module:
             return nn.Linear(2, width)
 
-    with pytest.raises(UserError, match=r"WithoutBuild has no method `build`: give it build\(self, width\)"):
+    with pytest.raises(UserError, match=r"WithoutBuild has no method `build`: define build\(self, width\)"):
         WithoutBuild(8, 4)
-    with pytest.raises(UserError, match=r"WithoutLoss has no method `loss`: give it loss\(self, batch\)"):
+    with pytest.raises(UserError, match=r"WithoutLoss has no method `loss`: define loss\(self, batch\)"):
         WithoutLoss(8, 4).training_step((), 0)

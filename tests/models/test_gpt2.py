@@ -197,7 +197,7 @@ def test_a_readout_may_start_at_zero() -> None:
     module = GPT2(16, base_width=8, layers=1, heads=4, vocabulary=VOCABULARY, readout_zero_init=True, **RECIPE)
     net = module.network(16)
     assert torch.count_nonzero(net(tokens()[:, :-1])) == 0
-    with pytest.raises(UserError, match=r"model.tied must be false"):
+    with pytest.raises(UserError, match=r"set model.tied: false"):
         GPT2(16, base_width=8, heads=4, readout_zero_init=True)
     with pytest.raises(UserError, match=r"model.gain must be a finite number of at least 0, got -1"):
         GPT2(16, base_width=8, heads=4, gain=-1)

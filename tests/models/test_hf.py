@@ -300,7 +300,7 @@ def without(name: str) -> dict[str, Any]:
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "neither": ({"config": None}, "model.folder or model.config: give a folder"),
-    "both": ({"folder": "."}, "model.folder = . has a configuration of its own"),
+    "both": ({"folder": "."}, "model.folder = . has its own configuration"),
     "no folder": ({"config": None, "folder": "nowhere"}, "model.folder: nowhere does not exist"),
     "no type": ({"config": without("model_type")}, "model.config: model_type = None is no model of the transformers"),
     "another type": ({"config": {"model_type": "lama"}}, "model_type = 'lama' is no model of the transformers library"),

@@ -60,7 +60,7 @@ def test_other_models_have_an_estimate(model: str) -> None:
 
 def test_an_optimizer_without_a_rule_is_refused() -> None:
     module, _ = made("mlp", "adamw", 0)
-    with pytest.raises(UserError, match="RMSprop has no step for many models"):
+    with pytest.raises(UserError, match="RMSprop cannot step many models"):
         bytes_per_model(module, torch.optim.RMSprop, loss_of, batches(module, 1)[0])
 
 

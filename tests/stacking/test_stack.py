@@ -160,7 +160,7 @@ def test_what_does_not_stack_is_refused() -> None:
     with pytest.raises(UserError, match="amsgrad in common"):
         stacked([made("mlp", "adam", 0), (lambda m: (m, torch.optim.Adam(m.parameters())))(made("mlp", "adam", 1)[0])])
     module = pairs[0][0]
-    with pytest.raises(UserError, match="RMSprop has no step for many models"):
+    with pytest.raises(UserError, match="RMSprop cannot step many models"):
         stacked([(module, torch.optim.RMSprop(module.parameters()))])
     with pytest.raises(UserError, match="an optimizer for each model"):
         Stack([], [], loss_of)

@@ -187,7 +187,7 @@ def groups_of_a_norm_and_their_width_grow() -> Input:
     return nn.Sequential(nn.GroupNorm(2, 4)), nn.Sequential(nn.GroupNorm(4, 16)), {}
 
 
-@bad("'0.weight'", "LayerNorm", "different factors", "Normalise the pieces apart")
+@bad("'0.weight'", "LayerNorm", "different factors", "Normalise the pieces separately")
 def layer_norm_over_unlike_pieces() -> Input:
     return (
         nn.Sequential(nn.LayerNorm(6)),

@@ -134,7 +134,7 @@ def radam_that_never_gets_ready() -> Input:
     return narrow, wide, {"narrow_opt": stepped(narrow, RAdam(narrow.parameters(), betas=(0.9, 0.5)), 9)}
 
 
-@bad("'0.weight'", "unlike pieces", "Muon")
+@bad("'0.weight'", "needs a learning rate for each entry", "Muon")
 def muon_on_unlike_pieces() -> Input:
     narrow, wide = (nn.Sequential(nn.Linear(w + 2, w, bias=False)) for w in (4, 8))
     return narrow, wide, {"narrow_opt": Muon(narrow.parameters()), "blocks": {"0.weight": {1: [(4, 1, 2), (2, 1, 1)]}}}

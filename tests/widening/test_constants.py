@@ -36,7 +36,8 @@ class Attention(Model):
 def test_a_number_that_changes_is_noted():
     narrow, wide = Model(4, embed_scale=2.0, p=0.5), Model(16, embed_scale=4.0, p=0.5)
     assert notes(narrow, wide) == [
-        "(the model): its constant embed_scale changes 2 → 4; where it multiplies what grows, a unit makes up for it"
+        "(the model): its constant embed_scale changes 2 → 4; if it multiplies something that grows, compensate "
+        "for it with `units`"
     ]
     assert notes(narrow, wide, units={"layer.*": 0.5}) == []
 
@@ -44,8 +45,8 @@ def test_a_number_that_changes_is_noted():
 def test_a_root_of_a_size_in_a_forward_pass_is_noted():
     narrow, wide = (RootOfTheWidth(n, d_model=n, config=SimpleNamespace(kept=7)) for n in (4, 8))
     assert notes(narrow, wide) == [
-        "(the model): its forward pass takes a root of d_model, which grows 4 → 8; where it multiplies what grows, a "
-        "unit makes up for it"
+        "(the model): its forward pass takes a root of d_model, which grows 4 → 8; if it multiplies something that "
+        "grows, compensate for it with `units`"
     ]
 
 
@@ -79,7 +80,7 @@ def test_a_table_that_grows_and_is_not_saved_is_noted_unless_it_is_a_duplicate()
     for same in (table.repeat(2), table.repeat_interleave(2)):
         assert notes(build(table), build(same)) == []
     (note,) = notes(build(table), build(torch.arange(6.0)))
-    assert note.startswith("table: this buffer (3,) → (6,) is not saved with the model, and the wide one is not the")
+    assert note.startswith("table: this buffer (3,) → (6,) is not saved with the model, and the wide one is not a")
 
 
 def test_head_counts_are_noted_only_where_there_are_heads():

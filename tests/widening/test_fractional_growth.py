@@ -519,7 +519,7 @@ def embedding_tied_to_a_readout() -> Input:
     return mup(Bag, 4, base=2), mup(Bag, 6, base=2), {}
 
 
-@bad("parameter '0.weight' is made of unlike pieces", "Muon", "give it to AdamW")
+@bad("parameter '0.weight' needs a learning rate for each entry", "Muon", "give it to AdamW")
 def muon() -> Input:
     narrow, wide = (nn.Sequential(nn.Linear(4, n, bias=False), nn.Linear(n, 3, bias=False)) for n in (4, 6))
     return narrow, wide, {"narrow_opt": torch.optim.Muon(narrow.parameters())}

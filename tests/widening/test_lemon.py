@@ -92,7 +92,10 @@ def normalised(width: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "fragments"),
     [
-        (lambda: (*linear(4, 8), {"method": Lemon()}), ("Lemon: Sequential does not say which axes are one",)),
+        (
+            lambda: (*linear(4, 8), {"method": Lemon()}),
+            ("Lemon: Sequential does not declare which axes hold the same units",),
+        ),
         (
             lambda: (
                 normalised(4),
@@ -116,5 +119,5 @@ def test_a_spread_that_leaves_no_share(spread: Any):
 def test_muon_has_no_entrywise_rates():
     narrow, wide = mlp(4), mlp(8)
     hidden = [layer.weight for layer in narrow.layers]
-    with pytest.raises(UserError, match="which Muon cannot continue exactly"):
+    with pytest.raises(UserError, match="which Muon does not support"):
         mupscale.upscale(narrow, wide, torch.optim.Muon(hidden), method=Lemon())

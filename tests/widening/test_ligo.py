@@ -184,7 +184,10 @@ def fit_of(method: LiGO, data: Any, function: Any = loss, build: Callable[[], An
         (fit_of(LiGO(steps=5), iter(batches(2))), "LiGO: there are too few batches to learn from. Give a list"),
         (fit_of(LiGO(), 3), "LiGO: batches must be"),
         (fit_of(LiGO(), batches(), "mse"), "LiGO: loss must be"),
-        (fit_of(LiGO(), batches(), build=lambda: linear(4, 8)), "LiGO: Sequential does not say which axes are one"),
+        (
+            fit_of(LiGO(), batches(), build=lambda: linear(4, 8)),
+            "LiGO: Sequential does not declare which axes hold the same units",
+        ),
         (fit_of(LiGO(lr=1e300), batches()), r"LiGO: the fit diverged at lr = 1e\+300. Give a lower lr"),
         (lambda: LiGO(steps=0), "LiGO: steps must be"),
         (lambda: LiGO(lr=0.0), "LiGO: lr must be a finite number above 0, got 0.0"),

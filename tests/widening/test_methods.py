@@ -222,12 +222,12 @@ def pieces() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("build", "fragments"),
     [
-        (two_layers(Net2Net()), ("Sequential does not say which axes are one", "width_groups")),
+        (two_layers(Net2Net()), ("Sequential does not declare which axes hold the same units", "width_groups")),
         (two_layers(Net2Net(groups={"hidden": {"fc": 0}})), ("'fc' of the group 'hidden' matches no parameter",)),
         (two_layers(Net2Net(groups={"hidden": {"0.weight": 5}})), ("'0.weight' of the group 'hidden' has no axis 5",)),
         (
             two_layers(Net2Net(groups={"hidden": {"0.weight": 0, "1.weight": 0}})),
-            ("the axes of the group 'hidden' are not one", "Give axes of the same units"),
+            ("the axes of the group 'hidden' do not hold the same units", "Give axes of the same units"),
         ),
         (two_layers(HyperCloning("noisy"), noise=mupscale.AdditiveNoise(0.1)), ("HyperCloning has noise of its own",)),
         (two_layers(Net2Net), ("method must be a growth method",)),

@@ -102,7 +102,7 @@ def test_a_model_without_a_next_layer(build: Callable[[int], nn.Module]):
 
 
 def test_aki_needs_groups():
-    with pytest.raises(UserError, match="AKI: Sequential does not say which axes are one"):
+    with pytest.raises(UserError, match="AKI: Sequential does not declare which axes hold the same units"):
         mupscale.upscale(
             nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
             nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)),

@@ -148,7 +148,7 @@ def test_reset_moves_nothing_and_the_report_says_so():
     train(narrow, optimizer, features)
     report = mupscale.upscale(narrow, wide, optimizer, state="reset")
     assert not report.optimizer.state
-    assert report.notes == ("the state of the optimizer starts anew",)
+    assert report.notes == ("the state of the optimizer is reset",)
     rates = {group["lr"] for group in report.optimizer.param_groups}
     assert rates == {0.1, 0.05}  # the rates follow the rule all the same
 

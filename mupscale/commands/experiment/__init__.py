@@ -1,12 +1,12 @@
-"""experiment: the paper's protocol in one command, as a YAML file describes it.
+"""experiment: run the experiment that a YAML file describes, by one of three protocols.
 
-Protocol upscale: sweep a small base; train the base and the baseline with the best values; sweep the small growth; grow
-the base with the best values of that; several seeds; a report. Protocol transfer: check whether the optima of upscaled
-runs stay where they are as the width grows. Protocol midrun: compare growing in the middle of a run with fixed widths,
-at equal FLOPs and at equal seconds.
+Protocol upscale, the paper's: tune a small base model; train the large base and the baseline with the best values; tune
+a small growth; grow the large base with the best values, for several seeds; write a report. Protocol transfer: check
+whether the best hyperparameters of upscaled runs stay the same as the width grows. Protocol midrun: compare growing
+during a run with fixed widths, at equal FLOPs and at equal time.
 
-The folder --out holds the whole state. If the command is interrupted, the same command continues. Started again while
-it runs, on this machine or on others that share the folder, it shares the work.
+All state is in the folder --out. To continue an interrupted experiment, run the same command again. To share the work
+among machines that share the folder, start the same command on each of them.
 """
 
 import argparse
@@ -29,14 +29,14 @@ WAIT = 1.0
 """Seconds between two looks at what other processes do."""
 
 EPILOG = """All other options are those of fit, and override the configuration of every run (--data.data_dir=…,
---trainer.max_epochs=40). docs/experiments.md has more."""
+--trainer.max_epochs=40). More in docs/experiments.md."""
 
-WORKERS_HELP = """processes on this machine, which share its GPUs (default: one for each GPU; for small networks several
-for each are faster)"""
+WORKERS_HELP = """the number of processes on this machine (default: one per GPU; for small networks, several per GPU are
+faster)"""
 
 
-QUICK_HELP = """a tiny version of the experiment, which shows on a CPU in minutes that it runs, and is no evidence:
-small widths, few steps and trials, embedded or random data (default --out runs/experiments/NAME-quick)"""
+QUICK_HELP = """test the experiment in minutes on a CPU, with small widths, few steps and trials, and embedded or random
+data; the results are no evidence (default --out runs/experiments/NAME-quick)"""
 
 
 def main(command: str, arguments: list[str]) -> int:
@@ -70,7 +70,9 @@ def parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     answer.add_argument("file", type=Path, metavar="FILE", help="the YAML file of the experiment (configs/experiments)")
-    answer.add_argument("--out", type=Path, help="its folder (default runs/experiments/NAME OF THE FILE)")
+    answer.add_argument(
+        "--out", type=Path, help="the folder of the experiment (default runs/experiments/NAME OF THE FILE)"
+    )
     answer.add_argument("--workers", type=int, metavar="N", help=WORKERS_HELP)
     answer.add_argument("--stack", metavar="auto|N|off", default="auto", help=STACK_HELP)
     answer.add_argument("--plan", action="store_true", help="list the runs and which of them are done; run nothing")

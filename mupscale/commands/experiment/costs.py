@@ -1,4 +1,4 @@
-"""What a training step costs at each width: FLOPs, which are counted, and seconds, which are measured."""
+"""The cost of a training step at each width: counted FLOPs and measured seconds."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def read_costs(path: Path) -> Costs:
 
 
 class CostPart(SingleUnit):
-    """Counts and measures what steps cost, once; all other runs wait for it, so that it has the device for itself."""
+    """Measures the cost of steps once. All other runs wait for it, because timing needs the device alone."""
 
     def __init__(self, out: Path, description: Description) -> None:
         super().__init__(out, "costs", out / "costs", [], Key("costs", "timing", 0), "costs")

@@ -1,4 +1,4 @@
-"""By which power of the width an optimum moves."""
+"""How an optimum moves with the width: the exponent of a power law."""
 
 import math
 import statistics
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 
 class Optimum(NamedTuple):
-    """The value at which a curve over a grid is lowest; at the edge, where nothing says how far it goes on falling."""
+    """The value at which a curve over a grid is lowest. At the edge of the grid the true optimum may lie beyond it."""
 
     value: float
     at_edge: bool
 
 
 class Drift(NamedTuple):
-    """The optimum goes as width^exponent. `error` is one standard error; NaN if nothing tells it."""
+    """The optimum is proportional to width^exponent. `error` is one standard error; NaN if it is unknown."""
 
     exponent: float
     error: float
     error_from: str
-    """What the error is of: the seeds, or the fit of a line through the optima."""
+    """The source of the error: the seeds, or the fit of a line through the optima."""
     optima: list[Optimum]
     """By width."""
 

@@ -117,12 +117,12 @@ def of_width(width: Width) -> Config:
 
 
 def read(path: Path, options: list[str]) -> Description:
-    """The description in a file. UserError names the key that is wrong."""
+    """The description in a file. Raises a UserError that names the key that is wrong."""
     return description_of(content_of(path), options)
 
 
 def description_of(content: dict[str, Any], options: list[str], *, quick: bool = False) -> Description:
-    """The description that a file of this content gives. UserError names the key that is wrong."""
+    """The description that a file of this content gives. Raises a UserError that names the key that is wrong."""
     refuse_files(content["config"])
     seeds = content["seeds"]
     whole_numbers = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
@@ -159,7 +159,7 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def refuse_files(config: Any) -> None:
-    """UserError if the key `config` is not a file, or a list of files and mappings."""
+    """Raises a UserError if the key `config` is not a file, or a list of files and mappings."""
     for file in config if isinstance(config, list) else [config]:
         if not isinstance(file, str | dict):
             raise UserError(f"config: give a file, or a list of files and mappings, got {file!r}")
@@ -168,7 +168,7 @@ def refuse_files(config: Any) -> None:
 
 
 def growths_of(content: dict[str, Any]) -> list[Growth]:
-    """The growths of an experiment. UserError if they do not all grow by the same factor."""
+    """The growths of an experiment. Raises a UserError if they do not all grow by the same factor."""
     if content["protocol"] != "transfer":
         pairs = {"small": content["small"], "target": content["target"]}
     else:
@@ -177,7 +177,7 @@ def growths_of(content: dict[str, Any]) -> list[Growth]:
         pairs = {f"growths.{index}": pair for index, pair in enumerate(content["growths"])}
     growths = [growth_of(key, pair) for key, pair in pairs.items()]
     if len(set(map(repr, growths))) < len(growths):
-        raise UserError(f"{', '.join(pairs)}: a growth is there twice")
+        raise UserError(f"{', '.join(pairs)}: a growth is given twice")
     first_key, first = next(iter(pairs)), growths[0]
     for key, growth in zip(pairs, growths, strict=True):
         if growth.factors != first.factors:
@@ -216,7 +216,7 @@ def sweeps_of(content: dict[str, Any]) -> dict[str, list[Axis]]:
 
 
 def listed_axis(where: str, key: Any, values: Any) -> Axis:
-    """The axis of a key and its list of values. UserError for a range, because experiments sweep grids."""
+    """The axis of a key and its list of values. Raises a UserError for a range, because experiments sweep grids."""
     if key == "seed_everything":
         raise UserError(f"{where}: seeds are not an axis, give them as seeds: [0, 1, 2]")
     if not isinstance(values, list | str):
@@ -231,7 +231,7 @@ def listed_axis(where: str, key: Any, values: Any) -> Axis:
 
 
 def check(description: Description) -> None:
-    """UserError if a run of the experiment could not be made, or a key of a sweep does not exist.
+    """Raises a UserError if a run of the experiment could not be made, or a key of a sweep does not exist.
 
     Takes seconds, and no data.
     """
@@ -272,7 +272,7 @@ def check_midrun(description: Description) -> None:
 
 
 def refuse_width(description: Description, width: Width) -> None:
-    """UserError if there is no such model."""
+    """Raises a UserError if there is no such model."""
     _, cli = description.made(of_width(width))
     try:
         with torch.random.fork_rng(devices=[]):
@@ -282,7 +282,7 @@ def refuse_width(description: Description, width: Width) -> None:
 
 
 def refuse_growth(growth: Growth, cli: CLI) -> None:
-    """UserError if the model cannot be widened so, or the noise cannot be applied to it."""
+    """Raises a UserError if the model cannot be widened so, or the noise cannot be applied to it."""
     (swap,) = callbacks_in(cli.trainer, UpscaleCallback)
     try:
         with torch.random.fork_rng(devices=[]):

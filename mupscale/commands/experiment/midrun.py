@@ -1,11 +1,11 @@
-"""The protocol midrun: growing in the middle of a run, with everything charged.
+"""The protocol midrun: compares growing during a run with fixed widths, at equal total cost.
 
-All runs have one budget: what the configured number of steps costs at the wide width, in FLOPs or in seconds. A run
-that grows spends a share of it at the narrow width. It is compared with fixed widths: the wide, the narrow, and a
-middle one.
+All runs have the same budget: the cost of the configured number of steps at the wide width, in FLOPs or in seconds. A
+growing run spends a share of it at the narrow width. It is compared with three fixed widths: wide, narrow, and one in
+between.
 
-Hyperparameters come from the same comparison at the tuning size, at equal FLOPs. Each fixed width has the best values
-of `sweep_1` at its counterpart there. A run that grows has those of the narrow width until it grows, and then those of
+Hyperparameters come from the same comparison at a small size, at equal FLOPs. Each fixed width uses the best values of
+`sweep_1` at its small counterpart. A growing run uses those of the narrow width until it grows, and then those of
 `sweep_2`.
 """
 
@@ -61,7 +61,7 @@ class MidrunParts:
         self._of_growth: dict[tuple[str, str, float], SweepPart] = {}
 
     def all(self) -> Iterator[Part]:
-        """In the order in which they are taken: seed by seed, so that one that is stopped early has whole seeds."""
+        """In order of execution: seed by seed, so that an experiment that is stopped early has complete seeds."""
         yield self.costs
         for schedule in self.keys.schedules:
             yield from self._sweeps(schedule)

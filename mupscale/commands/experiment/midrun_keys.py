@@ -1,4 +1,4 @@
-"""What the file of an experiment of protocol midrun has beside the keys of the others."""
+"""The keys in the file of an experiment that only the protocol midrun has."""
 
 import re
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class MidrunKeys:
 
 
 def midrun_keys(content: dict[str, Any], small: Growth, target: Growth) -> MidrunKeys:
-    """The keys of protocol midrun. UserError names the one that is wrong."""
+    """The keys of protocol midrun. Raises a UserError that names the one that is wrong."""
     middle = content["middle"]
     if not is_width(middle):
         raise UserError(f"middle: give a width between {target.before} and {target.after}, got {middle!r}")
@@ -76,7 +76,7 @@ def _shares(key: str, shares: Any) -> list[float]:
     if not is_list or not all(isinstance(share, float) and 0 < share < 1 for share in shares):
         raise UserError(f"{key}: give shares of the budget between 0 and 1, such as [0.1, 0.5], got {shares!r}")
     if len(set(shares)) < len(shares):
-        raise UserError(f"{key}: a share is there twice, got {shares}")
+        raise UserError(f"{key}: a share is given twice, got {shares}")
     return sorted(shares)
 
 

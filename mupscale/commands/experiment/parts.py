@@ -165,7 +165,7 @@ class SweepPart(Part):
 
     @property
     def tuned(self) -> Path:
-        """The best.yaml. UserError if it is not what the sweep found: the runs that use it would be wrong as well."""
+        """The best.yaml. Raises a UserError if it is not what the sweep found."""
         best = self.results.best
         assert best is not None
         try:

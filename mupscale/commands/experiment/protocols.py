@@ -72,7 +72,7 @@ class Experiment:
         return {**head, **self.description.identity(), "runs": runs, "sweeps": tuning}
 
     def refuse_others(self) -> None:
-        """UserError if the folder holds another experiment, or something else."""
+        """Raises a UserError if the folder holds another experiment, or something else."""
         path = self.out / "experiment.json"
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"--out {self.out} is a file; name a folder for the experiment")

@@ -1,4 +1,4 @@
-"""The results of the protocol transfer: whether optima stay where they are as the width grows."""
+"""The results of the protocol transfer: whether optima stay the same as the width grows."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STAYS = 1
-"""How many grid cells an optimum that transfers may move by: its neighbours are as good as it, to within noise."""
+"""By how many grid cells an optimum may move and still count as stable: its neighbours are as good, within noise."""
 
 ABOVE = 3
 """The figure is cut off at this multiple of the worst optimum."""

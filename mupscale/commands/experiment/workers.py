@@ -49,7 +49,7 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
                     if code > 0:
                         raise UserError(
                             f"worker {index} failed with the error above, and the other workers were stopped; "
-                            "mend it, then run the same command again to continue"
+                            "fix it, then run the same command again to continue"
                         )
                     if code < 0:
                         killed += 1

@@ -56,7 +56,7 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
 
 
 def refuse_other_folder(out: Path) -> None:
-    """UserError unless `out` is new, empty, or a report."""
+    """Raises a UserError unless `out` is new, empty, or a report."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a folder for the report")
     if out.is_dir() and any(out.iterdir()):

@@ -110,7 +110,7 @@ class Found:
 
 
 def find_runs(folders: list[Path]) -> Found:
-    """The runs, sweeps and experiments in folders. UserError if one of the folders holds nothing."""
+    """The runs, sweeps and experiments in folders. Raises a UserError if one of the folders holds nothing."""
     found = Found()
     seen: set[Path] = set()
     for folder in folders:

@@ -76,7 +76,7 @@ class Group:
 
 
 def refuse_other_tasks(runs: list[LoggedRun]) -> None:
-    """UserError if the runs differ in more than a report compares."""
+    """Raises a UserError if the runs differ in more than a report compares."""
     for run in runs[1:]:
         ours, theirs = task(runs[0].config), task(run.config)
         for key in [*ours, *(key for key in theirs if key not in ours)]:

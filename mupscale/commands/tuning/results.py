@@ -161,7 +161,7 @@ def value_text(value: float) -> str:
 
 
 def checked_metric(metric: Any) -> str:
-    """A metric as it is. UserError if it is not a name, or if larger values of it are better."""
+    """A metric as it is. Raises a UserError if it is not a name, or if larger values of it are better."""
     if not isinstance(metric, str) or not metric.strip():
         raise UserError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
     if window_of(metric) is None and higher_is_better(metric):
@@ -231,7 +231,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def signal_swap(config: Config) -> Config | None:
-    """The UpscaleCallback whose noise is signal-normalised, if there is one; UserError if there are several."""
+    """The UpscaleCallback with signal-normalised noise, if there is one; raises a UserError if there are several."""
     found = []
     for callback in callbacks_of(config, "UpscaleCallback"):
         noise = callback["init_args"].get("noise")

@@ -67,7 +67,7 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
         raise UserError(f"{where}: the grid is empty, give at least one value for {key}")
     _refuse_non_finite(where, values)
     if any(value in values[:index] for index, value in enumerate(values)):
-        raise UserError(f"{where}: a value is there twice")
+        raise UserError(f"{where}: a value is given twice")
     return Axis(key, values)
 
 
@@ -96,9 +96,9 @@ def _refuse_non_finite(where: str, values: tuple[Any, ...]) -> None:
 
 
 def refuse_seeds(where: str, seeds: list[int]) -> None:
-    """UserError for seeds that are there twice, or that no generator takes."""
+    """Raises a UserError for duplicate seeds, or seeds that no generator accepts."""
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"{where}: a seed is there twice")
+        raise UserError(f"{where}: a seed is given twice")
     if not all(0 <= seed < 2**32 for seed in seeds):
         raise UserError(f"{where}: seeds are whole numbers from 0 to {2**32 - 1}")
 

@@ -1,9 +1,9 @@
 """The study of a sweep: its trials, and which process runs which of them.
 
-No trial is lost, and no two processes run one trial at a time. All trials wait in Optuna's storage from the beginning,
-so taking one is a single change of its state. A process holds a lease on the trial that it runs: a locked file, which
-the system unlocks when the process dies for any reason, and whose time of change the process renews. A trial whose
-lease has lapsed is marked as failed, and its cell is put in the queue again, with the same values.
+No trial is lost, and no two processes run one trial at the same time. All trials wait in Optuna's storage from the
+beginning, so taking one is a single change of its state. A process holds a lease on its trial: a locked file, which the
+system unlocks when the process dies, and whose modification time the process renews. If a lease lapses, its trial is
+marked as failed, and queued again with the same values.
 """
 
 import json
@@ -241,7 +241,7 @@ class Unlocked(JournalFileOpenLock):
 
 
 def opened(name: str, storage: BaseStorage | str) -> optuna.Study:
-    """The study of a name, a new one if there is none. UserError if its database cannot be reached."""
+    """The study of a name, a new one if there is none. Raises a UserError if its database cannot be reached."""
     make = partial(optuna.create_study, study_name=name, storage=storage, load_if_exists=True)
     if not isinstance(storage, str):
         return make()
@@ -271,7 +271,7 @@ def asked(study: optuna.Study, waiting: FrozenTrial, distributions: dict[str, Ba
 
 
 def store(out: Path, url: str | None) -> BaseStorage | str:
-    """The storage of a study. UserError if its journal cannot be read."""
+    """The storage of a study. Raises a UserError if its journal cannot be read."""
     if url is not None:
         return url
     path = out / "study.journal"
@@ -323,7 +323,7 @@ def decoded(axis: Axis, stored: Any) -> Any:
 
 
 def refuse_other_folder(out: Path, storage: str | None) -> None:
-    """UserError if the folder is not that of a sweep, or its study is stored elsewhere."""
+    """Raises a UserError if the folder is not that of a sweep, or its study is stored elsewhere."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a folder for the sweep")
     refuse_links(out, "lock", "leases", "study.journal")
@@ -336,6 +336,6 @@ def refuse_other_folder(out: Path, storage: str | None) -> None:
 
 
 def refuse_other_settings(path: Path, settings: Settings) -> None:
-    """UserError if the sweep.json of a folder has other settings."""
+    """Raises a UserError if the sweep.json of a folder has other settings."""
     if path.exists():
         refuse_difference(read_json(path), settings.description(), f"--out {path.parent} holds another sweep")

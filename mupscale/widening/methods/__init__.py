@@ -1,4 +1,4 @@
-"""Growth methods: the ways to make a wide network of a narrow one. `base.py` has what a method is."""
+"""Growth methods: ways to make a wide network from a narrow one. `base.py` defines their interface."""
 
 from collections.abc import Callable
 from functools import partial

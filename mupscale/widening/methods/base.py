@@ -1,20 +1,20 @@
-"""Growth methods: the ways to make a wide network of a narrow one, as one interface.
+"""The interface of growth methods.
 
-Each width axis n → ñ has two ñ × n maps: `out`, what the new units produce, and `inn`, how they are consumed. A weight
-W that reads axis x and writes axis y becomes W̃ = out_y · W · inn_xᵀ + N. The function is preserved if innᵀ · out = 1 on
+Each width axis n → ñ has two ñ × n maps: `out`, what the new units produce, and `inn`, how they are read. A weight W
+that reads axis x and writes axis y becomes W̃ = out_y · W · inn_xᵀ + N. The function is preserved if innᵀ · out = 1 on
 every axis, `out` commutes with the nonlinearities and norms, and N · out_x = 0. The gradient is inn_y · G · out_xᵀ; the
 rules for optimizer state and hyperparameters follow from it, and with them the training is preserved too.
 
-A method says:
+A method defines:
 
 plan        the layout of every axis, which is `out`: how many copies each unit gets, and where
 fit         a short run on batches of data that learns the maps; most methods need none
-widen_      the weights: `inn`, and what is not random of N
+widen_      the weights: `inn`, and the deterministic part of N
 edit_       a change across layers, after all weights are written
-noise       a perturbation, what is random of N; None
-state       a state rule: what becomes of the optimizer state (`new_copies.py`)
+noise       the random part of N, or None
+state       what happens to the optimizer state (`new_copies.py`)
 hyperparameters
-            `table` rescales learning rate, eps and weight decay by what the maps imply, `same` leaves them
+            `table` rescales learning rate, eps and weight decay as the maps imply, `same` keeps them
 factors     k_out and k_in of a parameter: its gradient falls by k_out, its weight by k_in
 claim       whether function and dynamics are preserved, for a model; `checks/claims.py` measures it
 """
@@ -53,19 +53,19 @@ class Claim(NamedTuple):
 
 
 class GrowthMethod(ABC):
-    """How a wide network is made of a narrow one. `upscale(narrow, wide, optimizer, method=Net2Net(seed=1))`."""
+    """A way to make a wide network from a narrow one. `upscale(narrow, wide, optimizer, method=Net2Net(seed=1))`."""
 
     noise: Noise | None = None
     """A perturbation that belongs to the method."""
     state_to_copies: bool = True
-    """Whether the optimizer state that is carried goes to all copies; if not, to the first ones alone."""
+    """Whether optimizer state is carried to all copies, or only to the first copy of each unit."""
     needs_batches: bool = False
     """Whether `fit` must run before the weights can be written."""
 
     def __init__(self, state: StateRule = "carry", hyperparameters: Hyperparameters = "table") -> None:
         """
         Args:
-            state: What becomes of the optimizer state.
+            state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
         """
         check_state_rule(state, 0)
@@ -82,7 +82,7 @@ class GrowthMethod(ABC):
         blocks: Blocks | None,
         units: Units | None = None,
     ) -> Plan:
-        """Which axes grow and in which layout; UserError where this method cannot grow the model."""
+        """Which axes grow and in which layout; raises a UserError if this method cannot grow the model."""
         return make_plan(narrow, wide, roles=roles, blocks=blocks, units=units)
 
     def fit(  # noqa: B027  most methods have nothing to learn
@@ -97,16 +97,16 @@ class GrowthMethod(ABC):
         units: Units | None = None,
         average: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Learns from batches how to grow `narrow`. Both models stay as they are, and so do global random numbers.
+        """Learns from batches how to grow `narrow`. Neither the models nor the global random state change.
 
-        `average` makes the mean of a gradient over processes that fit together.
+        `average` averages a gradient over the processes that fit together.
         """
 
     def forget(self) -> None:  # noqa: B027
         """Drops what `fit` learned, once the weights are written."""
 
     def check(self, plan: Plan) -> None:  # noqa: B027  most methods are always ready
-        """UserError where the weights of this plan cannot be written yet; runs before anything is."""
+        """Raises a UserError if the weights of this plan cannot be written yet; runs before anything is written."""
 
     def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
         """Writes the widened weight into `target`."""

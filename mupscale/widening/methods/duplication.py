@@ -16,14 +16,14 @@ from mupscale.widening.weights import widen_
 
 
 class Duplication(GrowthMethod):
-    """The paper's: every unit is duplicated k times, and each copy consumed with 1/k. Function and training stay.
+    """The paper's method: k copies of every unit, each read with 1/k of its weight. Preserves function and training.
 
     Examples:
         >>> import mupscale
         >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.Duplication())  # as without a method
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.Duplication())  # the default
         >>> x = torch.randn(5, 3)
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
@@ -37,13 +37,13 @@ Variant = Literal["symmetric", "diagonal", "noisy"]
 
 
 class HyperCloning(GrowthMethod):
-    """HyperCloning (Samragh et al. 2024): duplication, or each copy connected to its own copy of the layer before.
+    """HyperCloning (Samragh et al. 2024): duplication, or copies that are connected one to one.
 
-    `symmetric` divides every weight by k, as the paper does. `diagonal` connects copy c of a layer to copy c of the one
-    before, with the weight itself, and to no other (where the two grow by different factors, to the copies at the same
-    place among them, in shares). `noisy` is symmetric with noise that keeps the function, 10 dB
-    below the weights. As published, hyperparameters stay and the optimizer state starts anew; with `state="carry"` and
-    `hyperparameters="table"` the first two preserve the training as well.
+    `symmetric` divides every weight by k, as the paper of this project does. `diagonal` connects copy c of a unit only
+    to copy c of the previous layer, with the full weight; if the two layers grow by different factors, each copy is
+    connected to those at the same relative position, in shares. `noisy` is `symmetric` with noise that preserves the
+    function, 10 dB below the weights. As published, hyperparameters are unchanged and the optimizer state is reset;
+    with `state="carry"` and `hyperparameters="table"`, the first two variants preserve the training as well.
 
     Examples:
         >>> import mupscale
@@ -66,8 +66,8 @@ class HyperCloning(GrowthMethod):
         """
         Args:
             variant: `symmetric`, `diagonal` or `noisy`.
-            decibels: The ratio of the mean squares of weights and noise, of the noisy variant.
-            state: What becomes of the optimizer state.
+            decibels: For `noisy`: the ratio of the mean squares of weights and noise.
+            state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
         """
         super().__init__(state, hyperparameters)

@@ -1,4 +1,4 @@
-"""Axes that are one: the units that some layers produce and others read, which a method must treat alike."""
+"""Groups of axes that hold the same units: some layers produce them, others read them. Methods treat them alike."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from mupscale.widening.roles import matches
 from mupscale.widening.survey import some_names
 
 AxisGroups = Mapping[str, Mapping[str, int]]
-"""Axes that are one: for each group, the axis of every parameter (by name pattern) that produces or reads its units."""
+"""For each group of units, the axis of every parameter (by name pattern) that produces or reads them."""
 
 
 class UnitGroup(NamedTuple):
@@ -49,14 +49,14 @@ def unit_groups(
 ) -> list[UnitGroup]:
     """The groups that grow and that `method` may treat unit by unit; by default those that the model declares.
 
-    UserError if there is none. Without `with_mup_readouts`, a group that a muP readout reads is left out: the readout
-    has one multiplier for all of its inputs.
+    Raises a UserError if there is none. Without `with_mup_readouts`, a group that a muP readout reads is left out: the
+    readout has one multiplier for all of its inputs.
     """
     groups = _declared(narrow) if given is None else given
     if not groups:
         raise UserError(
-            f"{method}: {type(narrow).__name__} does not say which axes are one. Give them, as "
-            'groups={"hidden": {"0.weight": 0, "1.weight": 1}}, or as an attribute width_groups of the model'
+            f"{method}: {type(narrow).__name__} does not declare which axes hold the same units. Give them as "
+            'groups={"hidden": {"0.weight": 0, "1.weight": 1}}, or as the attribute width_groups of the model'
         )
     answer, averaged = [], []
     for name, axes in groups.items():
@@ -143,7 +143,7 @@ def _group(method: str, plan: Plan, name: str, members: Mapping[str, int]) -> Un
     in_pieces = [member for member, layout in layouts.items() if len(layout) > 1 and not is_unit_by_unit(layout)]
     if in_pieces:
         raise UserError(
-            f"{method}: {in_pieces[0]!r} of the group {name!r} is made of pieces already. Give other groups"
+            f"{method}: {in_pieces[0]!r} of the group {name!r} already consists of several pieces. Give other groups"
         )
     blocks = {member: layout[0].block for member, layout in layouts.items()}
     counted = {member: narrow_length(layout) // blocks[member] for member, layout in layouts.items()}
@@ -152,8 +152,8 @@ def _group(method: str, plan: Plan, name: str, members: Mapping[str, int]) -> Un
     if any(theirs != fewest * (len(theirs) // max(len(fewest), 1)) for theirs in copies.values()):
         factors = sorted({whole_factor(layout) for layout in layouts.values()})
         raise UserError(
-            f"{method}: the axes of the group {name!r} are not one: {some_names(list(members))} have {counted} units, "
-            f"and grow by {factors}. Give axes of the same units"
+            f"{method}: the axes of the group {name!r} do not hold the same units: {some_names(list(members))} have "
+            f"{counted} units, and grow by {factors}. Give axes of the same units"
         )
     axes = {member: (axis, blocks[member]) for member, axis in members.items()}
     return UnitGroup(name, fewest, axes)

@@ -16,12 +16,12 @@ from mupscale.widening.units import Units
 
 
 class Lemon(GrowthMethod):
-    """LEMON's unequal split (Wang et al. 2024): the copies of a unit are consumed with unlike weights that sum to 1.
+    """LEMON's unequal split (Wang et al. 2024): the copies of a unit are read with unequal shares that sum to 1.
 
-    Rates follow entry by entry, so that function and training are preserved. With `hyperparameters="same"`, one rate
-    for all, copies part by themselves. Only groups of axes that the model declares (`width_groups`), or that are given,
-    are split unequally. The axes under a norm are duplicated and split equally, which is LEMON's expansion where the
-    width is a multiple: the gradient of a norm mixes the shares of all units, so that unequal ones would not be exact.
+    Every entry gets a matching learning rate, so that function and training are preserved. With
+    `hyperparameters="same"` all entries have one rate, and copies become different without noise. Only the axes in
+    `groups`, or in the model's `width_groups`, are split unequally. Axes under a norm are split equally, as LEMON does
+    if the width is a multiple: the gradient of a norm mixes the shares of all units, so unequal shares are not exact.
 
     Examples:
         >>> import mupscale
@@ -45,11 +45,11 @@ class Lemon(GrowthMethod):
     ) -> None:
         """
         Args:
-            seed: Of the random shares.
+            seed: The seed of the random shares.
             spread: Shares are drawn evenly between 1 - spread and 1 + spread, and divided by their sum.
-            groups: Which axes are one, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default what the
-                model declares in `width_groups`.
-            state: What becomes of the optimizer state.
+            groups: Axes that hold the same units, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default
+                the model\'s `width_groups`.
+            state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
         """
         super().__init__(state, hyperparameters)

@@ -33,10 +33,10 @@ class LiGO(GrowthMethod):
     `method = LiGO(); method.fit(narrow, wide, batches, loss); upscale(narrow, wide, optimizer, method=method)`. Inside
     a run `UpscaleCallback` fits it on batches of the run's data.
 
-    The maps start as ones that preserve the function, and Adam moves them for `steps` batches, so that the function
-    changes. Axes that the model declares as one (`width_groups`), or that are given, share their maps; the others are
-    duplicated. Buffers, as the running statistics of a batch norm, are duplicated too. As published, hyperparameters
-    stay and the optimizer state starts anew; state that is carried moves as that of duplication does.
+    The maps preserve the function at first; then Adam trains them for `steps` batches, which changes the function. The
+    axes of one group (`groups`, or the model's `width_groups`) share their maps; all others are duplicated. Buffers,
+    such as the running statistics of a batch norm, are duplicated too. As published, hyperparameters are unchanged and
+    the optimizer state is reset; with `state="carry"` it moves as in duplication.
 
     Examples:
         >>> import mupscale
@@ -65,12 +65,12 @@ class LiGO(GrowthMethod):
     ) -> None:
         """
         Args:
-            steps: Batches of the fit.
+            steps: The number of batches to fit on.
             lr: The learning rate of the maps, with Adam.
-            seed: Of the first maps, and of all that is random in the fit, such as dropout.
-            groups: Which axes are one, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default what the
-                model declares in `width_groups`.
-            state: What becomes of the optimizer state.
+            seed: The seed of the initial maps and of the fit, for example of dropout.
+            groups: Axes that hold the same units, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default
+                the model\'s `width_groups`.
+            state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
         """
         super().__init__(state, hyperparameters)

@@ -19,11 +19,12 @@ from mupscale.widening.units import Units
 
 
 class Net2Net(GrowthMethod):
-    """Net2Net's random map (Chen et al. 2016): every unit once, and the others copies of random ones.
+    """Net2Net's random map (Chen et al. 2016): new units are copies of randomly chosen units.
 
-    A unit with c copies is consumed with 1/c, and rates follow entry by entry, so that function and training are
-    preserved. Only groups of axes that the model declares (`width_groups`), or that are given, are mapped at random: an
-    axis under a norm cannot be, because a norm would weigh units by their number of copies. The others are duplicated.
+    Each of the c copies of a unit is read with 1/c of its weight, and every entry gets a matching learning rate, so
+    that function and training are preserved. Only the axes in `groups`, or in the model's `width_groups`, are mapped at
+    random; all others are duplicated. An axis under a norm cannot be mapped at random, because the norm would weight
+    units by their number of copies.
 
     Examples:
         >>> import mupscale
@@ -46,10 +47,10 @@ class Net2Net(GrowthMethod):
     ) -> None:
         """
         Args:
-            seed: Of the random map.
-            groups: Which axes are one, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default what the
-                model declares in `width_groups`.
-            state: What becomes of the optimizer state.
+            seed: The seed of the random map.
+            groups: Axes that hold the same units, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default
+                the model\'s `width_groups`.
+            state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
         """
         super().__init__(state, hyperparameters)
@@ -81,7 +82,7 @@ class Net2Net(GrowthMethod):
 class FPI(Net2Net):
     """bert2BERT's function-preserving initialisation (Chen et al. 2022): Net2Net's map in a transformer.
 
-    As published, hyperparameters stay and the optimizer state starts anew.
+    As published, hyperparameters are unchanged and the optimizer state is reset.
 
     Examples:
         >>> import mupscale
@@ -104,22 +105,22 @@ class FPI(Net2Net):
     ) -> None:
         """
         Args:
-            seed: Of the random map.
-            groups: Which axes are one, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default what the
-                model declares in `width_groups`.
-            state: What becomes of the optimizer state.
+            seed: The seed of the random map.
+            groups: Axes that hold the same units, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default
+                the model\'s `width_groups`.
+            state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
         """
         super().__init__(seed, groups, state, hyperparameters)
 
 
 class AKI(FPI):
-    """bert2BERT's advanced knowledge initialisation (Chen et al. 2022): new units are those of the next layer.
+    """bert2BERT's advanced knowledge initialisation (Chen et al. 2022): new units come from the next layer.
 
-    Units are copied as FPI copies them, and consumed so. Then what produces a new copy, weights and bias, becomes what
-    the next layer has for that unit, so that copies differ from the start, and the function changes. The next layer is
-    the one with the next larger number in its name and the same shape; weights without one, such as those of the last
-    layer, stay as in FPI, and so do the gains and shifts of norms.
+    Units are copied as in FPI. Then the weights and the bias that produce a new copy are replaced by those of the same
+    unit in the next layer. So copies differ from the start, and the function changes. The next layer is the one with
+    the next larger number in its name and the same shape. Weights without a next layer, such as those of the last one,
+    and the gains and shifts of norms stay as in FPI.
 
     Examples:
         >>> import mupscale

@@ -17,9 +17,9 @@ from mupscale.widening.units import NO_UNIT, Units
 
 
 class ZeroPadding(GrowthMethod):
-    """New units with weights of zero, in and out. They stay zero for ever where the activation of zero is zero.
+    """New units have input and output weights of zero. They never train if the activation of zero is zero.
 
-    A norm over the width counts the new units: then the function changes.
+    The function is preserved, unless a norm averages over the width: it counts the new units.
 
     Examples:
         >>> import mupscale
@@ -47,8 +47,8 @@ class ZeroPadding(GrowthMethod):
         in_units = [name for name, entry in plan.parameters.items() if entry.unit != NO_UNIT]
         if in_units:
             raise UserError(
-                f"{own}: parameter {in_units[0]!r} has a unit, which makes up for what duplication does; units that "
-                "are zero would need another one. Use Duplication"
+                f"{own}: parameter {in_units[0]!r} has a unit (a factor that is right for duplication only). Use "
+                "Duplication"
             )
         for name, entry in plan.parameters.items():
             for axis in entry.fractional_axes:
@@ -85,11 +85,10 @@ class ZeroPadding(GrowthMethod):
 
 
 class ShrinkAndPad(ZeroPadding):
-    """Weights shrunk, then padded with zeros (Mallik et al. 2024). Noise, which is yours to give, wakes the new units.
+    """Shrinks the weights and pads them with zeros (Mallik et al. 2024). Use it with `noise`, so that new units train.
 
-    The authors perturb with a fresh muP initialisation of the wide network: `noise=AdditiveNoise(1.0)` is that, in all
-    weights. Biases and the gains of norms are padded as they are. The function changes, and as published the optimizer
-    state starts anew.
+    The authors add a new muP initialisation of the wide network, which is `noise=AdditiveNoise(1.0)`. Biases and the
+    gains of norms are padded without shrinking. The function changes. As published, the optimizer state is reset.
 
     Examples:
         >>> import mupscale
@@ -104,8 +103,8 @@ class ShrinkAndPad(ZeroPadding):
     ) -> None:
         """
         Args:
-            shrink: What the weights are multiplied by.
-            state: What becomes of the optimizer state.
+            shrink: The factor on the weights.
+            state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
         """
         super().__init__(state, hyperparameters)
