@@ -29,7 +29,7 @@ PATIENCE = 5.0
 
 
 class RunTrainer(Trainer):
-    """A Trainer that knows which checkpoints it has written."""
+    """A Trainer that records the checkpoints it writes."""
 
     saved: tuple[tuple[int, Path], ...] = ()
     """Each with its step, the oldest first; older ones may have been deleted since."""

@@ -20,7 +20,7 @@ def main(command: str, arguments: list[str]) -> None:
     options, overrides = parser.parse_known_args(arguments)
     config = options.run / "config.yaml"
     if not config.is_file():
-        raise UserError(f"{options.run} is not the folder of a run: it has no config.yaml")
+        raise UserError(f"{options.run} is not the folder of a run: it has no config.yaml{runs_near(options.run)}")
     if any(override.partition("=")[0] in ("--ckpt_path", "--ckpt-path") for override in overrides):
         raise UserError("--ckpt_path: resume uses the newest checkpoint; to continue from another one: fit --ckpt_path")
     problems: list[str] = []
@@ -43,3 +43,12 @@ def main(command: str, arguments: list[str]) -> None:
     from mupscale.commands.cli import parsed  # loads Lightning, which takes seconds; mistakes are reported before
 
     parsed(["fit", "--config", str(config), *overrides, "--ckpt_path", str(path)], folder=options.run)
+
+
+def runs_near(folder: Path) -> str:
+    """The newest runs in a folder, or beside it, as the end of an error message; empty if there are none."""
+    for place in (folder, folder.parent):
+        configs = sorted(place.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+        if configs:
+            return f". Runs near it, the newest first: {', '.join(str(path.parent) for path in configs[:3])}"
+    return ""

@@ -189,6 +189,11 @@ def test_resume_refuses_to_start_over(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     main(["resume", str(run)])
     assert "is finished" in capsys.readouterr().out
+    for elsewhere in ("runs/small", "runs/small/version_7"):
+        problem = (
+            f"{elsewhere} is not the folder of a run: it has no config.yaml. Runs near it, the newest first: {run}"
+        )
+        assert problem in refused("resume", elsewhere)
     for path in run.rglob("*.ckpt"):
         path.write_bytes(path.read_bytes()[:1000])
     assert "no checkpoint that can be read" in refused("resume", str(run))
