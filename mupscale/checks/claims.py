@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mupscale.checks.recording import buffers_kept
 from mupscale.checks.verify import WARM_UP, float64_copy
 from mupscale.errors import UserError
-from mupscale.tables import Paint, folded, unpainted
+from mupscale.text_tables import Paint, folded, unpainted
 from mupscale.widening.methods.base import Claim, GrowthMethod, Loss
 from mupscale.widening.plan import Blocks
 from mupscale.widening.roles import Roles

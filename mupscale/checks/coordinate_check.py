@@ -28,7 +28,7 @@ from mupscale.arguments import (
 )
 from mupscale.checks.recording import Recorder, buffers_kept
 from mupscale.errors import UserError
-from mupscale.tables import Paint, Style, folded, table, unpainted
+from mupscale.text_tables import Paint, Style, folded, table, unpainted
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.noise import AdditiveNoise, Noise

@@ -23,7 +23,7 @@ from mupscale.arguments import (
 )
 from mupscale.checks.recording import Call, Recorder, buffers_kept
 from mupscale.errors import UserError
-from mupscale.tables import Paint, folded, table, unpainted
+from mupscale.text_tables import Paint, folded, table, unpainted
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.layout import (

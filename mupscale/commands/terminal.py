@@ -5,7 +5,7 @@ import shutil
 import sys
 from typing import Protocol
 
-from mupscale.tables import Paint, Style, folded
+from mupscale.text_tables import Paint, Style, folded
 
 CODES: dict[Style, str] = {"heading": "1", "good": "32", "bad": "31"}
 """Of the terminal: bold, green, red."""

@@ -18,7 +18,7 @@ from mupscale.commands.outputs import refuse_folder, refuse_output
 from mupscale.commands.status import Status
 from mupscale.commands.terminal import show
 from mupscale.errors import UserError, needs_extra
-from mupscale.tables import size_of
+from mupscale.text_tables import size_of
 
 
 def widen_folder(arguments: list[str]) -> None:

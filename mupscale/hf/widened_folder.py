@@ -22,7 +22,7 @@ from mupscale.hf.outputs import fits, largest_difference
 from mupscale.hf.safetensors_files import INDEX_FILE, NewFile, index_text, split_into_files
 from mupscale.hf.streaming import Widening, Written, refuse_unlike_twins, write_wide
 from mupscale.hf.whole_folder import whole_folder
-from mupscale.tables import size_of
+from mupscale.text_tables import size_of
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod

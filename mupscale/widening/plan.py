@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mupscale.errors import UserError
-from mupscale.tables import Paint, folded, table, unpainted
+from mupscale.text_tables import Paint, folded, table, unpainted
 from mupscale.widening import fractional_growth, modules
 from mupscale.widening.layers import braced, notes_by_layer
 from mupscale.widening.layout import (

@@ -407,5 +407,5 @@ def test_tied_readout_without_a_role_is_refused():
 
 
 def test_fused_expert_weights_ask_for_a_role():
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj.*does not tell which is summed over"):
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj.*does not determine which is summed over"):
         verdict(CASES["mixtral"]._replace(roles=None))

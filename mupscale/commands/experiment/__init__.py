@@ -20,7 +20,7 @@ from mupscale.commands.arguments import STACK_HELP, ArgumentParser, Size, stack_
 from mupscale.commands.terminal import columns, paint
 from mupscale.commands.termination import EXIT_CODE, Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
-from mupscale.tables import table
+from mupscale.text_tables import table
 
 if TYPE_CHECKING:
     from mupscale.commands.experiment.protocols import Experiment

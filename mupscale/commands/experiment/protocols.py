@@ -23,7 +23,7 @@ from mupscale.commands.tuning.space import Axis, grid
 from mupscale.commands.tuning.study import Settings
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
-from mupscale.tables import table
+from mupscale.text_tables import table
 
 SMALL_BASE = "small_base"
 """The narrow run that sweep 2 starts from if there is no sweep 1. It counts as tuning."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mupscale.tables import Style, folded, table
+from mupscale.text_tables import Style, folded, table
 from mupscale.widening.layers import braced
 
 ROWS = [("name", "number", "where"), ("a.long.name", "5", "first, second"), ("b", "120", "")]
