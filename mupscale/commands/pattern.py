@@ -95,7 +95,10 @@ def _is_alike(there: Any, here: Any) -> bool:
 
 
 def _value_at(node: Any, parts: list[str]) -> Any:
+    """The value at a key; `...`, which is no value, inside of a tuple, where none can be put."""
     for part in parts:
+        if isinstance(node, tuple):
+            return ...
         node = node[int(part)] if isinstance(node, list) else node.get(part)
     return node
 
