@@ -52,7 +52,7 @@ from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
-from mupscale.models._lightning import OpenCLI, is_trial_run
+from mupscale.models._lightning import OpenCLI, Parsers, is_trial_run
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import checkpoint_width, run_in
 
@@ -77,8 +77,8 @@ PURPOSES = {
 MISTAKES = (ValueError, OSError, ModuleNotFoundError, MisconfigurationException, ArgumentError)
 """What a mistake in a configuration raises before the first batch; Lightning's own kind at any time."""
 
-PARSERS: dict[str, LightningArgumentParser] = {}
-"""Parsers of configurations without a subcommand, by their texts: to make one takes a third of the time of parsing."""
+PARSERS: dict[str, Parsers] = {}
+"""By their commands and texts: to make one takes a third of the time of parsing."""
 
 EVALUATIONS = ("validate", "test", "predict")
 """Commands that need weights, and would do with random ones."""
@@ -137,17 +137,12 @@ class CLI(OpenCLI):
     def setup_parser(
         self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
     ) -> None:
-        first = None if self.pattern is None else self.pattern.first
-        key = repr(sorted(main_kwargs.items()))
-        if add_subcommands and isinstance(first, OpenCLI):
-            self.share_parsers(first)
-        elif add_subcommands:
-            super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
-        elif key in PARSERS:
-            self.parser = PARSERS[key]
+        key = repr((self.command, add_subcommands, main_kwargs, subparser_kwargs))
+        if key in PARSERS:
+            self.share_parsers(PARSERS[key])
         else:
             super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
-            PARSERS[key] = self.parser
+            PARSERS[key] = self.parsers
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The one that is asked for: the parser of each takes a good part of the start."""

@@ -15,7 +15,7 @@ import yaml
 from command_line import LR, NOISE, refused, small, upscale
 from extensions import Counting, Crash, Crashed
 from logged import curves, losses
-from program_server import Server
+from program_server import CORE_ONLY, Server
 from sweeps import changed, numbers_of, plain_sweeps, swept, unlike, values_of
 
 from mupscale.__main__ import main
@@ -32,22 +32,22 @@ COSINE = "torch.optim.lr_scheduler.CosineAnnealingLR"
 
 
 def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
-    """A configuration of 200 steps with clipping and a growth in the middle, in float64."""
+    """A configuration of 100 steps with clipping and a growth in the middle, in float64."""
     settings = {
-        "max_steps": 200,
+        "max_steps": 100,
         "val_check_interval": 1.0,
         "precision": "64-true",
         "gradient_clip_val": 0.3,
         "log_every_n_steps": 4,
     }
-    config = small(path, upscale(100, 16), **settings | trainer)
-    return changed(config, optimizer=optimizer, checkpoint={"every_n_train_steps": 70})
+    config = small(path, upscale(50, 16), **settings | trainer)
+    return changed(config, optimizer=optimizer, checkpoint={"every_n_train_steps": 35})
 
 
 # --- stacked = separate
 
 
-SCHEDULE = [f"--model.lr_scheduler={COSINE}", "--model.lr_scheduler.T_max=200"]
+SCHEDULE = [f"--model.lr_scheduler={COSINE}", "--model.lr_scheduler.T_max=100"]
 WD, BETAS, MOMENTUM = (f"model.optimizer.{name}" for name in ("weight_decay", "betas", "momentum"))
 
 SEARCHES: dict[str, tuple[int, dict[str, Any], list[str], list[str]]] = {
@@ -247,7 +247,7 @@ KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    answer = [Server(tmp_path_factory.mktemp(name)) for name in ("one", "two")]
+    answer = [Server(tmp_path_factory.mktemp(name), **CORE_ONLY) for name in ("one", "two")]
     yield answer
     for server in answer:
         server.process.communicate()
