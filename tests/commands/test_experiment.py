@@ -111,6 +111,8 @@ def _without_figures_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])  # takes seconds
+    monkeypatch.setenv("PYTHONPATH", CORE_ONLY["PYTHONPATH"])
+    monkeypatch.setenv("WITHOUT_FIGURES", "1")
     out = Path("runs/experiments/e")
     main(["experiment", file(upscale()), "--workers", "2", "--data.batch_size=900"])
     output = capfd.readouterr().out
