@@ -241,7 +241,8 @@ class CLI(OpenCLI):
     def dumped(self, config: Any) -> str:
         """The section of the command as the text of config.yaml."""
         command = config["subcommand"]
-        return str(self.parser_of(command).dump(config[command], skip_none=False))
+        # it was validated as it was parsed
+        return str(self.parser_of(command).dump(config[command], skip_none=False, skip_validation=True))
 
     def _config_of_folder(self) -> Config | None:
         """What config.yaml says of a run that is resumed: its checkpoints were written before they held it."""
