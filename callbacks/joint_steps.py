@@ -20,6 +20,9 @@ from mupscale.callbacks.stacked_fits import Apart, Awaited, StackedFits
 from mupscale.errors import UserError
 from mupscale.models._lightning import steps_before_the_end
 
+NEVER = 1_000_000
+"""A number of collections of young objects that no fit reaches; after so many, Python looks through the old ones."""
+
 
 class JointSteps:
     """Runs fits to their ends, with joint steps.
@@ -143,9 +146,13 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def long_lived_objects() -> Iterator[None]:
-    """Excludes the existing objects from garbage collection."""
-    gc.freeze()
+    """Keeps Python from looking through the existing objects for garbage again and again.
+
+    By its threshold, because `gc.unfreeze` would also release what others have frozen.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], NEVER)
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(*before)

@@ -586,6 +586,14 @@ class DataParallelMesh(ModelParallelStrategy):
         super().setup_environment()
 
 
+class Parsers(NamedTuple):
+    """What a LightningCLI parses with."""
+
+    whole: LightningArgumentParser
+    of_subcommands: dict[str, LightningArgumentParser]
+    method_arguments: dict[str, list[str]]
+
+
 class OpenCLI(LightningCLI):
     """A LightningCLI with hooks where it has none: when a checkpoint is named, and before the trainer is made."""
 
@@ -595,12 +603,17 @@ class OpenCLI(LightningCLI):
     def on_trainer_config(self, config: Any) -> None:
         """Called with the arguments of the trainer, its callbacks made, just before it is made."""
 
-    def share_parsers(self, other: "OpenCLI") -> None:
-        """Takes the parsers of another command line of the same subcommands: to make them takes a good part of a
-        start."""
-        self.parser = other.parser
-        self._subcommand_parsers = other._subcommand_parsers
-        self._subcommand_method_arguments = other._subcommand_method_arguments
+    @property
+    def parsers(self) -> Parsers:
+        """For another command line of the same subcommands: to make them takes a good part of a start."""
+        return Parsers(
+            self.parser,
+            getattr(self, "_subcommand_parsers", {}),  # without subcommands there are none
+            getattr(self, "_subcommand_method_arguments", {}),
+        )
+
+    def share_parsers(self, parsers: Parsers) -> None:
+        self.parser, self._subcommand_parsers, self._subcommand_method_arguments = parsers
 
     def section(self, key: str) -> Any:
         """A top-level part of the configuration, inside a subcommand or not."""

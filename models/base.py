@@ -16,6 +16,7 @@ from lightning.pytorch.cli import ReduceLROnPlateau as MonitoredPlateau
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import inner_schedulers, is_too_large, tree_map
@@ -50,6 +51,24 @@ class Scores(NamedTuple):
     """Means over a batch, by operations that `torch.vmap` supports."""
     finished: Callable[[dict[str, float]], dict[str, float]]
     """What is logged, by its names, of the means over all samples."""
+
+
+DRAWS = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+"""Functions that fill a tensor with random numbers. Others, such as Xavier's, call one of these."""
+
+
+class WithoutDraws(TorchFunctionMode):
+    """Skips random numbers for tensors on the meta device, which have no values: they take most of the time there."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DRAWS:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 class WidthScalable(LightningModule):
@@ -185,7 +204,7 @@ class WidthScalable(LightningModule):
     def network(self, width: Width, *, meta: bool = False) -> nn.Module:
         """The network at `width` with its muP tables; on the meta device for a plan, or for an upscale to fill."""
         base = self.hparams["base_width"]
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutDraws():
             at_base, at_delta = self._built("base_width", base), self._built("base_width", doubled(base))
             net = self._built("width", width) if meta else None
         if net is None:

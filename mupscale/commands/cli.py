@@ -54,7 +54,7 @@ from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
-from mupscale.models._lightning import OpenCLI, is_trial_run
+from mupscale.models._lightning import OpenCLI, Parsers, is_trial_run
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import checkpoint_width, run_in
 
@@ -78,6 +78,9 @@ PURPOSES = {
 
 MISTAKES = (ValueError, OSError, ModuleNotFoundError, MisconfigurationException, ArgumentError)
 """The exceptions that mean a mistake in the configuration before the first batch; Lightning's own does at any time."""
+
+PARSERS: dict[str, Parsers] = {}
+"""By their commands and texts: to make one takes a third of the time of parsing."""
 
 EVALUATIONS = ("validate", "test", "predict")
 """Commands that need a checkpoint; without this check they would run with random weights."""
@@ -139,12 +142,15 @@ class CLI(OpenCLI):
         self.saved: Config | None = None
         super().__init__(*args, **kwargs)
 
-    def setup_parser(self, *args: Any) -> None:
-        first = None if self.pattern is None else self.pattern.first
-        if isinstance(first, OpenCLI):
-            self.share_parsers(first)
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        key = repr((self.command, add_subcommands, main_kwargs, subparser_kwargs))
+        if key in PARSERS:
+            self.share_parsers(PARSERS[key])
         else:
-            super().setup_parser(*args)
+            super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+            PARSERS[key] = self.parsers
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The requested subcommand only, because making each parser takes a good part of the start-up time."""
@@ -173,7 +179,10 @@ class CLI(OpenCLI):
         assert isinstance(args, list)
         if self.pattern is not None and self._changes is not None:
             self.config = self.pattern.parsed(self._changes)
-            refuse_levels(self.config[self.config["subcommand"]])
+            if self.pattern.is_checked:
+                parser.validate(self.config)
+            command = self.config.get("subcommand")
+            refuse_levels(self.config[command] if command else self.config)
             return
         self.config = parser.parse_args(args)  # Lightning would warn that there is a command line as well
         command = self.config.get("subcommand")
@@ -240,7 +249,8 @@ class CLI(OpenCLI):
     def dumped(self, config: Any) -> str:
         """The section of the command as the text of config.yaml."""
         command = config["subcommand"]
-        return str(self.parser_of(command).dump(config[command], skip_none=False))
+        # it was validated as it was parsed
+        return str(self.parser_of(command).dump(config[command], skip_none=False, skip_validation=True))
 
     def _config_of_folder(self) -> Config | None:
         """What config.yaml says of a run that is resumed: its checkpoints were written before they held it."""

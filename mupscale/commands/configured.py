@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from mupscale.callbacks.upscale import UpscaleCallback, is_narrower
 from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
+from mupscale.data_files import LOADER
 from mupscale.models.base import WidthScalable, doubled, refuse_bad_hyperparameters
 from mupscale.models.checkpoint import Width
 from mupscale.mup_optimizers import apply_mup
@@ -32,7 +33,8 @@ def described(arguments: list[str], command: str) -> tuple[Config, CLI]:
     They are made so that a class that refuses its arguments does so now.
     """
     cli = parsed(arguments, run=False, parser_kwargs={"prog": f"python -m mupscale {command}"})
-    return yaml.safe_load(cli.parser.dump(cli.config, skip_none=False)), cli
+    text = cli.parser.dump(cli.config, skip_none=False, skip_validation=True)  # it was validated as it was parsed
+    return yaml.load(text, LOADER), cli
 
 
 def first_batches(module: WidthScalable, data: LightningDataModule, count: int) -> list[Any]:

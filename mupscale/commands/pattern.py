@@ -27,7 +27,13 @@ class Pattern:
     are inserted without parsing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_checked: bool = False) -> None:
+        """
+        Args:
+            is_checked: Whether values may be wrong: numbers are compared with the types of their arguments, and a text
+                is parsed, because it may name a class.
+        """
+        self.is_checked = is_checked
         self.first: CommandLine | None = None
         self._plain: Config = {}
         self._parsed: Any = None
@@ -46,8 +52,10 @@ class Pattern:
         for key, there, here in differences(self._plain, plain):
             parts = key.split(".")
             # another class has other arguments, and a text may stand for something that is not a text
-            is_plain = parts[-1] != "class_path" and _value_at(self._parsed[self._parsed["subcommand"]], parts) == there
+            is_plain = parts[-1] != "class_path" and _value_at(_section(self._parsed), parts) == there
             if not is_plain or not isinstance(here, _PLAIN) or not _is_alike(there, here):
+                return None
+            if self.is_checked and not isinstance(here, int | float):
                 return None
             answer[key] = float(here) if isinstance(there, float) and here is not None else here
         return answer
@@ -56,7 +64,7 @@ class Pattern:
         """What a configuration with these changes would be, if it were parsed."""
         answer = deepcopy(self._parsed)
         for key, value in changes.items():
-            _put(answer[answer["subcommand"]], key.split("."), value)
+            _put(_section(answer), key.split("."), value)
         return answer
 
     def text(self, changes: dict[str, Any]) -> tuple[str, Config]:
@@ -71,6 +79,12 @@ class Pattern:
         return header + yaml.dump(answer, sort_keys=False, Dumper=_DUMPER), answer
 
 
+def _section(parsed: Any) -> Any:
+    """The part of a subcommand, or all of what was parsed without one."""
+    command = parsed.get("subcommand")
+    return parsed[command] if command else parsed
+
+
 def _is_alike(there: Any, here: Any) -> bool:
     """Whether one value can take the place of another without a look at its type."""
     if not isinstance(there, _PLAIN):
@@ -81,7 +95,10 @@ def _is_alike(there: Any, here: Any) -> bool:
 
 
 def _value_at(node: Any, parts: list[str]) -> Any:
+    """The value at a key; `...`, which is no value, inside of a tuple, where none can be put."""
     for part in parts:
+        if isinstance(node, tuple):
+            return ...
         node = node[int(part)] if isinstance(node, list) else node.get(part)
     return node
 

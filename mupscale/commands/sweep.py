@@ -101,8 +101,10 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
 
 def work(whole: "Sweep", size: Size) -> None:
     """Runs trials until all are finished, by this process or by others."""
+    from mupscale.commands.runs import set_aside
     from mupscale.commands.stacks import Workshop
 
+    set_aside()
     waiting = False
     while True:
         worked = False

@@ -1,5 +1,6 @@
 """Fits that take their steps together: the losses and states of separate fits, for every kind of model."""
 
+import gc
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from training_runs import LIGHTNING_WARNINGS, fit, state
 
 from mupscale.callbacks.fast_loop import FastLoop
-from mupscale.callbacks.joint_steps import JointSteps
+from mupscale.callbacks.joint_steps import JointSteps, long_lived_objects
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models.mlp import MLP
 from mupscale.widening.noise import AdditiveNoise
@@ -87,3 +88,13 @@ def test_in_float32_they_differ_as_sums_in_another_order_do(tmp_path: Path) -> N
         ours += float((run.losses - alone[0]).abs().mean())
         reordered += max(apart)
     assert ours <= reordered
+
+
+def test_what_others_have_frozen_stays_so() -> None:
+    gc.freeze()
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    with long_lived_objects():
+        assert gc.get_threshold()[:2] == before[:2]
+        assert gc.get_threshold()[2] > 1000 * before[2]
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() > frozen // 2

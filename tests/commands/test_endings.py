@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import LR, small, trials, upscale
 from lightning.pytorch import Trainer
-from program_server import environment
+from program_server import CORE_ONLY, environment
 
 from mupscale.__main__ import main
 from mupscale.callbacks import upscale as swaps
@@ -238,7 +238,8 @@ def test_sigterm_ends_all_processes_of_a_run(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", enable_progress_bar=False, max_steps=100_000, devices=2, strategy="ddp")
     command = [sys.executable, "-m", "mupscale", "fit", "--config", config, "--trainer.logger.save_dir", str(tmp_path)]
     run, log = tmp_path / "default" / "version_0", tmp_path / "log.txt"
-    with log.open("w") as stream, subprocess.Popen(command, env=environment(tmp_path), stderr=stream) as process:
+    variables = environment(tmp_path) | CORE_ONLY
+    with log.open("w") as stream, subprocess.Popen(command, env=variables, stderr=stream) as process:
         try:
             until(lambda: process.poll() is not None or any(run.glob("checkpoints/resume/*.ckpt")))
             others = children(process.pid)

@@ -18,7 +18,7 @@ from command_line import LR, NOISE, refused, small
 from command_line import trials as table
 from logged import losses
 from paths import ROOT
-from program_server import Server
+from program_server import CORE_ONLY, Server
 
 from mupscale.__main__ import main
 from mupscale.callbacks.trial_metric import TrialMetric
@@ -111,6 +111,8 @@ def _without_figures_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])  # takes seconds
+    monkeypatch.setenv("PYTHONPATH", CORE_ONLY["PYTHONPATH"])
+    monkeypatch.setenv("WITHOUT_FIGURES", "1")
     out = Path("runs/experiments/e")
     main(["experiment", file(upscale()), "--workers", "2", "--data.batch_size=900"])
     output = capfd.readouterr().out
@@ -170,7 +172,7 @@ def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
     content = upscale({"max_steps": 120, "val_check_interval": 60, "check_val_every_n_epoch": None})
     content |= {"seeds": [3], "metric": "last_100%", "sweep_1": {LR: [0.02]}, "sweep_2": {NOISE: [0.05]}}
     arguments = ["experiment", file(content), "--checkpoint.every_n_train_steps=20", "--out"]
-    server = Server(tmp_path)
+    server = Server(tmp_path, **CORE_ONLY)
     for role in ("sweep_2", "upscale"):  # each killed in its turn
         process = server.start(*arguments, "killed")
         while not list(Path("killed", role).glob("**/checkpoints/*step=[2-9]?.ckpt")):

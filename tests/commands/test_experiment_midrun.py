@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import blank_figures
 import pytest
 import yaml
 from command_line import LR, NOISE, refused, small
 
 from mupscale.__main__ import main
+from mupscale.commands import figures
 from mupscale.commands.experiment.costs import BLOCKS, Costs, StepClock, budget_steps, limited, read_costs
 from mupscale.commands.experiment.file import read
 from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, stretched
@@ -261,6 +263,7 @@ def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     for path in Path("o/cosine/flops/middle/seed=3").glob("result.json"):
         del kept[path]
         path.unlink()
+    monkeypatch.setattr(figures, "save", blank_figures.save)  # they were drawn above
     main(["experiment", "e.yaml", "--out", "o"])
     again = re.findall(r"^(.*): begins$", capfd.readouterr().out, re.MULTILINE)
     assert again == ["cosine/flops/middle, seed 3"]

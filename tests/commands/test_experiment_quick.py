@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import blank_figures
 import pytest
 from paths import ROOT
 
 from mupscale.__main__ import main
+from mupscale.commands import figures
 from mupscale.commands.experiment.file import description_of, read
 from mupscale.commands.experiment.quick import divisor_of, quick_content, shortened
 from mupscale.commands.runs import result_of
@@ -29,6 +31,7 @@ def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds, and other tests draw them; what `check` refuses is that of the test of shipped files."""
     monkeypatch.setattr(Results, "draw", lambda *_: [])
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
+    monkeypatch.setattr(figures, "save", blank_figures.save)
     monkeypatch.setattr("mupscale.commands.experiment.protocols.check", lambda description: None)
 
 

@@ -7,10 +7,13 @@ import pytest
 import yaml
 from command_line import small, upscale
 
-from mupscale.commands.cli import parsed
+from mupscale.commands.cli import Parser, parsed
 from mupscale.commands.config import Config, at, temporary_file
 from mupscale.commands.configured import described
 from mupscale.commands.pattern import Pattern
+from mupscale.commands.tuning.space import Axis
+from mupscale.commands.tuning.trial import Tried, for_trials, refuse_invalid
+from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -82,3 +85,53 @@ def test_a_sweep_over_methods_has_the_defaults_of_each(capsys: pytest.CaptureFix
         method = yaml.safe_load(path.read_text())["trainer"]["callbacks"][0]["init_args"]["method"]
         rules.add((method["class_path"].rpartition(".")[2], method["init_args"]["state"]))
     assert rules == {("Duplication", "carry"), ("HyperCloning", "reset")}
+
+
+LIMITED = {"class_path": "extensions.Limited", "init_args": {"level": 1}}
+METHODS = [{"class_path": f"mupscale.{name}"} for name in ("Duplication", "HyperDuplication", "HyperCloning")]
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "bad"),
+    [
+        ("model.optimizer.lr", [0.1, "fast", 0.2], "fast"),
+        ("model.optimizer.lr", [0.1, -1, 2], "-1"),
+        ("model.optimizer.lr", [1, None, 2], "None"),
+        ("model.hidden_layers", [1, 2.5, 3], "2.5"),
+        ("model.hidden_layers", [1, True, 3], "True"),
+        ("UpscaleCallback.width", [16, "wide", 32], "wide"),
+        ("UpscaleCallback.method", METHODS, "HyperDuplication"),
+    ],
+)
+def test_a_bad_value_in_the_middle_is_refused(key: str, values: list[Any], bad: str) -> None:
+    config = for_trials(configuration("a"))
+    with pytest.raises(UserError, match=f"^here: {key}=.*{bad}"):
+        refuse_invalid(config, [Axis("seed_everything", (0, 1)), Axis(key, tuple(values))], "here:")
+
+
+def test_numbers_are_compared_with_their_types() -> None:
+    """The class itself takes any number, but its annotation does not."""
+    config = for_trials(configuration("a"))
+    config["trainer"]["callbacks"].append(LIMITED)
+    refuse_invalid(config, [Axis("Limited.level", (1, 2))], "here:")
+    with pytest.raises(UserError, match=r"^here: Limited\.level=3: "):
+        refuse_invalid(config, [Axis("Limited.level", (1, 3, 2))], "here:")
+
+
+def test_values_are_checked_without_parsing_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = for_trials(configuration("a"))
+    files: list[Any] = []
+    original = Parser.parse_args
+
+    def counted(self: Parser, args: Any = None, *more: Any, **named: Any) -> Any:
+        files.append(args)
+        return original(self, args, *more, **named)
+
+    monkeypatch.setattr(Parser, "parse_args", counted)
+    numbers = [Axis("model.optimizer.lr", (1e-3, 0.01, 1)), Axis("model.hidden_layers", (1, 2, 3))]
+    tried = Tried()
+    refuse_invalid(config, [*numbers, Axis("UpscaleCallback.noise.std", (0.1, 0.2))], "one:", tried)
+    refuse_invalid(config, numbers, "two:", tried)
+    assert len(files) == 1
+    refuse_invalid(config, [Axis("UpscaleCallback.method", (METHODS[0], METHODS[2])), *numbers], "three:", tried)
+    assert len(files) == 3

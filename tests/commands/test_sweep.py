@@ -18,7 +18,7 @@ from command_line import LR, NOISE, refused, small, upscale
 from command_line import trials as table
 from lightning.pytorch import Trainer
 from logged import losses
-from program_server import Server
+from program_server import CORE_ONLY, Server
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
@@ -48,6 +48,12 @@ def run(config: dict[str, Any], folder: Path) -> Result:
     """The result of a run, which is made if it is not finished."""
     described = Run(config, folder, "")
     return known_result(described) or make(described)
+
+
+@pytest.fixture
+def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds."""
+    monkeypatch.setattr(Results, "draw", lambda *_: [])
 
 
 # --- keys and values
@@ -108,6 +114,7 @@ def test_values_are_set_where_they_stand() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
 @pytest.mark.parametrize(("metric", "last"), [("last_epoch", 6), ("last_2%", 1), ("last_20%", 4)])
 def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
@@ -126,6 +133,7 @@ def test_the_metric_is_the_mean_of_the_last_losses(metric: str, last: int, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
 def test_the_metric_of_accumulated_batches_and_of_seeds(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", accumulate_grad_batches=2, val_check_interval=1.0, max_steps=9)
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.02", "--seeds", "3,4", "--out", "s"])
@@ -140,6 +148,7 @@ def test_the_metric_of_accumulated_batches_and_of_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
 def test_a_logged_metric_is_its_last_value(tmp_path: Path) -> None:
     main(
         ["sweep", "--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.02", "--metric", "val/loss", "--out", "s"]
@@ -230,6 +239,7 @@ def test_diverged_trials_end_early_and_are_blank(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
 @pytest.mark.parametrize("noise", ["AdditiveNoise", "SignalNoise"])
 def test_a_network_that_is_not_finite_is_not_widened(noise: str, tmp_path: Path) -> None:
     level = "std" if noise == "AdditiveNoise" else "t"
@@ -257,6 +267,7 @@ def test_a_diverged_run_is_not_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
 def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
     config = small(
         tmp_path / "c.yaml", upscale(40, 16), max_steps=120, val_check_interval=60, check_val_every_n_epoch=None
@@ -266,7 +277,7 @@ def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    servers = [Server(folder) for folder in folders]
+    servers = [Server(folder, **CORE_ONLY) for folder in folders]
     process = servers[0].start("sweep", *arguments)
     while not list(Path("s/trials").glob("*/checkpoints/*step=[5-9]?.ckpt")):
         os.kill(process, 0)  # it lives
@@ -455,6 +466,7 @@ def test_a_damaged_study_goes_on_or_says_so() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
 def test_best_composes_with_another_width(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(10, 16))
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.001,0.02", "--sweep", f"{NOISE}=0.05,5", "--out", "s"])
@@ -472,6 +484,7 @@ def test_best_composes_with_another_width(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
 def test_growth_methods_are_an_axis(tmp_path: Path) -> None:
     """By name, and with arguments; the one that learns among them. Another name is refused before any trial."""
     config = small(Path("c.yaml"), upscale(2, 16), max_steps=6)
@@ -509,6 +522,7 @@ def test_arguments_for_callbacks_that_are_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
 @pytest.mark.parametrize("centred", [False, True])
 def test_signal_noise_is_carried_by_its_constants(
     centred: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -655,6 +669,7 @@ def test_mistakes_are_reported_before_the_first_trial(arguments: list[str], part
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
 def test_another_sweep_is_left_alone(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml")
     main(["sweep", "--config", config, "--sweep", f"{LR}=0.01", "--out", "s"])
@@ -708,6 +723,7 @@ def test_a_database_that_is_not_there(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_figures")
 def test_a_database_and_another_folder(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml")
     arguments = ["sweep", "--config", config, "--sweep", f"{LR}=0.01", "--storage", "sqlite:///study.db", "--out"]

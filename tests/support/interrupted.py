@@ -7,6 +7,7 @@ what it does to the folder (`kill_points.Point`), and draws no figures; with `co
 there are. INTERRUPTED_IMPORTS names more modules to import.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -23,7 +24,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
 from mupscale import __main__ as command_line
-from mupscale.commands import cli, resume  # noqa: F401
+from mupscale.commands import cli, cluster, resume, stacks, sweep  # noqa: F401
+from mupscale.commands.experiment import protocols, quick  # noqa: F401
+from mupscale.commands.tuning import execution, trial  # noqa: F401
 from mupscale.commands.tuning.results import Results
 from mupscale.models.mlp import MLP, MLPNet
 
@@ -84,7 +87,11 @@ def run(request: Any) -> None:
 def serve() -> None:
     for module in os.environ.get("INTERRUPTED_IMPORTS", "").split():
         importlib.import_module(module)
+    cli.import_classes()
     torch.set_num_threads(1)
+    torch.compiler.reset()  # imports a thousand modules
+    gc.collect()
+    gc.freeze()  # what is collected in a fork is copied
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

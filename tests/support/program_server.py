@@ -9,6 +9,9 @@ from typing import Any
 
 from paths import SUPPORT
 
+CORE_ONLY = {"PYTHONPATH": f"{SUPPORT / 'ray_node'}{os.pathsep}{SUPPORT}"}
+"""Variables of a server that needs none of the libraries that ray_node/sitecustomize.py hides: it starts sooner."""
+
 
 class Server:
     """A process that has imported everything and forks for each command line.

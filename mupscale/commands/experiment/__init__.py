@@ -130,7 +130,10 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
 
 def work(whole: "Experiment", size: Size, quiet: bool) -> None:
     """Makes runs until all are done, by this process or by others."""
+    from mupscale.commands.runs import set_aside
     from mupscale.commands.stacks import Unit, Workshop
+
+    set_aside()
 
     def take() -> Unit | None:
         unit = whole.take()

@@ -19,7 +19,7 @@ from mupscale.commands.experiment.widths import Growth, factors_text, growth_of
 from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
 from mupscale.commands.tuning.space import Axis, axis_of, refuse_seeds
-from mupscale.commands.tuning.trial import for_trials, refuse_invalid
+from mupscale.commands.tuning.trial import Tried, for_trials, refuse_invalid
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
@@ -246,11 +246,12 @@ def check(description: Description) -> None:
         grown, cli = description.made(description.grown(growth, Path("base.ckpt")), description.upscaled)
         refuse_growth(growth, cli)
     signal_swap(grown)
+    tried = Tried()
     for name, axes in description.sweeps.items():
         if description.protocol == "transfer":
-            refuse_invalid(grown, axes, f"sweeps.{name}:")
+            refuse_invalid(grown, axes, f"sweeps.{name}:", tried)
         else:
-            refuse_invalid(description.common if name == "sweep_1" else grown, axes, f"{name}:")
+            refuse_invalid(description.common if name == "sweep_1" else grown, axes, f"{name}:", tried)
 
 
 def check_midrun(description: Description) -> None:
@@ -261,14 +262,15 @@ def check_midrun(description: Description) -> None:
         raise UserError("config: trainer.max_steps, trainer.max_epochs: give the length of a run of the wide width")
     for overlay in keys.schedules.values():
         description.config(stretched(overlay, 1000))
-    refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:")
+    tried = Tried()
+    refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:", tried)
     for width in (keys.middle, keys.small_middle):
         refuse_width(description, width)
     for name, noise in keys.noises.items():
         for growth in description.growths:
             grown, cli = description.made(growing(growth, 1, noise))
             refuse_growth(growth, cli)
-        refuse_invalid(grown, description.sweeps["sweep_2"], f"sweep_2, noises.{name}:")
+        refuse_invalid(grown, description.sweeps["sweep_2"], f"sweep_2, noises.{name}:", tried)
 
 
 def refuse_width(description: Description, width: Width) -> None:

@@ -1,5 +1,6 @@
 """A trial of a sweep: ordinary runs of one configuration, one for each seed."""
 
+import json
 import re
 import shutil
 from copy import deepcopy
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.cli import parsed
+from mupscale.commands.cli import CLI, parsed
 from mupscale.commands.config import Config, Point, at, brief, callback_key, temporary_file
 from mupscale.commands.configured import refuse_growths
+from mupscale.commands.pattern import Pattern
 from mupscale.commands.runs import Run, with_run
 from mupscale.commands.tuning.space import Axis
 from mupscale.errors import UserError
@@ -50,20 +52,61 @@ def for_trials(config: Config) -> Config:
     return answer
 
 
-def refuse_invalid(config: Config, axes: list[Axis], where: str) -> None:
+class Tried:
+    """Configurations that were tried already. Those that differ in numbers alone are not parsed again."""
+
+    def __init__(self) -> None:
+        self._patterns: list[Pattern] = []
+        self._models: set[str] = set()
+
+    def refuse(self, config: Config, growing: bool) -> None:
+        """UserError if `fit` would refuse a configuration; with `growing`, if it would refuse its growth."""
+        cli = self._made(config)
+        model = json.dumps(config["model"], sort_keys=True)
+        if model not in self._models:
+            with torch.random.fork_rng(devices=[]):
+                cli.model.network(cli.model.width, meta=True)
+            self._models.add(model)
+        if growing:
+            refuse_growths(cli.model, cli.trainer)
+
+    def _made(self, config: Config) -> CLI:
+        """The model, data and trainer of a configuration."""
+        for pattern in self._patterns:
+            if pattern.changes(config) is not None:
+                try:
+                    return parsed([], run=False, pattern=pattern, plain=config)
+                except (UserError, TypeError, KeyError):
+                    break  # the message of the parser names the key
+        pattern = Pattern(is_checked=True)
+        with temporary_file(config) as file:
+            cli = parsed(["--config", file], run=False, pattern=pattern, plain=config)
+        self._patterns.append(pattern)
+        return cli
+
+
+def refuse_invalid(config: Config, axes: list[Axis], where: str, tried: Tried | None = None) -> None:
     """UserError, starting with `where`, if `fit` would refuse the configuration with one of the axes' values.
 
     Each value is tried by itself. Those of an upscale are tried a second time in a trial of the sweep, whose growth is
     planned: whether a width or a method fits depends on the other axes.
+
+    Args:
+        config: The configuration.
+        axes: The axes of the sweep.
+        where: What messages start with.
+        tried: What was tried for other sweeps of the same experiment.
     """
+    tried = Tried() if tried is None else tried
     grown = [axis for axis in axes if _changes_growth(axis.key)]
     for axis in axes:
         for value in samples(axis):
-            _refuse_point(config, {axis.key: value}, axis, value, where, growing=axes == grown == [axis])
+            growing = axes == grown == [axis]
+            _refuse_point(config, {axis.key: value}, axis, value, where, tried, growing=growing)
     first = {axis.key: samples(axis)[0] for axis in axes}
     for axis in grown if len(axes) > 1 else ():
         for value in samples(axis):
-            _refuse_point(config, {**first, axis.key: value}, axis, value, where, growing=True)
+            _refuse_point(config, {**first, axis.key: value}, axis, value, where, tried, growing=True)
 
 
 def _changes_growth(key: str) -> bool:
@@ -71,25 +114,22 @@ def _changes_growth(key: str) -> bool:
     return callback == UpscaleCallback.__name__ and rest[:1] in (["method"], ["noise"], ["width"])
 
 
-def _refuse_point(config: Config, point: Point, axis: Axis, value: Any, where: str, growing: bool = False) -> None:
+def _refuse_point(
+    config: Config, point: Point, axis: Axis, value: Any, where: str, tried: Tried, growing: bool
+) -> None:
     """UserError, which names the axis and its value, if `fit` would refuse the model at a point, or its growth."""
     try:
         changed = at(config, point)
     except UserError as error:
         raise UserError(f"{where} {error}") from error
     try:
-        with temporary_file(changed) as file:
-            cli = parsed(["--config", file], run=False)
-        with torch.random.fork_rng(devices=[]):
-            cli.model.network(cli.model.width, meta=True)
-        if growing:
-            refuse_growths(cli.model, cli.trainer)
+        tried.refuse(changed, growing)
     except UserError as error:
         raise UserError(f"{where} {axis.key}={brief(value)}: {error}") from error
 
 
 def samples(axis: Axis) -> list[Any]:
-    """Values of an axis that stand for all: of numbers the ends, because each is parsed in a quarter of a second."""
+    """Values of an axis that stand for all: of fractions the ends."""
     if axis.bounds is not None:
         return list(axis.bounds)
     if axis.values and all(isinstance(value, float) for value in axis.values):
