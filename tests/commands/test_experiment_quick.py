@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 FILES = sorted((ROOT / "configs/experiments").glob("*.yaml"))
 
-MOST_RUNS = 15
+MOST_RUNS = 25
 
 
 @pytest.fixture(autouse=True)

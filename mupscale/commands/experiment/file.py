@@ -253,7 +253,9 @@ def methods_of(content: dict[str, Any]) -> dict[str, Config]:
     methods = named("methods", content["methods"], "{net2net: {class_path: mupscale.Net2Net}}")
     for key in content["sweep_2"]:
         if key == METHOD or str(key).startswith(f"{METHOD}."):
-            raise UserError(f"sweep_2.{key}: the key methods names the growth methods already; leave one of the two out")
+            raise UserError(
+                f"sweep_2.{key}: the key methods names the growth methods already; leave one of the two out"
+            )
     seen: dict[str, str] = {}
     for name, method in methods.items():
         if not isinstance(method.get("class_path"), str):

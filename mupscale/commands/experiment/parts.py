@@ -107,7 +107,11 @@ class RunPart(SingleUnit):
         keeps_checkpoints: bool = True,
         is_left_out: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`details` of the run go into experiment.json. A run that `is_left_out` is not made, and counts as finished."""
+        """
+        Args:
+            details: What experiment.json has of the run beside its role, seed and folder.
+            is_left_out: Whether the run is not to be made. Then it counts as finished.
+        """
         key, folder = Key(role, "seed", seed), out / role / f"seed={seed}"
         super().__init__(out, f"{role}, seed {seed}", folder, needs, key, f"{role}-{seed}")
         self.role, self.seed, self.details = role, seed, details or {}

@@ -144,7 +144,8 @@ class Experiment:
 
     def _upscale(self) -> Iterator[Part]:
         """Sweep 1 at the small width; base and baseline with its best values; Sweep 2 on the small growth; the target
-        growth with the best values of both. If methods are compared, each has its own Sweep 2, and its own target growth.
+        growth with the best values of both. If methods are compared, each has its own Sweep 2 and its own target
+        growth.
         """
         description = self.description
         small, target = description.growths
@@ -179,8 +180,9 @@ class Experiment:
 
         sweeps: dict[str, SweepPart] = {}
         for method in description.methods or [""]:
-            name, axes, growth = of_method("sweep_2", method), description.sweeps["sweep_2"], partial(small_growth, method)
-            sweeps[method] = self._sweep(name, axes, [first], growth, [tuner], may_diverge=bool(method))
+            name, axes = of_method("sweep_2", method), description.sweeps["sweep_2"]
+            config = partial(small_growth, method)
+            sweeps[method] = self._sweep(name, axes, [first], config, [tuner], may_diverge=bool(method))
         yield from sweeps.values()
 
         def upscaled(base: RunPart, method: str) -> RunPart:
