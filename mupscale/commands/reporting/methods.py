@@ -152,7 +152,7 @@ class Methods:
             sentences.append(f"{text}.")
         sentences += self._against_scratch(finals)
         if self.missing:
-            sentences.append(f"{count(self.missing, 'run')} of methods are not finished: this is how they stand now.")
+            sentences.append(f"{count(self.missing, 'run')} not finished: this is how the methods stand now.")
         return sentences
 
     def _against_scratch(self, finals: dict[str, Losses]) -> Iterator[str]:
