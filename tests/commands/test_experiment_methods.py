@@ -113,6 +113,7 @@ def swap_of(unit: Unit) -> dict[str, Any]:
     return dict(swap["init_args"])
 
 
+@pytest.mark.slow
 def test_each_method_grows_the_target_with_its_own_best_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is trained. All trials of one method diverge, and so it has no runs at the target size."""
     monkeypatch.setattr(Results, "draw", lambda *_: [])
