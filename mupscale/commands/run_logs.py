@@ -23,6 +23,8 @@ VALIDATION = "val/"
 FLOPS = ("x_axis_flops/train/loss", "by_flops/train/loss")
 WIDTHS = ("widening/width", "upscale/width")
 PAUSES = ("widening/pause_seconds", "upscale/pause_seconds")
+LOSSES_BEFORE = ("widening/loss_before", "upscale/loss_before")
+LOSSES_AFTER = ("widening/loss_after", "upscale/loss_after")
 EPOCHS = ("x_epoch", "epoch")
 SAMPLES = ("x_axis_samples/", "by_samples/")
 """TensorBoard tags, and beginnings of tags. Where there are two, runs of version 0.1 have logged the second."""
@@ -39,13 +41,17 @@ class Log:
     widths: dict[int, float] = field(default_factory=dict)
     pauses: dict[int, float] = field(default_factory=dict)
     """Seconds of the swaps."""
+    losses_before: dict[int, float] = field(default_factory=dict)
+    losses_after: dict[int, float] = field(default_factory=dict)
+    """Losses of the next batch, just before and just after each swap."""
     epochs: dict[int, float] = field(default_factory=dict)
     validation: dict[str, dict[int, float]] = field(default_factory=dict)
     damaged: bool = False
 
     def cut(self, step: int) -> None:
         """Removes what was logged at a step and after it."""
-        for table in (self.loss, self.flops, self.widths, self.pauses, self.epochs, *self.validation.values()):
+        swaps = (self.widths, self.pauses, self.losses_before, self.losses_after)
+        for table in (self.loss, self.flops, *swaps, self.epochs, *self.validation.values()):
             for late in [each for each in table if each >= step]:
                 del table[late]
 
@@ -54,6 +60,8 @@ class Log:
         self.flops |= other.flops
         self.widths |= other.widths
         self.pauses |= other.pauses
+        self.losses_before |= other.losses_before
+        self.losses_after |= other.losses_after
         self.epochs |= other.epochs
         for name, values in other.validation.items():
             self.validation.setdefault(name, {}).update(values)
@@ -245,6 +253,10 @@ def read_file(path: Path) -> Log:
                 log.widths[at + 1] = value
             elif tag in PAUSES:
                 log.pauses[at + 1] = value
+            elif tag in LOSSES_BEFORE:
+                log.losses_before[at + 1] = value
+            elif tag in LOSSES_AFTER:
+                log.losses_after[at + 1] = value
             elif tag in EPOCHS:
                 log.epochs[at + 1] = value
             elif tag.startswith(VALIDATION):
@@ -268,7 +280,9 @@ def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-    wanted = [tag.encode() for tag in (LOSS, VALIDATION, *WIDTHS, *PAUSES, *EPOCHS)]  # the tags of FLOPs contain LOSS
+    # the tags of FLOPs contain LOSS
+    names = (LOSS, VALIDATION, *WIDTHS, *PAUSES, *LOSSES_BEFORE, *LOSSES_AFTER, *EPOCHS)
+    wanted = [tag.encode() for tag in names]
     unwanted = [tag.encode() for tag in SAMPLES]
     content = path.read_bytes()
     at = 0

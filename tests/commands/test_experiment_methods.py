@@ -1,5 +1,7 @@
-"""The experiments that compare all growth methods under equal tuning."""
+"""The experiments that compare growth methods: each is tuned by itself, and each grows the bases of the target size."""
 
+import csv
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -7,62 +9,315 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import LR, NOISE, trials
+from command_line import LR, NOISE, refused, small
 from paths import ROOT
+from synthetic_runs import Page, base, epochs, report, scratch, upscale, upscaled, write_run
 
-from mupscale.__main__ import main
+from mupscale.commands.experiment.file import read
+from mupscale.commands.experiment.parts import RunPart, SweepPart
+from mupscale.commands.experiment.protocols import Experiment
+from mupscale.commands.reporting.methods import compared, is_edge, ranking
+from mupscale.commands.stacks import Unit
 from mupscale.commands.tuning.results import Results
 from mupscale.widening.methods import METHODS
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 METHOD = "UpscaleCallback.method"
 
 FILES = sorted((ROOT / "configs/experiments").glob("methods_*.yaml"))
 
-
-def content_of(path: Path) -> Any:
-    return yaml.safe_load(path.read_text())
+THREE = {
+    "duplication": {"class_path": "mupscale.Duplication"},
+    "net2net": {"class_path": "mupscale.Net2Net"},
+    "diagonal": {"class_path": "mupscale.HyperCloning", "init_args": {"variant": "diagonal"}},
+}
 
 
 def class_of(described: dict[str, Any]) -> str:
     return str(described["class_path"]).rpartition(".")[2]
 
 
+def file(**keys: Any) -> str:
+    """An experiment of three methods, each with two trials."""
+    small(Path("c.yaml"))
+    content = {
+        "protocol": "upscale",
+        "config": "c.yaml",
+        "small": [8, 16],
+        "target": [16, 32],
+        "seeds": [3, 4],
+        "noise": {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}},
+        "methods": THREE,
+        "sweep_2": {LR: [0.005, 0.01], NOISE: [0.0]},
+        **keys,
+    }
+    Path("e.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return "e.yaml"
+
+
+# --- the files
+
+
 def test_there_is_a_file_for_each_task() -> None:
-    assert [path.stem.removeprefix("methods_") for path in FILES] == ["gpt2", "mlp_adamw", "quickstart", "resnet"]
+    names = [path.stem.removeprefix("methods_") for path in FILES]
+    assert names == ["gpt2", "mlp_adamw", "mlp_adamw_4x", "quickstart", "resnet"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_method_is_in_the_grid(path: Path) -> None:
+def test_every_method_is_in_the_file(path: Path) -> None:
     """With rates and noise levels to tune, the same for all; a second HyperCloning is the diagonal one."""
-    sweep = content_of(path)["sweep_2"]
-    listed = Counter(class_of(method) for method in sweep[METHOD])
+    content = yaml.safe_load(path.read_text())
+    listed = Counter(class_of(method) for method in content["methods"].values())
     assert set(listed) == {type(make()).__name__ for make in METHODS.values()}
     assert {name: count for name, count in listed.items() if count > 1} == {"HyperCloning": 2}
-    assert sweep.keys() == {METHOD, LR, NOISE}
+    for name, method in content["methods"].items():
+        assert type(METHODS[name]()).__name__ == class_of(method)
+    sweep = content["sweep_2"]
+    assert sweep.keys() == {LR, NOISE}
     assert len(sweep[LR]) > 1
     assert sweep[NOISE][0] == 0 < max(sweep[NOISE])
+    assert len(content["seeds"]) == 2
+
+
+# --- the protocol
+
+
+def test_all_methods_are_tuned_alike_and_seeds_are_whole() -> None:
+    whole = Experiment(Path("o"), read(Path(file()), []))
+    names = [part.name for part in whole.parts]
+    assert names == [
+        "small_base, seed 3", "base, seed 3", "base, seed 4",
+        "sweep_2/duplication", "sweep_2/net2net", "sweep_2/diagonal",
+        "scratch, seed 3", "upscale/duplication, seed 3", "upscale/net2net, seed 3", "upscale/diagonal, seed 3",
+        "scratch, seed 4", "upscale/duplication, seed 4", "upscale/net2net, seed 4", "upscale/diagonal, seed 4",
+    ]  # fmt: skip
+    sweeps = [part for part in whole.parts if isinstance(part, SweepPart)]
+    assert [(sweep.trials, sweep.needs) for sweep in sweeps] == [(2, whole.parts[:1])] * 3
+    last = whole.parts[-1]
+    assert [need.name for need in last.needs] == ["base, seed 4", "sweep_2/diagonal"]
+    record = whole._record(["command"])
+    assert record["runs"][-1] == {
+        "role": "upscale", "seed": 4, "folder": "upscale/diagonal/seed=4", "method": "diagonal",
+    }  # fmt: skip
+    assert list(record["sweeps"]) == ["small_base", *names[3:6]]
+
+
+def finished(part: RunPart) -> None:
+    part.folder.mkdir(parents=True)
+    (part.folder / "result.json").write_text('{"value": "0.5", "seconds": 1.0}')
+
+
+def swap_of(unit: Unit) -> dict[str, Any]:
+    (swap,) = (c for c in unit.runs[0].config["trainer"]["callbacks"] if class_of(c) == "UpscaleCallback")
+    return dict(swap["init_args"])
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_an_empty_folder")
-def test_all_methods_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quickstart at a size for tests: one rate, one noise level, one seed, twelve steps."""
-    monkeypatch.setattr("mupscale.commands.reporting.write_report", lambda folders, out: [])
+def test_each_method_grows_the_target_with_its_own_best_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is trained. All trials of one method diverge, and so it has no runs at the target size."""
     monkeypatch.setattr(Results, "draw", lambda *_: [])
-    Path("configs").symlink_to(ROOT / "configs")
-    content = content_of(ROOT / "configs/experiments/methods_quickstart.yaml")
-    content["seeds"] = [0]
-    for key in (LR, NOISE):
-        content["sweep_2"][key] = content["sweep_2"][key][-1:]
-    Path("e.yaml").write_text(yaml.safe_dump(content))
-    size = ["--trainer.max_steps=12", "--data.batch_size=1000", "--trainer.log_every_n_steps=1"]
-    main(["experiment", "e.yaml", "--out", "o", *size])
-    rows = trials(Path("o/sweep_2"))
-    assert [yaml.safe_load(row[METHOD]) for row in rows] == content["sweep_2"][METHOD]
-    values = [float(row["last_epoch"]) for row in rows]
-    assert all(map(math.isfinite, values))
-    assert len(set(values)) == len(values)  # each method is another run
-    best = content["sweep_2"][METHOD][values.index(min(values))]
-    run = yaml.safe_load(Path("o/upscale/seed=0/config.yaml").read_text())
-    (swap,) = (c for c in run["trainer"]["callbacks"] if class_of(c) == "UpscaleCallback")
-    assert class_of(swap["init_args"]["method"]) == class_of(best)
+    monkeypatch.setattr("mupscale.commands.experiment.protocols.check", lambda description: None)
+    whole = Experiment(Path("o"), read(Path(file()), []))
+    whole.begin(["command"])
+    for part in whole.parts[:3]:
+        assert isinstance(part, RunPart)
+        finished(part)
+    losses = {"duplication": [0.3, 0.2], "net2net": [math.inf, math.inf], "diagonal": [0.1, 0.2]}
+    for name, values in losses.items():
+        for value in values:
+            unit = whole.take()
+            assert unit is not None
+            assert unit.name.startswith(f"sweep_2/{name}, lr=")
+            assert class_of(swap_of(unit)["method"]) == class_of(THREE[name])
+            assert unit.runs[0].config["model"]["init_args"]["init_from"] == "o/small_base/seed=3/checkpoints/last.ckpt"
+            unit.finish([(value, 1.0)])
+    assert Path("o/sweep_2/net2net/no_best.txt").read_text() == "none: all 2 trials diverged\n"
+    assert len(list(Path("o/sweep_2").glob("*/best.yaml"))) == 2
+    taken = {}
+    for part in whole.parts[6:]:
+        unit = whole.take()
+        if unit is not None:
+            taken[unit.name] = unit
+            assert isinstance(part, RunPart)
+    assert list(taken) == [
+        "scratch, seed 3", "upscale/duplication, seed 3", "upscale/diagonal, seed 3",
+        "scratch, seed 4", "upscale/duplication, seed 4", "upscale/diagonal, seed 4",
+    ]  # fmt: skip
+    assert whole.left == (6, 17)
+    for name, lr in (("duplication", 0.01), ("diagonal", 0.005)):
+        for seed in (3, 4):
+            unit = taken[f"upscale/{name}, seed {seed}"]
+            model, swap = unit.runs[0].config["model"]["init_args"], swap_of(unit)
+            assert model["optimizer"]["init_args"]["lr"] == lr
+            assert model["init_from"] == f"o/base/seed={seed}/checkpoints/last.ckpt"
+            assert (swap["width"], class_of(swap["method"])) == (32, class_of(THREE[name]))
+    assert swap["method"]["init_args"]["variant"] == "diagonal"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"sweep_2": {METHOD: [THREE["net2net"]]}}, f"sweep_2.{METHOD}: the key methods names"),
+        ({"sweep_2": {f"{METHOD}.seed": [1, 2]}}, f"sweep_2.{METHOD}.seed: the key methods names"),
+        ({"methods": []}, "methods: give a mapping by name"),
+        ({"methods": {"a/b": THREE["net2net"]}}, "methods: a name is made of letters"),
+        ({"methods": {"a": {"init_args": {}}}}, "methods.a: give the class_path of a growth method"),
+        ({"methods": {"a": THREE["net2net"], "A": THREE["diagonal"]}}, "methods: a and A are the same"),
+        ({"methods": {"a": THREE["net2net"], "b": THREE["net2net"]}}, "methods: a and b are the same"),
+    ],
+)
+def test_mistakes_name_their_key(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        read(Path(file(**keys)), [])
+
+
+def test_a_name_that_is_there_twice_is_refused() -> None:
+    path = Path(file())
+    path.write_text(path.read_text().replace("  diagonal:\n", "  net2net:\n"))
+    with pytest.raises(ValueError, match="methods: the name 'net2net' is there twice"):
+        read(path, [])
+
+
+@pytest.mark.slow
+def test_methods_that_cannot_grow_the_model_are_refused_before_the_first_run() -> None:
+    noisy = {"class_path": "mupscale.HyperCloning", "init_args": {"variant": "noisy"}}
+    forced = {"callback_args": {"UpscaleCallback": {"method": THREE["net2net"]}}}
+    for keys, parts in (
+        ({"methods": {"a": {"class_path": "mupscale.Cloning"}}}, ["methods.a:", "Cloning"]),
+        ({"methods": {"a": noisy}}, ["methods.a:", "has noise of its own"]),
+        ({"methods": {"a": THREE["duplication"]}, "upscaled": forced}, ["upscaled:", METHOD]),
+        ({"protocol": "transfer"}, ["protocol transfer has no key"]),
+    ):
+        message = refused("experiment", file(**keys), "--out", "o")
+        assert all(part in message for part in parts), message
+    assert not Path("o").exists()
+
+
+# --- the report
+
+GRID = {LR: [0.01, 0.02, 0.04], NOISE: [0.0, 0.5]}
+CLASSES = {"lemon": "mupscale.Lemon", "copies": "mupscale.Duplication", "pad": "mupscale.ZeroPadding"}
+
+
+def sweep(method: str, *rows: tuple[float, float, str], flops: float) -> None:
+    """A finished sweep with trials (lr, std, loss), of which one is there with its cost."""
+    folder = Path("runs/sweep_2", method)
+    write_run(folder / "trials/0", epochs(1.0), flops=lambda step: step * flops / 200, grown={0: 400})
+    axes = [{"key": key, "values": levels} for key, levels in GRID.items()]
+    (folder / "sweep.json").write_text(json.dumps({"sweep": axes}))
+    lines = [f"{trial},{lr},{std},{loss},trials/0" for trial, (lr, std, loss) in enumerate(rows)]
+    (folder / "trials.csv").write_text("\n".join([f"trial,{LR},{NOISE},last_epoch,run", *lines]) + "\n")
+    if any(loss != "diverged" for *_, loss in rows):
+        (folder / "best.yaml").write_text("# the best\n")
+    else:
+        (folder / "no_best.txt").write_text("none\n")
+
+
+def grown(method: str, seed: int, loss: list[float], swap_losses: tuple[float, float], validation: float) -> None:
+    described = {"class_path": CLASSES[method], "init_args": {}}
+    upscaled(
+        loss,
+        seed,
+        {"trainer.callbacks": [upscale(method=described)]},
+        name=f"upscale/{method}",
+        swap_losses=swap_losses,
+        validation={"val/loss": lambda step: validation},
+        result=loss[-1],
+    )
+
+
+def compare_methods(*, pad: str = "1.0") -> tuple[Page, dict[str, Any], list[dict[str, str]]]:
+    """The page, the summary and the table of three methods; `pad` is the loss of a method's only trial."""
+    runs = []
+    for seed in (0, 1):
+        base(epochs(1.0), seed)
+        scratch(epochs(1.0, 0.5), seed, validation={"val/loss": lambda step: 0.8})
+        runs += [{"folder": f"{role}/seed={seed}"} for role in ("base", "scratch")]
+        for method in CLASSES:
+            runs.append({"folder": f"upscale/{method}/seed={seed}", "method": method})
+    grown("copies", 0, epochs(0.9, 0.8, 0.7, 0.65, 0.6, 0.42), (1.0, 1.5), 0.7)
+    grown("copies", 1, epochs(0.9, 0.8, 0.7, 0.65, 0.62, 0.46), (1.2, 1.7), 0.7)
+    grown("lemon", 0, epochs(0.9, 0.8, 0.7, 0.6, 0.52, 0.51, 0.41), (1.0, 1.0), 0.75)
+    grown("lemon", 1, epochs(0.9, 0.8, 0.7, 0.6, 0.54, 0.51, 0.41), (1.2, 1.2), 0.75)
+    sweep("copies", (0.01, 0.0, "0.9"), (0.02, 0.5, "0.8"), flops=1e12)
+    sweep("lemon", (0.01, 0.0, "0.8"), (0.02, 0.5, "0.9"), (0.04, 0.5, "diverged"), flops=2e12)
+    sweep("pad", (0.01, 0.0, pad), flops=4e12)
+    if pad != "diverged":
+        grown("pad", 0, epochs(0.6), (1.0, 1.0), 0.9)
+        grown("pad", 1, epochs(0.6), (1.2, 1.2), 0.9)
+    described = {
+        "protocol": "upscale",
+        "experiment": {"methods": {name: {"class_path": path} for name, path in CLASSES.items()}},
+        "runs": runs,
+        "sweeps": {f"sweep_2/{method}": f"sweep_2/{method}" for method in CLASSES},
+    }
+    Path("runs/experiment.json").write_text(json.dumps(described))
+    text, summary = report("runs")
+    with open("report/methods.csv") as lines:
+        return Page(text), summary, list(csv.DictReader(lines))
+
+
+def test_the_table_of_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mupscale.commands.reporting.draw.draw_pair", lambda *_: [])  # other tests draw them
+    page, summary, rows = compare_methods()
+    assert page.table("method") == [
+        ["lemon", "2", "1.100 (1.000–1.200)", "0.5300 (0.5200–0.5400)", "0.4100 (0.4100–0.4100)",
+         "0.7500 (0.7500–0.7500)", "140", "1,400 (1.4×)", "1,600 (1.2×)", "0.01", "0", "lr"],
+        ["copies", "2", "1.600 (1.500–1.700)", "0.6100 (0.6000–0.6200)", "0.4400 (0.4200–0.4600)",
+         "0.7000 (0.7000–0.7000)", "120", "1,200 (1.7×)", "1,400 (1.4×)", "0.02", "0.5", "std"],
+        ["pad", "2", "1.100 (1.000–1.200)", "0.6000 (0.6000–0.6000)", "0.6000 (0.6000–0.6000)",
+         "0.9000 (0.9000–0.9000)", "not reached", "—", "—", "0.01", "0", "lr"],
+        ["from scratch", "2", "—", "—", "0.5000 (0.5000–0.5000)", "0.8000 (0.8000–0.8000)",
+         "—", "2,000", "—", "—", "—", ""],
+    ]  # fmt: skip
+    assert "just before the growth it is 1.100 (1.000–1.200, 2 seeds)" in " ".join(page.text.split())
+    assert summary["methods"][0]["verdict"] == [
+        "Of 3 growth methods lemon ends lowest, at 0.4100 (0.4100–0.4100, 2 seeds); copies is next, at 0.4400 "
+        "(0.4200–0.4600, 2 seeds): the difference is 0.03, which does not exceed the spread over seeds (0.04), and "
+        "lemon is lower in 2 of 2 seeds.",
+        "The paper's method, copies with noise 0.5, does not end lowest: it is number 2 of 3, at 0.4400; to lemon the "
+        "difference is 0.03, which does not exceed the spread over seeds (0.04), and lemon is lower in 2 of 2 seeds.",
+        "By validation loss copies ends lowest, at 0.7000 (0.7000–0.7000, 2 seeds); lemon is next, at 0.7500 "
+        "(0.7500–0.7500, 2 seeds): the difference is 0.05, which exceeds the spread over seeds (0), and copies is "
+        "lower in 2 of 2 seeds.",
+        "2 of 3 end below from scratch, 0.5000 (0.5000–0.5000, 2 seeds); these do not: pad.",
+    ]
+    second = list(rows[1].values())
+    assert second[:2] == ["lemon", "1"]
+    assert list(map(float, second[2:-1])) == pytest.approx([1.2, 1.2, 0.54, 0.41, 0.75, 140, 1400e12, 0.01, 0.0])
+    assert second[-1] == LR
+    groups = [group["name"] for group in summary["groups"]]
+    assert sorted(groups) == ["base", "from scratch", "upscaled, copies", "upscaled, lemon", "upscaled, pad"]
+    assert "methods.png" in summary["files"]
+    # a method is charged with its own tuning
+    charged = {}
+    for comparison in summary["comparisons"]:
+        if comparison["costs"]:
+            charged[comparison["upscaled"]] = {row["kind"]: row["flops"] for row in comparison["costs"]}
+    assert charged["upscaled, copies"]["tuning"] == pytest.approx(1201e12)
+    assert charged["upscaled, lemon"]["tuning"] == pytest.approx(1402e12)
+
+
+def test_a_method_without_a_best_trial_has_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
+    page, summary, rows = compare_methods(pad="diverged")
+    assert page.table("method")[2] == ["pad", "0", *["—"] * 9, "no"]
+    assert "All trials of pad diverged at the small size: it has no runs at the target size." in page.text
+    assert "Not begun yet" not in page.text
+    assert "not finished" not in " ".join(summary["methods"][0]["verdict"])
+    assert {row["method"] for row in rows} == {"lemon", "copies"}
+    (Path("runs/upscale/lemon/seed=1/result.json")).unlink()
+    assert report("runs")[1]["methods"][0]["verdict"][-1].startswith("1 run not finished")
+
+
+def test_differences_and_edges() -> None:
+    assert ranking({"a": {0: 2.0}, "b": {0: 1.0, 1: math.inf}, "c": {0: 1.5}, "d": {}}) == ["c", "a"]
+    assert compared("a", {0: 1.0}, {0: 1.5}) == "the difference is 0.5, and one seed proves nothing"
+    clear = "the difference is 0.5, which exceeds the spread over seeds (0.1), and a is lower in 2 of 2 seeds"
+    assert compared("a", {0: 1.0, 1: 1.1}, {0: 1.5, 1: 1.6}) == clear
+    assert compared("a", {0: 1.0, 1: 1.6}, {0: 1.5, 1: 1.5}).endswith("(0.6), and a is lower in 1 of 2 seeds")
+    assert [is_edge(value, [0.0, 0.5, 1.0]) for value in ("0.0", "0.5", "1.0")] == [False, False, True]
+    assert [is_edge(value, [0.1, 0.2]) for value in ("0.1", "0.2")] == [True, True]
+    assert not is_edge("0.1", [0.1])
+    assert not is_edge("a", ["a", "b"])

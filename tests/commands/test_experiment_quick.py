@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import blank_figures
 import pytest
@@ -9,7 +10,7 @@ from paths import ROOT
 
 from mupscale.__main__ import main
 from mupscale.commands import figures
-from mupscale.commands.experiment.file import description_of, read
+from mupscale.commands.experiment.file import Description, description_of, read
 from mupscale.commands.experiment.quick import divisor_of, quick_content, shortened
 from mupscale.commands.runs import result_of
 from mupscale.commands.tuning.results import Results
@@ -18,7 +19,10 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 FILES = sorted((ROOT / "configs/experiments").glob("*.yaml"))
 
-MOST_RUNS = 15
+MOST_RUNS = 25
+
+SOME_METHODS = ["duplication", "net2net", "ligo"]
+"""Growth methods of the larger files, because each takes seconds; --all runs all of them, as the quickstart does."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +42,11 @@ def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_without_figures")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_experiment_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_experiment_runs(
+    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if path.stem != "methods_quickstart" and not request.config.getoption("--all"):
+        monkeypatch.setattr("mupscale.commands.experiment.quick.quick_content", with_some_methods)
     main(["experiment", f"configs/experiments/{path.name}", "--quick"])
     out = Path("runs/experiments", f"{path.stem}-quick")
     output = capsys.readouterr().out
@@ -54,6 +62,22 @@ def test_every_experiment_runs(path: Path, capsys: pytest.CaptureFixture[str]) -
     else:
         assert "quick: no evidence" in (out / "report/index.html").read_text()
     assert not Path("data").exists()
+
+
+def with_some_methods(description: Description, out: Path) -> dict[str, Any]:
+    content = quick_content(description, out)
+    if "methods" in content:
+        content["methods"] = {name: content["methods"][name] for name in SOME_METHODS}
+    return content
+
+
+def test_all_methods_have_one_trial_each() -> None:
+    whole = read(Path("configs/experiments/methods_mlp_adamw_4x.yaml"), [])
+    content = quick_content(whole, Path("o"))
+    assert content["methods"] == whole.content["methods"]
+    assert content["sweep_2"] == {"model.optimizer.lr": [0.032], "UpscaleCallback.noise.std": [0.8]}
+    assert content["sweep_1"] == {"model.optimizer.lr": [0.05, 0.4]}
+    assert (content["small"], content["target"]) == ([4, 16], [20, 80])
 
 
 def test_the_tiny_version_of_a_file() -> None:

@@ -122,6 +122,7 @@ def write_run(
     flops: Callable[[int], float] | None = None,
     validation: dict[str, Callable[[int], float]] | None = None,
     grown: dict[int, int] | None = None,
+    swap_losses: tuple[float, float] | None = None,
     result: float | None = None,
     values: dict[str, Any] | None = None,
     tags: Tags = NEW_TAGS,
@@ -134,6 +135,7 @@ def write_run(
         loss: The loss of a step, counted from 1; or a loss for every epoch.
         validation: Metrics by name, at the end of every epoch.
         grown: Widths by the step before which it grew to them.
+        swap_losses: Those just before and just after it grew.
         values: Values of the configuration, by dotted keys.
         first_step: The first step of a resumed run, whose event file is `file`.
     """
@@ -148,6 +150,8 @@ def write_run(
     for step in range(first_step, steps + 1):
         if grown and step - 1 in grown:
             events.add(tags.width, step - 1, grown[step - 1])
+            for name, value in zip(("before", "after"), swap_losses or (), strict=False):
+                events.add(tags.width.replace("width", f"loss_{name}"), step - 1, value)
         if step % trainer["log_every_n_steps"] == 0:
             events.add("train/loss", step - 1, loss_of(step))
             events.add("throughput/steps_per_second", step - 1, 1.0)

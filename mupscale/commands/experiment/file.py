@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in
-from mupscale.commands.config import Config, callbacks_of, temporary_file
+from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
 from mupscale.commands.configured import described
-from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, stretched
+from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, named, stretched
 from mupscale.commands.experiment.widths import Growth, factors_text, growth_of
 from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
 from mupscale.commands.tuning.space import Axis, axis_of, refuse_seeds
 from mupscale.commands.tuning.trial import Tried, for_trials, refuse_invalid
-from mupscale.data_files import read_yaml
+from mupscale.data_files import LOADER, read_yaml
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
 
@@ -30,10 +31,13 @@ REQUIRED = {
     "midrun": ["protocol", "config", "small", "target", "middle", "seeds", "shares", "noises", "sweep_1", "sweep_2"],
 }
 OPTIONAL = {
-    "upscale": ["metric", "sweep_1", "upscaled"],
+    "upscale": ["metric", "sweep_1", "upscaled", "methods"],
     "transfer": ["metric", "upscaled"],
     "midrun": ["metric", "schedules", "budgets", "tuned_at", "timing_steps"],
 }
+
+METHOD = "UpscaleCallback.method"
+"""The key of a growth method, as an axis of a sweep."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,10 @@ class Description:
     sweeps: dict[str, list[Axis]]
     seeds: list[int]
     metric: str
-    midrun: MidrunKeys | None = None
+    midrun: MidrunKeys | None
     """What only the protocol midrun has."""
+    methods: dict[str, Config]
+    """In the protocol upscale: growth methods by name, to be compared. Without any, it compares none."""
     quick: bool = False
     """Whether this is a tiny version of the experiment."""
 
@@ -92,9 +98,11 @@ class Description:
         """What overrides the configuration of the upscaled runs only."""
         return self.content.get("upscaled") or {}
 
-    def grown(self, growth: Growth, init_from: Path) -> Config:
-        """What makes a run an upscale from a checkpoint."""
+    def grown(self, growth: Growth, init_from: Path, method: str = "") -> Config:
+        """What makes a run an upscale from a checkpoint, by a method of `methods` or by that of the configuration."""
         answer = growing(growth, 0, self.content["noise"])
+        if method:
+            answer["trainer"]["callbacks+"][0]["init_args"]["method"] = self.methods[method]
         answer["model"]["init_args"]["init_from"] = str(init_from)
         return answer
 
@@ -135,7 +143,8 @@ def description_of(content: dict[str, Any], options: list[str], *, quick: bool =
         raise UserError(f"upscaled: give a mapping that overrides the configuration of upscaled runs, got {upscaled!r}")
     protocol, growths, sweeps = content["protocol"], growths_of(content), sweeps_of(content)
     midrun = midrun_keys(content, *growths) if protocol == "midrun" else None
-    return Description(protocol, content, options, growths, sweeps, seeds, metric, midrun, quick)
+    methods = methods_of(content) if content.get("methods") is not None else {}
+    return Description(protocol, content, options, growths, sweeps, seeds, metric, midrun, methods, quick)
 
 
 def content_of(path: Path) -> dict[str, Any]:
@@ -155,7 +164,19 @@ def content_of(path: Path) -> dict[str, Any]:
     for key in required:
         if content.get(key) is None:
             raise UserError(f"{path}: protocol {protocol} needs the key {key!r}; it needs {', '.join(required)}")
+    if "methods" in content:
+        refuse_names_twice(path.read_text(), "methods")
     return content
+
+
+def refuse_names_twice(text: str, key: str) -> None:
+    """UserError if the mapping at a key of a YAML text has a name twice: only the last would count."""
+    for node, mapping in yaml.compose(text, LOADER).value:
+        if node.value == key and isinstance(mapping, yaml.MappingNode):
+            names = [name.value for name, _ in mapping.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise UserError(f"{key}: the name {name!r} is there twice")
 
 
 def refuse_files(config: Any) -> None:
@@ -227,6 +248,25 @@ def listed_axis(where: str, key: Any, values: Any) -> Axis:
     return axis
 
 
+def methods_of(content: dict[str, Any]) -> dict[str, Config]:
+    """The growth methods that an experiment compares, by name. UserError if two are one and the same."""
+    methods = named("methods", content["methods"], "{net2net: {class_path: mupscale.Net2Net}}")
+    for key in content["sweep_2"]:
+        if key == METHOD or str(key).startswith(f"{METHOD}."):
+            raise UserError(
+                f"sweep_2.{key}: the key methods names the growth methods already; leave one of the two out"
+            )
+    seen: dict[str, str] = {}
+    for name, method in methods.items():
+        if not isinstance(method.get("class_path"), str):
+            raise UserError(f"methods.{name}: give the class_path of a growth method, got {method!r}")
+        for identity in (name.lower(), json.dumps([method["class_path"], method.get("init_args") or {}])):
+            if identity in seen:
+                raise UserError(f"methods: {seen[identity]} and {name} are the same; leave one of them out")
+            seen[identity] = name
+    return methods
+
+
 # --- checking
 
 
@@ -242,9 +282,12 @@ def check(description: Description) -> None:
     if description.protocol == "midrun":
         check_midrun(description)
         return
-    for growth in description.growths:
-        grown, cli = description.made(description.grown(growth, Path("base.ckpt")), description.upscaled)
-        refuse_growth(growth, cli)
+    if description.methods:
+        grown = checked_methods(description)
+    else:
+        for growth in description.growths:
+            grown, cli = description.made(description.grown(growth, Path("base.ckpt")), description.upscaled)
+            refuse_growth(growth, cli)
     signal_swap(grown)
     tried = Tried()
     for name, axes in description.sweeps.items():
@@ -252,6 +295,22 @@ def check(description: Description) -> None:
             refuse_invalid(grown, axes, f"sweeps.{name}:", tried)
         else:
             refuse_invalid(description.common if name == "sweep_1" else grown, axes, f"{name}:", tried)
+
+
+def checked_methods(description: Description) -> Config:
+    """The configuration of an upscaled run. UserError names a growth method that it could not have."""
+    target = description.growths[-1]
+    for name, method in description.methods.items():
+        try:
+            grown, cli = description.made(description.grown(target, Path("base.ckpt"), name), description.upscaled)
+            for growth in description.growths:
+                refuse_growth(growth, cli)
+        except UserError as error:
+            raise UserError(f"methods.{name}: {error}") from error
+        (swap,) = callbacks_of(grown, "UpscaleCallback")
+        if class_name(swap["init_args"]["method"]) != class_name(method):
+            raise UserError(f"upscaled: it sets {METHOD}, which the key methods sets; leave one of the two out")
+    return grown
 
 
 def check_midrun(description: Description) -> None:

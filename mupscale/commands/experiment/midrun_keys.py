@@ -52,8 +52,8 @@ def midrun_keys(content: dict[str, Any], small: Growth, target: Growth) -> Midru
         )
     shares = _shares("shares", content["shares"])
     tuned_at = _shares("tuned_at", content.get("tuned_at", shares))
-    noises = _named("noises", content["noises"], "{paper: {class_path: mupscale.AdditiveNoise, init_args: {std: 1.0}}}")
-    schedules = _named("schedules", content.get("schedules", {"constant": {}}), "{constant: {}}")
+    noises = named("noises", content["noises"], "{paper: {class_path: mupscale.AdditiveNoise, init_args: {std: 1.0}}}")
+    schedules = named("schedules", content.get("schedules", {"constant": {}}), "{constant: {}}")
     budgets = content.get("budgets", BUDGETS)
     if not isinstance(budgets, list) or not budgets or not set(map(str, budgets)) <= set(BUDGETS):
         raise UserError(f"budgets: give a list of {' and '.join(BUDGETS)}, or of one of them, got {budgets!r}")
@@ -80,7 +80,7 @@ def _shares(key: str, shares: Any) -> list[float]:
     return sorted(shares)
 
 
-def _named(key: str, table: Any, example: str) -> dict[str, Config]:
+def named(key: str, table: Any, example: str) -> dict[str, Config]:
     """Mappings by names that are names of folders, too."""
     if not isinstance(table, dict) or not table:
         raise UserError(f"{key}: give a mapping by name, such as {example}, got {table!r}")

@@ -13,18 +13,22 @@ from typing import Any
 
 import yaml
 
+from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands.config import Config
 from mupscale.commands.leases import Lease, lapsed, locked
 from mupscale.commands.runs import RESULT, Result, Run, result_of, with_run
 from mupscale.commands.stacks import Key, Unit
-from mupscale.commands.tuning.execution import conclude, keys_of, results_of, unit_of
+from mupscale.commands.tuning.execution import conclude, keys_of, results_of, tidy, unit_of
 from mupscale.commands.tuning.results import Results
 from mupscale.commands.tuning.space import point_text
 from mupscale.commands.tuning.study import Settings, Study
 from mupscale.commands.tuning.trial import drop_checkpoints
 from mupscale.data_files import yaml_of
 from mupscale.errors import UserError
+
+NO_BEST = "no_best.txt"
+"""In the folder of a finished sweep whose trials all diverged, instead of a best.yaml."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,18 @@ class RunPart(SingleUnit):
         must_not_diverge: bool = False,
         details: dict[str, Any] | None = None,
         keeps_checkpoints: bool = True,
+        is_left_out: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`details` of the run go into experiment.json."""
+        """
+        Args:
+            details: What experiment.json has of the run beside its role, seed and folder.
+            is_left_out: Whether the run is not to be made. Then it counts as finished.
+        """
         key, folder = Key(role, "seed", seed), out / role / f"seed={seed}"
         super().__init__(out, f"{role}, seed {seed}", folder, needs, key, f"{role}-{seed}")
         self.role, self.seed, self.details = role, seed, details or {}
         self._config, self._metric, self._must_not_diverge = config, metric, must_not_diverge
-        self._keeps_checkpoints = keeps_checkpoints
+        self._keeps_checkpoints, self._is_left_out = keeps_checkpoints, is_left_out
 
     @property
     def checkpoint(self) -> Path:
@@ -115,10 +124,13 @@ class RunPart(SingleUnit):
 
     @property
     def value(self) -> float:
-        return result_of(self.folder)[0]
+        """The metric; infinite if the run diverged or is left out."""
+        return math.inf if self._is_left_out() else result_of(self.folder)[0]
 
     @property
     def finished(self) -> bool:
+        if self._is_left_out():
+            return True
         if not (self.folder / RESULT).exists():
             return False
         if self._must_not_diverge and math.isinf(self.value):
@@ -149,11 +161,22 @@ class RunPart(SingleUnit):
 
 
 class SweepPart(Part):
-    """A sweep as the command `sweep` makes it. `settings` is called when the sweep can start."""
+    """A sweep as the command `sweep` makes it. `settings` is called when the sweep can start.
 
-    def __init__(self, name: str, out: Path, settings: Callable[[], Settings], trials: int, needs: list[Part]) -> None:
+    If all of its trials diverge it is an error, unless it `may_diverge`: then it is finished, and has no best trial.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        out: Path,
+        settings: Callable[[], Settings],
+        trials: int,
+        needs: list[Part],
+        may_diverge: bool = False,
+    ) -> None:
         super().__init__(name, out / name, needs)
-        self.out, self.trials, self._settings = out, trials, settings
+        self.out, self.trials, self._settings, self._may_diverge = out, trials, settings, may_diverge
 
     @cached_property
     def study(self) -> Study:
@@ -185,7 +208,12 @@ class SweepPart(Part):
 
     @property
     def finished(self) -> bool:
-        return self._best.exists()
+        return self._best.exists() or self.has_no_best
+
+    @property
+    def has_no_best(self) -> bool:
+        """Whether all trials diverged, of a sweep that may."""
+        return (self.folder / NO_BEST).exists()
 
     def state(self) -> State:
         table = self.folder / "trials.csv"
@@ -228,7 +256,10 @@ class SweepPart(Part):
     def _conclude(self) -> None:
         if len(self.study.outcomes()) == self.trials:
             with locked(self.out):
-                if not self.finished:
+                if not self.finished and self._may_diverge and self.results.best is None:
+                    tidy(self.study)
+                    write_text(self.folder / NO_BEST, f"none: all {self.trials} trials diverged\n")
+                elif not self.finished:
                     conclude(self.study)
 
 

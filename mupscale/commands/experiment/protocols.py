@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +136,16 @@ class Experiment:
             write_report([self.out], self.out / "report")
             if self.description.protocol == "midrun":
                 lines = read_json(self.out / "report" / "summary.json")["verdicts"]
+            elif self.description.methods:
+                lines += read_json(self.out / "report" / "summary.json")["methods"][0]["verdict"]
             return "\n".join([*lines, f"the report is {self.out / 'report' / 'index.html'}"])
 
     # --- the protocol upscale
 
     def _upscale(self) -> Iterator[Part]:
         """Sweep 1 at the small width; base and baseline with its best values; Sweep 2 on the small growth; the target
-        growth with the best values of both.
+        growth with the best values of both. If methods are compared, each has its own Sweep 2 and its own target
+        growth.
         """
         description = self.description
         small, target = description.growths
@@ -170,32 +174,49 @@ class Experiment:
         bases = [self._run("base", seed, narrow, needs, must_not_diverge=True) for seed in description.seeds]
         yield from bases
 
-        def small_growth() -> Config:
-            return description.config(description.grown(small, tuner.checkpoint), *tuned(), description.upscaled)
+        def small_growth(method: str) -> Config:
+            grown = description.grown(small, tuner.checkpoint, method)
+            return description.config(grown, *tuned(), description.upscaled)
 
-        sweep_2 = self._sweep("sweep_2", description.sweeps["sweep_2"], [first], small_growth, [tuner])
-        yield sweep_2
+        sweeps: dict[str, SweepPart] = {}
+        for method in description.methods or [""]:
+            name, axes = of_method("sweep_2", method), description.sweeps["sweep_2"]
+            config = partial(small_growth, method)
+            sweeps[method] = self._sweep(name, axes, [first], config, [tuner], may_diverge=bool(method))
+        yield from sweeps.values()
 
-        def upscaled(base: RunPart) -> RunPart:
+        def upscaled(base: RunPart, method: str) -> RunPart:
+            sweep_2 = sweeps[method]
+
             def config() -> Config:
-                grown = description.grown(target, base.checkpoint)
+                grown = description.grown(target, base.checkpoint, method)
                 return description.config(grown, *tuned(), description.upscaled, sweep_2.tuned)
 
-            return self._run("upscale", base.seed, config, [base, sweep_2])
+            return self._run(
+                of_method("upscale", method),
+                base.seed,
+                config,
+                [base, sweep_2],
+                details={"role": "upscale", "method": method} if method else None,
+                keeps_checkpoints=not method,  # of methods there are many runs, and nothing starts from them
+                is_left_out=lambda: sweep_2.has_no_best,
+            )
 
         for base in bases:  # seed by seed, so that an experiment that is stopped early has whole seeds to compare
             yield self._run("scratch", base.seed, wide, needs)
-            yield upscaled(base)
+            for method in sweeps:
+                yield upscaled(base, method)
 
     def _table(self) -> list[str]:
-        values: dict[str, dict[int, float]] = {"base": {}, "scratch": {}, "upscale": {}}
+        values: dict[str, dict[int, float]] = {}
         for part in self.parts:
-            if isinstance(part, RunPart) and part.role in values:
-                values[part.role][part.seed] = part.value
+            if isinstance(part, RunPart) and part.role != SMALL_BASE:
+                values.setdefault(part.role, {})[part.seed] = part.value
         rows = [("run", "seeds", f"{metric_label(self.description.metric)}: mean (min–max)")]
         for role, by_seed in values.items():
             rows.append((role, f"{len(by_seed)}", spread(list(by_seed.values()))))
-        return [*table(rows, right=[1]), verdict(values["upscale"], values["scratch"])]
+        lines = table(rows, right=[1])
+        return lines if self.description.methods else [*lines, verdict(values["upscale"], values["scratch"])]
 
     # --- the protocol transfer
 
@@ -251,12 +272,30 @@ class Experiment:
         must_not_diverge: bool = False,
         details: dict[str, Any] | None = None,
         keeps_checkpoints: bool = True,
+        is_left_out: Callable[[], bool] = lambda: False,
     ) -> RunPart:
-        metric = self.description.metric
-        return RunPart(self.out, role, seed, config, metric, needs, must_not_diverge, details, keeps_checkpoints)
+        return RunPart(
+            self.out,
+            role,
+            seed,
+            config,
+            self.description.metric,
+            needs,
+            must_not_diverge,
+            details,
+            keeps_checkpoints,
+            is_left_out,
+        )
 
     def _sweep(
-        self, name: str, axes: list[Axis], seeds: list[int], config: Callable[[], Config], needs: list[Part]
+        self,
+        name: str,
+        axes: list[Axis],
+        seeds: list[int],
+        config: Callable[[], Config],
+        needs: list[Part],
+        *,
+        may_diverge: bool = False,
     ) -> SweepPart:
         trials = len(list(grid(axes)))
 
@@ -264,7 +303,12 @@ class Experiment:
             whole = {**config(), "seed_everything": seeds[0]}
             return Settings(whole, axes, "grid", trials, seeds, self.description.metric)
 
-        return SweepPart(name, self.out, settings, trials, needs)
+        return SweepPart(name, self.out, settings, trials, needs, may_diverge)
+
+
+def of_method(name: str, method: str) -> str:
+    """The name of a part that each method has by itself."""
+    return f"{name}/{method}" if method else name
 
 
 def spread(values: list[float]) -> str:

@@ -1,8 +1,8 @@
 """A tiny version of any experiment, by fixed rules: it shows in minutes on a CPU that the experiment runs.
 
 Widths are divided by one number, lengths cut to a few steps, grids to two trials, growths to two, seeds, shares,
-noises and schedules to one; data are the embedded samples, or random images. Protocol, factors of growth, model and
-optimizer stay what they are.
+noises and schedules to one; growth methods that are compared have one trial each; data are the embedded samples, or
+random images. Protocol, methods, factors of growth, model and optimizer stay what they are.
 """
 
 import math
@@ -47,7 +47,7 @@ def quick_content(description: Description, out: Path) -> dict[str, Any]:
     answer["seeds"] = description.seeds[:1]
     tables = answer["sweeps"] if description.protocol == "transfer" else answer
     for name, axes in description.sweeps.items():
-        tables[name] = two_trials(axes)
+        tables[name] = one_trial(axes) if description.methods and name == "sweep_2" else two_trials(axes)
     if description.midrun is not None:
         shares = description.midrun.shares
         answer["shares"] = answer["tuned_at"] = [shares[len(shares) // 2]]
@@ -100,9 +100,12 @@ def last_of(table: dict[str, Config]) -> dict[str, Config]:
 def two_trials(axes: list[Axis]) -> dict[str, list[Any]]:
     """A grid of the first axis' first and last value, and one value of each of the others, in the middle."""
     first, *others = axes
-    kept = {first.key: first.values[:1] + first.values[1:][-1:]}
-    kept |= {axis.key: axis.values[len(axis.values) // 2 :][:1] for axis in others}
-    return {key: list(values) for key, values in kept.items()}
+    return {first.key: list(first.values[:1] + first.values[1:][-1:]), **one_trial(others)}
+
+
+def one_trial(axes: list[Axis]) -> dict[str, list[Any]]:
+    """A grid of one value of each axis, in the middle."""
+    return {axis.key: list(axis.values[len(axis.values) // 2 :][:1]) for axis in axes}
 
 
 # --- the configuration

@@ -9,6 +9,7 @@ from pathlib import Path
 from mupscale.commands.reporting.draw import draw_figures
 from mupscale.commands.reporting.folders import find_runs
 from mupscale.commands.reporting.groups import group_runs, refuse_other_tasks
+from mupscale.commands.reporting.methods import Methods
 from mupscale.commands.reporting.midrun import Midrun
 from mupscale.commands.reporting.numbers import compute_numbers
 from mupscale.commands.reporting.page import GENERATOR, render_page
@@ -31,24 +32,29 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     refuse_other_folder(out)
     found = find_runs(folders)
     refuse_other_tasks(found.runs)
-    groups = group_runs(found.runs)
+    groups = group_runs(found.runs, found.method_of)
     numbers = compute_numbers(found, groups) if groups else None
     midruns = [Midrun(experiment) for experiment in found.midruns]
+    methods = []
+    if numbers is not None:
+        methods = [Methods(experiment, groups, numbers) for experiment in found.experiments if experiment.method_of]
     command = shlex.join(["python", "-m", "mupscale", "report", *map(str, folders), "--out", str(out)])
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as name:
         draft = Path(name)
-        figures = draw_figures(draft, groups, numbers) if numbers is not None else []
+        figures = draw_figures(draft, groups, numbers, methods) if numbers is not None else []
         drawn = []
         for index, midrun in enumerate(midruns, 1):
             drawn.append(midrun.write(draft, "midrun" if len(midruns) == 1 else f"midrun_{index}"))
-        page = render_page(found, groups, numbers, figures, list(zip(midruns, drawn, strict=True)), command)
+        page = render_page(found, groups, numbers, figures, methods, list(zip(midruns, drawn, strict=True)), command)
         for figure in figures:
             figure.dark.unlink()  # only the page shows it
         if numbers is not None:
             (draft / "summary.csv").write_text(as_csv(numbers))
+        for index, each in enumerate(methods, 1):
+            (draft / ("methods.csv" if len(methods) == 1 else f"methods_{index}.csv")).write_text(each.as_csv())
         names = [*sorted(path.name for path in draft.iterdir()), "summary.json", "index.html"]
-        summary = as_json(found, groups, numbers, midruns, names, command)
+        summary = as_json(found, groups, numbers, methods, midruns, names, command)
         (draft / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
         (draft / "index.html").write_text(page)
         replace_report(out, draft, names)

@@ -9,6 +9,7 @@ import numpy as np
 
 from mupscale.commands import figures
 from mupscale.commands.reporting.groups import Group, Role
+from mupscale.commands.reporting.methods import Methods
 from mupscale.commands.reporting.numbers import Numbers
 from mupscale.commands.reporting.words import capital, metric_name
 from mupscale.commands.run_logs import FloatArray, LoggedRun, higher_is_better
@@ -47,11 +48,15 @@ class MeanCurve(NamedTuple):
     high: FloatArray
 
 
-def draw_figures(folder: Path, groups: list[Group], numbers: Numbers) -> list[ReportFigure]:
-    """Draws training loss and every validation metric, against steps and against FLOPs."""
+def draw_figures(folder: Path, groups: list[Group], numbers: Numbers, methods: list[Methods]) -> list[ReportFigure]:
+    """Draws training loss and every validation metric, against steps and against FLOPs; methods on their own first."""
     windows = numbers.windows
     mean = f"mean over {windows.length}" if windows.epochs else f"running mean over {windows.length}"
-    drawn = draw_pair(folder / "training_loss", "training loss", f"Training loss, {mean}", groups, windows.of, False)
+    drawn = []
+    for index, each in enumerate(methods, 1):
+        name = "methods" if len(methods) == 1 else f"methods_{index}"
+        drawn += draw_methods(folder / name, f"Training loss of growth methods, {mean}", each, groups)
+    drawn += draw_pair(folder / "training_loss", "training loss", f"Training loss, {mean}", groups, windows.of, False)
     for metric in numbers.metrics:
         path, label = folder / metric.replace("/", "_"), metric_name(metric)
         drawn += draw_pair(path, label, capital(label), groups, validations(metric), bool(higher_is_better(metric)))
@@ -76,6 +81,23 @@ def draw_pair(
         name = f"{title}, against {x_label}"
         drawn.append(ReportFigure(name, f"{name}{seeds}.", png, pdf, dark))
     return drawn
+
+
+def draw_methods(path: Path, title: str, methods: Methods, groups: list[Group]) -> list[ReportFigure]:
+    """Draws the training loss of each growth method, and from scratch, against steps: means over seeds, no ranges."""
+    named = {method.name: method.group for method in methods.all if method.group is not None}
+    if methods.scratch is not None:
+        named[methods.scratch.name] = methods.scratch
+    bands = []
+    for name, group in named.items():
+        curve = mean_curve(group, methods.numbers.windows.of)
+        if curve is not None:
+            line = band(group, curve, "steps", place_of(group, groups))
+            bands.append(line._replace(label=name, low=line.y, high=line.y))
+    if not bands:
+        return []
+    (png, pdf), dark = figures.bands(path, bands, AXES["steps"], "training loss")
+    return [ReportFigure(title, f"{title}: means over seeds, those that end lowest first.", png, pdf, dark)]
 
 
 def is_drawn(curve: MeanCurve, axis: Axis) -> bool:

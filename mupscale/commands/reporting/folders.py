@@ -18,6 +18,8 @@ class SweepFolder:
 
     name: str
     folder: Path
+    method: str = ""
+    """The growth method that it has tuned, of those that an experiment compares."""
 
     @property
     def is_sweep(self) -> bool:
@@ -32,17 +34,33 @@ class SweepFolder:
     @property
     def lost(self) -> int:
         """How many finished trials have no folder any more."""
-        path = self.folder / "trials.csv"
-        rows = csv.DictReader(path.read_text().splitlines()) if path.is_file() else []
-        runs = [inside(self.folder, row.get("run")) for row in rows]
+        runs = [inside(self.folder, row.get("run")) for row in self.rows]
         return sum(not (run / "config.yaml").is_file() for run in runs)
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """Those of its table, one for each finished trial."""
+        path = self.folder / "trials.csv"
+        return list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
+
+    def best_trial(self, metric: str) -> dict[str, str] | None:
+        """The row of the best trial; None if there is none that has not diverged."""
+        finished = [row for row in self.rows if row.get(metric, "diverged") != "diverged"]
+        return min(finished, key=lambda row: float(row[metric]), default=None)
 
     @property
     def best(self) -> str:
         """The best trial in one line: the first line of best.yaml, empty while there is none."""
+        if self.has_no_best:
+            return "none, because all trials diverged"
         path = self.folder / "best.yaml"
         head = path.read_text().partition("\n")[0] if path.is_file() else ""
         return head.removeprefix("# ") if head.startswith("#") else ""
+
+    @property
+    def has_no_best(self) -> bool:
+        """Whether it is finished, and all of its trials diverged."""
+        return (self.folder / "no_best.txt").is_file()
 
     @property
     def axes(self) -> dict[str, list[Any]]:
@@ -83,8 +101,28 @@ class ExperimentFolder:
 
     @property
     def sweeps(self) -> list[SweepFolder]:
-        named = self.description.get("sweeps", {}).items()
-        return [SweepFolder(name, inside(self.folder, where)) for name, where in named]
+        answer = []
+        for name, where in self.description.get("sweeps", {}).items():
+            method = name.removeprefix("sweep_2/")
+            sweep = SweepFolder(name, inside(self.folder, where), method if method in self.methods else "")
+            answer.append(sweep)
+        return answer
+
+    @property
+    def methods(self) -> dict[str, Any]:
+        """The growth methods that it compares, by name."""
+        described = self.description.get("experiment")
+        methods = described.get("methods") if isinstance(described, dict) else None
+        return methods if isinstance(methods, dict) else {}
+
+    @property
+    def method_of(self) -> dict[Path, str]:
+        """The growth methods of the runs that compare them, by folder."""
+        answer = {}
+        for run, folder in zip(self.description.get("runs", []), self.runs, strict=True):
+            if run.get("method") in self.methods:
+                answer[folder] = str(run["method"])
+        return answer
 
 
 @dataclass
@@ -99,6 +137,14 @@ class Found:
     @property
     def total(self) -> int:
         return len(self.runs) + len(self.sweeps) + len(self.experiments) + len(self.notes)
+
+    @property
+    def method_of(self) -> dict[Path, str]:
+        """The growth methods of the runs that compare them, by folder."""
+        answer: dict[Path, str] = {}
+        for experiment in self.experiments:
+            answer |= experiment.method_of
+        return answer
 
     @property
     def transfers(self) -> list[ExperimentFolder]:
@@ -155,7 +201,7 @@ def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
     path = folder / "experiment.json"
     try:
         experiment = ExperimentFolder(folder, json_of(path.read_text()))
-        runs, sweeps = experiment.runs, experiment.sweeps
+        runs, sweeps, _ = experiment.runs, experiment.sweeps, experiment.method_of
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{path} is not the description of an experiment: {what_is_wrong(error)}") from error
     found.experiments.append(experiment)
@@ -164,9 +210,13 @@ def add_experiment(folder: Path, found: Found, seen: set[Path]) -> None:
     if experiment.is_transfer or experiment.is_midrun:
         return  # the page shows its own part and its sweeps, not its runs
     found.sweeps += [sweep for sweep in sweeps if sweep.folder.is_dir()]
+    without_best = [sweep.method for sweep in sweeps if sweep.has_no_best]
+    for method in without_best:
+        found.notes.append(f"All trials of {method} diverged at the small size: it has no runs at the target size.")
     waiting = [run for run in runs if not (run / "config.yaml").is_file()]
+    waiting = [run for run in waiting if experiment.method_of.get(run) not in without_best]
     for run in runs:
-        if run not in waiting:
+        if (run / "config.yaml").is_file():
             search(run, found, seen)
     if waiting:
         more = f" and {len(waiting) - 3} more" if len(waiting) > 3 else ""

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from mupscale.commands.config import Config, brief, class_name
@@ -54,6 +56,8 @@ class Group:
     name: str
     runs: list[LoggedRun]
     settings: dict[str, Any]
+    method: str = ""
+    """The name of its growth method in an experiment that compares several."""
 
     @property
     def not_diverged(self) -> list[LoggedRun]:
@@ -130,15 +134,19 @@ def settings(config: Config) -> dict[str, Any]:
 # --- groups
 
 
-def group_runs(runs: list[LoggedRun]) -> list[Group]:
-    """Runs in groups, each with its role and a name of its own, the upscaled ones first."""
+def group_runs(runs: list[LoggedRun], method_of: Mapping[Path, str] = MappingProxyType({})) -> list[Group]:
+    """Runs in groups, each with its role and a name of its own, the upscaled ones first.
+
+    `method_of` has the names of growth methods by the folders of the runs that compare them.
+    """
     by_settings: dict[str, list[LoggedRun]] = {}
     for run in runs:
         by_settings.setdefault(json.dumps(settings(run.config), sort_keys=True, default=str), []).append(run)
     growing = [run for run in runs if grows(run)]
     groups = []
     for members in by_settings.values():
-        groups.append(Group(role_of(members, growing), "", members, settings(members[0].config)))
+        method = next((method_of[run.folder] for run in members if run.folder in method_of), "")
+        groups.append(Group(role_of(members, growing), "", members, settings(members[0].config), method))
     groups.sort(key=lambda group: ORDER.index(group.role))
     name_groups(groups)
     for group in groups:
@@ -173,11 +181,13 @@ def role_of(runs: list[LoggedRun], growing: list[LoggedRun]) -> Role:
 def name_groups(groups: list[Group]) -> None:
     """Gives each group a name of its own."""
     for role, name in NAMES.items():
-        alike = [group for group in groups if group.role == role]
+        alike = [group for group in groups if group.role == role and not group.method]
         for group, distinct in zip(alike, distinct_names(name, alike), strict=True):
             group.name = distinct
     for group in groups:
-        if group.role == "other":
+        if group.method:
+            group.name = f"{NAMES['upscaled']}, {group.method}"
+        elif group.role == "other":
             group.name = folder_name(group.runs)
     names = [group.name for group in groups]
     for index, group in enumerate(groups):

@@ -310,12 +310,9 @@ class Midrun:
 
 def edges_of(sweep: SweepFolder, metric: str) -> list[str]:
     """The axes of more than two numbers whose least or largest value the best trial has, in words."""
-    path = sweep.folder / "trials.csv"
-    rows = list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
-    finished = [row for row in rows if row.get(metric, "diverged") != "diverged"]
-    if not finished:
+    best = sweep.best_trial(metric)
+    if best is None:
         return []
-    best = min(finished, key=lambda row: float(row[metric]))
     answer = []
     for key, levels in sweep.axes.items():
         if len(levels) > 2 and figures.is_ordered(levels) and float(best[key]) in (min(levels), max(levels)):

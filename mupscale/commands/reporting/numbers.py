@@ -298,7 +298,7 @@ def compare(upscaled: Group, scratch: Group, groups: list[Group], numbers: Numbe
         costs = Costs(
             scratch=statistics.fmean(theirs.flops for _, theirs in pairs),
             upscaled=statistics.fmean(reach.flops for reach in comparison.reaches),
-            tuning=sum(sweep.flops for sweep in numbers.tuning) if numbers.tuning else None,
+            tuning=tuning_cost(upscaled, numbers),
             base=base,
         )
         if math.isfinite(costs.scratch) and math.isfinite(costs.upscaled):
@@ -350,6 +350,12 @@ def base_of(run: LoggedRun, groups: list[Group]) -> LoggedRun | None:
 
 
 # --- tuning
+
+
+def tuning_cost(upscaled: Group, numbers: Numbers) -> float | None:
+    """What all sweeps have cost, without those that tuned other growth methods; None if there are none."""
+    charged = [sweep.flops for sweep in numbers.tuning if sweep.sweep.method in ("", upscaled.method)]
+    return sum(charged) if charged else None
 
 
 def tuning_of(sweep: SweepFolder, groups: list[Group]) -> Tuning:

@@ -17,6 +17,7 @@ from mupscale.commands.figures import DARK, LIGHT
 from mupscale.commands.reporting.draw import ReportFigure, place_of
 from mupscale.commands.reporting.folders import ExperimentFolder, Found, SweepFolder
 from mupscale.commands.reporting.groups import Group, differing
+from mupscale.commands.reporting.methods import AFTER, WINDOW, Method, Methods, spread_of
 from mupscale.commands.reporting.midrun import BUDGETS, LOSSES, Midrun, mean_text
 from mupscale.commands.reporting.numbers import Comparison, Numbers, width_range
 from mupscale.commands.reporting.words import (
@@ -147,6 +148,17 @@ class MidrunPart(NamedTuple):
     missing: int
 
 
+class MethodsPart(NamedTuple):
+    """`before` is the loss just before the growth; `after` the steps, and `window` how many of them are averaged."""
+
+    name: str
+    verdict: list[str]
+    table: Table
+    before: str
+    after: int
+    window: int
+
+
 class SweepPart(NamedTuple):
     name: str
     best: str
@@ -165,6 +177,7 @@ def render_page(
     groups: list[Group],
     numbers: Numbers | None,
     figures: list[ReportFigure],
+    methods: list[Methods],
     midruns: list[tuple[Midrun, list[Path]]],
     command: str,
 ) -> str:
@@ -197,6 +210,7 @@ def render_page(
         results=results_of(groups, numbers, figures) if numbers is not None else None,
         notes=notes,
         transfers=[transfer_part(experiment) for experiment in transfers],
+        methods=[methods_part(each, groups) for each in methods],
         midruns=[midrun_part(midrun, drawn) for midrun, drawn in midruns],
         sweeps=sweep_parts(found.sweeps, transfers + found.midruns),
         experiments=[experiment_part(experiment) for experiment in found.experiments],
@@ -378,6 +392,68 @@ def step_table(costs: dict[str, Any]) -> Table:
         seconds, start = (costs[name].get(width, math.nan) for name in ("seconds", "start_seconds"))
         rows.append([width, f"{flops:.4g}", number(1000 * seconds), number(start)])
     return make_table(["width", "FLOPs of a step", "ms of a step", "start and compilation, s"], rows)
+
+
+def methods_part(methods: Methods, groups: list[Group]) -> MethodsPart:
+    name, table = methods.folder.name, method_table(methods, groups)
+    before = next((ranged(spread_of(methods.just_before(method))) for method in methods.all if method.group), "—")
+    return MethodsPart(name, methods.verdict, table, before, AFTER, WINDOW)
+
+
+def method_table(methods: Methods, groups: list[Group]) -> Table:
+    """Growth methods, those that end lowest first, and then from scratch."""
+    numbers, labels = methods.numbers, short_keys(methods.keys)
+    metrics = [metric_name(metric) for metric in numbers.metrics]
+    head = ["method", "seeds", "just after", f"after {AFTER} steps", "final training loss", *metrics]
+    head += ["step of reach", "TFLOPs until then", "… and the base", *labels, "at the edge"]
+    rows: list[list[str | Cell]] = []
+    for method in methods.all:
+        losses = [methods.just_after(method), methods.after_steps(method), methods.finals(method)]
+        validation = [ranged(numbers.last(method.group, metric), False) for metric in numbers.metrics if method.group]
+        cells = [str(len(losses[0])), *map(losses_text, losses), *(validation or ["—" for _ in metrics])]
+        cells += [*reach_cells(methods, method), *(method.tuned.get(key, "—") for key in methods.keys)]
+        colour = colour_class(method.group, groups) if method.group else ""
+        edges = [label for key, label in zip(methods.keys, labels, strict=True) if key in method.at_edge]
+        rows.append([Cell(method.name, colour), *cells, ", ".join(edges) or "no"])
+    if methods.scratch is not None:
+        scratch = methods.scratch
+        validation = [ranged(numbers.last(scratch, metric), False) for metric in numbers.metrics]
+        cells = [str(len(numbers.counted(scratch))), "—", "—", ranged(numbers.final(scratch), False), *validation]
+        flops = numbers.flops(scratch)
+        cells += ["—", teraflops(flops.mean) if flops else "—", "—", *("—" for _ in labels), ""]
+        rows.append([key(scratch, groups), *cells])
+    return make_table(head, rows)
+
+
+def short_keys(keys: list[str]) -> list[str]:
+    """The last parts of keys, or the whole keys if these are not distinct."""
+    labels = [key.rpartition(".")[2] for key in keys]
+    return labels if len(set(labels)) == len(keys) else keys
+
+
+def losses_text(losses: dict[Any, float]) -> str:
+    """The mean and the range of losses, and how many runs diverged."""
+    diverged = sum(math.isinf(loss) for loss in losses.values())
+    text = ranged(spread_of(losses), False)
+    if not diverged:
+        return text
+    return f"{text}, {diverged} diverged" if diverged < len(losses) else "diverged"
+
+
+def reach_cells(methods: Methods, method: Method) -> list[str]:
+    """When a method reaches from-scratch's minimum, and what that costs without and with the base model."""
+    steps = methods.reach_steps(method)
+    reached = [float(step) for step in steps if step is not None]
+    if not steps or len(reached) < len(steps):
+        return [f"in {len(reached)} of {len(steps)} seeds" if reached else "not reached" if steps else "—", "—", "—"]
+    low, high = min(reached), max(reached)
+    span = f" ({low:,.0f}–{high:,.0f})" if low < high else ""
+    costs = []
+    for kind in ("upscaled", "base"):
+        known = method.comparison.costs.rows() if method.comparison and method.comparison.costs else []
+        row = next((row for row in known if row.kind == kind), None)
+        costs.append(f"{teraflops(row.flops)} ({times(row.factor)})" if row else "—")
+    return [f"{sum(reached) / len(reached):,.0f}{span}", *costs]
 
 
 def short_decimal(cell: str) -> str:

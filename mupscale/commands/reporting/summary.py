@@ -7,6 +7,7 @@ from typing import Any
 
 from mupscale.commands.reporting.folders import Found
 from mupscale.commands.reporting.groups import Group
+from mupscale.commands.reporting.methods import Methods
 from mupscale.commands.reporting.midrun import Midrun
 from mupscale.commands.reporting.numbers import Comparison, Numbers, Reach, RunStatus, Spread, spread
 from mupscale.commands.reporting.words import COST_LABELS, verdicts
@@ -16,11 +17,13 @@ def as_json(
     found: Found,
     groups: list[Group],
     numbers: Numbers | None,
+    methods: list[Methods],
     midruns: list[Midrun],
     files: list[str],
     command: str,
 ) -> dict[str, Any]:
     sentences = [each for midrun in midruns for each in midrun.verdicts]
+    sentences += [each.verdict for each in methods]
     sentences += verdicts(numbers, groups) if numbers else []
     summary: dict[str, Any] = {
         "command": command,
@@ -56,6 +59,8 @@ def as_json(
         }
         for each in numbers.tuning
     ]
+    if methods:
+        summary["methods"] = [each.as_json() for each in methods]
     summary["runs"] = [row(status, numbers) for status in numbers.statuses]
     return summary
 
