@@ -125,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_difference(there: dict[str, Any], here: dict[str, Any], what: str) -> None:
-    """UserError with the settings that differ, if any do; it starts with `what`."""
+    """Raises a UserError with the settings that differ, if any do; it starts with `what`."""
     found = differences(there, here)
     if not found:
         return

@@ -147,7 +147,7 @@ def _discovered(
 
 @torch.no_grad()
 def _check_reloaded(narrow: Any, wide: Any, found: Found, call: Call) -> None:
-    """UserError if the wide model, once it is saved and loaded again, computes something else."""
+    """Raises a UserError if the wide model, once it is saved and loaded again, computes something else."""
     before: Any = float64_copy(narrow).eval()
     after: Any = float64_copy(wide).eval()
     upscale(before, after, **found.hints)

@@ -121,7 +121,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _refuse_code(file: Path, settings: Any) -> None:
-    """UserError where a configuration names code that is not part of transformers."""
+    """Raises a UserError where a configuration names code that is not part of transformers."""
     if isinstance(settings, list):
         for value in settings:
             _refuse_code(file, value)

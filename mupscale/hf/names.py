@@ -211,7 +211,7 @@ def _refuse_quantised(tensor: StoredTensor, *, is_buffer: bool) -> None:
 
 
 def _refuse_missing(found: set[str], plan: Plan, narrow: "PreTrainedModel") -> None:
-    """UserError if the folder lacks a parameter or saved buffer that a growth would have to write."""
+    """Raises a UserError if the folder lacks a parameter or saved buffer that a growth would have to write."""
     persistent = narrow.state_dict().keys()
     for entry in (*plan.parameters.values(), *plan.buffers.values()):
         names = [name for name in entry.names if name in persistent]

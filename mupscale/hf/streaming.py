@@ -368,7 +368,7 @@ def _checksum(place: StoredTensor, streamer: Streamer, progress: Progress) -> in
 
 
 def refuse_unlike_twins(tensors: Sequence[GrowingTensor]) -> None:
-    """UserError if a folder has a tied parameter twice, with different values: it is not known which one counts."""
+    """Raises a UserError if a folder has a tied parameter twice with different values: it is unclear which counts."""
     first: dict[str, StoredTensor] = {}
     with Streamer(Widening(Duplication())) as streamer:
         for tensor in tensors:
@@ -399,7 +399,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def refuse_non_finite(tensor: Tensor, name: str) -> None:
-    """UserError for a weight with NaN or infinite entries."""
+    """Raises a UserError for a weight with NaN or infinite entries."""
     if not tensor.numel() or not tensor.is_floating_point():
         return
     if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):

@@ -194,7 +194,7 @@ def _refuse_method(method: GrowthMethod) -> None:
 
 
 def _refuse_full_disk(out: Path, job: _Job, files: list[NewFile]) -> None:
-    """UserError if the wide folder does not fit on the disk; runs before anything of it is written."""
+    """Raises a UserError if the wide folder does not fit on the disk; runs before anything of it is written."""
     needed = sum(file.size for file in files) + SPARE_BYTES
     needed += sum(path.stat().st_size for path in job.folder.companions()) + len(written(job.record))
     left = shutil.disk_usage(out.parent).free

@@ -170,7 +170,7 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def refuse_names_twice(text: str, key: str) -> None:
-    """UserError if the mapping at a key of a YAML text has a name twice: only the last would count."""
+    """Raises a UserError if the mapping at a key of a YAML text has a name twice: only the last would count."""
     for node, mapping in yaml.compose(text, LOADER).value:
         if node.value == key and isinstance(mapping, yaml.MappingNode):
             names = [name.value for name, _ in mapping.value]

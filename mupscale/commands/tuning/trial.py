@@ -60,7 +60,7 @@ class Tried:
         self._models: set[str] = set()
 
     def refuse(self, config: Config, growing: bool) -> None:
-        """UserError if `fit` would refuse a configuration; with `growing`, if it would refuse its growth."""
+        """Raises a UserError if `fit` would refuse a configuration; with `growing`, if it would refuse its growth."""
         cli = self._made(config)
         model = json.dumps(config["model"], sort_keys=True)
         if model not in self._models:
