@@ -147,7 +147,7 @@ class Methods:
         ranked = ranking(validations)
         if ranked:
             text = f"By validation loss {lowest(ranked, validations)}"
-            if papers is not None and papers.name in ranked[1:]:
+            if papers is not None and papers.name in ranked[2:]:
                 text += f"; {papers.name} is number {ranked.index(papers.name) + 1}"
             sentences.append(f"{text}.")
         sentences += self._against_scratch(finals)
