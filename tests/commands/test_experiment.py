@@ -157,7 +157,7 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
     assert not list(out.glob(".report-*"))
     assert f"{out}: all 10 runs are done" in again
     assert "begins" not in again
-    assert again.splitlines()[1:] == output.splitlines()[-6:]
+    assert again.splitlines()[1:] == output.splitlines()[-7:]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     of = values(out)
     mean = sum(of[f"upscale/seed={seed}"] for seed in (3, 4)) / 2
