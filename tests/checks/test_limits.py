@@ -153,7 +153,7 @@ def test_the_coefficients_go_on_under_equal_noise_on_both_ends_only():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["three layers", "four layers"])
+@pytest.mark.parametrize("name", ["three layers", pytest.param("four layers", marks=pytest.mark.exhaustive)])
 def test_finite_networks_approach_the_limit_as_one_over_the_root_of_the_width(name: str):
     before, after = THEORY["errors"](THEORY["examples"]()[name])
     assert THEORY["log_log_slope"](before) == pytest.approx(-0.5, abs=0.15)

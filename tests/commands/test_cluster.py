@@ -290,6 +290,7 @@ def test_what_a_task_ends_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the experiment below loses a node too
 @pytest.mark.usefixtures("_in_the_folder_of_commands")
 def test_a_sweep_survives_a_node_and_is_interrupted(cluster: LocalCluster, server: Server) -> None:
     config = small(Path("c.yaml"), HOLD, max_steps=40, val_check_interval=20, check_val_every_n_epoch=None)

@@ -340,7 +340,7 @@ def test_a_size_that_is_none(size: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
+@pytest.mark.parametrize("optimizer", [pytest.param("AdamW", marks=pytest.mark.exhaustive), "Adagrad"])
 def test_a_stack_that_cannot_be_leaves_half_done_trials(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

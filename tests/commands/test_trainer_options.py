@@ -83,7 +83,9 @@ def _global_settings() -> Iterator[None]:
     torch.autograd.set_detect_anomaly(False)
 
 
-@pytest.mark.parametrize("name", slow_except(WORK, "detect_anomaly", "log_every_n_steps", "Timer", "profiler pytorch"))
+@pytest.mark.parametrize(
+    "name", slow_except(WORK, "detect_anomaly", "log_every_n_steps", "Timer", "profiler pytorch", kept=list(WORK)[::3])
+)
 def test_works_and_resumes(name: str, tmp_path: Path) -> None:
     options = {"enable_progress_bar": False} | WORK[name]
     given = options.pop("callbacks", [])

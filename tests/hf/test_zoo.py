@@ -17,6 +17,8 @@ from tiers import slow_except
 from zoo_trial import tiled, trial
 
 THREEFOLD = ["gpt2", "phi3", "gemma2", "falcon_multi_query", "t5_1_0", "timm_regnety"]
+OFTEN = [name for name in NAMED if name not in (*THREEFOLD, "mamba")][::2]
+"""Without `--all`, beside those at three times their width."""
 REST = [name for name in ENTRIES if name not in NAMED]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of other libraries' models are not ours to mend
@@ -32,7 +34,7 @@ def quiet():
     logging.enable_progress_bar()
 
 
-@pytest.mark.parametrize("name", slow_except(NAMED, "llama_tied", kept=set(NAMED) - {"mamba"}))
+@pytest.mark.parametrize("name", slow_except(NAMED, "llama_tied", kept=OFTEN))
 def test_exact_without_a_hint(name):
     outcome = trial(ENTRIES[name])
     assert outcome.verdict == "exact", str(outcome)
