@@ -19,6 +19,7 @@ from command_line import trials as table
 from logged import losses
 from paths import ROOT
 from program_server import CORE_ONLY, Server
+from tiers import slow_except
 
 from mupscale.__main__ import main
 from mupscale.callbacks.trial_metric import TrialMetric
@@ -425,9 +426,14 @@ def test_a_long_run_prints_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys
 # --- files
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/experiments").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_experiments_are_accepted_without_data(path: Path) -> None:
+SHIPPED = sorted(path.stem for path in (ROOT / "configs/experiments").glob("*.yaml"))
+OFTEN = ("gpt2", "methods_quickstart", "midrun_quickstart", "resnet", "transfer_mlp_sgd")
+"""One of each protocol and model; `--quick` runs all of them in other tests."""
+
+
+@pytest.mark.parametrize("name", slow_except(SHIPPED, kept=OFTEN))
+def test_shipped_experiments_are_accepted_without_data(name: str) -> None:
+    path = ROOT / "configs/experiments" / f"{name}.yaml"
     Path("configs").symlink_to(ROOT / "configs")
     description = read(Path("configs/experiments", path.name), ["--trainer.accelerator=cpu"])
     check(description)

@@ -21,7 +21,7 @@ FILES = sorted((ROOT / "configs/experiments").glob("*.yaml"))
 
 MOST_RUNS = 25
 
-SOME_METHODS = ["duplication", "net2net", "ligo"]
+SOME_METHODS = ["duplication", "ligo"]
 """Growth methods of the larger files, because each takes seconds; --all runs all of them, as the quickstart does."""
 
 
