@@ -95,10 +95,11 @@ def test_folders_beside_cp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
-def test_a_rank_grows_within_its_shard_and_one_tensor(tmp_path: Path) -> None:
+def test_a_rank_grows_within_its_shard_and_one_tensor(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """A wide tensor made whole would take one and a quarter of it, narrow weights that stay alive one more."""
     rows = tmp_path / "rows.json"
-    command = ["-m", "benchmarks", "swap_memory", "--processes", "2", "--width", "512", "--noise", "none"]
+    processes = "2,4" if pytestconfig.getoption("--all") else "2"
+    command = ["-m", "benchmarks", "swap_memory", "--processes", processes, "--width", "512", "--noise", "none"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, *command, "--out", str(rows)]
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)

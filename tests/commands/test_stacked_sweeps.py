@@ -238,10 +238,11 @@ def starts(run: Path) -> list[int]:
 
 KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {
     "set-up": [(("others", 8), ("others", 40)), (("main", 21), ("others", 75)), (("others", 60), ("main", 30))],
-    "steps": [(("others", 130), ("others", 160)), (("others", 110), ("others", 95))],
+    "steps": [(("others", 130), ("others", 160)), (("others", 110), ("others", 95)), (("others", 85), ("others", 120)),
+              (("others", 100), ("main", 27))],
     "the end": [(("others", 300), ("others", 270)), (("main", 33), ("others", 180)), (("main", 40), ("main", 36))],
 }  # fmt: skip
-"""At which file operations two processes are killed, again and again: 16 of them."""
+"""At which file operations two processes are killed, again and again: 20 of them."""
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +277,7 @@ def test_killed_processes_leave_no_trace(kind: str, servers: list[Server], undis
     out = Path("s").resolve()
     arguments = shared_sweep(tmp_path, out)
     killed = 0
-    for size, points in zip(("2", "auto", "1"), KILLS[kind], strict=False):
+    for size, points in zip(("2", "auto", "1", "2"), KILLS[kind], strict=False):
         for server, point in zip(servers, points, strict=True):
             server.start(*arguments, size, folder=str(out), point=point)
         killed += [server.answer() for server in servers].count(-signal.SIGKILL)
@@ -340,7 +341,7 @@ def test_a_size_that_is_none(size: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [pytest.param("AdamW", marks=pytest.mark.exhaustive), "Adagrad"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad"])
 def test_a_stack_that_cannot_be_leaves_half_done_trials(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
