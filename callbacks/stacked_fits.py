@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from mupscale._torch import has_step_hooks, step_by_hand, tree_map
+from mupscale._torch import step_by_hand, tree_map
 from mupscale.callbacks.strides import strides_of
 from mupscale.datamodules.resident import joint_batch
 from mupscale.errors import UserError
@@ -29,10 +29,10 @@ from mupscale.models._lightning import (
     validation_loader,
 )
 from mupscale.models.base import WidthScalable
+from mupscale.stacking.around import has_unknown_hooks
 from mupscale.stacking.captured import CapturedScores, CapturedStack, batch_kind
 from mupscale.stacking.dropout import mixed
 from mupscale.stacking.stack import Stack
-from mupscale.widening.width_table import merged_table
 
 
 class Apart(UserError):
@@ -58,8 +58,7 @@ class Awaited:
         self.loader: Any = training_loader(self.trainer)
         self.strides = strides_of(self.trainer)
         # otherwise the others would have to go apart with it
-        mixed_axes = any(widths.needs_hooks for widths in merged_table(self.module).values())
-        self.stacks = not mixed_axes and not has_step_hooks(self.trainer.optimizers[0])
+        self.stacks = not has_unknown_hooks(self.trainer.optimizers[0])
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # in the thread of the fit
 
     @property
@@ -85,7 +84,7 @@ class StackedFits:
         self.awaited = awaited
         trainer, module = awaited[0].trainer, awaited[0].module
         optimizers = [each.trainer.optimizers[0] for each in awaited]
-        if any(has_step_hooks(optimizer) for optimizer in optimizers):
+        if any(has_unknown_hooks(optimizer) for optimizer in optimizers):
             raise UserError("the optimizer has hooks of its steps, which a stack cannot call")
         self._networks = [each.module.net for each in awaited]
         self._stack = Stack(

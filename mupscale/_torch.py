@@ -24,12 +24,13 @@ __all__ = [
     "foreach_norm",
     "forward_pre_hooks",
     "has_hooks",
-    "has_step_hooks",
     "inner_schedulers",
     "is_failed_write",
     "is_too_large",
     "non_persistent_buffers",
     "place_in_shard",
+    "step_by_hand",
+    "step_hooks",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -113,9 +114,9 @@ def inner_schedulers(scheduler: Any) -> Sequence[Any]:
     return inner
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called before or after each step of an optimizer."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+def step_hooks(optimizer: torch.optim.Optimizer) -> int:
+    """The number of functions that are called before or after each step of an optimizer."""
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
 def step_by_hand(optimizer: torch.optim.Optimizer) -> None:

@@ -5,24 +5,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from mupscale.stacking.around import relative_scales
 from mupscale.widening.width_table import WidthFactors, merged_table
 
 
 class StackedClip:
     """`mupscale.clip_grad_norm_` for models that take their steps together."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        table = merged_table(model)
-        widths = [table.get(name, WidthFactors()) for name in names]
-        self._factors = [width.m_out / width.m_in for width in widths]
+    def __init__(self, models: Sequence[nn.Module], weights: dict[str, Tensor]) -> None:
+        tables = [merged_table(model) for model in models]
+        self._factors: list[tuple[Tensor, Tensor | None]] = []
+        for name, weight in weights.items():
+            widths = [table.get(name, WidthFactors()) for table in tables]
+            factors = torch.tensor([width.m_out / width.m_in for width in widths], dtype=torch.float64)
+            scales = None
+            if any(width.relative for width in widths):
+                outward, inward = (relative_scales(widths, side, weight.detach()) for side in ("out", "in"))
+                scales = (outward / inward).sqrt()
+            self._factors.append((factors.to(weight.device, weight.dtype), scales))
 
     def __call__(self, gradients: Sequence[Tensor | None], max_norm: Tensor | float) -> list[Tensor | None]:
         """The gradients, those of each model scaled down where their width-invariant norm is above `max_norm`."""
-        squares = [
-            torch.linalg.vector_norm(gradient.flatten(1), dim=1) ** 2 * factor
-            for gradient, factor in zip(gradients, self._factors, strict=True)
-            if gradient is not None
-        ]
+        squares = []
+        for gradient, (factors, scales) in zip(gradients, self._factors, strict=True):
+            if gradient is not None:
+                scaled = gradient if scales is None else gradient * scales
+                squares.append(torch.linalg.vector_norm(scaled.flatten(1), dim=1) ** 2 * factors)
         if not squares:
             return list(gradients)
         total = torch.stack(squares, 1).sum(1).sqrt()

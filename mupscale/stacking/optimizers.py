@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
+from mupscale.stacking.around import Around, around, moved_around
 from mupscale.stacking.clip import along
 from mupscale.stacking.compiled import Compiled
+from mupscale.widening.new_copies import GROWN_AT, NEW_COPIES, REWARM_STEPS, update_factor
+from mupscale.widening.rules import rule_of
+from mupscale.widening.width_table import WidthFactors, merged_table
 
 
 class StackedOptimizer:
@@ -39,9 +43,21 @@ class StackedOptimizer:
         compiled: bool = False,
     ) -> None:
         self.weights = weights
+        self._rule = rule_of(optimizers[0])
         self._places = [_places(model, optimizer, weights) for model, optimizer in zip(models, optimizers, strict=True)]
         self._refuse_unlike()
         device = next(iter(weights.values())).device
+        tables = [merged_table(model) for model in models]
+        self._around = {
+            name: around(
+                weight.detach(),
+                [table.get(name, WidthFactors()) for table in tables],
+                [place[name].new_copies() for place in self._places],
+            )
+            for name, weight in weights.items()
+        }
+        if any("new" in parts for parts in self._around.values()):
+            self.numbers = (*self.numbers, GROWN_AT, REWARM_STEPS)
         shape = len(self.numbers), len(weights), len(models)
         self._table = torch.zeros(shape, dtype=torch.float64, device=device)
         self._values = torch.full(shape, torch.nan, dtype=torch.float64)  # what the table has, on the host
@@ -50,10 +66,12 @@ class StackedOptimizer:
         begun = [any(owner.has_state() for owner in place.values()) for place in self._places]
         self.begun = torch.tensor(begun, dtype=torch.float64, device=device)
         self._is_begun = all(begun)
-        self._steps = torch.zeros(len(weights), len(models), dtype=torch.float32, device=device)
+        self.steps = torch.zeros(len(weights), len(models), dtype=torch.float32, device=device)
         self.state: dict[str, dict[str, Tensor]] = {
-            name: self._joined(name, steps) for name, steps in zip(weights, self._steps, strict=True)
+            name: self._joined(name, steps) for name, steps in zip(weights, self.steps, strict=True)
         }
+        if not self._rule.counts_steps:
+            self._count_those_of_new_copies()
         self._update_all = Compiled(_update_all, "the update of the weights") if compiled else _update_all
         self.read_numbers()
 
@@ -62,7 +80,7 @@ class StackedOptimizer:
         self.begin()
         moved = [index for index, gradient in enumerate(gradients) if gradient is not None]
         names = list(self.weights)
-        table, steps = self._table, self._steps
+        table, steps = self._table, self.steps
         if len(moved) < len(names):
             chosen = self._chosen(tuple(moved))
             steps.index_add_(0, chosen, torch.ones_like(steps[: len(moved)]))
@@ -71,7 +89,10 @@ class StackedOptimizer:
             steps.add_(1)
         weights = [self.weights[names[index]].detach() for index in moved]
         states = [self.state[names[index]] for index in moved]
-        factors = self.factors(dict(zip(self.numbers, table, strict=True)), steps)
+        values = dict(zip(self.numbers, table, strict=True))
+        factors = self.factors(values, steps)
+        if GROWN_AT in values:
+            factors[NEW_COPIES] = self._factor_of_new_copies(values, steps)
         if len({weight.dtype for weight in weights}) == 1:  # converted for all weights at once
             factors = {key: value.to(weights[0].dtype) for key, value in factors.items()}
         self._update_all(
@@ -79,6 +100,7 @@ class StackedOptimizer:
             weights,
             [gradient for gradient in gradients if gradient is not None],
             [{key: value for key, value in state.items() if key != "step"} for state in states],
+            [self._around[names[index]] for index in moved],
             factors,
             self._flags,
         )
@@ -125,7 +147,7 @@ class StackedOptimizer:
         return tuple((key, self.flag(key)) for key in self.flags)
 
     def number(self, group: dict[str, Any], key: str) -> float:
-        return float(group[key])
+        return float(group.get(key, 0) if key in (GROWN_AT, REWARM_STEPS) else group[key])
 
     def flag(self, key: str) -> Any:
         """What all groups have in common."""
@@ -174,6 +196,19 @@ class StackedOptimizer:
                     own[key] = stacked[index]
         return joined
 
+    def _count_those_of_new_copies(self) -> None:
+        """Makes the step counts of new copies, which torch's optimizer does not have, entries of `steps`."""
+        for name, steps in zip(self.weights, self.steps, strict=True):
+            for index, place in enumerate(self._places):
+                if place[name].new_copies() is not None:
+                    own = place[name].state()
+                    steps[index].copy_(own["step"])
+                    own["step"] = steps[index]
+
+    def _factor_of_new_copies(self, values: dict[str, Tensor], steps: Tensor) -> Tensor:
+        group = {**values, "betas": (values.get("beta1"), values.get("beta2"))}
+        return update_factor(self._rule, group, steps.double(), values[GROWN_AT], values[REWARM_STEPS])
+
     def _refuse_unlike(self) -> None:
         first = next(iter(self._places[0].values())).group
         for key in self.flags:
@@ -193,7 +228,12 @@ class Place:
         self.optimizer, self.parameter, self.group = optimizer, parameter, group
 
     def has_state(self) -> bool:
-        return bool(self.optimizer.state.get(self.parameter))
+        """Whether a step has been taken: new copies of a model that grew before have their marks only."""
+        return bool(self.optimizer.state.get(self.parameter, {}).keys() - {NEW_COPIES, "step"})
+
+    def new_copies(self) -> Tensor | None:
+        mask: Tensor | None = self.optimizer.state.get(self.parameter, {}).get(NEW_COPIES)
+        return mask
 
     def state(self) -> dict[str, Any]:
         return self.optimizer.state[self.parameter]
@@ -324,12 +364,15 @@ def _update_all(
     weights: list[Tensor],
     gradients: list[Tensor],
     states: list[dict[str, Tensor]],
+    arounds: list[Around],
     factors: dict[str, Tensor],
     flags: dict[str, Any],
 ) -> None:
     """Moves all weights. The factors are [weights, models]."""
-    for index, (weight, gradient, state) in enumerate(zip(weights, gradients, states, strict=True)):
-        update(weight, gradient, state, {key: along(value[index], weight) for key, value in factors.items()}, flags)
+    for index, (weight, gradient, state, parts) in enumerate(zip(weights, gradients, states, arounds, strict=True)):
+        own = {key: along(value[index], weight) for key, value in factors.items()}
+        factor = own.pop(NEW_COPIES, None)
+        moved_around(parts, update, weight, gradient, state, own, flags, factor=factor)
 
 
 def _send(values: Tensor, table: Tensor) -> None:

@@ -19,7 +19,6 @@ from mupscale.stacking.clip import StackedClip
 from mupscale.stacking.compiled import Compiled
 from mupscale.stacking.dropout import StackedDropout
 from mupscale.stacking.optimizers import StackedOptimizer, stacked_optimizer
-from mupscale.widening.width_table import merged_table
 
 Losses = Callable[[dict[str, Tensor], dict[str, Tensor], Any, bool], Tensor]
 """The losses of all models on a batch, by their parameters and buffers, stacked by name. The flag says whether one
@@ -74,7 +73,7 @@ class Stack:
         self.optimizer: StackedOptimizer = stacked_optimizer(
             trained, models, optimizers, compiled=compiled if fused is None else fused
         )
-        self.clip = StackedClip(models[0], self.trained)
+        self.clip = StackedClip(models, trained)
         device = next(iter(self.parameters.values())).device
         self.seeds = torch.zeros(len(models), dtype=torch.int64, device=device)
         self._losses = losses or mapped(models[0], loss, self.seeds, compiled=compiled)
@@ -140,7 +139,8 @@ class Stack:
     def changing(self) -> list[Tensor]:
         """All tensors that a step changes."""
         states = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
-        return [*self.parameters.values(), *self.buffers.values(), *states, self.optimizer.begun]
+        counts = [self.optimizer.steps, self.optimizer.begun]
+        return [*self.parameters.values(), *self.buffers.values(), *states, *counts]
 
 
 def mapped(
@@ -205,11 +205,6 @@ def refuse_unlike(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) 
         raise UserError(f"a stack needs an optimizer for each model, got {len(models)} and {len(optimizers)}")
     first = signature(models[0])
     for index, model in enumerate(models):
-        if any(width.needs_hooks for width in merged_table(model).values()):
-            raise UserError(
-                "a model does not stack where pieces of one parameter grew by different factors, or where a parameter "
-                "has an affine unit"
-            )
         other = signature(model)
         if other == first:
             continue

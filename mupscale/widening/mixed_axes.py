@@ -8,7 +8,8 @@ from torch.optim import Optimizer
 from mupscale.widening.step_hooks import around_step, leave_alone
 from mupscale.widening.width_table import merged_table
 
-_HOOKS = "_mupscale_reference_units"
+REFERENCE_UNITS = "reference_units"
+"""Key of the hooks."""
 
 
 def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
@@ -25,7 +26,7 @@ def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
     `upscale` calls this. Hooks are not part of an optimizer's state: after loading one into a new process, call it
     again.
     """
-    leave_alone(optimizer, _HOOKS)
+    leave_alone(optimizer, REFERENCE_UNITS)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     table = merged_table(model)
     mixed = [
@@ -60,4 +61,4 @@ def keep_reference_units(model: nn.Module, optimizer: Optimizer) -> None:
             parameter.grad = gradient
         originals.clear()
 
-    around_step(optimizer, _HOOKS, enter, leave)
+    around_step(optimizer, REFERENCE_UNITS, enter, leave)

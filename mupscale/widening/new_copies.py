@@ -12,7 +12,7 @@ the same, with two differences: eps is multiplied by sqrt((1 - β₂^T) / (1 - �
 of the update.
 """
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,13 +27,11 @@ from mupscale.widening.step_hooks import around_step, leave_alone
 StateRule = Literal["carry", "reset", "reset_new_copies"]
 
 NEW_COPIES = "new_copies"
-"""Key of a parameter's optimizer state: which of its entries are new copies."""
+"""Key of a parameter's optimizer state: which of its entries are new copies. Also the key of the hooks."""
 
 GROWN_AT = "new_copies_since"
 REWARM_STEPS = "rewarm_steps"
 """Keys of a parameter group: the step count at the growth, and the steps over which the new copies' rate rises."""
-
-_HOOKS = "_mupscale_new_copies"
 
 
 def check_state_rule(rule: str, rewarm_steps: int) -> None:
@@ -74,7 +72,7 @@ def rewarm_new_copies(optimizer: Optimizer) -> None:
     `upscale` and `UpscaleCallback` call this. Hooks are not part of an optimizer's state: after loading one into a new
     process, call it again. Without new copies it does nothing.
     """
-    leave_alone(optimizer, _HOOKS)
+    leave_alone(optimizer, NEW_COPIES)
     rows = [
         (parameter, group)
         for group in optimizer.param_groups
@@ -94,19 +92,25 @@ def rewarm_new_copies(optimizer: Optimizer) -> None:
     def leave() -> None:
         for (parameter, group), before in zip(rows, originals, strict=True):
             state = optimizer.state[parameter]
-            if not rule.counts_steps:
+            if not rule.counts_steps and parameter.grad is not None:
                 state["step"].add_(1)
-            scaled = before.lerp(parameter, _update_factor(rule, group, state).to(parameter))
+            factor = update_factor(rule, group, state["step"].double(), group[GROWN_AT], group[REWARM_STEPS])
+            scaled = before.lerp(parameter, factor.to(parameter))
             parameter.copy_(torch.where(state[NEW_COPIES].bool(), scaled, parameter))
         originals.clear()
 
-    around_step(optimizer, _HOOKS, enter, leave)
+    around_step(optimizer, NEW_COPIES, enter, leave)
 
 
-def _update_factor(rule: OptimizerRule, group: Group, state: dict[str, Any]) -> Tensor:
-    """What the update of new copies is multiplied by: their own count, and the warm-up."""
-    count = state["step"].double()
-    age = (count - group[GROWN_AT]).clamp(min=1)
+def update_factor(
+    rule: OptimizerRule, group: Group, count: Tensor, grown_at: Tensor | float, rewarm_steps: Tensor | float
+) -> Tensor:
+    """What the update of new copies is multiplied by: their own count, and the warm-up.
+
+    `count` is the step count in float64. It may have one entry for each of many models; the other numbers, and those in
+    `group`, may then be tensors of its shape.
+    """
+    age = (count - grown_at).clamp(min=1)
     assert rule.own_count is not None
-    factor = rule.own_count(group, count, age)
-    return factor * (age / group[REWARM_STEPS]).clamp(max=1) if group[REWARM_STEPS] else factor
+    steps = torch.as_tensor(rewarm_steps, dtype=count.dtype, device=count.device).clamp(min=1)
+    return rule.own_count(group, count, age) * (age / steps).clamp(max=1)

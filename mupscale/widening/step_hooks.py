@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from mupscale._torch import step_hooks
+
 _AROUND = "_mupscale_around_step"
 """Attribute of an optimizer: its pairs of functions by key, and the handles of the two hooks that call them."""
 
@@ -29,6 +31,12 @@ def leave_alone(optimizer: Optimizer, key: str) -> None:
         for handle in handles:
             handle.remove()
         del optimizer.__dict__[_AROUND]
+
+
+def has_other_hooks(optimizer: Optimizer, *keys: str) -> bool:
+    """Whether something is called around the steps of `optimizer`, besides the pairs with these keys."""
+    pairs, handles = optimizer.__dict__.get(_AROUND, ({}, ()))
+    return not pairs.keys() <= set(keys) or step_hooks(optimizer) > len(handles)
 
 
 def _registered(optimizer: Optimizer, pairs: dict[str, tuple[Callable[[], None], Callable[[], None]]]) -> Any:

@@ -14,13 +14,28 @@ import mupscale
 from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable
 from mupscale.stacking.stack import Stack
+from mupscale.widening.mixed_axes import keep_reference_units
+from mupscale.widening.width_table import Table, WidthFactors, store_table
+
+CARRIED: list[dict[str, Any]] = [{}]
+MIXED: list[dict[str, Any]] = [
+    {"state": "carry"},
+    {"state": "reset_new_copies"},
+    {"state": "reset_new_copies", "rewarm_steps": 30},
+    {"state": "reset"},
+]
+"""What happens to the optimizer state of models that grow, one after another."""
 
 
-def grown(model: str, optimizer: str, index: int, pair: tuple[WidthScalable, Optimizer]) -> tuple[WidthScalable, Any]:
+def grown(
+    model: str, optimizer: str, index: int, pair: tuple[WidthScalable, Optimizer], rules: list[dict[str, Any]]
+) -> tuple[WidthScalable, Any]:
     wide, _ = made(model, optimizer, index, MODELS[model][1])
     assert pair[0].net is not None
     assert wide.net is not None
-    report = mupscale.upscale(pair[0].net, wide.net, pair[1], noise=mupscale.AdditiveNoise(0.1 * index), seed=index)
+    noise = mupscale.AdditiveNoise(0.1 * index)
+    rule = rules[index % len(rules)]
+    report = mupscale.upscale(pair[0].net, wide.net, pair[1], noise=noise, seed=index, **rule)
     return wide, report.optimizer
 
 
@@ -28,14 +43,22 @@ def rate(step: int) -> float:
     return 1 / (1 + step / 20)
 
 
-def separately(model: str, optimizer: str, count: int, steps: int, grow_at: int, clip: float | None) -> Tensor:
+def separately(
+    model: str,
+    optimizer: str,
+    count: int,
+    steps: int,
+    grow_at: int,
+    clip: float | None,
+    rules: list[dict[str, Any]] = CARRIED,
+) -> Tensor:
     curves = []
     for index in range(count):
         pair = made(model, optimizer, index)
         curve = []
         for step, batch in enumerate(batches(pair[0], steps)):
             if step == grow_at:
-                pair = grown(model, optimizer, index, pair)
+                pair = grown(model, optimizer, index, pair, rules)
             set_rates(pair[1], step)
             loss = pair[0].loss(batch)
             pair[1].zero_grad()
@@ -56,14 +79,21 @@ def set_rates(optimizer: Optimizer, step: int) -> None:
 
 
 def together(
-    model: str, optimizer: str, count: int, steps: int, grow_at: int, clip: float | None, kernel: bool = True
+    model: str,
+    optimizer: str,
+    count: int,
+    steps: int,
+    grow_at: int,
+    clip: float | None,
+    kernel: bool = True,
+    rules: list[dict[str, Any]] = CARRIED,
 ) -> Tensor:
     pairs = [made(model, optimizer, index) for index in range(count)]
     stack = stacked(pairs, kernel)
     curve = []
     for step, batch in enumerate(batches(pairs[0][0], steps)):
         if step == grow_at:
-            pairs = [grown(model, optimizer, index, pair) for index, pair in enumerate(pairs)]
+            pairs = [grown(model, optimizer, index, pair, rules) for index, pair in enumerate(pairs)]
             stack = stacked(pairs, kernel)
         for _, own in pairs:
             set_rates(own, step)
@@ -80,6 +110,92 @@ def test_the_mlp_trains_as_alone(optimizer: str, clip: float | None) -> None:
     for kernel in (True, False):
         ours = together("mlp", optimizer, 4, 200, 100, clip, kernel)
         assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("grow_at", [0, 40])
+def test_new_copies_with_a_count_of_their_own_train_as_alone(optimizer: str, grow_at: int) -> None:
+    alone = separately("mlp", optimizer, 4, 100, grow_at, None, MIXED)
+    ours = together("mlp", optimizer, 4, 100, grow_at, None, rules=MIXED)
+    assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd"])
+def test_new_copies_leave_and_enter_a_stack(optimizer: str) -> None:
+    def pairs() -> list[tuple[WidthScalable, Any]]:
+        return [grown("mlp", optimizer, i, made("mlp", optimizer, i), MIXED) for i in range(3)]
+
+    ours, alone = pairs(), pairs()
+    data = batches(ours[0][0], 30)
+    for module, own in alone:
+        train_alone(module, own, data)
+    stack = stacked(ours)
+    for batch in data[:10]:
+        stack.step(batch)
+    for module, own in ours:
+        train_alone(module, own, data[10:20])
+    stack = stacked(ours)
+    for batch in data[20:]:
+        stack.step(batch)
+    for (module, own), (other, its) in zip(ours, alone, strict=True):
+        for name, tensor in other.state_dict().items():
+            assert torch.allclose(module.state_dict()[name], tensor, rtol=1e-11), name
+        mine, theirs = own.state_dict()["state"], its.state_dict()["state"]
+        assert all(set(mine[index]) == set(state) for index, state in theirs.items())
+        assert all(torch.equal(mine[i]["step"], state["step"]) for i, state in theirs.items() if "step" in state)
+
+
+@pytest.mark.parametrize(("optimizer", "clip"), [("adamw", None), ("adam", 0.05), ("sgd", 0.05)])
+def test_growth_by_different_factors_trains_as_alone(optimizer: str, clip: float | None) -> None:
+    rules: list[dict[str, Any]] = [
+        {},
+        {"method": mupscale.Net2Net()},
+        {"method": mupscale.Lemon()},
+        {"method": mupscale.Net2Net(), "state": "reset_new_copies", "rewarm_steps": 10},
+    ]
+    alone = separately("mlp", optimizer, 4, 60, 20, clip, rules)
+    ours = together("mlp", optimizer, 4, 60, 20, clip, rules=rules)
+    assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
+
+
+def test_affine_units_train_as_alone() -> None:
+    def pairs() -> list[tuple[nn.Linear, Optimizer]]:
+        found = []
+        for index in range(3):
+            torch.manual_seed(index)
+            model = nn.Linear(4, 3, dtype=torch.float64)
+            widths = {"bias": WidthFactors(shift=0.5 * index)}
+            if index == 2:
+                widths["weight"] = WidthFactors(relative=((1, "in", (1.0, 1.0, 0.5, 0.5)), (0, "out", (2.0, 1.0, 1.0))))
+            store_table(model, Table(False, widths))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
+            keep_reference_units(model, optimizer)
+            found.append((model, optimizer))
+        return found
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    x = torch.randn(5, 4, dtype=torch.float64)
+    ours, alone = pairs(), pairs()
+    stack = Stack(*zip(*ours, strict=True), loss)
+    for _ in range(10):
+        stack.step(x, max_norm=0.1)
+        for model, optimizer in alone:
+            optimizer.zero_grad()
+            loss(model, x).backward()
+            mupscale.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+    for (model, _), (other, _) in zip(ours, alone, strict=True):
+        for tensor, expected in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(tensor, expected, rtol=1e-12)
+
+
+def train_alone(module: WidthScalable, optimizer: Optimizer, data: list[Any]) -> None:
+    for batch in data:
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        optimizer.step()
 
 
 @pytest.mark.slow
