@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import batches, loss_of, made, stacked
+from stacks import UNLIKE, batches, grown, loss_of, made, stacked
 from torch import Tensor, nn
 
 from mupscale.stacking.captured import CapturedStack, stacked_kind
@@ -52,6 +52,30 @@ def on_gpu(optimizer: str, dtype: torch.dtype, *, compiled: bool) -> tuple[Stack
         module.to("cuda", dtype)
     pairs = [(module, module.configure_optimizers()) for module, _ in pairs]
     return stacked(pairs, compiled=compiled), data
+
+
+def grown_on_gpu(optimizer: str, *, compiled: bool) -> tuple[Stack, list[Any]]:
+    stack, data = on_gpu(optimizer, torch.float64, compiled=False)
+    for batch in data[:3]:
+        stack.step(batch)
+    pairs: list[Any] = list(zip(stack.models, stack.optimizers, strict=True))
+    pairs = [grown("mlp", optimizer, index, pair, UNLIKE) for index, pair in enumerate(pairs)]
+    return stacked(pairs, compiled=compiled), data
+
+
+@pytest.mark.gpu
+@of_the_compiler
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_steps_of_models_that_grew_by_different_factors(optimizer: str, compiled: bool) -> None:
+    stack, data = grown_on_gpu(optimizer, compiled=compiled)
+    twin, _ = grown_on_gpu(optimizer, compiled=False)
+    step = CapturedStack(stack, data[0], max_norm=0.05)
+    for batch in data:
+        losses, expected = step(batch), twin.advance(batch, max_norm=0.05)
+        assert torch.allclose(losses, expected, rtol=1e-10)
+    for tensor, other in zip(stack.changing(), twin.changing(), strict=True):
+        assert torch.allclose(tensor.double(), other.double(), rtol=1e-8, atol=1e-12)
 
 
 def set_rates(stack: Stack, step: int) -> None:

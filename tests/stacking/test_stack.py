@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import MODELS, OPTIMIZERS, batches, loss_of, made, stacked
+from stacks import CARRIED, MIXED, OPTIMIZERS, UNLIKE, Rules, batches, grown, loss_of, made, stacked
 from tiers import slow_except
 from tiny_modules import mlp
 from torch import Tensor, nn
@@ -16,27 +16,6 @@ from mupscale.models.base import WidthScalable
 from mupscale.stacking.stack import Stack
 from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.width_table import Table, WidthFactors, store_table
-
-CARRIED: list[dict[str, Any]] = [{}]
-MIXED: list[dict[str, Any]] = [
-    {"state": "carry"},
-    {"state": "reset_new_copies"},
-    {"state": "reset_new_copies", "rewarm_steps": 30},
-    {"state": "reset"},
-]
-"""What happens to the optimizer state of models that grow, one after another."""
-
-
-def grown(
-    model: str, optimizer: str, index: int, pair: tuple[WidthScalable, Optimizer], rules: list[dict[str, Any]]
-) -> tuple[WidthScalable, Any]:
-    wide, _ = made(model, optimizer, index, MODELS[model][1])
-    assert pair[0].net is not None
-    assert wide.net is not None
-    noise = mupscale.AdditiveNoise(0.1 * index)
-    rule = rules[index % len(rules)]
-    report = mupscale.upscale(pair[0].net, wide.net, pair[1], noise=noise, seed=index, **rule)
-    return wide, report.optimizer
 
 
 def rate(step: int) -> float:
@@ -50,7 +29,7 @@ def separately(
     steps: int,
     grow_at: int,
     clip: float | None,
-    rules: list[dict[str, Any]] = CARRIED,
+    rules: Rules = CARRIED,
 ) -> Tensor:
     curves = []
     for index in range(count):
@@ -86,7 +65,7 @@ def together(
     grow_at: int,
     clip: float | None,
     kernel: bool = True,
-    rules: list[dict[str, Any]] = CARRIED,
+    rules: Rules = CARRIED,
 ) -> Tensor:
     pairs = [made(model, optimizer, index) for index in range(count)]
     stack = stacked(pairs, kernel)
@@ -147,14 +126,8 @@ def test_new_copies_leave_and_enter_a_stack(optimizer: str) -> None:
 
 @pytest.mark.parametrize(("optimizer", "clip"), [("adamw", None), ("adam", 0.05), ("sgd", 0.05)])
 def test_growth_by_different_factors_trains_as_alone(optimizer: str, clip: float | None) -> None:
-    rules: list[dict[str, Any]] = [
-        {},
-        {"method": mupscale.Net2Net()},
-        {"method": mupscale.Lemon()},
-        {"method": mupscale.Net2Net(), "state": "reset_new_copies", "rewarm_steps": 10},
-    ]
-    alone = separately("mlp", optimizer, 4, 60, 20, clip, rules)
-    ours = together("mlp", optimizer, 4, 60, 20, clip, rules=rules)
+    alone = separately("mlp", optimizer, 4, 60, 20, clip, UNLIKE)
+    ours = together("mlp", optimizer, 4, 60, 20, clip, rules=UNLIKE)
     assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 

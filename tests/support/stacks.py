@@ -9,6 +9,7 @@ from tiny_modules import gpt2, mlp, resnet, rows
 from torch import Tensor
 from torch.optim import Optimizer
 
+import mupscale
 from mupscale.models.base import WidthScalable
 from mupscale.stacking.stack import Stack
 
@@ -37,6 +38,37 @@ def made(model: str, optimizer: str, index: int, width: Any = None) -> tuple[Wid
     module.configure_model()
     module.double()
     return module, module.configure_optimizers()
+
+
+Rules = list[dict[str, Any]]
+"""Arguments of `upscale` for models that grow, one after another."""
+
+CARRIED: Rules = [{}]
+MIXED: Rules = [
+    {"state": "carry"},
+    {"state": "reset_new_copies"},
+    {"state": "reset_new_copies", "rewarm_steps": 30},
+    {"state": "reset"},
+]
+UNLIKE: Rules = [
+    {},
+    {"method": mupscale.Net2Net()},
+    {"method": mupscale.Lemon()},
+    {"method": mupscale.Net2Net(), "state": "reset_new_copies", "rewarm_steps": 10},
+]
+
+
+def grown(
+    model: str, optimizer: str, index: int, pair: tuple[WidthScalable, Optimizer], rules: Rules
+) -> tuple[WidthScalable, Any]:
+    wide, _ = made(model, optimizer, index, MODELS[model][1])
+    assert pair[0].net is not None
+    assert wide.net is not None
+    wide.to(next(pair[0].parameters()))
+    noise = mupscale.AdditiveNoise(0.1 * index)
+    rule = rules[index % len(rules)]
+    report = mupscale.upscale(pair[0].net, wide.net, pair[1], noise=noise, seed=index, **rule)
+    return wide, report.optimizer
 
 
 def loss_of(model: Any, batch: Any) -> Tensor:
