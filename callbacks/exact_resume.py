@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor
 
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.models._lightning import callbacks_of, finish_loaded_step, restore_callback_metrics, set_callbacks
+from mupscale.models._lightning import callbacks_of, finish_loaded_step, set_callbacks, update_callback_metrics
 from mupscale.models.checkpoint import RUN_KEY
 
 
@@ -73,7 +73,7 @@ class ExactResume(Callback):
             if trainer.global_rank < len(self._loaded["generators"]):
                 set_rng_state(self._loaded["generators"][trainer.global_rank], pl_module.device)
             metrics = {name: value.to(pl_module.device) for name, value in self._loaded["metrics"].items()}
-            restore_callback_metrics(trainer, metrics)
+            update_callback_metrics(trainer, metrics)
             trainer.should_stop = self._loaded["should_stop"] and not self._loaded["finished"]
             self._loaded = None
             finish_loaded_step(trainer)

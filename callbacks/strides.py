@@ -8,10 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 
-from mupscale.models._lightning import callbacks_of, log_interval, rates_of
+from mupscale.models._lightning import callbacks_of, log_interval, rates_of, update_callback_metrics
 
 
 class Strides(Callback):
@@ -71,6 +72,7 @@ class RateMonitor(LearningRateMonitor, Strides):
     def _log(self, trainer: Trainer, step: int, rates: dict[str, float]) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(rates, step=step)
+        update_callback_metrics(trainer, {name: torch.tensor(rate) for name, rate in rates.items()})
 
     def _every(self, trainer: Trainer) -> int:
         """How many steps there are between two that are logged; 0 if none is."""

@@ -98,8 +98,8 @@ def detects_anomalies(trainer: Trainer) -> bool:
     return bool(trainer._detect_anomaly)
 
 
-def restore_callback_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
-    """Puts back metrics that schedulers and callbacks read, as they were when a checkpoint was written."""
+def update_callback_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
+    """Sets metrics that schedulers, callbacks and checkpoints read."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 

@@ -40,7 +40,7 @@ def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
         "gradient_clip_val": 0.3,
         "log_every_n_steps": 4,
     }
-    config = small(path, upscale(100, 16), **settings | trainer)
+    config = small(path, upscale(102, 16), **settings | trainer)
     return changed(config, optimizer=optimizer, checkpoint={"every_n_train_steps": 70})
 
 
