@@ -52,7 +52,7 @@ METHODS: dict[str, Callable[[], GrowthMethod]] = {
     "fpi": FPI,
     "aki": AKI,
     "aki, rules": lambda: AKI(**RULES),
-    "ligo": lambda: LiGO(steps=20, lr=0.003),
+    "ligo": lambda: LiGO(steps=20, lr=0.05),
 }
 
 EXACT = ("duplication", "net2net", "zero padding", "lemon")

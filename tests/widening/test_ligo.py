@@ -78,7 +78,7 @@ def test_the_first_maps_of_whole_heads_preserve_the_function():
 
 def test_a_fit_lowers_the_loss_and_parts_the_copies():
     narrow, wide = models()
-    method = fitted(LiGO(steps=60, lr=0.01), narrow, wide)
+    method = fitted(LiGO(steps=60, lr=0.04), narrow, wide)
     assert len(method.losses) == 60
     mupscale.upscale(narrow, wide, method=method)
     before, after = (sum(value(model, batch) for batch in batches()) for model in (narrow, wide))
@@ -87,6 +87,18 @@ def test_a_fit_lowers_the_loss_and_parts_the_copies():
     assert value(wide, batches()[0]) == pytest.approx(method.losses[-4], rel=0.1)
     assert (wide.layers[0].weight[::3] - wide.layers[0].weight[1::3]).abs().max() > 1e-3
     assert (wide.layers[0].bias[::3] - wide.layers[0].bias[1::3]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("width", [4, 64])
+def test_the_rate_is_for_a_single_unit(width: int):
+    """A new unit is a sum over all units, so what one step of Adam adds to it does not depend on their number."""
+    narrow, wide = models(width)
+    moved, first = (fitted(LiGO(steps=1, lr=lr), narrow, wide) for lr in (0.5, 1e-300))
+    plan = mupscale.upscale(narrow, wide, method=moved).plan
+    for side in (0, 1):
+        entry = plan.parameters["layers.1.weight"]
+        step = (moved.maps(entry, 1)[side] - first.maps(entry, 1)[side]).abs()
+        assert step.max() == pytest.approx(0.5 / width, rel=1e-3)
 
 
 def test_axes_that_are_one_share_their_maps():

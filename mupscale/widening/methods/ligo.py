@@ -57,7 +57,7 @@ class LiGO(GrowthMethod):
     def __init__(
         self,
         steps: int = 100,
-        lr: float = 1e-3,
+        lr: float = 0.02,
         seed: int = 0,
         groups: AxisGroups | None = None,
         state: StateRule = "reset",
@@ -66,7 +66,8 @@ class LiGO(GrowthMethod):
         """
         Args:
             steps: The number of batches to fit on.
-            lr: The learning rate of the maps, with Adam.
+            lr: The learning rate of the maps of a single unit, with Adam. The maps of n units have lr / n, because each
+                new unit is a sum over all of them. So a value that is good at one width is good at others.
             seed: The seed of the initial maps and of the fit, for example of dropout.
             groups: Axes that hold the same units, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default
                 the model\'s `width_groups`.
@@ -138,10 +139,11 @@ class LiGO(GrowthMethod):
             return torch.func.functional_call(model, tensors, (batch,))
 
         learned = [matrix.requires_grad_() for pair in maps.values() for matrix in pair.values()]
+        rates = [{"params": list(maps[group.name].values()), "lr": self.lr / group.units} for group in groups]
         device = learned[0].device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             torch.manual_seed(self.seed)
-            self.losses = _descend(learned, loss_of, islice(_endless(batches), self.steps), self.lr, average)
+            self.losses = _descend(learned, loss_of, islice(_endless(batches), self.steps), rates, average)
         finite = [bool(torch.isfinite(matrix).all()) for matrix in learned]
         if not all(finite) or not all(map(math.isfinite, self.losses)):
             raise UserError(f"LiGO: the fit diverged at lr = {self.lr:g}. Give a lower lr")
@@ -267,11 +269,11 @@ def _descend(
     learned: list[Tensor],
     loss_of: Callable[[Any], Tensor],
     batches: Iterable[Any],
-    lr: float,
+    rates: list[dict[str, Any]],
     average: Callable[[Tensor], Tensor] | None,
 ) -> list[float]:
     """Moves the tensors by Adam, a step for each batch; returns the losses."""
-    optimizer = torch.optim.Adam(learned, lr=lr)
+    optimizer = torch.optim.Adam(rates)
     losses = []
     for batch in batches:
         value = loss_of(batch)
