@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import yaml
 
 from mupscale.commands.config import Config, differences
+from mupscale.data_files import LOADER
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml's, where PyYAML was built with it: the same text, many times as fast."""
@@ -71,7 +72,7 @@ class Pattern:
         """Its config.yaml: the text, and what that says."""
         assert self.first is not None
         if not self._saved:
-            self._saved = yaml.safe_load(self.first.text)
+            self._saved = yaml.load(self.first.text, LOADER)
         answer = deepcopy(self._saved)
         for key, value in changes.items():
             _put(answer, key.split("."), value)
