@@ -1,6 +1,9 @@
 """Configurations that differ in a few plain values: the first is parsed, the others are derived from it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import yaml
@@ -19,6 +22,14 @@ class CommandLine(Protocol):
 
     config: Any
     text: str
+
+
+@dataclass
+class Kept:
+    """What is kept of a command line that has ended."""
+
+    text: str
+    config: Any = None
 
 
 class Pattern:
@@ -61,6 +72,18 @@ class Pattern:
             answer[key] = float(here) if isinstance(there, float) and here is not None else here
         return answer
 
+    def fits(self, plain: Config) -> bool:
+        """Whether another configuration differs in values of the same kinds: 1 batch is not 1.0, which means all."""
+        if self.changes(plain) is None:
+            return False
+        pairs = [(there, here) for _, there, here in differences(self._plain, plain) if None not in (there, here)]
+        return all(type(there) is type(here) for there, here in pairs)
+
+    def end(self) -> None:
+        """Keeps the text of the first command line, and not the network that it refers to."""
+        if self.first is not None:
+            self.first = Kept(self.first.text)
+
     def parsed(self, changes: dict[str, Any]) -> Any:
         """What a configuration with these changes would be, if it were parsed."""
         answer = deepcopy(self._parsed)
@@ -78,6 +101,25 @@ class Pattern:
             _put(answer, key.split("."), value)
         header = "".join(line for line in self.first.text.splitlines(keepends=True) if line.startswith("#"))
         return header + yaml.dump(answer, sort_keys=False, Dumper=_DUMPER), answer
+
+
+class Patterns:
+    """Those of all runs that one process makes, one after another: the stages of an experiment are often alike."""
+
+    def __init__(self) -> None:
+        self._known: list[Pattern] = []
+
+    @contextmanager
+    def like(self, plain: Config) -> Iterator[Pattern]:
+        """The pattern of a configuration, for the time in which it runs: a new one if it is like none before it."""
+        known = next((pattern for pattern in self._known if pattern.fits(plain)), None)
+        pattern = known or Pattern()
+        try:
+            yield pattern
+        finally:
+            pattern.end()
+            if known is None and pattern.first is not None and pattern.first.text:
+                self._known.append(pattern)
 
 
 def _section(parsed: Any) -> Any:

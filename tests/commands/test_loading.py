@@ -25,7 +25,8 @@ def test_an_error_switches_the_collector_on() -> None:
 
 
 def test_what_a_module_makes_is_set_aside_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "made_of_lists.py").write_text("import gc\nlists = [[] for _ in range(1000)]\noff = not gc.isenabled()\n")
+    code = "import gc\nlists = [[] for _ in range(1000)]\noff = not gc.isenabled()\n"
+    (tmp_path / "made_of_lists.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     before = gc.get_freeze_count()
     module = loaded("made_of_lists")
