@@ -93,7 +93,7 @@ def test_the_tiny_version_of_a_file() -> None:
     assert content["sweep_2"] == {"UpscaleCallback.lr": [0.0039, 0.0156], "UpscaleCallback.noise.std": [0.24]}
     assert whole.content["seeds"] == [0, 1]
     config = description_of(content, ["--trainer.log_every_n_steps=3"], quick=True).config()
-    assert (config["trainer"]["max_steps"], config["trainer"]["precision"]) == (20, "32-true")
+    assert (config["trainer"]["max_steps"], config["trainer"]["precision"]) == (10, "32-true")
     assert config["trainer"]["log_every_n_steps"] == 3  # an option is laid over the tiny version
     assert config["model"]["init_args"]["layers"] == 2
     assert config["data"]["init_args"]["data_dir"] is None
@@ -117,7 +117,7 @@ def test_widths_are_divided_by_one_number(widths: list[int], divisor: int) -> No
 def test_schedules_fit_into_a_short_run() -> None:
     schedule = {"class_path": "a.B", "init_args": {"warmup": 100, "steps": 1500, "decay": 0.2}}
     assert shortened({"model": schedule})["model"] == {
-        "class_path": "a.B", "init_args": {"warmup": 2, "steps": 20, "decay": 0.2},
+        "class_path": "a.B", "init_args": {"warmup": 2, "steps": 10, "decay": 0.2},
     }  # fmt: skip
     assert shortened({"warmup": 1, "steps": "100%"}) == {"warmup": 1, "steps": "100%"}
     assert shortened({"steps": None}) == {"steps": None}
