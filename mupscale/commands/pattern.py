@@ -74,10 +74,7 @@ class Pattern:
 
     def fits(self, plain: Config) -> bool:
         """Whether another configuration differs in values of the same kinds: 1 batch is not 1.0, which means all."""
-        if self.changes(plain) is None:
-            return False
-        pairs = [(there, here) for _, there, here in differences(self._plain, plain) if None not in (there, here)]
-        return all(type(there) is type(here) for there, here in pairs)
+        return self.changes(plain) is not None and _are_of_one_kind(self._plain, plain)
 
     def end(self) -> None:
         """Keeps the text of the first command line, and not the network that it refers to."""
@@ -135,6 +132,15 @@ def _is_alike(there: Any, here: Any) -> bool:
     if isinstance(there, float):
         return isinstance(here, int | float) and not isinstance(here, bool)
     return type(there) is type(here) or (there is None and isinstance(here, str)) or (here is None)
+
+
+def _are_of_one_kind(there: Any, here: Any) -> bool:
+    """Whether all values of two configurations have the same types, where both have one."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        return all(_are_of_one_kind(there.get(name), here.get(name)) for name in {**there, **here})
+    if isinstance(there, list) and isinstance(here, list):
+        return len(there) == len(here) and all(map(_are_of_one_kind, there, here))
+    return there is None or here is None or type(there) is type(here)
 
 
 def _value_at(node: Any, parts: list[str]) -> Any:
