@@ -2,12 +2,17 @@
 
 from collections.abc import Mapping
 from functools import cache
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from mupscale.callbacks.event_checksums import use_fast_checksums
+from mupscale.models._lightning import open_writer
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 use_fast_checksums()
 
@@ -32,6 +37,12 @@ class LossFirstLogger(TensorBoardLogger):
 
     Only the tags in the event file differ: callbacks that monitor a metric, and other loggers, use the original name.
     """
+
+    @property
+    def experiment(self) -> "SummaryWriter":
+        """TensorBoard's writer."""
+        open_writer(self)
+        return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         log_scalars(self, {loss_first(name): float(value) for name, value in metrics.items()}, step)

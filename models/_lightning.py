@@ -22,6 +22,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.call import _call_callback_hooks
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
@@ -101,6 +102,18 @@ def detects_anomalies(trainer: Trainer) -> bool:
 def update_callback_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
     """Sets metrics that schedulers, callbacks and checkpoints read."""
     trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def open_writer(logger: TensorBoardLogger) -> None:
+    """Opens the event file of a logger by its absolute path, on the first rank.
+
+    Its thread opens the file again for every write. The working directory may be another one then: jsonargparse
+    changes it while it parses the configuration of the next run.
+    """
+    if logger._experiment is None and getattr(rank_zero_only, "rank", 0) == 0 and not is_remote(logger.log_dir):
+        from torch.utils.tensorboard import SummaryWriter
+
+        logger._experiment = SummaryWriter(log_dir=os.path.abspath(logger.log_dir), **logger._kwargs)
 
 
 def close_writer(logger: TensorBoardLogger) -> None:

@@ -57,6 +57,10 @@ DRAWS = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.
 """Functions that fill a tensor with random numbers. Others, such as Xavier's, call one of these."""
 
 
+_FLOPS: dict[str, float] = {}
+"""What was counted in this process: runs of a sweep have the same networks and batches."""
+
+
 class WithoutDraws(TorchFunctionMode):
     """Skips random numbers for tensors on the meta device, which have no values: they take most of the time there."""
 
@@ -81,6 +85,10 @@ class WidthScalable(LightningModule):
 
     init: Init = "fan_in"
     """How `build` initialises the weights: the argument `init` of `set_base_shapes`."""
+
+    counts_alike: bool = False
+    """Whether models of this very class that have the same constructor arguments do the same FLOPs: they are counted
+    once in a process. Subclasses do not inherit it."""
 
     def __init__(
         self,
@@ -117,6 +125,7 @@ class WidthScalable(LightningModule):
         self.train_loss: Tensor | None = None
         self.is_in_stack = False  # its steps are taken with those of other models, and compiled there
         self._on_meta = False
+        self._references: dict[str, tuple[nn.Module, nn.Module]] = {}
 
     # --- what a subclass gives
 
@@ -203,13 +212,23 @@ class WidthScalable(LightningModule):
 
     def network(self, width: Width, *, meta: bool = False) -> nn.Module:
         """The network at `width` with its muP tables; on the meta device for a plan, or for an upscale to fill."""
-        base = self.hparams["base_width"]
-        with torch.device("meta"), WithoutDraws():
-            at_base, at_delta = self._built("base_width", base), self._built("base_width", doubled(base))
-            net = self._built("width", width) if meta else None
-        if net is None:
+        at_base, at_delta = self._at_base_width()
+        if meta:
+            with torch.device("meta"), WithoutDraws():
+                net = self._built("width", width)
+        else:
             net = self._built("width", width)
         return set_base_shapes(net, at_base, at_delta, init=None if meta else self.init)
+
+    def _at_base_width(self) -> tuple[nn.Module, nn.Module]:
+        """The network at the base width and at twice that, on the meta device. They are built once."""
+        base = self.hparams["base_width"]
+        key = str(base)
+        if key not in self._references:
+            with torch.device("meta"), WithoutDraws():
+                networks = self._built("base_width", base), self._built("base_width", doubled(base))
+            self._references[key] = networks
+        return self._references[key]
 
     def _built(self, key: str, width: Width) -> nn.Module:
         try:
@@ -223,6 +242,16 @@ class WidthScalable(LightningModule):
 
     def training_flops(self, batch: Any) -> float:
         """Floating-point operations of a forward and backward pass at the current width, counted on the meta device."""
+        if not vars(type(self)).get("counts_alike", False):
+            return self._counted_flops(batch)
+        arguments = {key: value for key, value in self.hparams.items() if key not in ("init_from", "compile")}
+        shapes = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, batch)
+        key = repr((type(self), sorted(arguments.items()), shapes))
+        if key not in _FLOPS:
+            _FLOPS[key] = self._counted_flops(batch)
+        return _FLOPS[key]
+
+    def _counted_flops(self, batch: Any) -> float:
         net = self.net
         with (
             torch.random.fork_rng(devices=[]),

@@ -57,6 +57,8 @@ class ResNet18Net(nn.Module):
 class ResNet18(Classifier):
     """The paper's CIFAR ResNet-18."""
 
+    counts_alike = True
+
     def __init__(self, width: int = 64, base_width: int = 64, outputs: int = 100, **kwargs: Any) -> None:
         """
         Args:

@@ -3,10 +3,10 @@
 import os
 import sys
 import textwrap
-from importlib import import_module
 
 from mupscale.commands._jsonargparse import did_you_mean
 from mupscale.commands.full_disk import unnamed
+from mupscale.commands.loading import loaded
 from mupscale.commands.termination import EXIT_CODE, Terminated, end_now, on_sigterm
 from mupscale.errors import UserError
 
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         with on_sigterm(end_now):
-            status = import_module(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
+            status = loaded(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
     except (UserError, OSError) as error:
         problem = unnamed(error)
         if problem is None and not isinstance(error, UserError):

@@ -325,7 +325,11 @@ def test_the_papers_numbers(folder: str, name: str) -> None:
         assert model.hparams["init_from"] is None
 
 
-@pytest.mark.parametrize("folder", slow_except(EXPERIMENTS, "mlp/adamw"))
+TRAINED_OFTEN = ("mlp/sgd", "resnet", "gpt2", "gpt2/by_heads")
+"""Beside mlp/adamw: one of each model and of each way in which it grows."""
+
+
+@pytest.mark.parametrize("folder", slow_except(EXPERIMENTS, "mlp/adamw", kept=TRAINED_OFTEN))
 def test_one_step_of_every_run(folder: str) -> None:
     """The commands as the files tell them, one after the other, at a tiny size: an upscale starts from the base before
     it.

@@ -48,11 +48,12 @@ from mupscale.commands.config import Config
 from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
+from mupscale.commands.loading import without_collections
 from mupscale.commands.next_steps import after_fit
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
-from mupscale.data_files import read_yaml
+from mupscale.data_files import LOADER, read_yaml
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, Parsers, is_trial_run
 from mupscale.models.base import WidthScalable
@@ -244,7 +245,7 @@ class CLI(OpenCLI):
 
     def plain(self, config: Any) -> Config:
         """The section of the command as plain values."""
-        return cast(Config, yaml.safe_load(self.dumped(config)))
+        return cast(Config, yaml.load(self.dumped(config), LOADER))
 
     def dumped(self, config: Any) -> str:
         """The section of the command as the text of config.yaml."""
@@ -324,7 +325,7 @@ class CLI(OpenCLI):
         if not trainer.is_global_zero or is_trial_run(trainer):
             return
         identity = self.start.claim(trainer, takes_next=self._takes_next_version())
-        saved = yaml.safe_load(self.text) if self.saved is None else self.saved
+        saved = yaml.load(self.text, LOADER) if self.saved is None else self.saved
         for callback in callbacks_in(trainer, ExactResume):
             callback.run = {"id": identity, "config": saved}
         log_files.keep_tables(trainer)
@@ -464,9 +465,10 @@ class Started(Strides):
 
 def import_classes() -> None:
     """Imports the classes that a configuration can name without their import path."""
-    for package in (models, datamodules, callbacks):
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{package.__name__}.{module.name}")
+    with without_collections():
+        for package in (models, datamodules, callbacks):
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 def short_names(kind: type[Any]) -> set[str]:

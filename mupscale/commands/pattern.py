@@ -1,11 +1,15 @@
 """Configurations that differ in a few plain values: the first is parsed, the others are derived from it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import yaml
 
 from mupscale.commands.config import Config, differences
+from mupscale.data_files import LOADER
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml's, where PyYAML was built with it: the same text, many times as fast."""
@@ -18,6 +22,14 @@ class CommandLine(Protocol):
 
     config: Any
     text: str
+
+
+@dataclass
+class Kept:
+    """What is kept of a command line that has ended."""
+
+    text: str
+    config: Any = None
 
 
 class Pattern:
@@ -60,6 +72,15 @@ class Pattern:
             answer[key] = float(here) if isinstance(there, float) and here is not None else here
         return answer
 
+    def fits(self, plain: Config) -> bool:
+        """Whether another configuration differs in values of the same kinds: 1 batch is not 1.0, which means all."""
+        return self.changes(plain) is not None and _are_of_one_kind(self._plain, plain)
+
+    def end(self) -> None:
+        """Keeps the text of the first command line, and not the network that it refers to."""
+        if self.first is not None:
+            self.first = Kept(self.first.text)
+
     def parsed(self, changes: dict[str, Any]) -> Any:
         """What a configuration with these changes would be, if it were parsed."""
         answer = deepcopy(self._parsed)
@@ -71,12 +92,31 @@ class Pattern:
         """Its config.yaml: the text, and what that says."""
         assert self.first is not None
         if not self._saved:
-            self._saved = yaml.safe_load(self.first.text)
+            self._saved = yaml.load(self.first.text, LOADER)
         answer = deepcopy(self._saved)
         for key, value in changes.items():
             _put(answer, key.split("."), value)
         header = "".join(line for line in self.first.text.splitlines(keepends=True) if line.startswith("#"))
         return header + yaml.dump(answer, sort_keys=False, Dumper=_DUMPER), answer
+
+
+class Patterns:
+    """Those of all runs that one process makes, one after another: the stages of an experiment are often alike."""
+
+    def __init__(self) -> None:
+        self._known: list[Pattern] = []
+
+    @contextmanager
+    def like(self, plain: Config) -> Iterator[Pattern]:
+        """The pattern of a configuration, for the time in which it runs: a new one if it is like none before it."""
+        known = next((pattern for pattern in self._known if pattern.fits(plain)), None)
+        pattern = known or Pattern()
+        try:
+            yield pattern
+        finally:
+            pattern.end()
+            if known is None and pattern.first is not None and pattern.first.text:
+                self._known.append(pattern)
 
 
 def _section(parsed: Any) -> Any:
@@ -92,6 +132,15 @@ def _is_alike(there: Any, here: Any) -> bool:
     if isinstance(there, float):
         return isinstance(here, int | float) and not isinstance(here, bool)
     return type(there) is type(here) or (there is None and isinstance(here, str)) or (here is None)
+
+
+def _are_of_one_kind(there: Any, here: Any) -> bool:
+    """Whether all values of two configurations have the same types, where both have one."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        return all(_are_of_one_kind(there.get(name), here.get(name)) for name in {**there, **here})
+    if isinstance(there, list) and isinstance(here, list):
+        return len(there) == len(here) and all(map(_are_of_one_kind, there, here))
+    return there is None or here is None or type(there) is type(here)
 
 
 def _value_at(node: Any, parts: list[str]) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.checkpoints import dictionary, newest_checkpoint
 from mupscale.commands.continued import SUMMARY
+from mupscale.commands.loading import without_collections
 from mupscale.commands.next_steps import after_finished
 from mupscale.errors import UserError
 
@@ -40,7 +41,8 @@ def main(command: str, arguments: list[str]) -> None:
         return
     print(f"resuming from {path}", flush=True)
 
-    from mupscale.commands.cli import parsed  # loads Lightning, which takes seconds; mistakes are reported before
+    with without_collections():  # Lightning takes seconds to load; mistakes are reported before
+        from mupscale.commands.cli import parsed
 
     parsed(["fit", "--config", str(config), *overrides, "--ckpt_path", str(path)], folder=options.run)
 

@@ -44,11 +44,11 @@ Result = tuple[float, float]
 """The metric of a finished run, and the seconds it took."""
 
 
-def make(run: Run) -> Result:
-    """Makes or resumes a run; prints its progress if it is long."""
+def make(run: Run, pattern: Pattern | None = None) -> Result:
+    """Makes or resumes a run; prints its progress if it is long. `pattern` is that of configurations like its own."""
     torch.compiler.reset()  # dynamo stops compiling after a few networks
     with progress(run.name):
-        result = fitted(run)
+        result = fitted(run, pattern=pattern)
     free_memory()
     return result
 

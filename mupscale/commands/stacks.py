@@ -14,7 +14,7 @@ from mupscale.callbacks.stack_room import room_in_stack
 from mupscale.callbacks.stacked_fits import Apart
 from mupscale.commands.arguments import Size
 from mupscale.commands.config import Config, class_name
-from mupscale.commands.pattern import Pattern
+from mupscale.commands.pattern import Pattern, Patterns
 from mupscale.commands.runs import Progress, Result, Run, fitted, free_memory, known_result, make
 from mupscale.errors import UserError
 
@@ -107,6 +107,7 @@ class Workshop:
         self._take, self._size, self._tell = take, size, tell
         self._units: list[Unit] = []
         self._runs: deque[tuple[Unit, int]] = deque()
+        self._patterns = Patterns()
 
     def carry_out(self) -> Iterator[tuple[Unit, str]]:
         """Works until there is nothing to take; yields each unit that is finished, and its end in words."""
@@ -142,12 +143,19 @@ class Workshop:
     def _make_apart(self) -> None:
         unit, index = self._runs.popleft()
         if unit.ending is None:
-            unit.results[index] = make(unit.runs[index])
+            run = unit.runs[index]
+            with self._patterns.like(run.config) as pattern:
+                unit.results[index] = make(run, pattern)
 
     def _make_together(self) -> None:
+        unit, index = self._runs[0]
+        with self._patterns.like(unit.runs[index].config) as pattern:
+            self._make_stack(pattern)
+
+    def _make_stack(self, pattern: Pattern) -> None:
+        """Makes the first run, and all that are alike, together. `pattern` is that of their configurations."""
         mates: list[tuple[Unit, int]] = []
         others: deque[tuple[Unit, int]] = deque()
-        pattern = Pattern()
 
         def jobs() -> Iterator[Callable[[], Result]]:
             kind = likeness(self._runs[0][0].runs[self._runs[0][1]].config)

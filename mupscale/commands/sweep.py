@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mupscale.commands import cluster
 from mupscale.commands.arguments import STACK_HELP, ArgumentParser, Size, stack_size
+from mupscale.commands.loading import without_collections
 from mupscale.commands.next_steps import command_line
 from mupscale.commands.termination import Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
@@ -40,7 +41,7 @@ epoch or the last 2 %% of the steps; any other name is that of a logged metric, 
 def main(command: str, arguments: list[str]) -> None:
     options, rest = parser().own_and_other(arguments)
     cluster.refuse_options(options)
-    with needs_extra("sweep"):
+    with needs_extra("sweep"), without_collections():
         import matplotlib  # noqa: F401
         import optuna  # noqa: F401
     try:
@@ -79,8 +80,9 @@ def parser() -> ArgumentParser:
 
 def sweep(options: argparse.Namespace, rest: list[str]) -> None:
     """Takes trials and runs them until all are finished, by this process or others; then writes the results."""
-    from mupscale.commands.runs import without_announcements
-    from mupscale.commands.tuning.execution import Sweep, conclude
+    with without_collections():
+        from mupscale.commands.runs import without_announcements
+        from mupscale.commands.tuning.execution import Sweep, conclude
 
     with without_announcements():
         size = stack_size(options.stack)

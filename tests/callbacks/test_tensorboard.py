@@ -114,3 +114,20 @@ def test_its_event_files_count_as_those_of_tensorboard(tmp_path: Path) -> None:
     assert curves(logger.log_dir) == {"train/width": [1]}
     log_files.delete(trainer)
     assert list((tmp_path / "run").glob("events*")) == []
+
+
+def test_what_is_written_does_not_depend_on_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run of a stack is parsed, in another working directory, while the writer's thread works."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    logger = LossFirstLogger("runs", name="", version="one")
+    logger.log_metrics({"train/loss": 1.0}, 1)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    logger.log_metrics({"train/loss": 2.0}, 2)
+    logger.experiment.flush()
+    monkeypatch.chdir(tmp_path)
+    logger.finalize("success")
+    assert [path.parent for path in tmp_path.rglob("events.out.tfevents.*")] == [tmp_path / "runs" / "one"]
+    assert curves("runs/one")["train/loss"] == [1, 2]

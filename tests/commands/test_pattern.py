@@ -1,5 +1,6 @@
 """Configurations that are made of one that was parsed: as if they had been parsed themselves."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from command_line import small, upscale
 from mupscale.commands.cli import Parser, parsed
 from mupscale.commands.config import Config, at, temporary_file
 from mupscale.commands.configured import described
-from mupscale.commands.pattern import Pattern
+from mupscale.commands.pattern import Kept, Pattern, Patterns
 from mupscale.commands.tuning.space import Axis
 from mupscale.commands.tuning.trial import Tried, for_trials, refuse_invalid
 from mupscale.errors import UserError
@@ -70,6 +71,27 @@ def test_all_else_is_parsed(key: str, value: Any) -> None:
     pattern.note(cli, first)
     assert pattern.changes(at(first, {"model.optimizer.lr": 0.5})) is not None
     assert pattern.changes(at(first, {key: value})) is None
+
+
+def test_patterns_fit_values_of_the_same_kinds() -> None:
+    """1.0 is all batches, and 1 is one of them."""
+    first = configuration("a")
+    first["trainer"]["limit_val_batches"] = 1.0
+    patterns = Patterns()
+    with temporary_file(first) as file, patterns.like(first) as pattern:
+        cli = parsed(["--config", file], run=False)
+        cli.text = "one"
+        pattern.note(cli, first)
+    assert isinstance(pattern.first, Kept)  # the command line has a network
+    alike, unlike = deepcopy(first), deepcopy(first)
+    alike["trainer"]["limit_val_batches"] = 0.5
+    alike["model"]["init_args"]["width"] = 16
+    unlike["trainer"]["limit_val_batches"] = 1
+    unlike["model"]["init_args"]["width"] = 16
+    with patterns.like(alike) as found:
+        assert found is pattern
+    with patterns.like(unlike) as found:
+        assert found is not pattern
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from extensions import Counting, Crash, Crashed
 from logged import curves, losses
 from program_server import CORE_ONLY, Server
 from sweeps import changed, numbers_of, plain_sweeps, swept, unlike, values_of
+from tiers import slow_except
 
 from mupscale.__main__ import main
 from mupscale.callbacks.curves import Curves
@@ -107,10 +108,13 @@ CASES: dict[str, tuple[list[str], list[str], str | None]] = {
 }  # fmt: skip
 """Axes, options, and the one line that says why the trials are not trained together."""
 
+OFTEN = ("an operation that vmap does not know", "a training step", "widths", "a callback",
+         "a run that is asked to stop, and may not yet")  # fmt: skip
+"""A case of each kind: refused by a look at it, refused by trying it, several stacks, a callback, an early stop."""
 
-@pytest.mark.slow
+
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_except(CASES, kept=OFTEN))
 def test_what_does_not_stack_is_trained_all_the_same(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from tiers import slow_except
 from zoo_trial import tiled, trial
 
 THREEFOLD = ["gpt2", "phi3", "gemma2", "falcon_multi_query", "t5_1_0", "timm_regnety"]
-OFTEN = [name for name in NAMED if name not in (*THREEFOLD, "mamba")][::2]
+OFTEN = [name for name in NAMED if name not in (*THREEFOLD, "mamba")][::3]
 """Without `--all`, beside those at three times their width."""
 REST = [name for name in ENTRIES if name not in NAMED]
 

@@ -11,6 +11,7 @@ from torch import nn
 from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable, WithoutDraws
 from mupscale.models.gpt2 import GPT2
+from mupscale.models.mlp import MLP
 
 
 @pytest.mark.parametrize("width", [0, -8, 8.5, "8", None, True, [8, 0, 8]])
@@ -83,3 +84,41 @@ def test_only_the_meta_device_goes_without_random_numbers() -> None:
         assert all(weight.is_meta for weight in filled())
     with WithoutDraws():
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(filled(), expected, strict=True))
+
+
+def test_flops_are_counted_once_for_the_same_arguments_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    count = WidthScalable._counted_flops
+
+    def counted(self: WidthScalable, batch: Any) -> float:
+        counts.append(len(batch[0]))
+        return count(self, batch)
+
+    monkeypatch.setattr("mupscale.models.base._FLOPS", {})
+    monkeypatch.setattr(WidthScalable, "_counted_flops", counted)
+
+    class Other(MLP):
+        pass
+
+    def flops(kind: type[MLP], width: int, rows: int, **arguments: Any) -> float:
+        module = kind(width, 8, inputs=3, outputs=2, **arguments)
+        return module.training_flops((torch.zeros(rows, 3), torch.zeros(rows, dtype=torch.long)))
+
+    once = flops(MLP, 8, 5)
+    assert flops(MLP, 8, 5, init_from="base.ckpt") == once
+    assert counts == [5]
+    assert flops(MLP, 8, 10) == 2 * once
+    assert flops(MLP, 16, 5) > once
+    assert flops(MLP, 8, 5, hidden_layers=5) > once
+    assert flops(Other, 8, 5) == flops(Other, 8, 5) == once  # it might count anything
+    assert counts == [5, 10, 5, 5, 5, 5]
+
+
+def test_networks_at_the_base_width_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[Any] = []
+    build = MLP.build
+    monkeypatch.setattr(MLP, "build", lambda self, width: widths.append(width) or build(self, width))
+    module = MLP(12, 4, inputs=3, outputs=2)
+    module.network(12)
+    module.network(24, meta=True)
+    assert widths == [4, 8, 12, 24]

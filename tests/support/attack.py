@@ -6,7 +6,6 @@ Writes a line of JSON for each case. A process of its own, because it forks for 
 survive that. It has imported everything before, so that a command line takes one second.
 """
 
-import gc
 import io
 import json
 import multiprocessing
@@ -25,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 import attack_classes  # noqa: F401
 import torch
@@ -410,8 +410,7 @@ def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, 
 def main(folder: Path, size: str, *variants: str) -> None:
     torch.set_num_threads(1)
     cli.import_classes()
-    gc.collect()
-    gc.freeze()  # what is collected in a fork is copied
+    collector.begin()
     chosen = variants or ("everything", *(VARIANTS if size == "large" else SMALL))
     tasks = []
     for variant in chosen:

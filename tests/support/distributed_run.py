@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import collector  # isort: skip  before what takes long to import
 import mupscale  # first, so that torchvision can be imported beside a CPU-only torch
 
 # isort: split
@@ -157,4 +158,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    collector.begin()
     main(Path(sys.argv[1]))

@@ -12,6 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 from kill_points import Point, Watch
 from transformers import LlamaForCausalLM  # noqa: F401  once, before the forks
@@ -74,4 +75,5 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
+    collector.begin()
     main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

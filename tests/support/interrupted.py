@@ -7,7 +7,6 @@ what it does to the folder (`kill_points.Point`), and draws no figures; with `co
 there are. INTERRUPTED_IMPORTS names more modules to import.
 """
 
-import gc
 import importlib
 import json
 import os
@@ -16,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 import torch
 from kill_points import Point, Watch
@@ -90,8 +90,7 @@ def serve() -> None:
     cli.import_classes()
     torch.set_num_threads(1)
     torch.compiler.reset()  # imports a thousand modules
-    gc.collect()
-    gc.freeze()  # what is collected in a fork is copied
+    collector.begin()
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

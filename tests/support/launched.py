@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 import torch
 import torch.distributed.run as torchrun
@@ -83,6 +84,7 @@ def forked(line: list[str], environment: dict[str, str], output: Path) -> int:
 
 def serve(answers: TextIO) -> None:
     torch.set_num_threads(1)
+    collector.begin()
     for request in map(json.loads, sys.stdin):
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(request["folder"])

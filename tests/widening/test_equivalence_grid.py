@@ -40,14 +40,15 @@ GRID = [
     if not (name == "muon" and case in ("resnet18", "convnet"))
 ]
 
+SLOW = ("resnet18", "gpt2_tied", "gpt2_untied", "recurrent")
 
 KEPT = [
     (case, name)
     for row, case in enumerate(CASES)
     for column, name in enumerate(GRID_OPTIMIZERS)
-    if case == "mlp" or name == "adamw" or (row + column) % 7 == 0
+    if case == "mlp" or name == "adamw" or ((row + column) % 7 == 0 and (case not in SLOW or name == "sgd_nesterov"))
 ]
-"""Every optimizer on two architectures or more, every architecture with three optimizers or more."""
+"""Every optimizer on the MLP, every architecture with AdamW, and the faster architectures with others."""
 
 FAST = [
     *(("mlp", name) for name in ("sgd_nesterov", "adam_amsgrad", "radam", "rmsprop_centered", "adagrad", "muon")),
@@ -64,7 +65,7 @@ def test_plain_model_with_clipping(case: str, optimizer_name: str, monkeypatch: 
 MUP_GRID = [(case, make) for case in CASES for make in (mupscale.MuSGD, mupscale.MuAdam, mupscale.MuAdamW)]
 MUP_KEPT = [
     *((case, mupscale.MuAdamW) for case in CASES),
-    *((case, make) for case in ("mlp", "llama", "recurrent") for make in (mupscale.MuSGD, mupscale.MuAdam)),
+    *((case, make) for case in ("mlp", "llama") for make in (mupscale.MuSGD, mupscale.MuAdam)),
 ]
 
 

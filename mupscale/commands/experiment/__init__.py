@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from mupscale.commands import cluster
 from mupscale.commands.arguments import STACK_HELP, ArgumentParser, Size, stack_size
+from mupscale.commands.loading import without_collections
 from mupscale.commands.terminal import columns, paint
 from mupscale.commands.termination import EXIT_CODE, Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
@@ -42,7 +43,7 @@ data; the results are no evidence (default --out runs/experiments/NAME-quick)"""
 def main(command: str, arguments: list[str]) -> int:
     options, rest = parser().own_and_other(arguments)
     cluster.refuse_options(options)
-    with needs_extra("experiment"):
+    with needs_extra("experiment"), without_collections():
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
         import optuna  # noqa: F401
@@ -87,11 +88,12 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers must be at least 1, got {options.workers}")
 
-    from mupscale.commands.experiment.file import check, description_of, read
-    from mupscale.commands.experiment.protocols import Experiment
-    from mupscale.commands.experiment.quick import quick_content
-    from mupscale.commands.experiment.workers import supervise, visible_gpus
-    from mupscale.commands.runs import without_announcements
+    with without_collections():
+        from mupscale.commands.experiment.file import check, description_of, read
+        from mupscale.commands.experiment.protocols import Experiment
+        from mupscale.commands.experiment.quick import quick_content
+        from mupscale.commands.experiment.workers import supervise, visible_gpus
+        from mupscale.commands.runs import without_announcements
 
     size = stack_size(options.stack)
     name = f"{options.file.stem}-quick" if options.quick else options.file.stem

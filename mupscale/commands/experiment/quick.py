@@ -18,14 +18,14 @@ from mupscale.commands.tuning.space import Axis
 from mupscale.models.checkpoint import Width
 
 LEAST_WIDTH = 4
-STEPS, WARM_UP, EPOCHS, TIMING_STEPS = 20, 2, 2, 10
+STEPS, WARM_UP, EPOCHS, TIMING_STEPS = 10, 2, 2, 10
 
 IMAGE_COUNT = 8
 IMAGES = "quick_data"
 """The folder of random images, in that of the experiment."""
 
 DATA: dict[str, Config] = {
-    "Covertype": {"data_dir": None, "batch_size": 500},
+    "Covertype": {"data_dir": None, "batch_size": 1000},
     "FineWeb": {"data_dir": None, "batch_size": 4, "context": 16},
     "CIFAR100": {"batch_size": 4},
 }
