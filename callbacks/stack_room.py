@@ -3,6 +3,7 @@
 import torch
 from lightning.pytorch import Trainer
 
+from mupscale._torch import step_hooks
 from mupscale.callbacks.stacked_fits import Apart, Awaited, loss_of
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.device_memory import free_bytes
@@ -68,13 +69,17 @@ def bytes_of(first: Awaited, width: Width) -> int:
     with torch.random.fork_rng(devices=[]), init_contexts(first.trainer):  # in the precision of the fit
         module.net = module.network(width, meta=True)
         try:
+            optimizer = first.trainer.optimizers[0]
             return bytes_per_model(
                 module,
-                type(first.trainer.optimizers[0]),
+                type(optimizer),
                 loss_of,
                 first.trainer.precision_plugin.convert_input(batch),
                 shared=False,
                 losses=module.stacked_losses(),
+                amsgrad=any(group.get("amsgrad", False) for group in optimizer.param_groups),
+                grown=bool(step_hooks(optimizer))
+                or any(isinstance(callback, UpscaleCallback) for callback in callbacks_of(first.trainer)),
             )
         finally:
             module.net = net

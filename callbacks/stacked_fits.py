@@ -84,8 +84,6 @@ class StackedFits:
         self.awaited = awaited
         trainer, module = awaited[0].trainer, awaited[0].module
         optimizers = [each.trainer.optimizers[0] for each in awaited]
-        if any(has_unknown_hooks(optimizer) for optimizer in optimizers):
-            raise UserError("the optimizer has hooks of its steps, which a stack cannot call")
         self._networks = [each.module.net for each in awaited]
         self._stack = Stack(
             [each.module for each in awaited],

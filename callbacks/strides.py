@@ -72,6 +72,7 @@ class RateMonitor(LearningRateMonitor, Strides):
     def _log(self, trainer: Trainer, step: int, rates: dict[str, float]) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(rates, step=step)
+        # on the CPU: a copy to the device would wait for the steps under way
         update_callback_metrics(trainer, {name: torch.tensor(rate) for name, rate in rates.items()})
 
     def _every(self, trainer: Trainer) -> int:

@@ -36,14 +36,15 @@ def around(weight: Tensor, widths: Sequence[WidthFactors], new_copies: Sequence[
     if any(width.needs_hooks for width in widths):
         one = [1] * (weight.ndim - 1)
         answer["mixed"] = torch.tensor([width.needs_hooks for width in widths], device=weight.device).view(-1, *one)
-        answer["shift"] = torch.tensor([width.shift for width in widths]).to(weight.device, weight.dtype).view(-1, *one)
+        shifts = torch.tensor([width.shift for width in widths], dtype=torch.float64)
+        answer["shift"] = shifts.to(weight.device, weight.dtype).view(-1, *one)
         answer["inward"] = relative_scales(widths, "in", weight)
         answer["outward"] = relative_scales(widths, "out", weight)
     return answer
 
 
 def moved_around(
-    around: Around,
+    parts: Around,
     update: Callable[..., None],
     weight: Tensor,
     gradient: Tensor,
@@ -51,21 +52,21 @@ def moved_around(
     factor: Tensor | None = None,
 ) -> None:
     """Moves a weight by `update(weight, gradient, *rest)`; the updates of new copies are multiplied by `factor`."""
-    if not around:
+    if not parts:
         update(weight, gradient, *rest)
         return
     before = weight.clone()
-    if "mixed" in around:
-        weight.sub_(around["shift"]).mul_(around["inward"])
-        gradient = gradient * around["outward"]
-    converted = weight.clone()
-    update(weight, gradient, *rest)
-    if "mixed" in around:
+    if "mixed" in parts:
+        weight.sub_(parts["shift"]).mul_(parts["inward"])
+        converted = weight.clone()
+        update(weight, gradient * parts["outward"], *rest)
         # only the update is scaled back, so that rounding never touches a weight that did not move
-        back = (weight - converted).div_(around["inward"]).add_(before)
-        weight.copy_(torch.where(around["mixed"], back, weight))
-    if "new" in around and factor is not None:
-        weight.copy_(torch.where(around["new"], before.lerp(weight, factor), weight))
+        back = (weight - converted).div_(parts["inward"]).add_(before)
+        weight.copy_(torch.where(parts["mixed"], back, weight))
+    else:
+        update(weight, gradient, *rest)
+    if "new" in parts and factor is not None:
+        weight.copy_(torch.where(parts["new"], before.lerp(weight, factor), weight))
 
 
 def relative_scales(widths: Sequence[WidthFactors], side: Side, weight: Tensor) -> Tensor:

@@ -14,22 +14,22 @@ class StackedClip:
 
     def __init__(self, models: Sequence[nn.Module], weights: dict[str, Tensor]) -> None:
         tables = [merged_table(model) for model in models]
-        self._factors: list[tuple[Tensor, Tensor | None]] = []
+        self._factors: list[tuple[Tensor, tuple[Tensor, Tensor] | None]] = []
         for name, weight in weights.items():
             widths = [table.get(name, WidthFactors()) for table in tables]
             factors = torch.tensor([width.m_out / width.m_in for width in widths], dtype=torch.float64)
-            scales = None
+            sides = None
             if any(width.relative for width in widths):
-                outward, inward = (relative_scales(widths, side, weight.detach()) for side in ("out", "in"))
-                scales = (outward / inward).sqrt()
-            self._factors.append((factors.to(weight.device, weight.dtype), scales))
+                outward, inward = (relative_scales(widths, side, weight.detach()).sqrt() for side in ("out", "in"))
+                sides = outward, inward
+            self._factors.append((factors.to(weight.device, weight.dtype), sides))
 
     def __call__(self, gradients: Sequence[Tensor | None], max_norm: Tensor | float) -> list[Tensor | None]:
         """The gradients, those of each model scaled down where their width-invariant norm is above `max_norm`."""
         squares = []
-        for gradient, (factors, scales) in zip(gradients, self._factors, strict=True):
+        for gradient, (factors, sides) in zip(gradients, self._factors, strict=True):
             if gradient is not None:
-                scaled = gradient if scales is None else gradient * scales
+                scaled = gradient if sides is None else gradient * sides[0] / sides[1]
                 squares.append(torch.linalg.vector_norm(scaled.flatten(1), dim=1) ** 2 * factors)
         if not squares:
             return list(gradients)

@@ -35,6 +35,7 @@ def bytes_per_model(
     shared: bool = True,
     losses: Losses | None = None,
     amsgrad: bool = False,
+    grown: bool = False,
 ) -> int:
     """An upper estimate of the memory that one more model of a stack takes at the peak of a step, in bytes.
 
@@ -52,6 +53,7 @@ def bytes_per_model(
         shared: Whether one batch is for all models.
         losses: As of `Stack`.
         amsgrad: Whether Adam has it, and so a third moment.
+        grown: Whether models of the stack grew, or will: their updates may need masks, or other units.
     """
     if optimizer_class not in STATES:
         names = ", ".join(known.__name__ for known in STATES)
@@ -64,9 +66,11 @@ def bytes_per_model(
     states = STATES[optimizer_class] + amsgrad
     saved = saved_per_model(model, loss, batch, shared=shared, losses=losses)
     backward = saved.total + 2 * saved.largest  # the gradients that enter and leave an operation
-    update = weights + 2 * max(trained, default=0)  # clipped gradients, and the temporaries of one weight
+    largest = max(trained, default=0)
+    update = weights + (5 if grown else 2) * largest  # clipped gradients, and the temporaries of one weight
+    masks = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) if grown else 0
     own_batch = 0 if shared else _bytes(_tensors(batch))
-    return int((1 + WORKSPACE) * (fixed + weights * (2 + states) + own_batch + max(backward, update)))
+    return int((1 + WORKSPACE) * (fixed + masks + weights * (2 + states) + own_batch + max(backward, update)))
 
 
 def saved_per_model(

@@ -56,6 +56,8 @@ class StackedOptimizer:
             )
             for name, weight in weights.items()
         }
+        for name, parts in self._around.items():
+            self._share_masks(name, parts)
         if any("new" in parts for parts in self._around.values()):
             self.numbers = (*self.numbers, GROWN_AT, REWARM_STEPS)
         shape = len(self.numbers), len(weights), len(models)
@@ -195,6 +197,12 @@ class StackedOptimizer:
                     stacked[index].copy_(own[key])
                     own[key] = stacked[index]
         return joined
+
+    def _share_masks(self, name: str, parts: Around) -> None:
+        """Makes the masks of new copies in the optimizers' state views of the stacked ones."""
+        for index, place in enumerate(self._places):
+            if place[name].new_copies() is not None:
+                place[name].state()[NEW_COPIES] = parts["new"][index]
 
     def _count_those_of_new_copies(self) -> None:
         """Makes the step counts of new copies, which torch's optimizer does not have, entries of `steps`."""

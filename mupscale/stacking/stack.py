@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
+from mupscale.stacking.around import has_unknown_hooks
 from mupscale.stacking.clip import StackedClip
 from mupscale.stacking.compiled import Compiled
 from mupscale.stacking.dropout import StackedDropout
@@ -203,6 +204,8 @@ def refuse_unlike(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) 
     """Raises a UserError if these cannot take their steps together, with what differs."""
     if not models or len(models) != len(optimizers):
         raise UserError(f"a stack needs an optimizer for each model, got {len(models)} and {len(optimizers)}")
+    if any(has_unknown_hooks(optimizer) for optimizer in optimizers):
+        raise UserError("the optimizer has hooks of its steps, which a stack cannot call")
     first = signature(models[0])
     for index, model in enumerate(models):
         other = signature(model)

@@ -112,5 +112,5 @@ def update_factor(
     """
     age = (count - grown_at).clamp(min=1)
     assert rule.own_count is not None
-    steps = torch.as_tensor(rewarm_steps, dtype=count.dtype, device=count.device).clamp(min=1)
+    steps = rewarm_steps.clamp(min=1) if isinstance(rewarm_steps, Tensor) else max(rewarm_steps, 1)
     return rule.own_count(group, count, age) * (age / steps).clamp(max=1)

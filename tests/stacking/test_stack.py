@@ -15,6 +15,7 @@ from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable
 from mupscale.stacking.stack import Stack
 from mupscale.widening.mixed_axes import keep_reference_units
+from mupscale.widening.new_copies import NEW_COPIES
 from mupscale.widening.width_table import Table, WidthFactors, store_table
 
 
@@ -101,14 +102,21 @@ def test_new_copies_with_a_count_of_their_own_train_as_alone(optimizer: str, gro
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain sgd"])
 def test_new_copies_leave_and_enter_a_stack(optimizer: str) -> None:
-    def pairs() -> list[tuple[WidthScalable, Any]]:
-        return [grown("mlp", optimizer, i, made("mlp", optimizer, i), MIXED) for i in range(3)]
+    data = batches(made("mlp", optimizer, 0)[0], 33)
+    early, data = data[:3], data[3:]
 
-    ours, alone = pairs(), pairs()
-    data = batches(ours[0][0], 30)
+    def pair(index: int) -> tuple[WidthScalable, Any]:
+        narrow = made("mlp", optimizer, index)
+        train_alone(*narrow, early)
+        return grown("mlp", optimizer, index, narrow, MIXED)
+
+    ours, alone = ([pair(index) for index in range(3)] for _ in range(2))
     for module, own in alone:
         train_alone(module, own, data)
     stack = stacked(ours)
+    masks = [state[NEW_COPIES] for _, own in ours for state in own.state.values() if NEW_COPIES in state]
+    assert len(masks) == 14  # of two models; the bias of the readout does not grow
+    assert all(mask._base is not None for mask in masks)  # the stack and the optimizers share them
     for batch in data[:10]:
         stack.step(batch)
     for module, own in ours:
@@ -137,7 +145,7 @@ def test_affine_units_train_as_alone() -> None:
         for index in range(3):
             torch.manual_seed(index)
             model = nn.Linear(4, 3, dtype=torch.float64)
-            widths = {"bias": WidthFactors(shift=0.5 * index)}
+            widths = {"bias": WidthFactors(shift=0.1 * index)}
             if index == 2:
                 widths["weight"] = WidthFactors(relative=((1, "in", (1.0, 1.0, 0.5, 0.5)), (0, "out", (2.0, 1.0, 1.0))))
             store_table(model, Table(False, widths))
@@ -237,6 +245,13 @@ def test_batches_of_their_own() -> None:
             loss.backward()
             optimizer.step()
             assert torch.allclose(losses[step][index], loss, rtol=1e-13)
+
+
+def test_hooks_of_others_are_refused() -> None:
+    pairs = [made("mlp", "adamw", index) for index in range(2)]
+    pairs[1][1].register_step_post_hook(lambda *_: None)
+    with pytest.raises(UserError, match="hooks of its steps, which a stack cannot call"):
+        stacked(pairs)
 
 
 def test_what_does_not_stack_is_refused() -> None:

@@ -66,8 +66,8 @@ class LiGO(GrowthMethod):
         """
         Args:
             steps: The number of batches to fit on.
-            lr: The learning rate of the maps of a single unit, with Adam. The maps of n units have lr / n, because each
-                new unit is a sum over all of them. So a value that is good at one width is good at others.
+            lr: Adam's learning rate of the maps, times the number of units: the maps of a group of n units are learned
+                at lr / n, because each new unit is a sum over all n. So a good value carries over to other widths.
             seed: The seed of the initial maps and of the fit, for example of dropout.
             groups: Axes that hold the same units, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default
                 the model\'s `width_groups`.
