@@ -30,7 +30,7 @@ def settings_of_the_process() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", pytest.param("resnet", marks=pytest.mark.exhaustive)])
 def test_three_ways_to_train(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([name, "--quick", "--device", "cpu", "--out", str(tmp_path / "rows.json")])
     table = json.loads((tmp_path / "rows.json").read_text())
@@ -83,6 +83,7 @@ def test_help_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_folders_beside_cp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["folder", "--quick", "--where", str(tmp_path), "--out", str(tmp_path / "row.json")])
     row = json.loads((tmp_path / "row.json").read_text())

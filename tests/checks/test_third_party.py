@@ -352,7 +352,9 @@ def test_exact_under_adamw(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet18", "mobilenet_v2"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "resnet18", pytest.param("mobilenet_v2", marks=pytest.mark.exhaustive)]
+)
 def test_exact_under_clipped_momentum_and_threefold_width(name):
     check(CASES[name], verdict(CASES[name], k=3, optimizer=sgd, clip=0.1))
 

@@ -52,7 +52,7 @@ SCHEDULE = [f"--model.lr_scheduler={COSINE}", "--model.lr_scheduler.T_max=200"]
 WD, BETAS, MOMENTUM = (f"model.optimizer.{name}" for name in ("weight_decay", "betas", "momentum"))
 
 SEARCHES: dict[str, tuple[int, dict[str, Any], list[str], list[str]]] = {
-    "AdamW": (2, ADAMW, [f"{WD}=0.01:0.5", f"{BETAS}=[0.9, 0.99],[0.8, 0.95]"], []),
+    "AdamW": (1, ADAMW, [f"{WD}=0.01:0.5", f"{BETAS}=[0.9, 0.99],[0.8, 0.95]"], []),
     "SGD and a schedule": (1, SGD, [f"{MOMENTUM}=0.5:0.95"], SCHEDULE),
 }
 """How many trials, the optimizer, further axes, and options."""

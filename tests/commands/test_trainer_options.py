@@ -84,7 +84,7 @@ def _global_settings() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(WORK, "detect_anomaly", "log_every_n_steps", "Timer", "profiler pytorch", kept=list(WORK)[::3])
+    "name", slow_except(WORK, "detect_anomaly", "log_every_n_steps", "Timer", kept=list(WORK)[::3])
 )
 def test_works_and_resumes(name: str, tmp_path: Path) -> None:
     options = {"enable_progress_bar": False} | WORK[name]

@@ -1,6 +1,7 @@
 """`upscale` of a sharded checkpoint: what the file would have become, in a fraction of the memory."""
 
 import ctypes
+import gc
 import math
 import shutil
 from pathlib import Path
@@ -133,10 +134,11 @@ def resident(key: str) -> int:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("options", "tensors"), [([], 3.0), (["--noise", "0.1"], 5.0)])
 def test_memory_is_a_few_tensors(options: list[str], tensors: float, narrow: Path, tmp_path: Path) -> None:
-    small = ["upscale", str(narrow / "mlp.sharded"), "--width", "24", "--out", str(tmp_path / "small.ckpt")]
+    small = ["upscale", str(narrow / "mlp.sharded"), "--width", "24", "--out", str(tmp_path / "small.ckpt"), *options]
     main(small)  # so that everything is imported
     whole = write_large(tmp_path / "narrow.ckpt")
     assert whole > 200e6
+    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = resident("VmRSS")

@@ -43,12 +43,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_every_operation_the_result_is_the_same(tmp_path: Path):
+def test_killed_at_every_operation_the_result_is_the_same(tmp_path: Path, pytestconfig: pytest.Config):
+    every = 1 if pytestconfig.getoption("--all") else 2
     text = write_text(
         tmp_path / "text", [text for pair in zip(ENTRIES[:5], ENTRIES[-5:], strict=True) for text in pair]
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", CRASHES, text, tmp_path],
+        [sys.executable, "-W", "error", CRASHES, text, tmp_path, str(every)],
         capture_output=True,
         text=True,
         timeout=300,

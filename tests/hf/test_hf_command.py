@@ -239,7 +239,7 @@ def test_killed_at_any_moment_it_leaves_nothing_that_looks_whole(
     narrow: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     """Killed before an operation on files or in the middle of a write; run again, it finishes."""
-    moments = 20 if pytestconfig.getoption("--all") else 10
+    moments = 20 if pytestconfig.getoption("--all") else 6
     command = [sys.executable, str(SUPPORT / "folder_crashes.py"), str(narrow), str(tmp_path), str(moments)]
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)

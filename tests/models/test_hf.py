@@ -84,7 +84,7 @@ def released(tmp_path: Path) -> Path:
     "family",
     [
         "llama",
-        pytest.param("gpt2", marks=pytest.mark.slow),
+        pytest.param("gpt2", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param("gemma2", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )

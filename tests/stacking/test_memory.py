@@ -36,7 +36,9 @@ def test_what_a_model_of_the_mlp_takes(optimizer: Any, states: int) -> None:
     assert found == int(1.01 * whole)
     grown = bytes_per_model(module, optimizer, loss_of, batch, grown=True)
     update = weights + 5 * 8 * 8 * 8
-    assert grown == int(1.01 * (weights * (2 + states) + buffers + weights // 8 + max(saved.total + 2 * 8 * 8 * 8, update)))
+    assert grown == int(
+        1.01 * (weights * (2 + states) + buffers + weights // 8 + max(saved.total + 2 * 8 * 8 * 8, update))
+    )
     own = bytes_per_model(module, optimizer, loss_of, batch, shared=False)
     assert 0 <= own - found - (8 * 6 * 8 + 8 * 8) < 128  # and the batch; its labels are saved once more
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())

@@ -25,7 +25,7 @@ from mupscale.datamodules.preparation import prepare
 OPERATIONS = ("fsync", "replace", "unlink", "truncate", "rmdir")
 
 
-def main(text: Path, folder: Path) -> None:
+def main(text: Path, folder: Path, every: int) -> None:
     documents.BATCH = 1000
     preparation.COMMIT_SECONDS = 0.0
     expected, operations = folder / "expected", folder / "operations"
@@ -33,7 +33,7 @@ def main(text: Path, folder: Path) -> None:
     total = int(operations.read_text())
     reference = contents(expected)
     choose = random.Random(0)
-    for killed_at in range(total):
+    for killed_at in range(0, total, every):
         out = folder / str(killed_at)
         assert run(text, out, killed_at=killed_at) == signal.SIGKILL
         if killed_at % 3 == 0:  # once more, on the way to the end
@@ -79,4 +79,4 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

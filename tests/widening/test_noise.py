@@ -122,6 +122,7 @@ def _rank(rank: int, path: str) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive  # test_upscale_distributed compares noise on two processes, too
 def test_identical_on_one_and_on_two_processes(tmp_path):
     torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
     _rank(2, str(tmp_path))
