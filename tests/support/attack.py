@@ -38,13 +38,13 @@ from mupscale.callbacks import upscale
 from mupscale.commands import cli, resume  # noqa: F401
 from mupscale.models.base import WidthScalable
 
-SMALL = ("monitor, best", "checkpoints by epochs", "dirpath elsewhere", "TMPDIR on another file system")
+SMALL = ("monitor, best", "dirpath elsewhere", "TMPDIR on another file system")
 """Variants of the small attack."""
 
 KILLS = 8
 """Cases of a variant in the large attack, besides those around its swaps."""
 
-IN_A_ROW = {"small": 5, "large": 24}
+IN_A_ROW = {"small": 4, "large": 24}
 """Kills of the one run that is killed again and again."""
 
 SHARES = 12
