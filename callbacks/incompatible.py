@@ -21,7 +21,7 @@ CALLBACKS: dict[type[Callback], tuple[str, str]] = {
     ModelPruning: ("its masks have the shapes of the network before an upscale", "prune the finished model"),
     BaseFinetuning: (
         "it adds parameter groups to an optimizer that an upscale replaces",
-        "set requires_grad in the module's configure_model",
+        "set requires_grad in the module's configure_model; a callback of your own may change it at any step",
     ),
     LearningRateFinder: (
         "it sets the attribute `lr` of a module, but learning rates are those of model.optimizer",

@@ -1,5 +1,6 @@
 """Prints a summary at the start and the end of a run, and shows width and loss in the progress bar."""
 
+import shlex
 import time
 from typing import Any
 
@@ -73,7 +74,7 @@ class Summary(Callback):
                 lines.append(f"  {name} {float(value):.4f}")
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                lines.append(f"  curves: tensorboard --logdir {logger.log_dir}")
+                lines.append(f"  curves: tensorboard --logdir {shlex.quote(str(logger.log_dir))}")
         print("\n".join(lines), flush=True)
 
 

@@ -19,13 +19,23 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def yaml_of(text: str) -> Any:
-    """The content of a YAML text. Raises ValueError or YAMLError if it is not valid, or would not fit into memory.
+    """The content of a YAML text.
+
+    Raises ValueError or YAMLError if it is not valid, would not fit into memory, or has a key twice.
 
     >>> yaml_of("model: {width: 8}")
     {'model': {'width': 8}}
     """
     refuse_endless(text)
-    return yaml.load(text, LOADER)
+    loader = LOADER(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        refuse_keys_twice(node)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
 
 
 def read_yaml(path: Path) -> Any:
@@ -84,6 +94,22 @@ def refuse_endless(text: str) -> None:
             counts[-1] += 1
         if counts[-1] > MOST_VALUES:
             raise UserError(f"its aliases stand for more than {MOST_VALUES:,} values")
+
+
+def refuse_keys_twice(node: yaml.Node, path: str = "") -> None:
+    """ValueError if a mapping has a key twice: only the last value would count."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            refuse_keys_twice(item, path)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in lines and name != "<<":
+            raise UserError(f"it has the key {path}{name} twice, in lines {lines[name]} and {line}")
+        lines[name] = line
+        refuse_keys_twice(value, f"{path}{name}.")
 
 
 def json_of(text: str | bytes) -> Any:

@@ -371,3 +371,13 @@ def test_aliases_within_bounds_are_read() -> None:
     text = "a: &a {lr: 0.1}\nb: [*a, *a]\n"
     refuse_endless(text)
     assert yaml_of(text) == {"a": {"lr": 0.1}, "b": [{"lr": 0.1}, {"lr": 0.1}]}
+    assert yaml_of("a: &a {lr: 0.1}\nb: {<<: *a, lr: 0.2}\n") == {"a": {"lr": 0.1}, "b": {"lr": 0.2}}
+    assert yaml_of("") is None
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("trainer:\n  callbacks:\n  - {a: {b: 1, b: 2}}\n")
+    assert "it has the key trainer.callbacks.a.b twice, in lines 3 and 3" in refused("fit", "--config", str(path))
+    path.write_text("trainer: {max_steps: 60}\nmodel: {}\ntrainer: {max_steps: 5}\n")
+    assert "it has the key trainer twice, in lines 1 and 3" in refused("plan", f"--config={path}")

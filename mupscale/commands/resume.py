@@ -6,7 +6,7 @@ from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.checkpoints import dictionary, newest_checkpoint
 from mupscale.commands.continued import SUMMARY
 from mupscale.commands.loading import without_collections
-from mupscale.commands.next_steps import after_finished
+from mupscale.commands.next_steps import after_finished, command_line
 from mupscale.errors import UserError
 
 
@@ -30,7 +30,7 @@ def main(command: str, arguments: list[str]) -> None:
         reasons = f" ({'; '.join(problems)})" if problems else ""
         raise UserError(
             f"{options.run} has no checkpoint that can be read{reasons}. Start again: "
-            f"python -m mupscale fit --config {config}"
+            f"{command_line('fit', '--config', config)}"
         )
     for problem in problems:
         print(f"{problem}; it is skipped")
