@@ -27,6 +27,7 @@ __all__ = [
     "inner_schedulers",
     "is_failed_write",
     "is_too_large",
+    "is_under_transform",
     "non_persistent_buffers",
     "place_in_shard",
     "step_by_hand",
@@ -38,6 +39,7 @@ __all__ = [
     "use_count",
     "vmap_refusal",
     "without_iterator",
+    "without_transforms",
 ]
 
 
@@ -62,6 +64,13 @@ def without_iterator(loader: DataLoader[Any]) -> DataLoader[Any]:
     answer = copy.copy(loader)
     answer._iterator = None
     return answer
+
+
+def without_transforms(tensor: Tensor) -> Tensor:
+    """What a tensor inside `torch.vmap`, or another transform of a function, stands for: with all of its axes."""
+    while is_under_transform(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
@@ -90,6 +99,11 @@ def is_too_large(error: Exception) -> bool:
     return any(wording in str(error) for wording in wordings)
 
 
+def is_under_transform(tensor: Tensor) -> bool:
+    """Whether a tensor exists only inside `torch.vmap`, or another transform of a function."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def vmap_refusal(error: Exception) -> str | None:
     """Why `torch.vmap` refused an operation; None for any other error."""
     reasons = {
@@ -97,6 +111,7 @@ def vmap_refusal(error: Exception) -> str | None:
         "vmap: we do not yet support": "torch.vmap does not know it",
         "Batching rule not implemented for": "torch.vmap does not know it",
         "NYI: querying is_contiguous inside of vmap": "torch.vmap does not know it",
+        "vmap: We do not support batching operators that can support dynamic shape": "its shape depends on values",
         "vmap: It looks like you're": "Python code depends on its value",
     }
     return next((reason for wording, reason in reasons.items() if wording in str(error)), None)

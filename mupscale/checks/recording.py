@@ -1,6 +1,6 @@
 """Records the inputs and outputs of modules in a forward pass, and restores the buffers that it changes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mupscale._torch import tree_leaves
+from mupscale._torch import without_transforms
+from mupscale.checks.structures import leaves_of
 
 
 @dataclass
@@ -18,6 +19,8 @@ class Call:
     name: str
     inputs: list[Tensor]
     outputs: list[Tensor]
+    is_outermost: bool = False
+    """Whether no recorded module made this call."""
 
 
 class Recorder:
@@ -53,25 +56,43 @@ class Recorder:
 
     def _after(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.calls.append(Call(name, self._inputs.pop(), float_copies(output)))
+            inputs = self._inputs.pop()
+            self.calls.append(Call(name, inputs, float_copies(output), is_outermost=not self._inputs))
 
         return hook
 
 
 def float_copies(values: Any) -> list[Tensor]:
     """Copies of the floating-point tensors in any nested structure; of complex ones, the real and imaginary parts."""
-    tensors = [x.detach() for x in tree_leaves(values) if isinstance(x, Tensor)]
-    real = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors]
-    return [x.clone() for x in real if x.is_floating_point()]
+    tensors = (without_transforms(x).detach() for x in leaves_of(values) if isinstance(x, Tensor))
+    return [x.clone() for x in real_floats(tensors)]
+
+
+def real_floats(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The floating-point tensors among these; of complex ones, the real and imaginary parts."""
+    real = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors)
+    return [x for x in real if x.is_floating_point()]
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restores the buffers at the end: a forward pass in training mode changes running statistics."""
-    saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def buffers_kept(model: nn.Module) -> Iterator[list[str]]:
+    """Restores the buffers at the end, also those that a forward pass replaces by others, of whatever shape.
+
+    The names of those that changed are then in the list.
+    """
+    held = [
+        (f"{name}.{attribute}".removeprefix("."), module, attribute, buffer, buffer.clone())
+        for name, module in model.named_modules()
+        for attribute, buffer in module.named_buffers(recurse=False)
+    ]
+    changed: list[str] = []
     try:
-        yield
+        yield changed
     finally:
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(saved[name])
+            for name, module, attribute, buffer, value in held:
+                if getattr(module, attribute) is not buffer:
+                    setattr(module, attribute, buffer)
+                if not buffer.is_meta and not torch.equal(buffer, value):
+                    buffer.copy_(value)
+                    changed.append(name)

@@ -113,13 +113,13 @@ class Proposals:
                     return
 
     def _layout_changes(self, ran: list[str]) -> Iterator[Change]:
+        seen: set[Group] = set()
         for module in ran:
             own = set(self.hypothesis.own(module))
             for group in self.hypothesis.groups:
-                if not any(name in own for name, _ in group.axes):
+                if group in seen or not any(name in own for name, _ in group.axes):
                     continue
-                if any(group.key == starred(earlier) for earlier in ran[: ran.index(module)]):
-                    continue
+                seen.add(group)
                 name, axis = next(each for each in group.axes if each[0] in own)
                 for layout in self._layouts(group):
                     if layout != self.hypothesis.assumed[name].layouts[axis]:
@@ -134,7 +134,9 @@ class Proposals:
             yield from (evenly(n, w, n // count) for count in range(5, n) if n % count == 0)
             return
         yield from layouts_of(self.cuts, n, w)
-        yield evenly(n, w)
+        shared = math.gcd(n, w)
+        # single units, or whole heads and groups, of which there is a fraction more
+        yield from dict.fromkeys(evenly(n, w, block) for block in (1, *range(shared, 1, -1)) if shared % block == 0)
         for factor in self._factors():
             grown = (w - n) / (factor - 1)
             if grown == int(grown) and 0 < grown < n:

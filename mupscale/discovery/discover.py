@@ -1,5 +1,6 @@
 """`discover`: finds how an unprepared model grows."""
 
+import copy
 import math
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from mupscale.arguments import refuse_unless_callable
 from mupscale.checks.verify import float64_copy
 from mupscale.discovery.cuts import PairedCut, paired
-from mupscale.discovery.found import Found, Unit, without_rounding
+from mupscale.discovery.found import Found, Unit, growth_factors, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known
 from mupscale.discovery.passes import Call, Recording
 from mupscale.discovery.search import Search
@@ -27,10 +28,11 @@ TOLERANCE = 1e-9
 def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwatched) -> Found:
     """Finds how `narrow` grows to `wide`: the layouts, roles and units of all parameters.
 
-    `call(model)` must run one forward pass. `discover` runs it on float64 copies of both models on the CPU, with
-    slightly perturbed parameters, because initial zeros and ones would hide differences. Where the outputs of the two
-    copies first differ, it tries other layouts, roles and units for the modules before that point, until all outputs
-    and all gradients agree. The arguments are not changed. `watch(words, done, total)` is called after every try.
+    `call(model)` must run one forward pass and return what it computes. `discover` runs it on float64 copies of both
+    models on the CPU, with slightly perturbed parameters, because initial zeros and ones would hide differences. Where
+    the outputs of the two copies first differ, it tries other layouts, roles and units for the modules before that
+    point, until all outputs and all gradients agree. The arguments are not changed. `watch(words, done, total)` is
+    called after every try.
 
     `found = discover(narrow, wide, lambda model: model(tokens))`
 
@@ -57,16 +59,22 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
         refuse_unless_model(f"discover: {name}", model)
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise UserError(f"discover: {name} is on the meta device and cannot run; build it on the CPU")
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise UserError(
+                f"discover: {name} is compiled by torch.jit, which hides what it computes. Pass the model as it was "
+                "before"
+            )
     refuse_unless_callable("discover: call", call, "lambda model: model(batch)")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         search = Search(*_copies(narrow, wide), call, TOLERANCE, watch)
+        _refuse_not_finite(search, narrow)
         try:
             search.run()
         except UserError:
             if search.has_fractions():  # a plan may know why: a norm over a fraction
                 plan(search.hypothesis.narrow, search.hypothesis.wide, roles=_unknown_roles(search.hypothesis))
             raise
-        found = _found(search)
+        found = _found(search, search.decide_summed_axes())
         _refuse_unsayable(search.hypothesis, found)
     return found
 
@@ -82,9 +90,10 @@ def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> Non
 
     Outputs and all gradients are compared, as `discover` does. The arguments are not changed.
     """
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         before, after = _copies(narrow, wide)
         search = Search(before, after, call, TOLERANCE)
+        _refuse_not_finite(search, narrow)
         search.hypothesis.assume(plan(before, after, **found.hints))
         outcome = search.outcome()
         if not outcome.complete:
@@ -94,20 +103,67 @@ def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> Non
 
 def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Copies of both models in float64 on the CPU, the parameters of the narrow one perturbed."""
-    before, after = (float64_copy(model).cpu().eval() for model in (narrow, wide))
+    before, after = (_copied(model) for model in (narrow, wide))
+    for parameter in (*before.parameters(), *after.parameters()):
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_()  # frozen ones are tested too
     move_(before)
     return before, after
 
 
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return float64_copy(model).cpu().eval()
+    except UserError:
+        raise
+    except Exception as error:  # whatever an attribute of a model does when it is copied
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(f"discover: {_uncopied(model)} cannot be copied ({reason}). Remove it first") from error
+
+
+def _uncopied(model: nn.Module) -> str:
+    """The attribute of a module that cannot be copied."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            try:
+                if attribute not in ("_parameters", "_buffers", "_modules"):
+                    copy.deepcopy(value)
+            except Exception:
+                return f"attribute {f'{name}.{attribute}'.removeprefix('.')!r} of the model"
+    return "the model"
+
+
+def _refuse_not_finite(search: Search, narrow: nn.Module) -> None:
+    """Raises a UserError if outputs are NaN or infinite, so that they cannot be compared."""
+    perturbed = search.narrow.outputs
+    if all(bool(output.isfinite().all()) for output in perturbed):
+        return
+    if not any(bool(output.isfinite().any()) for output in perturbed if output.numel()):
+        reason = "all that the model returns is NaN or infinite"
+    else:
+        with torch.set_grad_enabled(search.with_graph):
+            given = Recording(_copied(narrow), search.call).outputs
+        shapes = [output.shape for output in given] == [output.shape for output in perturbed]
+        if shapes and all(
+            bool((after.isfinite() | ~before.isfinite()).all()) for before, after in zip(given, perturbed, strict=True)
+        ):
+            return
+        reason = "what the model returns becomes NaN or infinite where its parameters are slightly perturbed"
+    raise UserError(f"discover: {reason}, so that widths cannot be compared. Give roles, blocks and units by hand")
+
+
 @torch.no_grad()
 def move_(model: nn.Module) -> None:
-    """Perturbs all parameters and statistics a little, so that equal units become different."""
+    """Perturbs all parameters and statistics a little, so that equal units become different.
+
+    Entries keep their sign and become smaller, because a model may take a logarithm of them, or of one minus them.
+    """
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.is_floating_point() or parameter.is_complex():
-            size = float(parameter.abs().square().mean().sqrt()) if parameter.numel() else 0.0
-            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-            parameter.add_(noise, alpha=0.3 * size if size else 0.1)
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            shrunk = parameter * (1 - 0.3 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
+            parameter.copy_(torch.where(parameter == 0, _in_place_of_zeros(parameter, drawn), shrunk))
     for name in model.state_dict(keep_vars=True):
         tensor = model.state_dict(keep_vars=True)[name]
         if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
@@ -116,12 +172,26 @@ def move_(model: nn.Module) -> None:
                 tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
 
 
-def _found(search: Search) -> Found:
+def _in_place_of_zeros(parameter: Tensor, drawn: Tensor) -> Tensor:
+    """Small entries of the size of the others, and of their sign where all of them have the same."""
+    size = float(parameter.abs().square().mean().sqrt()) if parameter.numel() else 0.0
+    if not size:
+        return (0.1 * drawn).to(parameter.dtype)
+    if not parameter.is_complex() and bool((parameter >= 0).all()):
+        drawn = drawn.abs()
+    elif not parameter.is_complex() and bool((parameter <= 0).all()):
+        drawn = -drawn.abs()
+    return (0.3 * size * drawn).to(parameter.dtype)
+
+
+def _found(search: Search, undecided: tuple[str, ...]) -> Found:
     hypothesis = search.hypothesis
     roles: dict[str, Role] = {}
     blocks: dict[str, dict[int, LayoutSpec]] = {}
     units: dict[str, Unit] = {}
     tied = any(_is_tied(use) for use in hypothesis.uses.values())
+    shapes = {name: (use.narrow_shape, use.wide_shape) for name, use in hypothesis.uses.items()}
+    shapes |= {name: (tuple(before.shape), tuple(after.shape)) for name, before, after in hypothesis.survey.buffers}
     for name, assumed in hypothesis.assumed.items():
         axes: dict[int, LayoutSpec] = {}
         for axis, layout in enumerate(assumed.layouts):
@@ -132,26 +202,29 @@ def _found(search: Search) -> Found:
         if axes:
             blocks[name] = axes
         use = hypothesis.uses.get(name)
-        if use is None or not use.growing:
+        if use is None:
             continue
-        unit, role = assumed.unit, _role(assumed.sides)
-        if tied and unit != 1 and _is_norm(use):  # it carries the factor of the readout behind it
-            role, unit = "readout", unit * assumed.copies
-        if role != _default_role(use):
-            roles[name] = role
-        if abs(unit - 1) > 1e-9 or assumed.offset:
+        unit = assumed.unit
+        if use.growing:
+            role = _role(assumed.sides)
+            if tied and unit != 1 and _is_norm(use):  # it carries the factor of the readout behind it
+                role, unit = "readout", unit * assumed.copies
+            if role != _default_role(use):
+                roles[name] = role
+        if abs(unit - 1) > 1e-9 or assumed.offset:  # of a bias that does not grow, too
             said = (unit, assumed.offset) if assumed.offset else unit
-            units[name] = without_rounding(said, use.narrow_shape, use.wide_shape, 1e-12)
-    shapes = {name: (use.narrow_shape, use.wide_shape) for name, use in hypothesis.uses.items()}
-    shapes |= {name: (tuple(before.shape), tuple(after.shape)) for name, before, after in hypothesis.survey.buffers}
-    return Found(roles, blocks, units, search.passes, shapes, tuple(search.cuts), search.untested())
+            units[name] = without_rounding(said, growth_factors(shapes, name), 1e-12)
+    untested = search.without_effect()
+    without_gradient = tuple(name for name in search.without_gradient() if name not in untested)
+    cuts = tuple(search.cuts)
+    return Found(roles, blocks, units, search.passes, shapes, cuts, untested, undecided, without_gradient)
 
 
 def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
     """Raises a UserError unless `upscale` with these findings writes the weights that agreed, with exact rates."""
-    written = {name: tensor.detach().clone() for name, tensor in hypothesis.wide.state_dict().items()}
+    written = {name: tensor.detach().clone() for name, tensor in _saved_tensors(hypothesis.wide)}
     report = upscale(hypothesis.narrow, hypothesis.wide, **found.hints)
-    for name, tensor in hypothesis.wide.state_dict().items():
+    for name, tensor in _saved_tensors(hypothesis.wide):
         size = float(written[name].abs().max()) if tensor.numel() and not tensor.is_complex() else 1.0
         if not torch.allclose(tensor, written[name], rtol=1e-9, atol=1e-9 * size):
             raise UserError(f"discover: {name!r} grows in a way that a plan cannot express. Give its blocks by hand")
@@ -161,6 +234,11 @@ def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
             entry.factors.k_out, assumed.copies * hypothesis.weight_scale(name), rel_tol=1e-9
         ):
             raise UserError(f"discover: {name!r} has a role that a plan cannot express. Give its role by hand")
+
+
+def _saved_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """A state_dict without what else a model may save."""
+    return [(name, tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)]
 
 
 def _unknown_roles(hypothesis: Hypothesis) -> dict[str, Role]:

@@ -2,17 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mupscale._torch import is_under_transform
 from mupscale.discovery.cuts import Cut, cuts_of
 
 
 class DoublePrecision(TorchFunctionMode):
-    """Every request for float32 inside becomes one for float64, so that a comparison shows more than rounding.
+    """Everything is computed in float64 on one device, so that a comparison shows more than rounding.
+
+    A request for float32 becomes one for float64. What is read in float32, or from another device, is converted, and so
+    is what is made in float32 because no dtype is named: `torch.zeros(n)`.
 
     `seen` is called with every tensor that an operation makes, `cut` with the sections into which one cuts an axis.
     """
@@ -21,14 +26,15 @@ class DoublePrecision(TorchFunctionMode):
         self,
         seen: Callable[[Tensor], None] = lambda tensor: None,
         cut: Callable[[Cut], None] = lambda lengths: None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.seen, self.cut = seen, cut
+        self.seen, self.cut, self.device = seen, cut, device
         self._paused = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operations inside are not seen."""
+        """Operations inside are left alone."""
         self._paused = True
         try:
             yield
@@ -38,17 +44,51 @@ class DoublePrecision(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        doubled = {name: _doubled(value) for name, value in (kwargs or {}).items()}
-        result = func(*map(_doubled, args), **doubled)
-        if not self._paused:
-            for lengths in cuts_of(func, args, result):
-                self.cut(lengths)
-        if not self._paused and isinstance(result, Tensor) and result.is_floating_point():
+        makes_new = kwargs.get("out") is None and _makes_new(func)
+        args = tuple(self._converted(value, makes_new) for value in args)
+        result = func(*args, **{name: self._converted(value, makes_new) for name, value in kwargs.items()})
+        if makes_new and isinstance(result, Tensor) and result.dtype is torch.float32:
+            result = result.detach().double().requires_grad_() if _is_source(result) else result.double()
+        for lengths in cuts_of(func, args, result):
+            self.cut(lengths)
+        if isinstance(result, Tensor) and result.is_floating_point() and not is_under_transform(result):
             self.seen(result.detach())
         return result
 
+    def _converted(self, value: Any, tensors: bool) -> Any:
+        if value is torch.float32:
+            return torch.float64
+        if tensors and isinstance(value, Tensor):
+            return self.converted(value)
+        if tensors and type(value) in (list, tuple) and any(isinstance(each, Tensor) for each in value):
+            return type(value)(self._converted(each, tensors) for each in value)
+        return value
 
-def _doubled(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+    def converted(self, tensor: Tensor) -> Tensor:
+        """The tensor in float64, on the device."""
+        if tensor.dtype is torch.float32:
+            tensor = tensor.double()
+        return tensor if self.device is None or tensor.device == self.device else tensor.to(self.device)
+
+
+@lru_cache(1024)
+def _makes_new(func: Callable[..., Any]) -> bool:
+    """Whether an operation makes a new tensor, instead of writing into one or reading an attribute of it."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__", "__setitem__", "backward"):
+        return False
+    return not (name.endswith("_") and not name.endswith("__")) and (not name.startswith("__i") or name in _READING)
+
+
+_READING = ("__index__", "__int__", "__invert__")
+"""Methods that change nothing, though they begin as the in-place ones do."""
+
+
+def _is_source(tensor: Tensor) -> bool:
+    """Whether gradients are taken with respect to a tensor that was just made."""
+    return tensor.requires_grad and tensor.is_leaf

@@ -1,10 +1,11 @@
 """What was found: roles, blocks and units by parameter name, as `plan`, `upscale` and `verify` take them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from itertools import combinations_with_replacement
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -47,6 +48,10 @@ class Found:
     """Where the models cut their axes into sections."""
     untested: tuple[str, ...] = ()
     """Growing parameters that do not affect what the model returns, so that they could not be tested."""
+    undecided: tuple[str, ...] = ()
+    """Parameters of which it is not known which axis is summed over: centred noise on them may change the function."""
+    without_gradient: tuple[str, ...] = ()
+    """Growing parameters that affect what the model returns, but have no gradient: how they train is not tested."""
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -75,13 +80,33 @@ class Found:
         places: dict[str, list[str]] = {}
         for name in sources:
             places.setdefault(starred(name), []).append(name)
-        answer = Found({}, {}, {}, self.passes, {}, untested=self.untested)
+        widths = self._widths(places, sources, targets, alike)
+        notes = self.untested, self.undecided, self.without_gradient
+        answer = Found({}, {}, {}, self.passes, {}, (), *notes)
         for key, names in places.items():
             if key not in alike:
                 raise UserError(f"{names[0]!r} has no counterpart in the model in which growth was found")
             for name, model in zip(names, self._models(alike[key], len(names)), strict=True):
-                self._carry_over(model, name, sources[name], targets[name], answer, all_cuts)
+                self._carry_over(model, name, sources[name], targets[name], answer, all_cuts, widths)
         return answer
+
+    def _widths(
+        self,
+        places: Mapping[str, list[str]],
+        sources: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
+        alike: Mapping[str, list[str]],
+    ) -> list["_Width"]:
+        """The axes that grow, each once, with their sizes here and in the model in which growth was found."""
+        found: dict[_Width, None] = {}
+        for key, names in places.items():
+            for name in names if key in alike else ():
+                small, large = self.shapes[alike[key][0]]
+                shapes = small, large, tuple(sources[name].shape), tuple(targets[name].shape)
+                for sizes in zip(*shapes, strict=False):
+                    if 0 < sizes[0] < sizes[1] and 0 < sizes[2] < sizes[3]:
+                        found.setdefault(_Width(*sizes))
+        return list(found)
 
     def _models(self, names: Sequence[str], count: int) -> list[str]:
         """For each of `count` parameters, the one of the smaller model that it grows like: the last like the last."""
@@ -106,13 +131,14 @@ class Found:
         target: Tensor,
         answer: "Found",
         cuts: Callable[[], Sequence[PairedCut]],
+        widths: Sequence["_Width"],
     ) -> None:
         shapes = tuple(source.shape), tuple(target.shape)
         answer.shapes[name] = shapes
         if model in self.roles:
             answer.roles[name] = self.roles[model]
         if model in self.units:
-            answer.units[name] = without_rounding(self.units[model], *self.shapes[model], 1e-6)
+            answer.units[name] = without_rounding(self.units[model], growth_factors(self.shapes, model), 1e-6)
         for axis, (n, w) in enumerate(zip(*shapes, strict=True)):
             before, after = self.shapes[model]
             small = before[axis], after[axis]
@@ -123,20 +149,50 @@ class Found:
                 )
             if axis in self.blocks.get(model, {}):
                 layout = parse_layout(self.blocks[model][axis], *small)
-                answer.blocks.setdefault(name, {})[axis] = _rescaled(name, layout, (n, w), self.cuts, cuts)
+                answer.blocks.setdefault(name, {})[axis] = _rescaled(name, layout, (n, w), self.cuts, cuts, widths)
 
     def __str__(self) -> str:
-        lines = [f"found in {self.passes} forward passes of the wide model"]
+        lines = [f"found in {self.passes} forward pass{'es' * (self.passes != 1)} of the wide model"]
         for title, values in (("roles", self.roles), ("units", self.units), ("blocks", self.blocks)):
             if values:
                 lines += [
                     f"{title}:",
                     *(f"  {line}" for line in by_layer((name, _text(value)) for name, value in values.items())),
                 ]
-        if self.untested:
-            names = ", ".join(dict.fromkeys(map(starred, self.untested)))
-            lines.append(f"not tested, because what the model returns does not depend on them: {names}")
+        notes = {
+            "not tested, because what the model returns does not depend on them": self.untested,
+            "tested without gradients, because they have none": self.without_gradient,
+            "not decided which axis is summed over, so centred noise may change the function": self.undecided,
+        }
+        for text, names in notes.items():
+            if names:
+                lines.append(f"{text}: {', '.join(dict.fromkeys(map(starred, names)))}")
         return "\n".join(lines)
+
+
+class _Width(NamedTuple):
+    """The sizes of an axis in the models in which growth was found, and in those to which the finding is carried."""
+
+    small_narrow: int
+    small_wide: int
+    narrow: int
+    wide: int
+
+
+def _factors_of(axis: _Width, widths: Sequence[_Width]) -> list[_Width]:
+    """The widths of which an axis holds a product of two, as the weight that a hypernetwork makes; none for others.
+
+    Only where the sizes of the models differ: a block is then no fixed share of the axis.
+    """
+    if axis.small_narrow == axis.narrow:
+        return []
+    answer: dict[_Width, None] = {}
+    for one, other in combinations_with_replacement(widths, 2):
+        product = _Width(*(a * b for a, b in zip(one, other, strict=True)))
+        multiple = Fraction(axis.small_narrow, product.small_narrow)
+        if multiple.denominator == 1 and axis == tuple(int(multiple) * size for size in product):
+            answer |= {one: None, other: None}
+    return list(answer)
 
 
 def nearest_power(ratio: float, factor: int) -> float:
@@ -144,13 +200,23 @@ def nearest_power(ratio: float, factor: int) -> float:
     return float(factor ** (round(4 * math.log(ratio, factor)) / 4))
 
 
-def without_rounding(unit: Unit, narrow: Shape, wide: Shape, tolerance: float) -> Unit:
+def growth_factors(shapes: Mapping[str, tuple[Shape, Shape]], name: str) -> set[int]:
+    """The whole factors by which the axes of a tensor grow; if none of them does, those of all tensors."""
+
+    def of(narrow: Shape, wide: Shape) -> set[int]:
+        return {w // n for n, w in zip(narrow, wide, strict=True) if n and w > n and w % n == 0}
+
+    narrow, wide = shapes[name]
+    return of(narrow, wide) if narrow != wide else set().union(*(of(*pair) for pair in shapes.values()))
+
+
+def without_rounding(unit: Unit, factors: Collection[int], tolerance: float) -> Unit:
     """A unit as a power of the growth factor, where it is one but for rounding.
 
     That of a constant which a model holds in float32 is one to 1e-6.
     """
     scale = unit[0] if isinstance(unit, tuple) else unit
-    for factor in {w // n for n, w in zip(narrow, wide, strict=True) if n and w > n and w % n == 0}:
+    for factor in sorted(factors):
         power = nearest_power(scale, factor)
         if math.isclose(scale, power, rel_tol=tolerance):
             scale = power
@@ -163,6 +229,7 @@ def _rescaled(
     sizes: tuple[int, int],
     cuts: Sequence[PairedCut],
     new_cuts: Callable[[], Sequence[PairedCut]],
+    widths: Sequence["_Width"],
 ) -> LayoutSpec:
     """The layout of an axis of one length for an axis of another. Of several ways to cut it, the same one is taken."""
     n, w = sizes
@@ -171,6 +238,13 @@ def _rescaled(
         count = piece.length // piece.block
         if piece.block == 1:
             return 1
+        axis = _Width(piece.length, piece.length * piece.factor, n, w)
+        inner = _factors_of(axis, widths) if count > 1 else []
+        if inner:
+            blocks = {width.narrow for width in inner if width.small_narrow == piece.block}
+            if len(blocks) != 1:
+                raise _does_not_fit(name, sizes)
+            return blocks.pop()
         if n % count == 0:
             return n // count
         raise _does_not_fit(name, sizes)

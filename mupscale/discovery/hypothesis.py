@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
 from mupscale.widening import modules
 from mupscale.widening.layers import starred
-from mupscale.widening.layout import Layout, Piece, duplicate_, evenly, narrow_length, wide_length
+from mupscale.widening.layout import Layout, Piece, centre_, duplicate_, evenly, narrow_length, wide_length
 from mupscale.widening.modules import Side
 from mupscale.widening.plan import Plan
 from mupscale.widening.survey import Survey, Use
@@ -126,6 +126,28 @@ class Hypothesis:
                 target.sub_(assumed.offset)
             self._written[name] = assumed
 
+    def write_again(self, names: Iterable[str]) -> None:
+        """Writes tensors of the wide model that something else has changed."""
+        known = [name for name in names if name in self.assumed]
+        for name in known:
+            self._written.pop(name, None)
+        self.write(known)
+
+    @torch.no_grad()
+    def add_centred_noise(self, names: Iterable[str]) -> None:
+        """Adds noise to parameters of the wide model that is zero in sum over copies along the axes they sum over.
+
+        The next `write` removes it.
+        """
+        generator = torch.Generator().manual_seed(2)
+        for name in names:
+            assumed, target = self.assumed[name], self._wide[name]
+            summed = [axis for axis, side in enumerate(assumed.sides) if side == "in"]
+            noise = torch.randn(target.shape, generator=generator, dtype=torch.float64)
+            centre_(noise, assumed.layouts, summed)
+            target.add_(noise, alpha=0.3 * float(target.abs().square().mean().sqrt()))
+            self._written.pop(name, None)
+
     def weight_scale(self, name: str) -> float:
         """What the entries of a parameter are multiplied by, where all of them are multiplied alike."""
         assumed = self.assumed[name]
@@ -135,6 +157,16 @@ class Hypothesis:
                 answer /= max(piece.factor for piece in layout)
         return answer
 
+    def planned(self) -> dict[tuple[int, int], list[Layout]]:
+        """The layouts of the axes that grow, by their sizes, the first guess before others."""
+        found: dict[tuple[int, int], dict[Layout, None]] = {}
+        for assumed in self.assumed.values():
+            for layout in assumed.layouts:
+                sizes = narrow_length(layout), wide_length(layout)
+                if sizes[0] != sizes[1]:
+                    found.setdefault(sizes, {first_layout(*sizes): None}).setdefault(layout)
+        return {sizes: list(layouts) for sizes, layouts in found.items()}
+
     def own(self, module: str) -> list[str]:
         """The names, as assumed, of the parameters that a module itself holds."""
         first = self.survey.parameter_names()
@@ -143,6 +175,7 @@ class Hypothesis:
 
     def _groups(self) -> Iterator[Group]:
         found: dict[tuple[str, int, int], list[Axis]] = {}
+        read: dict[tuple[str, int, int], list[Axis]] = {}
         for name in (*self.uses, *self.buffers):
             use = self.uses.get(name)
             shapes = (
@@ -156,11 +189,18 @@ class Hypothesis:
                 owner = name.rpartition(".")[0]
                 known = use is None or is_known(use)
                 if known and use and self.assumed[name].sides[axis] == "in":
+                    if not _follows(use, axis):
+                        read.setdefault((f"what {starred(owner)} reads", n, w), []).append((name, axis))
                     continue
                 key = starred(owner) if known else f"{starred(name)}, axis {axis}"
                 found.setdefault((key, n, w), []).append((name, axis))
-        for (key, n, w), axes in found.items():
+        for (key, n, w), axes in {**found, **read}.items():
             yield Group(key, n, w, tuple(axes))
+
+
+def _follows(use: Use, axis: int) -> bool:
+    """Whether every module that holds a parameter determines the layout of this axis by what it reads."""
+    return all(followed_axis(module, attribute, use.narrow) == axis for _, module, _, attribute in use.owners)
 
 
 def is_known(use: Use) -> bool:

@@ -1,8 +1,9 @@
 """Checks whether a tensor is a multiple of another one, duplicated along its growing axes, and finds how."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, product
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -22,28 +23,38 @@ class Match(NamedTuple):
     ratio: float
 
 
-def match(narrow: Tensor, wide: Tensor, tolerance: float) -> Match | None:
-    """How `wide` is made of `narrow`; None if it is not a duplicate of it."""
+Planned = Mapping[tuple[int, int], Sequence[Layout]]
+"""The layouts that parameters have, by the sizes of the axis. Units that are zero, as after a ReLU, show no layout."""
+
+
+def match(narrow: Tensor, wide: Tensor, tolerance: float, planned: Planned = MappingProxyType({})) -> Match | None:
+    """How `wide` is made of `narrow`; None if it is not a duplicate of it. Of several ways, a planned one."""
     if narrow.ndim != wide.ndim or any(w < n for n, w in zip(narrow.shape, wide.shape, strict=True)):
         return None
-    for layouts in islice(_candidates(tuple(narrow.shape), tuple(wide.shape)), _MOST_LAYOUTS):
+    for layouts in islice(_candidates(tuple(narrow.shape), tuple(wide.shape), planned), _MOST_LAYOUTS):
         ratio = _ratio(duplicate(narrow, layouts), wide, tolerance)
         if ratio is not None:
             return Match(layouts, ratio)
     return _matched_by_units(narrow, wide, tolerance)
 
 
-def _candidates(narrow: tuple[int, ...], wide: tuple[int, ...]) -> Iterator[tuple[Layout, ...]]:
-    """Layouts of equal blocks, the largest blocks first."""
-    axes: list[list[Layout]] = []
-    for n, w in zip(narrow, wide, strict=True):
-        if n == w:
-            axes.append([(Piece(n, max(n, 1), 1),)])
-        elif n and w % n == 0:
-            axes.append([evenly(n, w, block) for block in range(n, 0, -1) if n % block == 0])
-        else:
-            return
+def _candidates(narrow: tuple[int, ...], wide: tuple[int, ...], planned: Planned) -> Iterator[tuple[Layout, ...]]:
+    """The planned layouts, then those of equal blocks."""
+    axes = [
+        list(dict.fromkeys((*planned.get(sizes, ()), *_equal_blocks(*sizes))))
+        for sizes in zip(narrow, wide, strict=True)
+    ]
     yield from product(*axes)
+
+
+def _equal_blocks(n: int, w: int) -> list[Layout]:
+    """The largest blocks first; of a factor that is not whole, the smallest, as they are planned."""
+    if n == w:
+        return [(Piece(n, max(n, 1), 1),)]
+    if n == 0:
+        return []
+    blocks = [block for block in range(n, 0, -1) if n % block == 0 and w % block == 0]
+    return [evenly(n, w, block) for block in (blocks if w % n == 0 else reversed(blocks))]
 
 
 def _ratio(duplicated: Tensor, wide: Tensor, tolerance: float) -> float | None:

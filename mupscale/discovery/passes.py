@@ -1,30 +1,33 @@
 """Compares one forward pass of both models: where they first differ, and their ratio up to that point."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from mupscale._torch import tree_leaves, tree_map
-from mupscale.checks.recording import float_copies
+from mupscale._torch import is_under_transform, tree_map
+from mupscale.checks.recording import buffers_kept, real_floats
+from mupscale.checks.structures import leaves_of
 from mupscale.discovery.cuts import Cut
 from mupscale.discovery.double_precision import DoublePrecision
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
-from mupscale.discovery.matching import MASKED, Match, match
+from mupscale.discovery.matching import MASKED, Match, Planned, match
 from mupscale.errors import UserError
-from mupscale.widening.layout import Layout, duplicate_, narrow_length, wide_length
+from mupscale.widening.layout import Layout, duplicate, duplicate_, narrow_length, wide_length
 
 Call = Callable[[nn.Module], Any]
 """One forward pass of a model."""
 
-Kind = Literal["begins", "ends"]
+Kind = Literal["begins", "ends", "returns"]
 
 
 @dataclass
 class Event:
-    """A module begins with these inputs, or ends with these outputs."""
+    """A module begins with these inputs, or ends with these outputs; the last event is what the whole call returns."""
 
     module: str
     kind: Kind
@@ -66,22 +69,50 @@ class Recording:
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         self.events: list[Event] = []
-        self.outputs: list[Tensor] = []
-        """Of the model itself, with their graph."""
         self.cuts: list[Cut] = []
         """Into which sections the model cuts axes."""
         self._made: list[Tensor] = []
-        _watched(model, call, self._note, self._made.append, self.cuts.append)
+        with buffers_kept(model):
+            outputs = _watched(model, call, self._note, self._made.append, self.cuts.append)
+            self._note("", "returns", outputs)
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return self.events[-1].tensors
 
     def _note(self, name: str, kind: Kind, values: Any) -> None:
-        self.events.append(Event(name, kind, float_copies(values), [*self._made]))
+        self.events.append(Event(name, kind, _copies(values), [*self._made]))
         self._made.clear()
-        if not name and kind == "ends":
-            self.outputs = _floats(values)
+
+
+def returned(model: nn.Module, call: Call) -> list[Tensor]:
+    """The outputs of one forward pass, with their graph. It may change buffers: see `buffers_kept`."""
+    return _floats(_watched(model, call, lambda name, kind, values: None, lambda tensor: None))
+
+
+def agrees(narrow: Tensor, wide: Tensor, found: Match, tolerance: float) -> bool:
+    """Whether a tensor is made of the narrow one as it was found before."""
+    wanted = duplicate(narrow, found.layouts) * found.ratio
+    counted = wanted.abs() < MASKED
+    if not bool(counted.any()):
+        return bool(torch.equal(wide.isfinite(), wanted.isfinite()))
+    size = float(wanted[counted].abs().max())
+    return bool(((wide - wanted)[counted].abs() <= tolerance * size).all())
 
 
 def _floats(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+    """The floating-point tensors in any nested structure, with their graph; of complex ones, both parts."""
+    return real_floats(_tensors(values))
+
+
+def _copies(values: Any) -> list[Tensor]:
+    """Copies of them in float64, which a later in-place operation cannot change."""
+    return [x.detach().to(torch.float64, copy=True) for x in _floats(values)]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors in any nested structure; those inside `torch.vmap` are left out, because they cannot be looked at."""
+    return (x for x in leaves_of(values) if isinstance(x, Tensor) and not is_under_transform(x))
 
 
 def compare(
@@ -91,19 +122,22 @@ def compare(
     tolerance: float,
     base: Outcome | None = None,
     since: int = 0,
+    with_graph: bool = False,
 ) -> Outcome:
     """Runs the wide model as it is assumed to be, up to the first difference.
 
-    Events before `since` are known to agree as in `base`.
+    Events before `since` are known to agree as in `base`. A model that takes gradients in its forward pass must run
+    `with_graph`.
     """
     hypothesis.write()
+    planned = hypothesis.planned()
     outcome = Outcome()
     made: list[Tensor] = []
 
     def differs(reason: str) -> NoReturn:
         outcome.reason = reason
         if outcome.agreed < len(narrow.events):
-            outcome.operations = _operations(narrow.events[outcome.agreed].made_before, made, tolerance)
+            outcome.operations = _operations(narrow.events[outcome.agreed].made_before, made, tolerance, planned)
         raise _Stop
 
     def note(name: str, kind: Kind, values: Any) -> None:
@@ -115,47 +149,50 @@ def compare(
             outcome.agreed += 1
             made.clear()
             return
-        matches = _matched(narrow.events[index].tensors, float_copies(values), tolerance)
+        matches = _matched(narrow.events[index].tensors, _copies(values), tolerance, planned)
         if matches is None:
-            differs(f"what {_shown(name)} {'reads' if kind == 'begins' else 'returns'} differs")
+            differs(f"what {_shown(name, kind)} {'reads' if kind == 'begins' else 'returns'} differs")
         if kind == "begins":
             _follow(hypothesis, name, narrow.events[index].tensors, matches)
-        if not name and kind == "ends" and not _in_full(matches):
+        if not name and kind != "begins" and not _in_full(matches):
             outcome.matches.append(matches)
-            differs("what the model returns is multiplied by a number")
+            differs(f"what {_shown(name, kind)} returns is multiplied by a number")
         outcome.matches.append(matches)
         outcome.agreed += 1
         made.clear()
 
     try:
-        with torch.no_grad():
-            _watched(hypothesis.wide, call, note, made.append)
+        with torch.set_grad_enabled(with_graph), buffers_kept(hypothesis.wide) as changed:
+            note("", "returns", _watched(hypothesis.wide, call, note, made.append))
     except _Stop:
         pass
     else:
         if outcome.agreed < len(narrow.events):
             outcome.reason = "the two models call different modules"
+    hypothesis.write_again(changed)  # what a buffer follows may have been found in this pass
     return outcome
 
 
-def _operations(narrow: list[Tensor], wide: list[Tensor], tolerance: float) -> int:
+def _operations(narrow: list[Tensor], wide: list[Tensor], tolerance: float, planned: Planned) -> int:
     """How many operations agree until the first that does not."""
     for count, (before, after) in enumerate(zip(narrow, wide, strict=False)):
-        if match(before, after, tolerance) is None:
+        if match(before, after, tolerance, planned) is None:
             return count
     return min(len(narrow), len(wide))
 
 
-def _shown(name: str) -> str:
+def _shown(name: str, kind: Kind) -> str:
+    if kind == "returns":
+        return "call(model)"
     return repr(name) if name else "the model"
 
 
-def _matched(narrow: list[Tensor], wide: list[Tensor], tolerance: float) -> list[Match] | None:
+def _matched(narrow: list[Tensor], wide: list[Tensor], tolerance: float, planned: Planned) -> list[Match] | None:
     if len(narrow) != len(wide):
         return None
     answer = []
     for before, after in zip(narrow, wide, strict=True):
-        found = match(before, after, tolerance)
+        found = match(before, after, tolerance, planned)
         if found is None:
             return None
         answer.append(found)
@@ -211,10 +248,14 @@ def _watched(
     note: Callable[[str, Kind, Any], None],
     made: Callable[[Tensor], None],
     cut: Callable[[Cut], None] = lambda lengths: None,
-) -> None:
-    """Runs the model, and calls `note` where each module begins and ends, `made` with what each operation makes."""
-    handles = [model.register_forward_pre_hook(_in_float64, with_kwargs=True)]
-    mode = DoublePrecision(made, cut)
+) -> list[Tensor]:
+    """Runs the model, and calls `note` where each module begins and ends, `made` with what each operation makes.
+
+    Returns the outputs: what the model's own forward pass returned last, and what else `call` returns.
+    """
+    device = next((parameter.device for parameter in model.parameters()), None)
+    mode = DoublePrecision(made, cut, device)
+    outputs: list[Tensor] = []
 
     def begins(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -225,34 +266,44 @@ def _watched(
 
     def ends(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not name:
+                outputs[:] = _tensors(output)
             with mode.paused():
                 note(name, "ends", output)
 
         return hook
 
+    handles = [model.register_forward_pre_hook(_converter(mode), with_kwargs=True)]
     try:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(begins(name), with_kwargs=True))
             handles.append(module.register_forward_hook(ends(name)))
         torch.manual_seed(0)
-        with mode:
-            call(model)
+        with _not_compiled(), mode:
+            result = call(model)
     finally:
         for handle in handles:
             handle.remove()
+    further = [tensor for tensor in _tensors(result) if not any(tensor is output for output in outputs)]
+    return [*outputs, *further]
 
 
-def _in_float64(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Inputs as the copies of the models need them: in float64, on their device."""
-    device = next((parameter.device for parameter in module.parameters()), None)
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Functions that are compiled run as they were written, so that each operation is seen."""
+    if "torch._dynamo" not in sys.modules:  # which nothing can be compiled without, and which takes long to import
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def _converter(mode: DoublePrecision) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
+    """A hook that converts the inputs of a model to float64, also from half precision."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        value = value if device is None else value.to(device)
-        return value.double() if value.is_floating_point() else value
+        return mode.converted(value.double() if value.is_floating_point() else value)
 
-    return tree_map(moved, args), tree_map(moved, kwargs)
+    return lambda module, args, kwargs: (tree_map(moved, args), tree_map(moved, kwargs))
 
 
 def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) -> dict[str, Tensor]:
@@ -262,7 +313,12 @@ def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) 
     copies of an output share its weight.
     """
     model.zero_grad()
-    outputs = Recording(model, call).outputs
+    with buffers_kept(model):
+        _backward(returned(model, call), matches)
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _backward(outputs: list[Tensor], matches: list[Match] | None) -> None:
     generator = torch.Generator().manual_seed(1)
     total = torch.zeros((), dtype=torch.float64)
     for index, output in enumerate(outputs):
@@ -276,10 +332,9 @@ def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) 
             weights = spread
         total = total + torch.where(output.detach().abs() < MASKED, output * weights.to(output), 0.0).sum()
     if not total.requires_grad:
-        return {}
+        return
     try:
         total.backward()
     except RuntimeError as error:  # some models change in place what their own gradients need
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"discover: the gradients of this model cannot be computed: {reason}") from error
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}

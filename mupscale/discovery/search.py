@@ -1,14 +1,16 @@
 """The search: at the first difference between the models, changes the assumptions about the modules before it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from mupscale.checks.recording import buffers_kept
 from mupscale.discovery.changes import Change, Proposals, pairs
 from mupscale.discovery.cuts import paired
 from mupscale.discovery.hypothesis import Assumed, Axis, Hypothesis
-from mupscale.discovery.passes import Call, Outcome, Recording, compare, gradients
+from mupscale.discovery.orientation import decide
+from mupscale.discovery.passes import Call, Outcome, Recording, agrees, compare, gradients, returned
 from mupscale.errors import UserError
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.layers import starred
@@ -33,33 +35,65 @@ class Search:
         self.hypothesis = Hypothesis(narrow, wide)
         self.call = call
         self.tolerance = tolerance
-        with torch.no_grad():
-            self.narrow = Recording(narrow, call)
+        self.narrow, self.with_graph = _recorded(narrow, call)
+        with torch.set_grad_enabled(self.with_graph):
             self.cuts = paired(self.narrow.cuts, Recording(wide, call).cuts)
-        if not self.narrow.events:
+        if len(self.narrow.events) == 1 and not self.narrow.outputs:
             raise UserError("discover: call(model) does not run the model. Let it return model(inputs)")
+        if not self.narrow.outputs:
+            raise UserError("discover: call(model) returns no tensor of floats. Let it return what the model computes")
         self._gradients: dict[str, Tensor] | None = None
         self.passes = 0
         self.tried: list[str] = []
-        self.furthest: Outcome | None = None
+        self.furthest = Outcome(agreed=-1)
+        self._furthest_state = self.hypothesis.state()
         self._proposals = Proposals(self.hypothesis, self.narrow.events, self.cuts)
 
     def run(self) -> None:
         """Changes what is assumed until the models agree; raises a UserError where no change helps."""
-        first = self.outcome()
+        self._agreed = first = self.outcome()
+        if first.complete:
+            return
         for at_once in (1, 2):  # two changes at once only if one at a time do not lead to the end
-            if self._solved(first, at_once) is not None and self.outcome().complete:
+            if self._is_solved(first, at_once):
+                return
+        reached = first
+        while self.furthest is not reached:  # and then where one at a time led furthest
+            reached = self.furthest
+            self.hypothesis.restore(self._furthest_state)
+            if self._is_solved(reached, 2):
                 return
         raise self._stuck()
+
+    def _is_solved(self, outcome: Outcome, at_once: int) -> bool:
+        if self._solved(outcome, at_once) is None:
+            return False
+        self._agreed = self.outcome()
+        return self._agreed.complete
+
+    def decide_summed_axes(self) -> tuple[str, ...]:
+        """Decides which axes are summed over where the models agree either way; returns where this is not decided."""
+        undecided = decide(self.hypothesis, self._is_unchanged_by_noise)
+        self.hypothesis.write()
+        return undecided
+
+    def _is_unchanged_by_noise(self, names: Collection[str]) -> bool:
+        self.passes += 1
+        self.hypothesis.write()
+        self.hypothesis.add_centred_noise(names)
+        with torch.set_grad_enabled(self.with_graph), buffers_kept(self.hypothesis.wide):
+            outputs = returned(self.hypothesis.wide, self.call)
+        rows = zip(self.narrow.outputs, outputs, self._agreed.matches[-1], strict=True)
+        return all(agrees(before, after.detach(), found, self.tolerance) for before, after, found in rows)
 
     def outcome(self, base: Outcome | None = None, since: int = 0) -> Outcome:
         """How far the models agree as things are assumed; events before `since` are known to agree as in `base`."""
         self.passes += 1
-        outcome = compare(self.hypothesis, self.narrow, self.call, self.tolerance, base, since)
+        outcome = compare(self.hypothesis, self.narrow, self.call, self.tolerance, base, since, self.with_graph)
         if outcome.reason is None:
             outcome.untrained = self._unlike_gradients(outcome)
-        if self.furthest is None or outcome.score > self.furthest.score:
-            self.furthest = outcome
+        if outcome.score > self.furthest.score:
+            self.furthest, self._furthest_state = outcome, self.hypothesis.state()
         self._watch("calls of modules that agree", self.furthest.agreed, len(self.narrow.events))
         return outcome
 
@@ -70,12 +104,13 @@ class Search:
         """
         if outcome.complete:
             return outcome
-        seen: set[Change] = set()
+        seen: set[tuple[Change, ...]] = set()
         start = self.hypothesis.state()
         for scope in self._proposals.scopes(outcome):
-            changes = [change for change in self._proposals.changes(outcome, scope) if change not in seen]
-            seen.update(changes)
-            trials = [(change,) for change in changes] if at_once == 1 else [*pairs(changes)]
+            changes = list(self._proposals.changes(outcome, scope))
+            every: list[tuple[Change, ...]] = [(change,) for change in changes] if at_once == 1 else [*pairs(changes)]
+            trials = [trial for trial in every if trial not in seen]
+            seen.update(trials)
             self.hypothesis.restore(start)
             for better, state in self._improvements(outcome, trials):
                 self.hypothesis.restore(state)
@@ -108,6 +143,7 @@ class Search:
         """The parameters of which copies of one entry would not train alike, that nearest to the outputs first."""
         if self._gradients is None:
             self._gradients = gradients(self.hypothesis.narrow, self.call)
+            self._refuse_untrained()
         before = self._gradients
         after = gradients(self.hypothesis.wide, self.call, outcome.matches[-1])
         largest = max((float(gradient.abs().max()) for gradient in before.values() if gradient.numel()), default=0.0)
@@ -129,23 +165,57 @@ class Search:
                     answer.append(name)
         return answer
 
+    def _refuse_untrained(self) -> None:
+        growing = {name for name, use in self.hypothesis.uses.items() if use.growing}
+        if growing and growing <= set(self.without_gradient()):
+            raise UserError(
+                "discover: what call(model) returns has no gradient with respect to a parameter that grows, so nothing "
+                "can be tested. Let it return what the model computes, with its graph"
+            )
+
     def has_fractions(self) -> bool:
         """Whether an axis grows by a factor that is not whole."""
         shapes = [zip(use.narrow_shape, use.wide_shape, strict=True) for use in self.hypothesis.uses.values()]
         return any(n and w % n for pairs in shapes for n, w in pairs)
 
-    def untested(self) -> tuple[str, ...]:
-        """Growing parameters without a gradient, here and in other layers: of these, everything may be wrong."""
+    def without_gradient(self) -> tuple[str, ...]:
+        """Growing parameters that have no gradient, here and in other layers."""
         assert self._gradients is not None
         tested = {starred(name) for name, gradient in self._gradients.items() if bool(gradient.any())}
         uses = self.hypothesis.uses
         return tuple(name for name, use in uses.items() if use.growing and starred(name) not in tested)
 
+    def without_effect(self) -> tuple[str, ...]:
+        """Those of them on which the outputs do not depend: of these, everything may be wrong."""
+        alike: dict[str, list[str]] = {}
+        for name in self.without_gradient():
+            alike.setdefault(starred(name), []).append(name)
+        names = [name for group in alike.values() for name in group]
+        if not names or not self._have_effect(names):
+            return tuple(names)
+        return tuple(name for group in alike.values() if not self._have_effect(group) for name in group)
+
+    @torch.no_grad()
+    def _have_effect(self, names: Collection[str]) -> bool:
+        """Whether the outputs of the narrow model depend on these parameters."""
+        generator = torch.Generator().manual_seed(3)
+        parameters = [self.hypothesis.uses[name].narrow for name in names]
+        values = [parameter.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.mul_(1 - 0.5 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
+        try:
+            with torch.set_grad_enabled(self.with_graph), buffers_kept(self.hypothesis.narrow):
+                outputs = returned(self.hypothesis.narrow, self.call)
+        finally:
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+        pairs_of_outputs = zip(self.narrow.outputs, outputs, strict=True)
+        return not all(torch.equal(before, after.detach().to(before)) for before, after in pairs_of_outputs)
+
     def _stuck(self) -> UserError:
         tried = ", ".join(dict.fromkeys(self.tried[:4]))
         tried = f"{len(self.tried)} changes were tried" + f": {tried}, ..." * bool(tried)
         outcome = self.furthest
-        assert outcome is not None
         if outcome.untrained:
             return UserError(
                 "discover: the models compute the same, but copies of one entry of "
@@ -158,3 +228,13 @@ class Search:
             f"discover: stuck at {where}: {outcome.reason}, and no change to the modules before it helps. "
             f"If you know how it grows, give roles, blocks and units by hand. {tried}"
         )
+
+
+def _recorded(model: nn.Module, call: Call) -> tuple[Recording, bool]:
+    """A forward pass, and whether it needs a graph: a model may take gradients inside it, as of an energy."""
+    try:
+        with torch.no_grad():
+            return Recording(model, call), False
+    except RuntimeError:
+        with torch.enable_grad():
+            return Recording(model, call), True

@@ -1,13 +1,15 @@
 """Models that nobody prepared: what is found makes them train exactly as before."""
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from tiers import slow_except
 from torch import Tensor, nn
 from torch.nn import functional as F
-from unprepared import MODELS, TOKENS, Build, Decoder, Sinusoid
+from unprepared import HEAD, MODELS, TOKENS, Attention, Build, Decoder, Sinusoid
 
 import mupscale
 from mupscale.discovery.discover import cuts_between
@@ -127,3 +129,431 @@ def test_a_finding_is_carried_over_to_another_size(name: str) -> None:
     resolved = found.resolved(*shapes, lambda: cuts_between(*shapes, lambda model: model(inputs.to("meta"))))
     again = mupscale.discover(narrow, wide, lambda model: model(inputs))
     assert (resolved.roles, resolved.blocks, resolved.units) == (again.roles, again.blocks, again.units)
+
+
+class InOut(nn.Module):
+    """Weights that are stored as (in, out), or used so."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3)
+        self.plain = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.one, self.other = (nn.Parameter(torch.randn(width, width) / width**0.5) for _ in range(2))
+        self.experts = nn.Parameter(torch.randn(2, width, width) / width**0.5)
+        self.layer = nn.Linear(width, width)
+        self.outin = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(torch.tanh(self.first(x)) @ self.plain)
+        x = torch.tanh(x @ self.one @ self.other)  # nothing between them but sums
+        x = torch.tanh(torch.einsum("ni,eio->no", x, self.experts))
+        x = torch.tanh(F.linear(x, self.layer.weight.T, self.layer.bias))
+        return self.last(torch.tanh(F.linear(x, self.outin)))
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_the_axis_that_is_summed_over_is_found_where_weights_and_gradients_agree_either_way(factor: int) -> None:
+    inputs = torch.randn(7, 5, dtype=torch.float64)
+    narrow, wide = (model.double() for model in pair(InOut, factor))
+    found = mupscale.discover(narrow, wide, lambda model: model(inputs))
+    transposed = dict.fromkeys(("plain", "one", "other", "experts", "layer.weight"), "transposed_matrix")
+    assert found.roles == {**transposed, "outin": "matrix"}
+    assert found.undecided == ()
+    for noise in (mupscale.AdditiveNoise(0.5, centred=True), mupscale.SignalNoise(0.5, centred=True)):
+        mupscale.upscale(narrow, wide, noise=noise, **found.hints)
+        assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-12)
+
+
+def test_a_weight_that_is_used_both_ways_is_not_decided() -> None:
+    class BothWays(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3)
+            self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(torch.tanh(self.first(x)) @ self.weight) @ self.weight.T)
+
+    found = mupscale.discover(*pair(BothWays, 2), lambda model: model(torch.ones(2, 5)))
+    assert found.undecided == ("weight",)
+    assert "not decided which axis is summed over, so centred noise may change the function: weight" in str(found)
+
+
+class Features(nn.Module):
+    """Runs by a method that is not `forward`. What it returns depends on the width in a way that nothing makes up."""
+
+    def __init__(self, width: int, power: float = 1.0) -> None:
+        super().__init__()
+        self.factor = width**power
+        self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3, bias=False)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))) * self.factor
+
+
+@dataclass
+class Scores:
+    values: Tensor
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], Scores], ids=["tensor", "list", "dataclass"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_the_call_returns_is_compared_without_a_forward(wrap: Callable, dtype: torch.dtype) -> None:
+    inputs = torch.randn(6, 5, dtype=dtype)
+    found = mupscale.discover(*pair(Features, 2), lambda model: wrap(model.features(inputs)))
+    assert found.units == {"last.weight": 0.5}
+    assert found.untested == ()
+
+
+def test_what_the_call_adds_to_the_forward_pass_is_compared() -> None:
+    class Shifted(Features):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.first(x)))
+
+    inputs = torch.randn(6, 5)
+    with pytest.raises(UserError, match=r"what call\(model\) returns is multiplied by a number"):
+        mupscale.discover(*pair(Shifted, 2), lambda model: model(inputs) * model.factor)
+
+
+def test_a_call_that_returns_nothing_to_compare_is_refused() -> None:
+    narrow, wide = pair(Features, 2)
+    with pytest.raises(UserError, match="returns no tensor of floats"):
+        mupscale.discover(narrow, wide, lambda model: model.features(torch.ones(2, 5)).argmax())
+    with pytest.raises(UserError, match="no gradient with respect to a parameter that grows"):
+        mupscale.discover(
+            *pair(lambda width: Features(width, 0.0), 2), lambda model: model.features(torch.ones(2, 5)).detach()
+        )
+
+
+def test_frozen_parameters_are_tested_too() -> None:
+    narrow, wide = pair(Decoder, 2)
+    for model in (narrow, wide):
+        model.attentions.requires_grad_(False)
+    assert mupscale.discover(narrow, wide, lambda model: model(TOKENS)).untested == ()
+    assert not narrow.attentions[0].qkv.weight.requires_grad
+
+
+class Rates(nn.Module):
+    """Rates between 0 and 1, used under a logarithm."""
+
+    def __init__(self, width: int, least: float = 0.0, scaled: bool = False) -> None:
+        super().__init__()
+        self.least, self.factor = least, width if scaled else 1
+        self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3, bias=False)
+        self.rate = nn.Parameter(torch.linspace(0.97, 0.99, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rates = torch.log(self.rate - self.least) + torch.log(1 - self.rate)
+        return self.last(torch.tanh(self.first(x) * rates)) * self.factor
+
+
+def test_parameters_that_must_stay_between_0_and_1_are_perturbed_inside_it() -> None:
+    inputs = torch.randn(7, 5)
+    found = mupscale.discover(*pair(Rates, 2), lambda model: model(inputs))
+    assert (found.roles, found.units, found.untested) == ({}, {}, ())
+
+
+@pytest.mark.parametrize("least", [0.9, 2.0])
+def test_outputs_that_are_nan_are_refused(least: float) -> None:
+    inputs = torch.randn(7, 5)
+    narrow, wide = pair(lambda width: Rates(width, least, scaled=True), 2)
+    with pytest.raises(UserError, match=r"discover: .* NaN or infinite.*cannot be compared"):
+        mupscale.discover(narrow, wide, lambda model: model(inputs))
+
+
+def test_masked_outputs_are_not_refused() -> None:
+    class Masked(Features):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.features(x).masked_fill(torch.tensor([False, True, False]), -torch.inf)
+
+    found = mupscale.discover(*pair(Masked, 2), lambda model: model(torch.ones(2, 5)))
+    assert found.units == {"last.weight": 0.5}
+
+
+class Hypernetwork(nn.Module):
+    """Makes a weight: one axis grows as the product of two widths."""
+
+    def __init__(self, width: int, other: int) -> None:
+        super().__init__()
+        self.shape = other, width
+        self.code = nn.Parameter(torch.randn(2))
+        self.first, self.make, self.last = nn.Linear(5, width), nn.Linear(2, width * other), nn.Linear(other, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(F.linear(torch.tanh(self.first(x)), self.make(self.code).view(self.shape))))
+
+
+@pytest.mark.parametrize("sizes", [(8, 10), (32, 40), (40, 30)])
+def test_an_axis_that_is_a_product_of_widths_is_carried_over(sizes: tuple[int, int]) -> None:
+    inputs = torch.randn(7, 5, dtype=torch.float64)
+    torch.manual_seed(0)
+    found = mupscale.discover(Hypernetwork(8, 10), Hypernetwork(16, 20), lambda model: model(inputs))
+    narrow, wide = Hypernetwork(*sizes).double(), Hypernetwork(*(2 * size for size in sizes)).double()
+    mupscale.upscale(narrow, wide, **found.resolved(narrow, wide).hints)
+    assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-10)
+
+
+def test_a_product_of_widths_whose_blocks_are_no_width_is_not_carried_over() -> None:
+    found = mupscale.Found({}, {"make": {0: 12}}, {}, 1, {"make": ((192,), (768,)), "last": ((8,), (16,))})
+    narrow, wide = (nn.ParameterDict({"make": torch.ones(3 * n * n), "last": torch.ones(n)}) for n in (32, 64))
+    with pytest.raises(UserError, match="cannot be cut as it was"):
+        found.resolved(narrow, wide)
+
+
+class TwoStages(nn.Module):
+    """Convolutions with a fixed number of groups, of two widths. Rows and columns of each need other blocks at once."""
+
+    def __init__(self, width: int, groups: int = 2) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv1d(3, width, 1), nn.BatchNorm1d(width)
+        self.one = nn.Conv1d(width, width, 3, groups=groups)
+        self.wider = nn.Conv1d(width, 2 * width, 1)
+        self.other = nn.Conv1d(2 * width, 2 * width, 1, groups=groups)
+        self.last = nn.Linear(2 * width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.one(torch.relu(self.norm(self.first(x)))))
+        return self.last(torch.relu(self.other(torch.relu(self.wider(x)))).mean(-1))
+
+
+def test_groups_that_stay_are_found_in_two_stages() -> None:
+    inputs = torch.randn(4, 3, 5, dtype=torch.float64)
+    narrow, wide = pair(TwoStages, 2)
+    found = mupscale.discover(narrow, wide, lambda model: model(inputs))
+    assert found.blocks["one.weight"][1] == 4
+    assert found.blocks["other.weight"][1] == 8
+    assert drift_of_training(narrow, wide, found, inputs, torch.optim.AdamW) < 1e-10
+
+
+@pytest.mark.parametrize("power", [-0.5, 1.0])
+def test_a_factor_behind_a_bias_that_does_not_grow_is_found(power: float) -> None:
+    class Logits(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.factor, self.first, self.last = width**power, nn.Linear(5, width), nn.Linear(width, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.first(x))) * self.factor
+
+    inputs = torch.randn(7, 5, dtype=torch.float64)
+    narrow, wide = pair(Logits, 2)
+    found = mupscale.discover(narrow, wide, lambda model: model(inputs))
+    assert found.units == {"last.weight": 2.0**-power, "last.bias": 2.0**-power}
+    assert found.resolved(Logits(20), Logits(40)).units == found.units
+    assert drift_of_training(narrow, wide, found, inputs, torch.optim.AdamW) < 1e-10
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_buffers_that_a_forward_pass_changes_are_restored(replaced: bool) -> None:
+    class Normaliser(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, width), nn.Linear(width, 3)
+            self.register_buffer("mean", torch.zeros(5))
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.count += 1
+                mean = self.mean + (x.mean(0) - self.mean) / self.count
+                if replaced:
+                    self.mean = mean
+                else:
+                    self.mean.copy_(mean)
+            return self.last(torch.tanh(self.first((x - self.mean) * self.mean)))
+
+    inputs = torch.randn(7, 5) + 1
+    narrow, wide = pair(Normaliser, 2)
+    found = mupscale.discover(narrow, wide, lambda model: model(inputs))
+    assert (found.roles, found.units, found.untested) == ({}, {}, ())
+    assert not narrow.count
+    assert not wide.count
+
+
+class Perceptron(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.first, self.last = width, nn.Linear(5, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Cell(Perceptron):
+    """Begins with a state in the default dtype, and counts with whole numbers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.cell = nn.GRUCell(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.cell(self.first(x) * (torch.arange(1, 2) / 3), torch.ones(len(x), self.width))
+        return self.last(state + torch.tensor(0.1))
+
+
+class Forces(Perceptron):
+    """The gradient of an energy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
+
+
+class Saving(Perceptron):
+    """Saves what is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+class Mapped(Perceptron):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().forward)(x)
+
+
+class OfScores(Perceptron):
+    """Reads and returns a dataclass."""
+
+    def forward(self, scores: Scores) -> Scores:
+        return Scores(super().forward(scores.values))
+
+
+class Complex(Perceptron):
+    """Returns complex numbers, times a factor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(super().forward(x), super().forward(x + 1)) * self.width**0.5
+
+
+@pytest.mark.parametrize("kind", [Cell, Forces, Saving, Mapped, OfScores, Complex])
+def test_what_a_forward_pass_may_do(kind: type[nn.Module]) -> None:
+    inputs = torch.randn(6, 5)
+    narrow, wide = pair(kind, 2)
+    found = mupscale.discover(narrow, wide, lambda model: model(Scores(inputs) if kind is OfScores else inputs))
+    assert found.untested == ()
+    assert found.roles == {}
+    assert list(found.units) == (["last.weight", "last.bias"] if kind is Complex else [])
+
+
+def test_gradients_are_taken_whatever_the_caller_is_in_the_middle_of() -> None:
+    inputs = torch.randn(6, 5)
+    narrow, wide = pair(Perceptron, 2)
+    with torch.no_grad():
+        assert mupscale.discover(narrow, wide, lambda model: model(inputs)).untested == ()
+
+
+@pytest.mark.slow
+def test_a_compiled_model_runs_as_it_was_written() -> None:
+    inputs = torch.randn(6, 5)
+    narrow, wide = (torch.compile(model, backend="eager") for model in pair(Features, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Features, "forward", Features.features, raising=False)
+        found = mupscale.discover(narrow, wide, lambda model: model(inputs))
+    assert found.units == {"_orig_mod.last.weight": 0.5}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_what_cannot_be_run_is_refused_by_its_cause() -> None:
+    class Uncopied:
+        def __deepcopy__(self, memo: object) -> None:
+            raise TypeError("it is the only one")
+
+    narrow, wide = pair(Perceptron, 2)
+    narrow.first.handle = Uncopied()
+    with pytest.raises(UserError, match=r"'first.handle' of the model cannot be copied \(it is the only one\)"):
+        mupscale.discover(narrow, wide, lambda model: model(torch.ones(1, 5)))
+    scripted = (torch.jit.script(nn.Sequential(nn.Linear(5, n), nn.Linear(n, 3))) for n in (8, 16))
+    with pytest.raises(UserError, match=r"narrow is compiled by torch\.jit"):
+        mupscale.discover(*scripted, lambda model: model(torch.ones(1, 5)))
+
+
+def test_parameters_without_gradient_are_not_said_to_have_no_effect() -> None:
+    class Encoded(Perceptron):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.encoder, self.unused = nn.Linear(5, width), nn.Linear(width, width)
+            self.first = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = torch.tanh(self.encoder(x))
+            return super().forward(x)
+
+    found = mupscale.discover(*pair(Encoded, 2), lambda model: model(torch.ones(2, 5)))
+    assert found.without_gradient == ("encoder.weight", "encoder.bias")
+    assert found.untested == ("unused.weight", "unused.bias")
+    assert "tested without gradients, because they have none: encoder.weight, encoder.bias" in str(found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_units_that_are_zero_on_the_whole_batch_do_not_hide_a_fractional_layout(seed: int) -> None:
+    def build(width: int) -> nn.Module:
+        layers = nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
+        return nn.Sequential(*layers)
+
+    torch.manual_seed(seed)
+    inputs, narrow, wide = torch.randn(2, 16, dtype=torch.float64), build(32), build(48)
+    found = mupscale.discover(narrow, wide, lambda model: model(inputs))
+    assert (torch.relu(narrow[0](inputs.float())) == 0).all(0).any()
+    assert drift_of_training(narrow, wide, found, inputs, torch.optim.AdamW) < 1e-10
+
+
+def test_heads_may_grow_by_a_fraction() -> None:
+    class Heads(nn.Module):
+        """Without a norm over the width, which a fraction would change."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, width), nn.Linear(width, 11)
+            self.attention = Attention(width, width // HEAD, width // HEAD)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            return self.head(x + self.attention(x))
+
+    torch.manual_seed(0)
+    narrow, wide = Heads(16), Heads(24)
+    found = mupscale.discover(narrow, wide, lambda model: model(TOKENS))
+    assert drift_of_training(narrow, wide, found, TOKENS, torch.optim.AdamW) < 1e-10
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_the_second_layer_of_both_directions_reads_them_side_by_side(kind: type[nn.RNNBase]) -> None:
+    class BothDirections(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, width)
+            self.recurrent = kind(width, width, num_layers=2, bidirectional=True)
+            self.last = nn.Linear(2 * width, 3)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.last(self.recurrent(self.embed(tokens))[0])
+
+    narrow, wide = pair(BothDirections, 2)
+    found = mupscale.discover(narrow, wide, lambda model: model(TOKENS))
+    assert found.blocks["recurrent.weight_ih_l1"][1] == found.blocks["recurrent.weight_ih_l1_reverse"][1] == WIDTH
+    assert drift_of_training(narrow, wide, found, TOKENS, torch.optim.AdamW) < 1e-10
+
+
+def test_running_statistics_follow_what_their_norm_reads() -> None:
+    class Dense(nn.Module):
+        """A norm over a concatenation, which is duplicated part by part."""
+
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv1d(3, width, 1), nn.Conv1d(width, width, 1)
+            self.norm, self.last = nn.BatchNorm1d(2 * width), nn.Linear(2 * width, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(torch.relu(self.norm(torch.cat([x, self.second(x)], 1))).mean(-1))
+
+    inputs = torch.randn(4, 3, 5, dtype=torch.float64)
+    narrow, wide = pair(Dense, 2)
+    found = mupscale.discover(narrow, wide, lambda model: model(inputs))
+    assert found.passes < 4
+    assert found.blocks["norm.running_mean"] == found.blocks["norm.weight"] == {0: WIDTH}
+    assert drift_of_training(narrow, wide, found, inputs, torch.optim.AdamW) < 1e-10

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mupscale.discovery.matching import as_layout, match
-from mupscale.widening.layout import Piece, duplicate, parse_layout, source_index
+from mupscale.widening.layout import Piece, duplicate, evenly, parse_layout, source_index
 
 LAYOUTS = [
     (12, 24, 12),
@@ -66,3 +66,19 @@ def test_masked_places_must_agree() -> None:
     assert match(tensor, tensor * 1.0, 1e-9) is not None
     other = torch.tensor([[1.0, 2.0, -torch.inf]], dtype=torch.float64)
     assert match(tensor, other, 1e-9) is None
+
+
+def test_of_several_ways_a_planned_one_is_taken() -> None:
+    tensor = torch.zeros(2, 12, dtype=torch.float64)
+    wide = torch.zeros(2, 24, dtype=torch.float64)
+    layout = parse_layout(3, 12, 24)
+    assert match(tensor, wide, 1e-9).layouts[1] == parse_layout(12, 12, 24)
+    assert match(tensor, wide, 1e-9, {(12, 24): [layout]}).layouts[1] == layout
+
+
+def test_two_axes_may_grow_by_a_fraction() -> None:
+    layouts = evenly(4, 6), evenly(8, 12, 4)
+    tensor = torch.randn(4, 8, dtype=torch.float64)
+    found = match(tensor, duplicate(tensor, layouts), 1e-9)
+    assert found is not None
+    assert found.layouts == layouts
