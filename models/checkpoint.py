@@ -59,7 +59,8 @@ def load_checkpoint(path: str | Path, *, mapped: bool = False) -> dict[str, Any]
 
         return ShardedCheckpoint(Path(path)).whole()
     if Path(path).is_dir():
-        raise UserError(f"{path} is a folder; name a checkpoint file, such as {Path(path) / 'last.ckpt'}")
+        below = next((found for found in sorted(Path(path).glob("**/last.ckpt"))), Path(path) / "last.ckpt")
+        raise UserError(f"{path} is a folder; name a checkpoint file, such as {below}")
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}; name a file that exists")
     problem = damage_in(Path(path))

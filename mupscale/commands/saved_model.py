@@ -121,6 +121,9 @@ def saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str], 
             f"the checkpoint's optimizer state does not make a {kind.__name__}: {message}. "
             "--no-optimizer leaves its state out"
         ) from error
+    if optimizer.state:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            parameter.requires_grad_(parameter in optimizer.state)  # the others were frozen in the run
     return optimizer
 
 

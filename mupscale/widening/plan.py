@@ -33,7 +33,8 @@ from mupscale.widening.layout import (
 )
 from mupscale.widening.modules import Side
 from mupscale.widening.roles import Role, Roles, all_sides, declared, given_pairs, match_roles, matches
-from mupscale.widening.survey import Survey, Use, some_names, unsaved_buffers
+from mupscale.widening.summed_axes import may_be_summed
+from mupscale.widening.survey import Survey, Use, refuse_scripted, some_names, unsaved_buffers
 from mupscale.widening.tensor_plan import TensorPlan
 from mupscale.widening.units import NO_UNIT, Unit, Units, match_units
 
@@ -112,6 +113,8 @@ def plan(
         26 → 50 parameters
     """
     survey = Survey(narrow, wide)
+    refuse_scripted("narrow", narrow)
+    refuse_scripted("wide", wide)
     survey.refuse_inexact_modules()
     if not survey.uses:
         raise UserError(
@@ -173,11 +176,23 @@ def _guesses(survey: Survey, role_of: Mapping[str, Role]) -> Iterator[str]:
     for use in survey.uses:
         _, owner, _, attribute = use.owners[0]
         guessed = use.name not in role_of and modules.axis_sides(owner, attribute, use.narrow) is None
-        if guessed and use.growing and len(use.narrow_shape) == 2:
-            yield (
-                f"{use.name}: treated as a vector, whose width is its output; if its width is summed over, give "
-                f'roles={{"{use.name}": "readout"}}'
-            )
+        if not guessed or not use.growing:
+            continue
+        remedy = f'if its width is summed over, give roles={{"{use.name}": "readout"}}'
+        if len(use.narrow_shape) == 2:
+            yield f"{use.name}: treated as a vector, whose width is its output; {remedy}"
+        elif _may_be_summed(survey, use):
+            yield f"{use.name}: treated as a vector, but a forward pass may sum over its width; {remedy}"
+
+
+def _may_be_summed(survey: Survey, use: Use) -> bool:
+    """Whether the code of a module around the parameter looks as if it sums over its width."""
+    ndim = len(use.narrow_shape)
+    for name in use.names:
+        path = [(prefix, module) for prefix, module, _ in survey.modules if not prefix or name.startswith(f"{prefix}.")]
+        if any(may_be_summed(path, name, ndim, axis) for axis in use.growing):
+            return True
+    return False
 
 
 def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout, ...], unit: Unit) -> TensorPlan:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -120,6 +121,14 @@ def refuse_unless_model(name: str, model: object) -> None:
     """Raises a UserError if something is not a model but, for example, a class, a state_dict or None."""
     if not isinstance(model, nn.Module):
         raise UserError(f"{name} must be a torch.nn.Module, got {shown(model)}. Pass the network itself")
+
+
+def refuse_scripted(name: str, model: nn.Module) -> None:
+    """Raises a UserError if a part of a model is a script, whose module types are not known."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise UserError(
+            f"{name} is compiled by torch.jit, which hides what it computes. Pass the model as it was before"
+        )
 
 
 def unsaved_buffers(model: nn.Module) -> set[str]:

@@ -16,6 +16,7 @@ from mupscale.arguments import refuse_unless_whole, shown
 from mupscale.errors import UserError
 from mupscale.widening.buffers import Rebuild, copied_for_want_of_own, refuse_unknown_buffers, widen_buffers_
 from mupscale.widening.finite import refuse_non_finite_model
+from mupscale.widening.frozen import carry_frozen_
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.mixed_axes import keep_reference_units
@@ -60,7 +61,8 @@ class UpscaleReport:
     noise: Constants = field(repr=False)
     """The noise constant σ̄ of every parameter; 0 if it got no noise."""
     notes: tuple[str, ...]
-    """Reasons, other than noise, why the wide run does not continue the narrow one exactly."""
+    """Reasons, other than noise, why the wide run does not continue the narrow one exactly, and what was frozen in the
+    wide model alone."""
     seconds: float
     centred: bool = False
     """Whether the noise was centred."""
@@ -108,8 +110,9 @@ def upscale(
 ) -> UpscaleReport:
     """Widens a trained model: writes the weights, buffers and optimizer state of `narrow` into `wide`.
 
-    Without noise, the wide model computes and trains exactly as the narrow one would have. All checks run before
-    anything is written: after a UserError both models are unchanged.
+    Without noise, the wide model computes and trains exactly as the narrow one would have: what is frozen in `narrow`
+    (`requires_grad`) is frozen in `wide`. All checks run before anything is written: after a UserError both models are
+    unchanged.
 
     Args:
         narrow: The trained model.
@@ -179,6 +182,7 @@ def upscale(
 
     notes = [*plan.notes, *(copied_for_want_of_own(plan, wide) if rebuild is None else ())]
     materialise_recurrent_(wide, narrow)
+    notes += carry_frozen_(narrow, wide)
     constants: Constants = {}
     targets = dict(wide.named_parameters())
     for name, source in narrow.named_parameters():

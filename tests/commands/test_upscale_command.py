@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 
@@ -28,7 +28,11 @@ def data() -> ResidentLoader:
     return ResidentLoader(tensors, 16, shuffle=True)
 
 
-def fit(folder, steps: int, *callbacks, ckpt_path=None) -> Trainer:
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.1)
+
+
+def fit(folder, steps: int, *callbacks, ckpt_path=None, optimizer=adamw) -> Trainer:
     torch.manual_seed(0)
 
     def schedule(optimizer):
@@ -37,7 +41,7 @@ def fit(folder, steps: int, *callbacks, ckpt_path=None) -> Trainer:
     module = MLP(
         8,
         base_width=4,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.1),
+        optimizer=optimizer,
         lr_scheduler=schedule,
     )
     trainer = Trainer(
@@ -73,6 +77,21 @@ def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
         assert [a[key] for key in ("lr", "initial_lr", "eps", "weight_decay")] == pytest.approx(
             [b[key] for key in ("lr", "initial_lr", "eps", "weight_decay")], rel=1e-12
         )
+
+
+class Frozen(Callback):
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.net.layers[0].requires_grad_(False)
+
+
+def test_frozen_layers(tmp_path):
+    """They have no state. RAdam is exact only after some steps, which a frozen layer never takes."""
+    settings = {"optimizer": lambda parameters: torch.optim.RAdam(parameters, lr=0.01, eps=1e-3)}
+    inside = fit(tmp_path, 20, Frozen(), UpscaleCallback(10, 24), **settings)
+    main(["upscale", str(tmp_path / "pre-upscale-10.ckpt"), "--width", "24", "--out", str(tmp_path / "wide.ckpt")])
+    offline = fit(tmp_path, 20, Frozen(), UpscaleCallback(10, 24), ckpt_path=tmp_path / "wide.ckpt", **settings)
+    for a, b in zip(weights(offline), weights(inside), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 OFFLINE = [name for name in METHODS if name not in ("ligo", "hypercloning-noisy")]

@@ -69,6 +69,11 @@ def test_a_file_is_loaded_onto_the_cpu(tmp_path: Path) -> None:
 def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no checkpoint .*nowhere\.ckpt"):
         load_checkpoint(tmp_path / "nowhere.ckpt")
+    last = tmp_path / "version_0" / "checkpoints" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    last.touch()
+    with pytest.raises(ValueError, match=f"name a checkpoint file, such as {last}"):
+        load_checkpoint(tmp_path)
     torch.save(checkpoint(built(mlp())), whole := tmp_path / "whole.ckpt")
     for content in (b"", b"PK", whole.read_bytes()[:1000]):
         (tmp_path / "half.ckpt").write_bytes(content)

@@ -70,11 +70,11 @@ def trained_net(width: int = 8) -> tuple[nn.Module, Optimizer]:
 
 def test_wide_on_the_meta_device():
     narrow, narrow_opt = trained_net()
+    narrow.gpt.wpe.weight.requires_grad_(False)
     expected = mup(Net, 24, "constant")
     expected_opt = mupscale.upscale(narrow, expected, narrow_opt, mupscale.MuAdamW(expected, lr=0.01)).optimizer
     with torch.device("meta"):
         wide = mup(Net, 24, "constant")
-    wide.gpt.wpe.weight.requires_grad_(False)
     wide_opt = mupscale.MuAdamW(wide, lr=0.01)
     held = {id(p) for group in wide_opt.param_groups for p in group["params"]}
     report = mupscale.upscale(narrow, wide, narrow_opt, wide_opt)
@@ -86,7 +86,6 @@ def test_wide_on_the_meta_device():
     assert torch.equal(wide.mask, torch.arange(11.0))
     assert [name for name, p in wide.named_parameters() if not p.requires_grad] == ["gpt.wpe.weight"]
     assert_same(named_state(wide, wide_opt), named_state(expected, expected_opt))
-    expected.gpt.wpe.weight.requires_grad_(False)
     for model, optimizer in ((wide, wide_opt), (expected, expected_opt)):  # it trains, and wide_opt moves it
         train(model, optimizer, tokens)
     assert_same(named_state(wide, wide_opt), named_state(expected, expected_opt))

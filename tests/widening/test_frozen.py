@@ -1,0 +1,142 @@
+"""Frozen parameters: the wide model trains what the narrow one trains."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import mupscale
+from mupscale.errors import UserError
+from mupscale.widening.methods import METHODS, LiGO
+
+
+class Net(nn.Sequential):
+    width_groups: ClassVar[Any] = {"first": {"0.*": 0, "2.weight": 1}, "second": {"2.*": 0, "4.weight": 1}}
+
+
+def build(width: int) -> Net:
+    layers = nn.Linear(5, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)
+    return Net(*layers).double()
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def trained_only(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def frozen(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 5) -> list[float]:
+    torch.manual_seed(1)
+    x, y = torch.randn(6, 5).double(), torch.randn(6, 3).double()
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss: Tensor = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def models() -> tuple[Net, Net]:
+    """A narrow model with a frozen layer, and a wide one without."""
+    torch.manual_seed(0)
+    narrow, wide = build(8), build(16)
+    narrow[2].requires_grad_(False)
+    return narrow, wide
+
+
+@pytest.mark.parametrize("held", [nn.Module.parameters, trained_only])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_frozen_layers_stay_frozen(held: Callable[[nn.Module], Any], device: str) -> None:
+    narrow, wide = models()
+    wide.to(device)
+    optimizer = adamw(held(narrow))
+    train(narrow, optimizer)
+    report = mupscale.upscale(narrow, wide, optimizer)
+    assert report.notes == ()
+    before = wide[2].weight.clone()
+    assert train(wide, report.optimizer) == pytest.approx(train(narrow, optimizer), rel=1e-12)
+    assert torch.equal(wide[2].weight, before)
+
+
+def test_what_was_frozen_for_a_while_is_trained_again() -> None:
+    narrow, wide = models()
+    wide[2].requires_grad_(False)
+    optimizer = adamw(narrow.parameters())
+    train(narrow, optimizer)
+    narrow[2].requires_grad_(True)
+    narrow[0].requires_grad_(False)
+    train(narrow, optimizer)
+    report = mupscale.upscale(narrow, wide, optimizer)
+    assert frozen(wide) == ["0.weight", "0.bias"]
+    assert train(wide, report.optimizer) == pytest.approx(train(narrow, optimizer), rel=1e-12)
+    narrow[0].requires_grad_(True)
+    wide[0].requires_grad_(True)
+    assert train(wide, report.optimizer) == pytest.approx(train(narrow, optimizer), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "aki"])  # which needs layers of equal shapes
+def test_every_growth_method_keeps_them_frozen(name: str) -> None:
+    narrow, wide = models()
+    optimizer = adamw(narrow.parameters())
+    train(narrow, optimizer)
+    method = METHODS[name]()
+    if isinstance(method, LiGO):
+        method.fit(narrow, wide, [torch.randn(6, 5).double()], lambda model, x: model(x).square().mean())
+    report = mupscale.upscale(narrow, wide, optimizer, method=method)
+    before = wide[2].weight.clone()
+    train(wide, report.optimizer)
+    assert frozen(wide) == ["2.weight", "2.bias"]
+    assert torch.equal(wide[2].weight, before)
+
+
+def test_an_old_gradient_of_a_frozen_layer_is_not_applied() -> None:
+    narrow, wide = models()
+    wide(torch.ones(2, 5).double()).sum().backward()
+    wide_opt = torch.optim.AdamW(wide.parameters())
+    mupscale.upscale(narrow, wide, torch.optim.AdamW(narrow.parameters()), wide_opt)
+    before = wide[2].weight.clone()
+    wide_opt.step()
+    assert torch.equal(wide[2].weight, before)
+
+
+def test_what_is_frozen_in_the_wide_model_alone_is_trained_and_noted() -> None:
+    narrow, wide = models()
+    wide[4].requires_grad_(False)
+    report = mupscale.upscale(narrow, wide, adamw(narrow.parameters()))
+    assert frozen(wide) == ["2.weight", "2.bias"]
+    assert [note.partition(":")[0] for note in report.notes] == ["4.weight", "4.bias"]
+    assert "frozen in the wide model, but not in the narrow one, which decides" in str(report)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_wide_optimizer_that_lacks_what_is_trained_is_refused(optimizer: Any) -> None:
+    narrow, wide = models()
+    wide[4].requires_grad_(False)
+    wide_opt = optimizer(trained_only(wide), lr=0.01)
+    with pytest.raises(UserError, match=r"'4\.weight' is trained in the narrow model, but frozen in the wide one"):
+        mupscale.upscale(narrow, wide, optimizer(narrow.parameters(), lr=0.01), wide_opt)
+    assert frozen(wide) == ["4.weight", "4.bias"]
+
+
+def test_verify_with_frozen_layers() -> None:
+    narrow, wide = models()
+    settings: Any = {"batches": [torch.randn(6, 5)], "loss": lambda m, x: (m(x) - 1).square().mean(), "steps": 5}
+    for optimizer in (adamw, lambda parameters: adamw([p for p in parameters if p.requires_grad])):
+        verdict = mupscale.verify(narrow, wide, optimizer=optimizer, **settings)
+        assert verdict, verdict
+    assert frozen(wide) == []
+    wide.requires_grad_(False)
+    assert mupscale.verify(narrow, wide, optimizer=adamw, **settings)
+    narrow.requires_grad_(False)
+    assert "or they are frozen" in mupscale.verify(narrow, wide, optimizer=adamw, **settings).reason
