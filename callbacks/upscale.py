@@ -35,16 +35,38 @@ from mupscale.models._lightning import (
     set_average,
     set_callbacks,
 )
-from mupscale.models.base import WidthScalable, init_contexts, refuse_bad_width
+from mupscale.models.base import (
+    WidthScalable,
+    copy_modes,
+    has_own_optimizers,
+    init_contexts,
+    refuse_bad_width,
+    without_log,
+)
 from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
+from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.new_copies import StateRule, check_own_count, check_state_rule, rewarm_new_copies
 from mupscale.widening.noise import Noise
-from mupscale.widening.optimizer_state import check_transfer, continued_groups, transfer_state
+from mupscale.widening.optimizer_state import (
+    check_transfer,
+    continue_scheduled_rates_,
+    continue_settings_,
+    continued_groups,
+    refuse_uneven_groups,
+    sources_of,
+    transfer_state,
+)
+from mupscale.widening.parameter_groups import names_by_id
 from mupscale.widening.plan import Plan
-from mupscale.widening.schedule import continue_schedule
+from mupscale.widening.rules import rule_of
+from mupscale.widening.schedule import Source, continue_schedule, refuse_one_rate_for_all
 from mupscale.widening.upscale import UpscaleReport, upscale
+
+
+class RefusedSwap(UserError, RuntimeError):
+    """A swap that fails because of what `configure_optimizers` returns for the wide network."""
 
 
 class UpscaleCallback(Strides):
@@ -164,10 +186,12 @@ class UpscaleCallback(Strides):
             self.refuse_narrower(before)
         if self.method.needs_batches:
             refuse_many_loaders(f"UpscaleCallback.method = {type(self.method).__name__}", trainer)
+        _keep_reference_units(trainer, pl_module)
         for optimizer in trainer.optimizers:
             if self.state_rule == "reset_new_copies":
                 check_own_count(optimizer)
             rewarm_new_copies(optimizer)  # resumed, it has the state but not the hooks
+        self._refuse_schedules(trainer, pl_module, before)
         if self.is_due(trainer, pl_module):
             self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
 
@@ -186,7 +210,8 @@ class UpscaleCallback(Strides):
             except Exception as error:
                 # it may be neither narrow nor wide: Lightning would fail on it before it reports this error
                 pl_module.net = None
-                raise RuntimeError(
+                kind = RefusedSwap if isinstance(error, RefusedSwap) else RuntimeError
+                raise kind(
                     f"upscaling to width {self.width} at step {trainer.global_step} failed "
                     f"({type(error).__name__}: {error}). {_what_is_saved(self.checkpoint)}"
                 ) from error
@@ -269,7 +294,7 @@ class UpscaleCallback(Strides):
         growth = self.method.plan(narrow, wide, None, None)
         for optimizer in narrow_opts if self.state_rule != "reset" else ():
             check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
-        _copy_modes(narrow, wide)
+        copy_modes(narrow, wide)
         if self.method.needs_batches:
             self._fit_method(trainer, module, narrow, wide)
         report = upscale(
@@ -284,15 +309,18 @@ class UpscaleCallback(Strides):
         )
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)
+        _keep_reference_units(trainer, module)
+        sources: dict[int, list[Source]] = {}
         for before, after in zip(narrow_opts, trainer.optimizers, strict=True):
             if any(p is q for g in after.param_groups for p in g["params"] for q in narrow.parameters()):
                 raise UserError(
                     f"{type(module).__name__}.configure_optimizers returned an optimizer over the old parameters; make "
                     "a new one"
                 )
-            self._continue(growth, narrow, before, wide, after)
+            sources[id(after)] = self._continue(growth, module, narrow, before, wide, after)
         for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
-            continue_schedule(config.scheduler if self.restart_schedule else old, config.scheduler)
+            came_from = sources[id(config.scheduler.optimizer)]
+            continue_schedule(old, config.scheduler, came_from, restart=self.restart_schedule)
         self._widen_averages(module, report, seed)
         self.method.forget()
         for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
@@ -310,16 +338,35 @@ class UpscaleCallback(Strides):
                 # the loss is that of `module.net`, which is the wide network already
                 self.method.fit(narrow, wide, batches, lambda _, batch: module.loss(batch), average=average)
 
-    def _continue(self, growth: Plan, narrow: nn.Module, before: Optimizer, wide: nn.Module, after: Optimizer) -> None:
-        """Each group's rate, and state by name.
+    def _continue(
+        self,
+        growth: Plan,
+        module: WidthScalable,
+        narrow: nn.Module,
+        before: Optimizer,
+        wide: nn.Module,
+        after: Optimizer,
+    ) -> list[Source]:
+        """Each group's rate and other hyperparameters as they are now, and state by name; where each group comes from.
 
         A rate is the base rate (the narrow one's by the rule, or that of the new constant) times how far the schedule
         is.
         """
         continued = continued_groups(growth, narrow, before, wide, self.method.mup_rate_factors)
         rates = {id(p): group for group in continued for p in group["params"]}
+        if has_own_optimizers(module):
+            try:
+                refuse_uneven_groups(continued, wide, after)
+            except UserError as error:
+                raise RefusedSwap(f"{type(module).__name__}.{error}") from error
+        source_of = sources_of(growth, narrow, before, wide, self.method.mup_rate_factors)
+        sources: list[Source] = []
         for group in after.param_groups:
-            source = rates[id(group["params"][0])]
+            first = next((p for p in group["params"] if id(p) in rates), None)
+            if first is None:  # of parameters that were not trained before
+                sources.append(Source(0, 1.0))
+                continue
+            source = rates[id(first)]
             at = group if self.restart_schedule else source
             factor = at["lr"] / at["initial_lr"] if at.get("initial_lr") else 1.0
             base: Any
@@ -327,11 +374,17 @@ class UpscaleCallback(Strides):
                 base = source.get("initial_lr", source["lr"])
             else:  # relative to the configured constant: an earlier swap may have left that of the narrow run
                 base = group.get("initial_lr", group["lr"]) * (self.lr / float(after.defaults["lr"]))
+            start = source.get("initial_lr", source["lr"])
+            ratio = 1.0 if self.lr is None or not start else float(base) / float(start)
+            continue_scheduled_rates_(group, source, ratio)
+            index, rate_factor = source_of[id(first)]
+            sources.append(Source(index, rate_factor * ratio))
             group["lr"] = base * factor
             if "initial_lr" in group:
                 group["initial_lr"] = base
-            if self.method.hyperparameters == "same":  # otherwise eps and weight decay are those of muP
-                group.update({key: source[key] for key in ("eps", "weight_decay") if key in group})
+            # a schedule of the momentum restarts with that of the rate
+            starts_anew = ("momentum", "betas") if self.restart_schedule and "max_momentum" in group else ()
+            continue_settings_(group, source, [key for key in after.defaults if key not in starts_anew])
         transfer_state(
             growth,
             narrow,
@@ -344,6 +397,7 @@ class UpscaleCallback(Strides):
             factors_of=self.method.factors,
             to_copies=self.method.state_to_copies,
         )
+        return sources
 
     def _widen_averages(self, module: WidthScalable, report: UpscaleReport, seed: int) -> None:
         """Each EMA callback gets its average widened, with the very noise that the model got."""
@@ -362,6 +416,21 @@ class UpscaleCallback(Strides):
             wide.to(average_device(callback, module), kept)
             new.n_averaged.copy_(old.n_averaged)
             set_average(callback, new)
+
+    def _refuse_schedules(self, trainer: Trainer, module: LightningModule, before: Width) -> None:
+        """Raises a UserError for a schedule that cannot continue after the swap."""
+        assert isinstance(module, WidthScalable)
+        is_checked = has_own_optimizers(module) and is_narrower(before, self.width)
+        if not is_checked or not trainer.lr_scheduler_configs:
+            return
+        assert module.net is not None
+        growth = self.planned(module, before)
+        for config in trainer.lr_scheduler_configs:
+            factors = rate_factors(growth, module.net, config.scheduler.optimizer, self.method)
+            try:
+                refuse_one_rate_for_all(config.scheduler, factors)
+            except UserError as error:
+                raise UserError(f"{type(module).__name__}.{error}") from error
 
     def _saved(self, trainer: Trainer) -> Path | None:
         """Writes the run before the swap beside its checkpoints."""
@@ -451,6 +520,27 @@ def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
                 raise UserError(f"UpscaleCallback.noise: {error}") from error
 
 
+def rate_factors(growth: Plan, narrow: nn.Module, optimizer: Optimizer, method: GrowthMethod) -> set[float]:
+    """The factors by which the rates of an optimizer's parameters change when the network grows."""
+    rule = rule_of(optimizer)
+    names = names_by_id(narrow)
+    factors = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                entry = growth.parameters[names[id(parameter)]]
+                factors.add(rule.scale(group, method.mup_rate_factors(entry)).lr)
+    return factors
+
+
+def _keep_reference_units(trainer: Trainer, module: LightningModule) -> None:
+    """Does for optimizers of an own `configure_optimizers` what that of WidthScalable does for its own."""
+    assert isinstance(module, WidthScalable)
+    assert module.net is not None
+    for optimizer in trainer.optimizers if has_own_optimizers(module) else ():
+        keep_reference_units(module.net, optimizer)
+
+
 def _what_is_saved(checkpoint: Path | None) -> str:
     """Whether the run before a failed swap is saved, in words."""
     if checkpoint is None or not checkpoint.exists():
@@ -475,22 +565,13 @@ def _built(trainer: Trainer, module: WidthScalable, width: Width) -> nn.Module:
         return module.network(width)
 
 
-def _copy_modes(narrow: nn.Module, wide: nn.Module) -> None:
-    """What was frozen or set to evaluate stays so."""
-    for name, parameter in narrow.named_parameters():
-        wide.get_parameter(name).requires_grad_(parameter.requires_grad)
-    modules = dict(narrow.named_modules())
-    for name, module in wide.named_modules():
-        module.training = modules[name].training
-
-
 @torch.no_grad()
 def _loss(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
     """The loss of a batch over all ranks, leaving buffers (running statistics) and the random state as they were."""
     assert module.net is not None
     devices = [module.device] if module.device.type == "cuda" else []
     precision = trainer.precision_plugin.forward_context()
-    with buffers_kept(module.net), torch.random.fork_rng(devices), precision, _eager(module):
+    with buffers_kept(module.net), torch.random.fork_rng(devices), precision, _eager(module), without_log(module):
         loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
     for part in module.net.modules():
         reshard: Any = getattr(part, "reshard", None)

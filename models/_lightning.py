@@ -90,6 +90,12 @@ def optimizers_of(configured: Any) -> list[Optimizer]:
     return cast(list[Optimizer], optimizers)
 
 
+def schedulers_of(configured: Any) -> list[Any]:
+    """The learning-rate schedules in what `configure_optimizers` returned."""
+    _, schedulers, _ = _configure_optimizers(configured)
+    return [given["scheduler"] if isinstance(given, dict) else given for given in schedulers]
+
+
 def accumulates(trainer: Trainer) -> bool:
     """Whether the batch at hand is not the last of its accumulation window."""
     return bool(trainer.fit_loop._should_accumulate())

@@ -3,8 +3,9 @@
 A subclass defines `build(width)`, which returns the network, and `loss(batch)`; the README has one in twenty lines.
 """
 
+import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mupscale._torch import inner_schedulers, is_too_large, tree_map
 from mupscale.arguments import refuse_unless_level, refuse_unless_whole
 from mupscale.base_shapes import Init, set_base_shapes
+from mupscale.checks.structures import leaves_of, map_leaves
 from mupscale.cuda_graph import use_fused
 from mupscale.errors import UserError
 from mupscale.models._lightning import averaged_copy, averaging_callbacks, set_average, trainer_of
@@ -40,6 +42,7 @@ from mupscale.models.checkpoint import (
 from mupscale.mup_optimizers import apply_mup
 from mupscale.stacking.stack import Losses
 from mupscale.widening.clip import clip_grad_norm_
+from mupscale.widening.frozen import carry_frozen_
 from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.optimizer_state import refuse_bad_levels
 
@@ -123,6 +126,7 @@ class WidthScalable(LightningModule):
         self.lr_scheduler_callable = lr_scheduler
         self.net: nn.Module | None = None
         self.train_loss: Tensor | None = None
+        self._returned_loss: Tensor | None = None
         self.is_in_stack = False  # its steps are taken with those of other models, and compiled there
         self._on_meta = False
         self._references: dict[str, tuple[nn.Module, nn.Module]] = {}
@@ -151,9 +155,20 @@ class WidthScalable(LightningModule):
         return None
 
     def batch_size(self, batch: Any) -> int:
-        """The number of samples or tokens in a batch; curves are drawn against their sum."""
-        first = batch[0] if isinstance(batch, tuple | list) else batch
-        return len(first)
+        """The number of samples or tokens in a batch; curves are drawn against their sum.
+
+        By default it is the length of the first tensor, in whatever tuples, lists, dicts or dataclasses it is.
+        """
+        first = next((tensor for tensor in tensors_in(batch) if tensor.ndim > 0), None)
+        if first is None:  # of objects of another kind
+            first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        try:
+            return len(first)
+        except TypeError as error:
+            raise UserError(
+                f"{type(self).__name__} has batches of {type(batch).__name__}, in which no tensor was found: define "
+                "batch_size(self, batch), which returns the number of samples"
+            ) from error
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -161,6 +176,24 @@ class WidthScalable(LightningModule):
         # step
         self.train_loss = loss.detach()
         return loss
+
+    def loss_of_step(self, outputs: Any) -> Tensor | None:
+        """The loss of the batch that just ended, whose `outputs` Lightning gives to `on_train_batch_end`.
+
+        It is `train_loss`. If a `training_step` of one's own does not set that, it becomes the loss that it returned;
+        None if it returned none.
+        """
+        loss = self.train_loss
+        if loss is not None and loss is not self._returned_loss:
+            return loss
+        returned = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(returned, Tensor) or returned.numel() != 1:
+            return None
+        returned = returned.detach().reshape(())
+        if self.automatic_optimization and self.trainer.accumulate_grad_batches > 1:
+            returned = returned * self.trainer.accumulate_grad_batches  # Lightning has divided it
+        self.train_loss = self._returned_loss = returned
+        return returned
 
     # --- the network
 
@@ -241,7 +274,10 @@ class WidthScalable(LightningModule):
             ) from error
 
     def training_flops(self, batch: Any) -> float:
-        """Floating-point operations of a forward and backward pass at the current width, counted on the meta device."""
+        """Floating-point operations of a forward and backward pass at the current width, counted on the meta device.
+
+        Raises a UserError if `loss` does not run there, for example because it selects entries by a mask.
+        """
         if not vars(type(self)).get("counts_alike", False):
             return self._counted_flops(batch)
         arguments = {key: value for key, value in self.hparams.items() if key not in ("init_from", "compile")}
@@ -252,18 +288,24 @@ class WidthScalable(LightningModule):
         return _FLOPS[key]
 
     def _counted_flops(self, batch: Any) -> float:
-        net = self.net
         with (
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False),  # which looks at values: the meta device has none
             FlopCounterMode(display=False) as counter,
         ):
-            self.net = self.network(self.width, meta=True)
+            net = self.network(self.width, meta=True)
             try:
-                self.loss(tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, batch)).backward()
-            finally:
-                self.net = net
+                with meta_attributes(self, net):
+                    self.loss(map_leaves(on_meta, batch)).backward()
+            except UserError:
+                raise
+            except Exception as error:
+                reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+                raise UserError(
+                    f"the FLOPs of {type(self).__name__} cannot be counted, because its `loss` does not run on the "
+                    f"meta device, where tensors have shapes but no values ({type(error).__name__}: {reason})"
+                ) from error
         return float(counter.get_total_flops())
 
     # --- optimisation
@@ -310,9 +352,13 @@ class WidthScalable(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Rebuilds the network at the checkpoint's width; this is the last hook before weights load."""
         width = checkpoint_width(checkpoint, type(self).__name__)
-        if self.net is None or width != self.width:
+        before = self.net
+        if before is None or width != self.width:
             with init_contexts(trainer_of(self)):
-                self.rebuild(width)
+                rebuilt = self.rebuild(width)
+            if before is not None:  # it may have been frozen outside of configure_model
+                carry_frozen_(before, rebuilt)
+                copy_modes(before, rebuilt)
             self._renew_averages()
         assert self.net is not None
         refuse_other_architecture(self.net, self.hparams, checkpoint)
@@ -362,6 +408,79 @@ def init_contexts(trainer: Trainer | None) -> Iterator[None]:
             stack.enter_context(trainer.strategy.model_sharded_context())
             stack.enter_context(trainer.precision_plugin.module_init_context())
         yield
+
+
+def on_meta(value: Any) -> Any:
+    """A tensor with the shape of this one, on the meta device; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    moved = value.detach().to("meta")
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(moved, value.requires_grad)
+    return moved.requires_grad_(value.requires_grad)
+
+
+def tensors_in(batch: Any) -> Sequence[Tensor]:
+    """The tensors in tuples, lists, dicts and dataclasses, in their order; every step calls it."""
+    kinds = set(map(type, batch)) if type(batch) in (tuple, list) else {type(batch)}
+    if kinds == {Tensor}:
+        return [batch] if type(batch) is Tensor else batch
+    return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def meta_attributes(module: LightningModule, net: nn.Module) -> Iterator[None]:
+    """Puts all that a module holds on the meta device, with `net` as its network; `self.log` does nothing.
+
+    Afterwards the module has its own attributes again: what was assigned meanwhile is gone.
+    """
+    attributes = vars(module)
+    modules = {name: module_on_meta(part) for name, part in attributes["_modules"].items() if name != "net"}
+    others = {name: tree_map(on_meta, value) for name, value in attributes.items() if name not in ("_modules", "net")}
+    object.__setattr__(module, "__dict__", {**others, "_modules": {**modules, "net": net}})
+    try:
+        with without_log(module):
+            yield
+    finally:
+        object.__setattr__(module, "__dict__", attributes)
+
+
+def module_on_meta(module: nn.Module | None) -> nn.Module | None:
+    """A copy of a module on the meta device, made without copying its weights; itself if it cannot be copied."""
+    if module is None:
+        return None
+    tensors = [*module.parameters(), *module.buffers()]
+    try:
+        return copy.deepcopy(module, {id(tensor): on_meta(tensor) for tensor in tensors}).to("meta")
+    except Exception:  # whatever its attributes raise; perhaps `loss` does not use it
+        return module
+
+
+@contextmanager
+def without_log(module: LightningModule) -> Iterator[None]:
+    """`self.log` and `self.log_dict` do nothing meanwhile."""
+    names = "log", "log_dict"
+    before = {name: vars(module)[name] for name in names if name in vars(module)}
+    vars(module).update(dict.fromkeys(names, lambda *_, **__: None))
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(module).pop(name, None)
+        vars(module).update(before)
+
+
+def has_own_optimizers(module: LightningModule) -> bool:
+    """Whether a module does not use the `configure_optimizers` of WidthScalable."""
+    return type(module).configure_optimizers is not WidthScalable.configure_optimizers
+
+
+def copy_modes(before: nn.Module, after: nn.Module) -> None:
+    """What was set to evaluate stays so."""
+    modules = dict(before.named_modules())
+    for name, module in after.named_modules():
+        if name in modules:
+            module.training = modules[name].training
 
 
 def doubled(width: Width) -> Width:

@@ -10,8 +10,9 @@ from lightning.pytorch import LightningDataModule, Trainer
 from mupscale.callbacks.upscale import UpscaleCallback, is_narrower
 from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
+from mupscale.commands.own_optimizers import made_for
 from mupscale.data_files import LOADER
-from mupscale.models.base import WidthScalable, doubled, refuse_bad_hyperparameters
+from mupscale.models.base import WidthScalable, doubled, has_own_optimizers, refuse_bad_hyperparameters
 from mupscale.models.checkpoint import Width
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import Duplication, GrowthMethod
@@ -70,6 +71,19 @@ class Growth(NamedTuple):
     plan: Plan
 
 
+def refuse_optimizers(module: WidthScalable, trainer: Trainer) -> None:
+    """Raises a UserError for optimizers that `fit` refuses."""
+    net = module.network(module.width, meta=True)
+    made = made_for(module, net) if has_own_optimizers(module) else None
+    if made is not None:
+        for optimizer in made.optimizers:
+            refuse_bad_hyperparameters(optimizer, trainer)
+        return
+    optimizer = module.optimizer_callable(net.parameters())
+    refuse_bad_hyperparameters(optimizer, trainer)
+    apply_mup(optimizer)
+
+
 def growths(module: WidthScalable, trainer: Trainer) -> list[Growth]:
     """The scheduled upscales, in order; without any, a doubling.
 
@@ -81,9 +95,7 @@ def growths(module: WidthScalable, trainer: Trainer) -> list[Growth]:
         callback.refuse_step(trainer)
         callback.refuse_narrower(before)
     with torch.random.fork_rng(devices=[]):
-        optimizer = module.optimizer_callable(module.network(module.width, meta=True).parameters())
-        refuse_bad_hyperparameters(optimizer, trainer)
-        apply_mup(optimizer)
+        refuse_optimizers(module, trainer)
     if scheduled:
         pairs = zip(pairwise(widths), scheduled, strict=True)
         return [Growth(a, b, callback.method, callback.planned(module, a)) for (a, b), callback in pairs]

@@ -65,9 +65,10 @@ class StackedOptimizer:
         self._values = torch.full(shape, torch.nan, dtype=torch.float64)  # what the table has, on the host
         self._groups, self._group_of = self._numbered_groups()
         self._rates: list[float] = []
-        begun = [any(owner.has_state() for owner in place.values()) for place in self._places]
+        # of each parameter: one that was frozen begins later
+        begun = [[place[name].has_state() for place in self._places] for name in weights]
         self.begun = torch.tensor(begun, dtype=torch.float64, device=device)
-        self._is_begun = all(begun)
+        self._is_begun = all(map(all, begun))
         self.steps = torch.zeros(len(weights), len(models), dtype=torch.float32, device=device)
         self.state: dict[str, dict[str, Tensor]] = {
             name: self._joined(name, steps) for name, steps in zip(weights, self.steps, strict=True)
@@ -82,17 +83,19 @@ class StackedOptimizer:
         self.begin()
         moved = [index for index, gradient in enumerate(gradients) if gradient is not None]
         names = list(self.weights)
-        table, steps = self._table, self.steps
+        table, steps, begun = self._table, self.steps, self.begun.clone()
         if len(moved) < len(names):
             chosen = self._chosen(tuple(moved))
             steps.index_add_(0, chosen, torch.ones_like(steps[: len(moved)]))
-            table, steps = table[:, chosen], steps[chosen]
+            table, steps, begun = table[:, chosen], steps[chosen], begun[chosen]
+            self.begun.index_fill_(0, chosen, 1.0)
         else:
             steps.add_(1)
+            self.begun.fill_(1.0)
         weights = [self.weights[names[index]].detach() for index in moved]
         states = [self.state[names[index]] for index in moved]
         values = dict(zip(self.numbers, table, strict=True))
-        factors = self.factors(values, steps)
+        factors = self.factors(values, steps, begun)
         if GROWN_AT in values:
             factors[NEW_COPIES] = self._factor_of_new_copies(values, steps)
         if len({weight.dtype for weight in weights}) == 1:  # converted for all weights at once
@@ -106,7 +109,6 @@ class StackedOptimizer:
             factors,
             self._flags,
         )
-        self.begun.fill_(1.0)
 
     def begin(self) -> None:
         """Gives the optimizers views of the state that the first step fills.
@@ -159,8 +161,11 @@ class StackedOptimizer:
         """The state of a weight, a stacked tensor, before its first step; `steps` counts those of each model."""
         raise NotImplementedError
 
-    def factors(self, values: dict[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
-        """What the update multiplies with: [parameters, models], in float64."""
+    def factors(self, values: dict[str, Tensor], steps: Tensor, begun: Tensor) -> dict[str, Tensor]:
+        """What the update multiplies with: [parameters, models], in float64.
+
+        `begun` is 1 where a parameter has been moved before.
+        """
         raise NotImplementedError
 
     @staticmethod
@@ -257,8 +262,8 @@ class StackedSGD(StackedOptimizer):
             raise UserError("optimizers that stack have a momentum, or none of them has; here it is 0 in some")
         return {"momentum_buffer": torch.zeros_like(weight, requires_grad=False)} if moved == {True} else {}
 
-    def factors(self, values: dict[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
-        taken = 1 - values["dampening"] * self.begun  # the first gradient is taken whole
+    def factors(self, values: dict[str, Tensor], steps: Tensor, begun: Tensor) -> dict[str, Tensor]:
+        taken = 1 - values["dampening"] * begun  # the first gradient is taken whole
         return {
             "rate": values["lr"],
             "weight_decay": values["weight_decay"],
@@ -305,7 +310,7 @@ class StackedAdam(StackedOptimizer):
         keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if self.flag("amsgrad") else [])]
         return {"step": steps, **{key: torch.zeros_like(weight, requires_grad=False) for key in keys}}
 
-    def factors(self, values: dict[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
+    def factors(self, values: dict[str, Tensor], steps: Tensor, begun: Tensor) -> dict[str, Tensor]:
         rate, beta1, beta2 = values["lr"], values["beta1"], values["beta2"]
         steps = steps.double()
         decay = values["weight_decay"]

@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from mupscale.widening.new_copies import (
     new_copies,
     rewarm_new_copies,
 )
-from mupscale.widening.parameter_groups import is_nonzero, names_by_id, split_groups
+from mupscale.widening.parameter_groups import LEARNING_RATES, is_nonzero, names_by_id, split_groups
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.rules import Factors, Group, OptimizerRule, is_number, rule_of
+from mupscale.widening.schedule import Source
 from mupscale.widening.sharding import gathered, own_part, whole
 
 
@@ -88,7 +90,14 @@ def check_transfer(
     for group in narrow_opt.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            if id(wide_named[name]) not in held and wide_named[name].requires_grad and narrow_opt.state.get(parameter):
+            if id(wide_named[name]) in held or not parameter.requires_grad:
+                continue
+            if not wide_named[name].requires_grad:
+                raise UserError(
+                    f"parameter {name!r} is trained in the narrow model, but frozen in the wide one, and wide_opt does "
+                    "not hold it. Freeze the same parameters in both models, before the optimizers are made"
+                )
+            if narrow_opt.state.get(parameter):
                 raise UserError(
                     f"parameter {name!r} has optimizer state, but wide_opt does not hold it: build it over all "
                     "parameters"
@@ -126,6 +135,83 @@ def continued_groups(
         return wide_named[entry.name], factors_of(entry)
 
     return split_groups(narrow_opt.param_groups, rule_of(narrow_opt), target)
+
+
+_NOT_CONTINUED = ("lr", "foreach", "fused", "capturable", "differentiable")
+"""Keys of a group that are no hyperparameters, and the rate, which depends on the schedule too."""
+
+_SCHEDULED = [key for key in LEARNING_RATES if key not in ("lr", "initial_lr")]
+"""Rates that OneCycleLR and SWALR keep in a group."""
+
+
+def continue_settings_(group: Group, source: Group, keys: Iterable[str]) -> None:
+    """Gives a group the hyperparameters of the continued group `source`, except the rate.
+
+    Values that agree but for rounding stay as they are.
+    """
+    for key in keys:
+        if key in group and key in source and key not in _NOT_CONTINUED and not _agree(group[key], source[key]):
+            group[key] = copy.copy(source[key])
+
+
+def continue_scheduled_rates_(group: Group, source: Group, ratio: float) -> None:
+    """Gives a group the rates that schedulers keep in the continued group `source`, times a ratio."""
+    for key in _SCHEDULED:
+        if key in group and key in source and not _agree(group[key], source[key] * ratio):
+            group[key] = source[key] * ratio
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Whether two hyperparameters are equal but for rounding."""
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_agree, a, b))
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return False  # a comparison would wait for the device
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=1e-9)
+    return bool(a == b)
+
+
+def sources_of(
+    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, factors_of: FactorsOf = table_factors
+) -> dict[int, Source]:
+    """Which group of `narrow_opt` each wide parameter continues, and by which factor of the rate; by its identity."""
+    names = names_by_id(narrow)
+    wide_named = dict(wide.named_parameters())
+    rule = rule_of(narrow_opt)
+    answer: dict[int, Source] = {}
+    for index, group in enumerate(narrow_opt.param_groups):
+        for parameter in group["params"]:
+            entry = plan.parameters[names[id(parameter)]]
+            answer[id(wide_named[entry.name])] = Source(index, rule.scale(group, factors_of(entry)).lr)
+    return answer
+
+
+def refuse_uneven_groups(continued: list[Group], wide: nn.Module, wide_opt: Optimizer) -> None:
+    """Raises a UserError for a group of `wide_opt` with parameters that need different hyperparameters to continue."""
+    source_of = {id(parameter): group for group in continued for parameter in group["params"]}
+    names = names_by_id(wide)
+    for group in wide_opt.param_groups:
+        known = [parameter for parameter in group["params"] if id(parameter) in source_of]
+        for parameter in known[1:]:
+            one, other = source_of[id(known[0])], source_of[id(parameter)]
+            key = _first_difference(one, other)
+            if key is not None:
+                raise UserError(
+                    f"configure_optimizers: {names[id(known[0])]} and {names[id(parameter)]} are in one group of the "
+                    f"wide model, but need different values of {key} ({float(one[key]):.4g} and "
+                    f"{float(other[key]):.4g}) to continue. Call mupscale.apply_mup(optimizer, self.net) there, or "
+                    "give them groups of their own"
+                )
+
+
+def _first_difference(one: Group, other: Group) -> str | None:
+    """The first hyperparameter that is scaled and differs between two groups by more than rounding."""
+    for key in ("lr", "initial_lr", "weight_decay", "eps") if one is not other else ():
+        a, b = one.get(key), other.get(key)
+        if a is not None and b is not None and not math.isclose(a, b, rel_tol=1e-6):
+            return key
+    return None
 
 
 def continued_optimizer(

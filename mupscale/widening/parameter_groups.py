@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,15 +12,19 @@ from mupscale.widening.rules import Factors, Group, OptimizerRule, Scaling
 SOURCE_GROUP = "source_group"
 """Key of a parameter group: the index of the group it was split from."""
 
-_LEARNING_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+LEARNING_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 """What schedulers keep in a group beside the rate itself, in the same unit."""
 
 
 def split_groups(
     groups: Sequence[Group], rule: OptimizerRule, target_of: Callable[[Tensor], tuple[Tensor, Factors]]
 ) -> list[Group]:
-    """The groups over the target parameters, hyperparameters rescaled; split where the scaling differs."""
+    """The groups over the target parameters, hyperparameters rescaled; split where the scaling differs.
+
+    The first part of a named group keeps its name, the others are `<name>-2` and so on.
+    """
     answer: list[Group] = []
+    names = {group["name"] for group in groups if "name" in group}
     for index, group in enumerate(groups):
         parts: dict[Scaling, Group] = {}
         for position, parameter in enumerate(group["params"]):
@@ -32,11 +37,19 @@ def split_groups(
                 }
                 if "param_names" in group:
                     parts[scaling]["param_names"] = []
+                if "name" in group and len(parts) > 1:
+                    parts[scaling]["name"] = _free_name(group["name"], names)
+                    names.add(parts[scaling]["name"])
             parts[scaling]["params"].append(target)
             if "param_names" in group:
                 parts[scaling]["param_names"].append(group["param_names"][position])
         answer += parts.values()
     return answer
+
+
+def _free_name(name: Any, taken: set[Any]) -> str:
+    """The first of `<name>-2`, `<name>-3` and so on that is not taken."""
+    return next(free for number in count(2) if (free := f"{name}-{number}") not in taken)
 
 
 def _relevant(scaling: Scaling, group: Group) -> Scaling:
@@ -54,7 +67,7 @@ def is_nonzero(value: Any) -> bool:
 
 def _scaled_group(group: Group, scaling: Scaling) -> Group:
     scaled = {key: copy.copy(value) for key, value in group.items() if key not in ("params", "param_names")}
-    for key in _LEARNING_RATES:
+    for key in LEARNING_RATES:
         if key in scaled:
             scaled[key] = scaled[key] * scaling.lr  # out of place: a tensor learning rate belongs to the old group
     if group.get("eps"):

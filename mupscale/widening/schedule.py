@@ -1,25 +1,81 @@
 """Learning-rate schedules across an upscale: they keep their position, and use the rates of the new groups."""
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+from mupscale._torch import inner_schedulers
+from mupscale.errors import UserError
 from mupscale.widening.rules import Group
 
+RATES = ("min_lrs", "max_lrs")
+"""What schedulers keep for each group beside the base rates, in the same unit."""
 
-def continue_schedule(old: Any, new: Any) -> None:
-    """Moves `new`, a scheduler over the wide optimizer, to the position of `old`."""
+MOMENTUMS = ("base_momentums", "max_momentums")
+"""What they keep for each group of the momentum."""
+
+LEAST_RATE = "eta_min"
+"""A rate that some schedulers keep for all groups."""
+
+
+class Source(NamedTuple):
+    """Where a group of the wide optimizer comes from."""
+
+    group: int
+    """The index of its group in the narrow optimizer."""
+    factor: float
+    """What its rate is multiplied by."""
+
+
+def continue_schedule(old: Any, new: Any, sources: Sequence[Source] | None = None, *, restart: bool = False) -> None:
+    """Moves `new`, a scheduler over the wide optimizer, to the position of `old`; or, with `restart`, to its start.
+
+    With the sources of the wide groups, absolute rates in `old` continue too.
+    """
     state = old.state_dict()
-    rescale_schedule_state(state, new.optimizer.param_groups)
+    if restart:
+        started = new.state_dict()
+        _take_absolute(started, state)
+        state = started
+    rescale_schedule_state(state, new.optimizer.param_groups, sources)
     new.load_state_dict(state)
 
 
-def rescale_schedule_state(state: dict[str, Any], groups: list[Group]) -> None:
+def rescale_schedule_state(state: dict[str, Any], groups: list[Group], sources: Sequence[Source] | None = None) -> None:
     """Replaces, in a scheduler's state_dict, what is kept per parameter group; recurses into schedules of schedules."""
     per_group = {
         "base_lrs": [group.get("initial_lr", group["lr"]) for group in groups],
         "_last_lr": [group["lr"] for group in groups],
-        "min_lrs": [0.0] * len(groups),  # absolute rates are refused, so these are all zero
+        "min_lrs": [0.0] * len(groups),  # without sources, absolute rates are refused, so these are all zero
         "lr_lambdas": [None] * len(groups),
     }
+    if sources is not None:
+        for key in state.keys() & set(RATES):
+            per_group[key] = [state[key][source.group] * source.factor for source in sources]
+        for key in state.keys() & set(MOMENTUMS):
+            per_group[key] = [state[key][source.group] for source in sources]
+        factors = {source.factor for source in sources}
+        if state.get(LEAST_RATE) and len(factors) == 1:
+            state[LEAST_RATE] = state[LEAST_RATE] * factors.pop()
     state.update({key: value for key, value in per_group.items() if key in state})
     for part in state.get("_schedulers", ()):
-        rescale_schedule_state(part, groups)
+        rescale_schedule_state(part, groups, sources)
+
+
+def refuse_one_rate_for_all(scheduler: Any, factors: Iterable[float]) -> None:
+    """Raises a UserError for a least rate that all groups share, if their rates are multiplied by other factors."""
+    for part in inner_schedulers(scheduler):
+        refuse_one_rate_for_all(part, factors)
+    least = float(getattr(scheduler, LEAST_RATE, 0.0) or 0.0)
+    if least != 0 and len(set(factors)) > 1:
+        raise UserError(
+            f"configure_optimizers: {type(scheduler).__name__} has one absolute rate for all groups ({LEAST_RATE} = "
+            f"{least:g}), but their rates grow by different factors. Use a schedule relative to each group's rate: "
+            f"{LEAST_RATE} = 0, LambdaLR or LinearLR"
+        )
+
+
+def _take_absolute(state: dict[str, Any], old: dict[str, Any]) -> None:
+    """Puts the absolute rates of another state_dict of the same class in the place of its own."""
+    state.update({key: old[key] for key in (*RATES, *MOMENTUMS, LEAST_RATE) if key in state and key in old})
+    for part, old_part in zip(state.get("_schedulers", ()), old.get("_schedulers", ()), strict=False):
+        _take_absolute(part, old_part)

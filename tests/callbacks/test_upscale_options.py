@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from tiers import slow_except
 from tiny_modules import ADAMW, OPTIMIZERS, SCHEDULES, mlp
 from training_runs import LIGHTNING_WARNINGS, fit, gap, rates
@@ -41,14 +41,84 @@ def test_two_upscales(widths: tuple[Any, Any], tmp_path: Path) -> None:
     assert gap(narrow, wide) < 1e-9
 
 
-def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
-    class Freeze(Callback):
-        def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-            pl_module.net.layers[0].requires_grad_(False)
+class Frozen(Callback):
+    """Freezes the first layer, until a step."""
 
-    narrow, wide = fit(mlp(), tmp_path, Freeze()), fit(mlp(), tmp_path, Freeze(), UpscaleCallback(20, 24))
+    def __init__(self, until: int | None = None) -> None:
+        self.until = until
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.net.layers[0].requires_grad_(self.until is not None and trainer.global_step >= self.until)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.until:
+            pl_module.net.layers[0].requires_grad_(True)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("until", slow_except([None, 10, 20, 30], None, 20))
+def test_frozen_parameters_stay_frozen(until: int | None, tmp_path: Path) -> None:
+    """Also if they are trained later: before, at and after the upscale."""
+    narrow = fit(mlp(), tmp_path, Frozen(until), EMAWeightAveraging(decay=0.8))
+    wide = fit(mlp(), tmp_path, Frozen(until), EMAWeightAveraging(decay=0.8), UpscaleCallback(20, 24))
     assert gap(narrow, wide) < 1e-9
-    assert gap(narrow, fit(mlp(), tmp_path)) > 1e-3
+    assert gap(narrow, fit(mlp(), tmp_path, EMAWeightAveraging(decay=0.8))) > 1e-3
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode at the start of training")
+def test_what_is_frozen_before_the_fit_is_frozen_in_a_resumed_one(tmp_path: Path) -> None:
+    """The checkpoint is wider than the network that was frozen."""
+
+    def run(**settings: Any) -> Any:
+        module = mlp()
+        module.configure_model()
+        module.net.layers[0].requires_grad_(False).eval()
+        saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=20, save_top_k=-1)
+        return fit(module, tmp_path, UpscaleCallback(12, 24), saver, ExactResume(), steps=30, **settings)
+
+    whole = run(enable_checkpointing=True)
+    layer = whole.module.net.layers[0]
+    resumed = run(enable_checkpointing=True, ckpt=tmp_path / "step=20.ckpt")
+    again = resumed.module.net.layers[0]
+    assert again.weight.shape == layer.weight.shape
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in layer.parameters()]
+    assert not any(part.training for part in (layer, again))
+    assert torch.equal(resumed.losses, whole.losses[20:])
+
+
+class Changed(Callback):
+    """Changes hyperparameters at step 10."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 10:
+            for group in trainer.optimizers[0].param_groups:
+                group.update(self.settings)
+
+
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "betas": ("adamw", {"betas": (0.5, 0.9)}),
+    "decay": ("adamw", {"weight_decay": 1.0}),
+    "eps": ("adamw", {"eps": 0.1}),
+    "no decay": ("sgd", {"weight_decay": 0.0}),
+    "momentum": ("sgd", {"momentum": 0.5, "nesterov": True}),
+}
+
+
+@pytest.mark.parametrize("change", slow_except(CHANGES, "betas", "decay"))
+def test_hyperparameters_that_changed_during_the_run_continue(change: str, tmp_path: Path) -> None:
+    optimizer, settings = CHANGES[change]
+    make = partial(mlp, optimizer=OPTIMIZERS[optimizer])
+    narrow = fit(make(), tmp_path, Changed(**settings), steps=40)
+    wide = fit(make(), tmp_path, Changed(**settings), UpscaleCallback(20, 24), UpscaleCallback(30, 40), steps=40)
+    assert gap(narrow, wide) < 1e-9
+    assert gap(narrow, fit(make(), tmp_path, steps=40)) > 1e-3
+    same = mupscale.Net2Net(hyperparameters="same")
+    kept = fit(make(), tmp_path, Changed(**settings), UpscaleCallback(20, 16, method=same), steps=25)
+    assert all(group[key] == settings[key] for group in kept.trainer.optimizers[0].param_groups for key in settings)
 
 
 @pytest.mark.parametrize("schedule", slow_except([None, *SCHEDULES], "ReduceLROnPlateau"))

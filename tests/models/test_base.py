@@ -1,6 +1,8 @@
 """What every width-scalable module refuses when it is made."""
 
 import re
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -112,6 +114,103 @@ def test_flops_are_counted_once_for_the_same_arguments_and_shapes(monkeypatch: p
     assert flops(MLP, 8, 5, hidden_layers=5) > once
     assert flops(Other, 8, 5) == flops(Other, 8, 5) == once  # it might count anything
     assert counts == [5, 10, 5, 5, 5, 5]
+
+
+class Weighted(MLP):
+    """Its loss uses all that a module can hold beside its network, and logs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 8, inputs=3, outputs=2)
+        self.register_buffer("weights", torch.tensor([1.0, 2.0]))
+        self.register_buffer("seen", torch.tensor(0))
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.criterion = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
+        self.shift = torch.tensor([0.0, 1.0])
+        self.scored = lambda batch: self.criterion(self.scale * (self(batch[0]) + self.shift) * self.weights, batch[1])
+        self.losses: list[torch.Tensor] = []
+        self.last: torch.Tensor | None = None
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss = self.scored(batch)
+        self.log("mine", loss)
+        self.log_dict({"theirs": loss})
+        self.losses.append(loss)
+        self.last = loss
+        self.seen += 1
+        return loss
+
+
+def test_flops_are_counted_with_all_that_a_module_holds_and_leave_no_trace() -> None:
+    batch = torch.zeros(5, 3), torch.zeros(5, dtype=torch.long)
+    plain = MLP(16, 8, inputs=3, outputs=2)
+    module = Weighted(16)
+    assert module.training_flops(batch) == plain.training_flops(batch)  # before there is a network
+    module.configure_model()
+    before, net = dict(vars(module)), module.net
+    assert module.training_flops(batch) == plain.training_flops(batch)
+    assert vars(module).keys() == before.keys()
+    assert all(vars(module)[name] is value for name, value in before.items())
+    assert module.net is net
+    assert (module.losses, module.last, module.scale.grad) == ([], None, None)
+    assert module.seen == 0
+
+
+def test_a_loss_that_needs_values_has_no_flops() -> None:
+    class Masked(MLP):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return self(batch[0])[batch[0] > 0].mean()
+
+    module = Masked(8, 8, inputs=3, outputs=3)
+    module.configure_model()
+    net = module.net
+    reason = r"^the FLOPs of Masked cannot be counted, because its `loss` does not run on the meta device, .*\(Not"
+    with pytest.raises(UserError, match=reason):
+        module.training_flops((torch.ones(5, 3), torch.zeros(5, dtype=torch.long)))
+    assert module.net is net
+    assert not {"log", "log_dict"} & vars(module).keys()
+
+
+@dataclass
+class Rows:
+    weight: float
+    inputs: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.zeros(5, 3), 5),
+        ((torch.zeros(5, 3), torch.zeros(5)), 5),
+        ({"inputs": torch.zeros(5, 3), "labels": torch.zeros(5), "mask": torch.zeros(5)}, 5),
+        ([[torch.zeros(5, 3), torch.zeros(5)], [torch.zeros(7, 3), torch.zeros(7)]], 5),
+        ({"first": [torch.zeros(5, 3)], "second": [torch.zeros(7, 3)]}, 5),
+        (UserDict(inputs=torch.zeros(5, 3), labels=torch.zeros(5), mask=torch.zeros(5)), 5),
+        (Rows(0.5, torch.zeros(5, 3)), 5),
+        ((torch.tensor(0.5), ["a", "b"], torch.zeros(5, 3)), 5),
+        ((["a", "b", "c"], None), 3),
+        (range(4), 4),
+    ],
+)
+def test_the_size_of_a_batch_is_the_length_of_its_first_tensor(batch: Any, size: int) -> None:
+    assert mlp().batch_size(batch) == size
+
+
+def test_a_batch_without_a_length_is_named() -> None:
+    with pytest.raises(UserError, match=r"MLP has batches of object, .*: define batch_size\(self, batch\), which"):
+        mlp().batch_size(object())
+
+
+def test_flops_of_batches_of_any_kind() -> None:
+    class Named(MLP):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return self(batch.inputs if isinstance(batch, Rows) else batch["inputs"]).sum()
+
+    module = Named(16, 8, inputs=3, outputs=2)
+    inputs = torch.zeros(5, 3)
+    counted = [module.training_flops(batch) for batch in ({"inputs": inputs}, UserDict(inputs=inputs), Rows(1, inputs))]
+    assert counted[0] > 0
+    assert counted == counted[:1] * 3
+    assert inputs.device.type == "cpu"
 
 
 def test_networks_at_the_base_width_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from mupscale.models.mlp import MLP
+from mupscale.mup_optimizers import apply_mup
 
 
 class Marker(Callback):
@@ -47,6 +50,33 @@ class UnscaledMLP(MLP):
     def configure_optimizers(self) -> Any:
         assert self.net is not None
         return self.optimizer_callable(self.net.parameters())
+
+
+class OneGroupMLP(UnscaledMLP):
+    """Has a schedule that needs a run."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [LambdaLR(optimizer, lambda step: 1 - step / steps)]
+
+
+class TwoOptimizersMLP(MLP):
+    """Trains matrices and vectors with two optimizers, the first with a schedule of absolute rates."""
+
+    eta_min = 0.0
+
+    def configure_optimizers(self) -> Any:
+        assert self.net is not None
+        matrices = [parameter for parameter in self.net.parameters() if parameter.ndim > 1]
+        vectors = [parameter for parameter in self.net.parameters() if parameter.ndim < 2]
+        first = apply_mup(AdamW(matrices, lr=0.01), self.net)
+        second = apply_mup(SGD(vectors, lr=0.1, momentum=0.9), self.net)
+        return [first, second], [CosineAnnealingLR(first, 50, eta_min=self.eta_min)]
+
+
+class LeastRateMLP(TwoOptimizersMLP):
+    eta_min = 1e-3
 
 
 class Even(MLP):
@@ -96,6 +126,30 @@ class FrozenMLP(MLP):
             assert self.net is not None
             next(self.net.parameters()).requires_grad_(False)
             self.net.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+class LoggingLoss(MLP):
+    """Logs where it computes its loss."""
+
+    def stacked_losses(self) -> None:
+        return None
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.log("mine", loss)
+        return loss
+
+
+class MaskedLoss(MLP):
+    """Leaves rows out of its loss: how many depends on their values."""
+
+    def stacked_losses(self) -> None:
+        return None
+
+    def loss(self, batch: Any) -> Tensor:
+        rows, labels = batch
+        kept = labels > 0
+        return nn.functional.cross_entropy(self(rows)[kept], labels[kept])
 
 
 class Recurrent(MLP):

@@ -33,6 +33,17 @@ def test_named_parameters_keep_their_names():
     assert all([names[id(p)] for p in g["params"]] == g["param_names"] for g in groups)
 
 
+def test_parts_of_named_groups_have_names_of_their_own():
+    narrow, wide = mlp(4), mlp(8)
+    weights = [p for p in narrow.parameters() if p.ndim == 2]
+    biases = [p for p in narrow.parameters() if p.ndim == 1]
+    settings = [{"params": weights, "name": "decay"}, {"params": biases, "name": "decay-2", "eps": 0.0}]
+    groups = mupscale.upscale(narrow, wide, torch.optim.AdamW(settings)).optimizer.param_groups
+    assert [group["name"] for group in groups] == ["decay", "decay-3", "decay-4", "decay-2"]
+    wider = mupscale.upscale(wide, mlp(16), torch.optim.AdamW(groups)).optimizer.param_groups
+    assert [group["name"] for group in wider] == [group["name"] for group in groups]
+
+
 def test_tensor_learning_rates_stay_tensors_of_their_own():
     narrow, wide = mlp(4), mlp(8)
     lr = torch.tensor(0.1, dtype=torch.float64)
