@@ -16,9 +16,10 @@ from mupscale.callbacks.finite_loss import NonFiniteLoss, RecentLosses, describe
 from mupscale.callbacks.log_files import cut_back, written
 from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.tensorboard import log_scalars, tag_in
+from mupscale.errors import UserError
 from mupscale.flops import LOGGED
 from mupscale.models._lightning import accumulates, log_interval
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import WidthScalable, tensors_in
 
 _AXES = {"samples": 1, "flops": LOGGED}
 """What the further axes count, and in which unit: samples (or tokens), and 10⁶ floating-point operations."""
@@ -38,7 +39,8 @@ class Curves(Strides):
 
     In TensorBoard the groups `x_axis_samples` and `x_axis_flops` show the same curves with samples (tokens) seen, and
     10⁶ training FLOPs, on the horizontal axis, so that a run that grew can be compared fairly with one from scratch.
-    Under Lightning's own TensorBoardLogger these groups are `by_samples` and `by_flops`.
+    Under Lightning's own TensorBoardLogger these groups are `by_samples` and `by_flops`. If the FLOPs of a batch cannot
+    be counted, a warning gives the reason, and the run has no curves against FLOPs from then on.
 
     A resumed run truncates its event files and CSV tables to their lengths at the checkpoint. So its curves are those
     of an uninterrupted run.
@@ -46,7 +48,8 @@ class Curves(Strides):
     A NaN or infinite loss is reported when the loss is logged and before a checkpoint is written, with the step at
     which it first occurred.
 
-    Its saved state: samples seen, FLOPs spent, the sum of the losses since the last log, and the lengths of the files.
+    Its saved state: samples seen, FLOPs spent (NaN if they cannot be counted), the sum of the losses since the last
+    log, and the lengths of the files.
     """
 
     def __init__(self, stop_on_nan: bool = False) -> None:
@@ -65,6 +68,7 @@ class Curves(Strides):
         self._recent = RecentLosses()
         self._step = 0
         self._is_bad = False
+        self._lacks_loss = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"spent": dict(self.spent), "sum": float(self._sum), "count": self._count}
@@ -101,10 +105,11 @@ class Curves(Strides):
         assert isinstance(pl_module, WidthScalable)
         self.spent["samples"] += pl_module.batch_size(batch) * trainer.world_size
         self.spent["flops"] += self._batch_flops(pl_module, batch) * trainer.world_size
-        assert pl_module.train_loss is not None
-        self._sum = self._sum + pl_module.train_loss
-        self._count += 1
-        self._recent.add(self._step, pl_module.width, pl_module.train_loss)
+        loss = pl_module.loss_of_step(outputs)
+        if loss is not None:
+            self._sum = self._sum + loss
+            self._count += 1
+            self._recent.add(self._step, pl_module.width, loss)
         self._step = trainer.global_step
         if (
             trainer.global_step != self._mark[1]
@@ -113,7 +118,7 @@ class Curves(Strides):
             and trainer.global_step % log_interval(trainer) == 0
         ):
             self._log(trainer, pl_module)
-        elif len(self._recent) >= _MOST_RECENT or self._sees_bad_loss(trainer, pl_module.train_loss):
+        elif len(self._recent) >= _MOST_RECENT or (loss is not None and self._sees_bad_loss(trainer, loss)):
             self._check(trainer, pl_module)
 
     def stride(self, trainer: Trainer, step: int) -> float:
@@ -150,14 +155,24 @@ class Curves(Strides):
             self._log_by_cost(trainer, metrics)
 
     def _log(self, trainer: Trainer, module: WidthScalable) -> None:
-        loss = self._mean(trainer, module)
-        self._report(trainer, loss)
-        self._sum, self._count = 0.0, 0
-        values = {"train/loss": loss, "width": width_number(module.width), **self._throughput(trainer)}
+        values = {"width": width_number(module.width)}
+        if self._count:
+            loss = self._mean(trainer, module)
+            self._report(trainer, loss)
+            self._sum, self._count = 0.0, 0
+            values = {"train/loss": loss, **values}
+        elif not self._lacks_loss:
+            self._lacks_loss = True
+            rank_zero_warn(
+                f"{type(module).__name__}.training_step returned no loss since the last log: train/loss is not "
+                "logged. Return the loss, or set self.train_loss",
+                stacklevel=2,
+            )
+        throughput = self._throughput(trainer)
         step = trainer.global_step - 1  # the step whose loss this is, counted from 0
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
-        self._log_by_cost(trainer, {"train/loss": values["train/loss"], "width": values["width"]})
+            logger.log_metrics({**values, **throughput}, step=step)
+        self._log_by_cost(trainer, values)
 
     def _sees_bad_loss(self, trainer: Trainer, loss: Tensor) -> bool:
         """Whether a loss is not finite, where that can be seen without waiting for a device or for other processes."""
@@ -200,22 +215,32 @@ class Curves(Strides):
         values = {
             "throughput/steps_per_second": (self._mark[1] - step) / seconds,
             "throughput/samples_per_second": (self._mark[2] - samples) / seconds,
-            "throughput/tflops_per_device": rate / 1e12,
         }
-        if self._peak:
-            values["throughput/fraction_of_peak"] = rate / self._peak
+        if not math.isnan(rate):
+            values["throughput/tflops_per_device"] = rate / 1e12
+            if self._peak:
+                values["throughput/fraction_of_peak"] = rate / self._peak
         return values
 
     def _batch_flops(self, module: WidthScalable, batch: Any) -> float:
-        key = str(module.width), module.batch_size(batch)
+        """NaN if they cannot be counted; the sum of all is NaN from then on."""
+        if math.isnan(self.spent["flops"]):
+            return math.nan
+        key = str(module.width), module.batch_size(batch), *(tensor.shape for tensor in tensors_in(batch))
         if key not in self._flops:
-            self._flops[key] = module.training_flops(batch)
+            try:
+                self._flops[key] = module.training_flops(batch)
+            except UserError as error:
+                rank_zero_warn(f"the run has no curves against FLOPs: {error}", stacklevel=2)
+                return math.nan
         return self._flops[key]
 
     def _log_by_cost(self, trainer: Trainer, values: dict[str, float]) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):  # other loggers want one axis for all
                 for axis, unit in _AXES.items():
+                    if math.isnan(self.spent[axis]):
+                        continue
                     tagged = {tag_in(logger, f"by_{axis}/{name}"): value for name, value in values.items()}
                     log_scalars(logger, tagged, int(self.spent[axis] / unit))
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from mupscale.callbacks.company import Member, current_member
-from mupscale.callbacks.stack_rules import INSIDE_A_STEP, OF_STEPS, TRANSFER, free_steps, is_scored_jointly
+from mupscale.callbacks.stack_rules import OF_STEPS, TRANSFER, free_steps, hook_inside_a_step, is_scored_jointly
 from mupscale.callbacks.stacked_fits import Awaited, is_resident
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
@@ -277,9 +277,6 @@ def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
         )
     if type(module).training_step is not WidthScalable.training_step:
         raise UserError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} overrides training_step")
-    for hook in INSIDE_A_STEP:
-        for owner, kind in (*((callback, Callback) for callback in callbacks_of(trainer)), (module, LightningModule)):
-            if hasattr(kind, hook) and is_overridden(hook, owner, kind):
-                raise UserError(
-                    f"FastLoop.cuda_graph does not call hooks inside a step, but {type(owner).__name__} has {hook}"
-                )
+    inside = hook_inside_a_step(trainer)
+    if inside is not None:
+        raise UserError(f"FastLoop.cuda_graph does not call hooks inside a step, but {inside[0]} has {inside[1]}")

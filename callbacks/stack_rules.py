@@ -70,6 +70,16 @@ def is_scored_jointly(trainer: Trainer) -> bool:
     )
 
 
+def hook_inside_a_step(trainer: Trainer) -> tuple[str, str] | None:
+    """The class and the name of a hook that neither a captured step nor one of a stack calls; None if there is none."""
+    owners = [(callback, Callback) for callback in callbacks_of(trainer)]
+    for owner, kind in (*owners, (trainer.lightning_module, LightningModule)):
+        for hook in INSIDE_A_STEP:
+            if hasattr(kind, hook) and is_overridden(hook, owner, kind):
+                return type(owner).__name__, hook
+    return None
+
+
 def why_apart(trainer: Trainer) -> str | None:
     """Why a fit cannot be stacked with others; None if it can."""
     module, plugin = trainer.lightning_module, trainer.precision_plugin
@@ -93,11 +103,9 @@ def why_apart(trainer: Trainer) -> str | None:
     for method in ("configure_gradient_clipping", "on_train_batch_start", *TRANSFER):
         if getattr(type(module), method) is not getattr(WidthScalable, method):
             return f"{name} overrides {method}"
-    owners = [(callback, Callback) for callback in callbacks_of(trainer)] + [(module, LightningModule)]
-    for owner, kind in owners:
-        for hook in INSIDE_A_STEP:
-            if hasattr(kind, hook) and is_overridden(hook, owner, kind):
-                return f"{type(owner).__name__} has a hook inside the step, {hook}"
+    inside = hook_inside_a_step(trainer)
+    if inside is not None:
+        return f"{inside[0]} has a hook inside the step, {inside[1]}"
     if any(is_overridden(hook, datamodule_of(trainer)) for hook in TRANSFER):
         return f"{type(datamodule_of(trainer)).__name__} has a hook that transfers batches"
     if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in KINDS:

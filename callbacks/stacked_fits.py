@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from mupscale._torch import step_by_hand, tree_map
@@ -85,6 +86,8 @@ class StackedFits:
         trainer, module = awaited[0].trainer, awaited[0].module
         optimizers = [each.trainer.optimizers[0] for each in awaited]
         self._networks = [each.module.net for each in awaited]
+        self._weights = [weight for each in awaited for weight in each.module.parameters()]
+        self._trained = [weight.requires_grad for weight in self._weights]
         self._stack = Stack(
             [each.module for each in awaited],
             optimizers,
@@ -105,9 +108,11 @@ class StackedFits:
         self._kind: Any = None
 
     def is_of(self, awaited: list[Awaited]) -> bool:
-        """Whether these fits, with the networks that they have now, are those of the stack."""
+        """Whether these fits, with the networks that they have now, and what these train, are those of the stack."""
         if len(awaited) != len(self.awaited):
             return False
+        if [weight.requires_grad for weight in self._weights] != self._trained:
+            return False  # a callback has frozen some, or unfrozen them
         same = zip(awaited, self.awaited, self._networks, strict=True)
         return all(new.trainer is old.trainer and new.module.net is net for new, old, net in same)
 
@@ -286,7 +291,10 @@ class StackedFits:
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     assert isinstance(model, WidthScalable)
-    return model.mappable_loss(batch)
+    try:
+        return model.mappable_loss(batch)
+    except MisconfigurationException as error:  # by self.log
+        raise UserError(f"`loss` of many models at once cannot call Lightning: {error}") from error
 
 
 class Block(NamedTuple):

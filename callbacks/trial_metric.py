@@ -15,7 +15,7 @@ from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of
-from mupscale.models.base import WidthScalable, init_contexts
+from mupscale.models.base import WidthScalable, init_contexts, without_log
 from mupscale.models.checkpoint import Width
 from mupscale.widening.noise import Constants, Noise, SignalNoise, save_constants
 from mupscale.widening.plan import Plan, TensorPlan
@@ -158,18 +158,19 @@ class TrialMetric(Strides):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, WidthScalable)
-        loss = pl_module.train_loss
-        assert loss is not None
-        loss = loss.double()
-        step = trainer.global_step - stepped(trainer)  # the one that this batch belongs to, counted from 0
-        if step >= self._steps - self.window:
-            self.sum = self.sum + loss
-            self.count += 1
-        self._recent = self._recent + loss
-        self._recent_count += 1
+        loss = pl_module.loss_of_step(outputs)
+        if loss is not None:
+            loss = loss.double()
+            step = trainer.global_step - stepped(trainer)  # the one that this batch belongs to, counted from 0
+            if step >= self._steps - self.window:
+                self.sum = self.sum + loss
+                self.count += 1
+            self._recent = self._recent + loss
+            self._recent_count += 1
         if pl_module.width != self._width:  # the first batch, or the first after a swap
             self._width = pl_module.width
-            self._reference = max(self._reference, float(loss)) if math.isfinite(loss) else self._reference
+            if loss is not None and math.isfinite(loss):
+                self._reference = max(self._reference, float(loss))
             self._save_noise(trainer)
         if stepped(trainer) and (trainer.global_step % self._interval == 0 or trainer.global_step == self._steps):
             self._check(trainer)
@@ -215,6 +216,11 @@ class TrialMetric(Strides):
             raise UserError(
                 f"metric {self.metric}: the run ended at step {trainer.global_step}, but was to have {self._steps}"
             )
+        elif self.count == 0:
+            raise UserError(
+                f"metric {self.metric}: {type(pl_module).__name__}.training_step returned no loss in the last "
+                f"{self.window} steps. Return the loss, or set self.train_loss"
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt):
@@ -224,6 +230,8 @@ class TrialMetric(Strides):
 
     def _check(self, trainer: Trainer) -> None:
         """Waits for the device, a hundred times a run."""
+        if self._recent_count == 0:  # training_step returned no loss
+            return
         mean = float(self._recent) / self._recent_count
         self._recent, self._recent_count = 0.0, 0
         self._strikes = self._strikes + 1 if mean > DIVERGED * self._reference else 0
@@ -307,12 +315,20 @@ def window_of(metric: str) -> float | str | None:
 
 @torch.no_grad()
 def untrained_loss(trainer: Trainer, module: WidthScalable, batch: Any) -> float:
-    """The loss of an untrained network of the module's width on a batch; random numbers are left as they were."""
+    """The loss of an untrained network of the module's width on a batch; random numbers are left as they were.
+
+    It is 0 if the module has a training_step of its own and its `loss` cannot be called like this.
+    """
     net = module.net
     devices = [module.device] if module.device.type == "cuda" else []
     with torch.random.fork_rng(devices), init_contexts(trainer), trainer.precision_plugin.forward_context():
         module.net = module.network(module.width).to(module.device)
         try:
-            return float(module.loss(batch))
+            with without_log(module):
+                return float(module.loss(batch))
+        except Exception:
+            if type(module).training_step is WidthScalable.training_step:
+                raise
+            return 0.0
         finally:
             module.net = net

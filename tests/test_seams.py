@@ -23,6 +23,8 @@ from paths import ROOT
 from torch import nn
 from torch.utils.data import DataLoader
 
+from mupscale._torch import is_under_transform
+
 PACKAGES = ("mupscale", "models", "callbacks", "datamodules", "benchmarks")
 LIGHTNING_SEAM = ROOT / "models/_lightning.py"
 TORCH_SEAM = ROOT / "mupscale/_torch.py"
@@ -131,6 +133,11 @@ def test_a_data_loader_still_keeps_its_iterator() -> None:
     assert vars(DataLoader([0]))["_iterator"] is None
 
 
+@pytest.mark.parametrize("name", ["is_functorch_wrapped_tensor", "get_unwrapped"])
+def test_torch_functions_of_transforms(name: str) -> None:
+    assert callable(getattr(torch._C._functorch, name))
+
+
 def test_the_list_names_everything_the_lightning_seam_touches() -> None:
     """A touch that is added to the seam without an entry above would not be noticed when a release moves it."""
     tree = ast.parse(LIGHTNING_SEAM.read_text())
@@ -175,6 +182,13 @@ def test_the_scan_sees_a_private_attribute() -> None:
 @pytest.mark.parametrize("name", ["_foreach_norm", "_foreach_mul"])
 def test_torch_functions(name: str) -> None:
     assert callable(getattr(torch, name))
+
+
+def test_a_tensor_inside_a_transform_is_known() -> None:
+    seen = []
+    torch.vmap(lambda row: seen.append(is_under_transform(row)) or row)(torch.ones(2, 3))
+    assert seen == [True]
+    assert not is_under_transform(torch.ones(2))
 
 
 def test_the_torch_seam_imports() -> None:

@@ -1,12 +1,14 @@
 """Fits that take their steps together: the losses and states of separate fits, for every kind of model."""
 
 import gc
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from tiers import slow_except
 from tiny_modules import gpt2, mlp, resnet
 from torch import Tensor
@@ -29,7 +31,7 @@ def fitted(build: Any, width: Any, rate: float, folder: Path, **settings: Any) -
     module = build(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1))
     steps = settings.setdefault("steps", 20)
     swap = UpscaleCallback(at_step=steps // 2, width=width, noise=AdditiveNoise(0.1))
-    return fit(module, folder, FastLoop(), swap, gradient_clip_val=0.3, **settings)
+    return fit(module, folder, FastLoop(), swap, *settings.pop("more", ()), gradient_clip_val=0.3, **settings)
 
 
 def together(build: Any, width: Any, folder: Path, **settings: Any) -> list[Any]:
@@ -56,6 +58,44 @@ def test_they_end_as_separate_fits(name: str, tmp_path: Path) -> None:
         assert run.steps == alone.steps
         assert float(((run.losses - alone.losses) / alone.losses).abs().max()) < 1e-10
         assert distance(state(run), state(alone)) < (1e-12 if name == "mlp" else 1e-10)
+
+
+class Frozen(Callback):
+    """Freezes a layer before the fit, and trains it from a step on; with None never."""
+
+    def __init__(self, until: int | None) -> None:
+        self.until = until
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.net.layers[0].requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.until:
+            pl_module.net.layers[0].requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), slow_except([(None, None), (4, 4), (14, 14), (4, 14)], (4, 4), kept=[(14, 14), (4, 14)])
+)
+def test_frozen_layers(first: int | None, second: int | None, tmp_path: Path) -> None:
+    """They stay frozen in a stack, and train from the step at which a callback says so, before or after the upscale.
+
+    Fits that do not train the same layers go on separately.
+    """
+
+    def run(rate: float, step: int | None) -> Any:
+        return fitted(mlp, 24, rate, tmp_path, more=[Frozen(step)])
+
+    lines: list[str] = []
+    pairs = list(zip(RATES, (first, second), strict=False))
+    joint = JointSteps([partial(run, *pair) for pair in pairs], tell=lines.append)
+    joint.run()
+    for pair, result in zip(pairs, joint.results, strict=True):
+        alone = run(*pair)
+        assert float(((result.losses - alone.losses) / alone.losses).abs().max()) < 1e-10
+        assert distance(state(result), state(alone)) < 1e-12
+    assert len(lines) == (first != second), lines
+    assert all("frozen" in line and "trained separately" in line for line in lines)
 
 
 class Shifted(MLP):
