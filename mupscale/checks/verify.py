@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale._torch import TorchDispatchMode, tree_leaves, tree_map
+from mupscale._torch import TorchDispatchMode, tree_leaves
 from mupscale.arguments import (
     refuse_unless_callable,
     refuse_unless_iterable,
@@ -22,6 +23,7 @@ from mupscale.arguments import (
     shown,
 )
 from mupscale.checks.recording import Call, Recorder, buffers_kept
+from mupscale.checks.structures import leaves_of, map_leaves, unknown_kinds
 from mupscale.errors import UserError
 from mupscale.text_tables import Paint, folded, table, unpainted
 from mupscale.watching import Watch, unwatched
@@ -38,7 +40,7 @@ from mupscale.widening.layout import (
 )
 from mupscale.widening.plan import Blocks, Plan, TensorPlan
 from mupscale.widening.roles import Roles
-from mupscale.widening.survey import refuse_unless_model
+from mupscale.widening.survey import refuse_scripted, refuse_unless_model
 from mupscale.widening.units import Units
 from mupscale.widening.upscale import as_list, upscale
 from mupscale.widening.weights import widen_
@@ -95,6 +97,9 @@ class Verdict:
     drift_by_module: dict[str, float] = field(default_factory=dict, repr=False)
     """The largest drift of each module's activations, in the order of the forward pass."""
     plan: Plan | None = field(default=None, repr=False)
+    scaled: dict[str, float] = field(default_factory=dict, repr=False)
+    """The modules inside an exact model whose outputs the wide model multiplies by another factor, and this factor.
+    Their drifts are measured from the multiplied outputs."""
 
     def __bool__(self) -> bool:
         return self.passed
@@ -122,7 +127,8 @@ class Verdict:
         rows += [(name, f"{drift:.1e}", f"{allowed:.0e}") for name, (drift, allowed) in drifts.items()]
         beyond = [index for index, (drift, allowed) in enumerate(drifts.values(), 1) if not drift <= allowed]
         lines += table(rows, right=(1, 2), styles=dict.fromkeys(beyond, "bad"), columns=columns, paint=paint)
-        return "\n".join([*lines, *folded([self.reason] if self.reason else [], columns)])
+        below = [f"{name}: its output is multiplied by {scale:g}" for name, scale in self.scaled.items()]
+        return "\n".join([*lines, *folded([self.reason] if self.reason else below, columns)])
 
 
 def verify(
@@ -146,6 +152,10 @@ def verify(
     steps with `optimizer(parameters)` and `loss(model, batch)`, cycling through `batches`; with `clip`, gradients are
     clipped by the width-invariant norm. The output of every module, every gradient and every weight of the wide copy is
     compared with its duplicated narrow counterpart. The arguments are not changed. Complex weights become complex128.
+    Tensors in batches are converted too, in tuples, lists, dictionaries and dataclasses.
+
+    Inside the model, the output of a module may be multiplied by a constant (a softmax over the width makes it smaller)
+    if the output of the model, the loss, all gradients, weights and buffers agree.
 
     The default tolerance is 1e-8 for activations and 1e-10 for the loss. If the model or the optimizer computes in
     float32 internally, it is 1e-4 and 1e-6.
@@ -169,6 +179,7 @@ def verify(
     """
     for name, model in (("narrow", narrow), ("wide", wide)):
         refuse_unless_model(f"verify: {name}", model)
+        refuse_scripted(f"verify: {name}", model)
     if any(tensor.is_meta for tensor in (*narrow.parameters(), *narrow.buffers())):
         raise UserError("verify: narrow is on the meta device and has no values; build it on the CPU")
     refuse_unless_whole("verify: steps", steps)
@@ -198,7 +209,7 @@ def _verify(
     tolerance: float | None,
     watch: Watch,
 ) -> Verdict:
-    narrow, wide = float64_copy(narrow), float64_copy(wide)
+    narrow, wide = _copied("narrow", narrow), _copied("wide", wide)
     for module, twin in zip(narrow.modules(), wide.modules(), strict=False):
         twin.training = module.training
     made = make_optimizer(list(narrow.parameters()))
@@ -216,6 +227,7 @@ def _verify(
     assert isinstance(report.optimizer, list)
 
     comparison = _Comparison(report.plan, tolerance)
+    comparison.note_buffers(narrow, wide)
     for step in range(steps):
         batch = batches[WARM_UP + step]
         comparison.begin(step)
@@ -235,6 +247,7 @@ def _verify(
         _step(wide, report.optimizer, clip)
         comparison.weights(narrow, wide)
         watch("comparing training steps", step + 1, steps)
+    comparison.buffers(narrow, wide)
     return comparison.verdict(steps)
 
 
@@ -252,6 +265,16 @@ class _Comparison:
     first: tuple[str, str] | None = None
     by_module: dict[str, float] = field(default_factory=dict)
     layouts: dict[Any, tuple[tuple[Layout, ...], float]] = field(default_factory=dict)
+    is_inexact: bool = False
+    """Whether anything differed by more than the scale of an activation inside the model."""
+    scaled: dict[str, float] = field(default_factory=dict)
+    """The scale of the outputs of modules that differ by no more than that."""
+    scales: dict[Any, tuple[tuple[Layout, ...], float]] = field(default_factory=dict)
+    """The same for single tensors, with their layouts."""
+    unscaled_drift: dict[str, float] = field(default_factory=dict)
+    """The largest drift of each module's activations, apart from such a scale."""
+    tracked: list[str] = field(default_factory=list)
+    """The buffers that agreed before the first step."""
     has_gradient: bool = False
     """Whether a parameter that matters had a gradient other than zero, at any step."""
     has_moved: bool = False
@@ -260,7 +283,8 @@ class _Comparison:
     def begin(self, step: int) -> None:
         self.step = step
 
-    def blame(self, module: str, what: str) -> None:
+    def blame(self, module: str, what: str, *, is_inexact: bool = True) -> None:
+        self.is_inexact = self.is_inexact or is_inexact
         if self.first is None:
             self.first = module or "(the model)", f"{what} at step {self.step} after the upscale"
 
@@ -279,14 +303,22 @@ class _Comparison:
             drift = self._tensors_drift((index, "out"), before.outputs, after.outputs)
             self.activation_drift = _worst(self.activation_drift, drift)
             self.by_module[before.name] = _worst(self.by_module.get(before.name, 0.0), drift)
+            apart = drift
             if not drift <= self.tolerance:
+                apart = self._unscaled_drift((index, "out"), before, after)
+                is_inexact = not apart <= self.tolerance
                 given = self._tensors_drift((index, "in"), before.inputs, after.inputs)
                 if given <= self.tolerance:
-                    self.blame(before.name, f"its output drifts by {drift:.1e} although its input agrees,")
+                    what = f"its output drifts by {drift:.1e} although its input agrees,"
+                    self.blame(before.name, what, is_inexact=is_inexact)
                 elif self.first is None:
-                    self._blame_container(index, given, narrow, wide)
+                    self._blame_container(index, given, narrow, wide, is_inexact=is_inexact)
+                self.is_inexact = self.is_inexact or is_inexact
+            self.unscaled_drift[before.name] = _worst(self.unscaled_drift.get(before.name, 0.0), apart)
 
-    def _blame_container(self, index: int, given: float, narrow: list[Call], wide: list[Call]) -> None:
+    def _blame_container(
+        self, index: int, given: float, narrow: list[Call], wide: list[Call], *, is_inexact: bool
+    ) -> None:
         """Blames the innermost module around this call whose own input agrees.
 
         A computation between two modules happens in the forward pass of a module that contains both. Calls are in the
@@ -303,7 +335,7 @@ class _Comparison:
             if drift <= self.tolerance:
                 break
             inner, given = parent, drift
-        self.blame(parent, f"what it computes before {inner!r} drifts by {given:.1e}")
+        self.blame(parent, f"what it computes before {inner!r} drifts by {given:.1e}", is_inexact=is_inexact)
 
     def gradients(self, narrow: nn.Module, wide: nn.Module, order: dict[str, int]) -> None:
         targets = dict(wide.named_parameters())
@@ -340,6 +372,34 @@ class _Comparison:
                     f"the update of {name!r} drifts by {drift:.1e} although its gradient agrees,",
                 )
 
+    def note_buffers(self, narrow: nn.Module, wide: nn.Module) -> None:
+        """Notes which buffers agree before the first step: one that is not saved has its own value in each model."""
+        self.tracked = [name for name, drift in self._buffer_drifts(narrow, wide).items() if drift <= self.tolerance]
+
+    def buffers(self, narrow: nn.Module, wide: nn.Module) -> None:
+        """Statistics of activations with another scale would show only in evaluation."""
+        drifts = self._buffer_drifts(narrow, wide)
+        allowed = self.tolerance * GRADIENT_MULTIPLE
+        if self.scaled and not all(drifts.get(name, math.inf) <= allowed for name in self.tracked):
+            self.is_inexact = True
+
+    def _buffer_drifts(self, narrow: nn.Module, wide: nn.Module) -> dict[str, float]:
+        """Of the buffers that both models have, in the shapes of the plan."""
+        targets = dict(wide.named_buffers())
+        drifts = {}
+        for name, source in narrow.named_buffers():
+            entry, target = self.plan.buffers.get(name), targets.get(name)
+            if entry is None or target is None or source.shape != entry.narrow_shape:
+                continue
+            before, after = duplicate(source.detach(), entry.layouts), target.detach()
+            if before.shape != after.shape:
+                continue
+            if _is_inexact(before):
+                drifts[name] = _relative(after, before, float(before.abs().max()) if before.numel() else 0.0)
+            else:
+                drifts[name] = 0.0 if torch.equal(before, after) else math.inf
+        return drifts
+
     def tested(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters whose training tests the widening: those that grow; all, where none does."""
         growing = {name for name, entry in self.plan.parameters.items() if entry.grows}
@@ -372,6 +432,11 @@ class _Comparison:
         return None
 
     def verdict(self, steps: int) -> Verdict:
+        if self.first is not None and not self.is_inexact:  # only scales inside the model differ
+            self.first, self.by_module = None, self.unscaled_drift
+            self.activation_drift = _worst(0.0, *self.by_module.values())
+        else:
+            self.scaled = {}
         module, reason = self.first or (None, None)
         untested = self.untested(steps) if self.first is None else None
         if reason:
@@ -389,6 +454,7 @@ class _Comparison:
             tolerance=self.tolerance,
             drift_by_module=self.by_module,
             plan=self.plan,
+            scaled=self.scaled,
         )
 
     def _tensors_drift(self, key: Any, narrow: list[Tensor], wide: list[Tensor]) -> float:
@@ -409,7 +475,9 @@ class _Comparison:
         key = key, narrow.shape, wide.shape
         known = self.layouts.get(key)
         best = _duplication_error(narrow, wide, *known, size) if known else math.inf
-        if best <= self.tolerance or (known and self.first):  # once diverged, no other layout will fit
+        if best <= self.tolerance:
+            return best
+        if known and (self.is_inexact or key in self.scales):  # once diverged, no other layout will fit
             return best
         candidates = list(islice(self._candidates(narrow, wide), 4096))
         if not candidates:  # a concatenation that no parameter describes: what follows will show
@@ -421,6 +489,39 @@ class _Comparison:
             if best <= self.tolerance:
                 break
         return best
+
+    def _unscaled_drift(self, key: Any, narrow: Call, wide: Call) -> float:
+        """The drift of a module's output, apart from one scale for each tensor, the same at all steps.
+
+        If a scale is wrong for what follows, that differs too. Nothing follows the output of the model.
+        """
+        if len(narrow.outputs) != len(wide.outputs):
+            return math.inf
+        drifts = []
+        for i, (a, b) in enumerate(zip(narrow.outputs, wide.outputs, strict=True)):
+            drift = self._drift((key, i), a, b)
+            is_final = narrow.is_outermost and (not narrow.name or a.shape == b.shape)
+            if not drift <= self.tolerance and not is_final and a.ndim == b.ndim:
+                drift, scale = self._scaled_drift(((key, i), a.shape, b.shape), a, b)
+                if drift <= self.tolerance:
+                    self.scaled.setdefault(narrow.name, scale)
+            drifts.append(drift)
+        return _worst(0.0, *drifts)
+
+    def _scaled_drift(self, key: Any, narrow: Tensor, wide: Tensor) -> tuple[float, float]:
+        """The drift from the narrow tensor times the scale that fits best, and this scale."""
+        size = float(narrow.abs().max()) if narrow.numel() else 0.0
+        if key in self.scales:
+            layouts, scale = self.scales[key]
+            return _duplication_error(narrow, wide, layouts, scale, size), scale
+        candidates = dict.fromkeys(layouts for layouts, _ in islice(self._candidates(narrow, wide), 4096))
+        for layouts in candidates:
+            scale = _fitted_scale(duplicate(narrow, layouts), wide)
+            error = _duplication_error(narrow, wide, layouts, scale, size) if scale > 0 else math.inf
+            if error <= self.tolerance:
+                self.scales[key] = layouts, scale
+                return error, scale
+        return math.inf, 1.0
 
     def _candidates(self, narrow: Tensor, wide: Tensor) -> Iterator[tuple[tuple[Layout, ...], float]]:
         planned = {layout for entry in self.plan.parameters.values() for layout in entry.layouts}
@@ -461,7 +562,7 @@ class _Batches:
     def __getitem__(self, index: int) -> Any:
         while not self._ended and index >= len(self._seen):
             try:
-                self._seen.append(tree_map(_to_float64, next(self._source)))
+                self._seen.append(map_leaves(_to_float64, next(self._source)))
             except StopIteration:
                 self._ended = True
         if not self._seen:
@@ -513,6 +614,12 @@ def _in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batc
         message = " ".join(str(error).split())
         if not any(word in message for word in ("Double", "float64", "dtype", "data type", "scalar type")):
             raise
+        strangers = unknown_kinds(batch)
+        if strangers:
+            raise UserError(
+                f"verify: batches hold objects of class {', '.join(strangers)}, whose tensors verify cannot convert to "
+                f"float64 ({message}). Give tensors in tuples, dictionaries or dataclasses, and make the object in loss"
+            ) from error
         raise UserError(
             f"verify: the model does not compute in float64 ({message}). Give it an implementation that does, or make "
             "its tensors of the dtype of its inputs"
@@ -560,9 +667,48 @@ def _step(model: nn.Module, optimizers: Sequence[Optimizer], clip: float | None)
         optimizer.step()
 
 
+def _copied(name: str, model: nn.Module) -> nn.Module:
+    """A copy in float64. Raises a UserError that names the attribute that cannot be copied."""
+    try:
+        return float64_copy(model)
+    except Exception as error:
+        shared = _not_copied(model)
+        for module_name, module in model.named_modules():
+            for attribute, value in vars(module).items():
+                try:
+                    if attribute != "_modules":
+                        copy.deepcopy(value, dict(shared))
+                except Exception as reason:
+                    raise UserError(
+                        f"verify: {name} has an attribute {f'{module_name}.{attribute}'.removeprefix('.')!r} of class "
+                        f"{type(value).__name__} that cannot be copied ({' '.join(str(reason).split())}). Remove it, "
+                        "or give its class a method __deepcopy__"
+                    ) from error
+        raise
+
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, threading.Event)
+
+
+def _not_copied(model: nn.Module) -> dict[int, Any]:
+    """By identity, what a copy of a model has in place of what cannot be copied.
+
+    An activation that a module keeps is part of a graph: the copy has its value. Locks are shared.
+    """
+    answer: dict[int, Any] = {}
+    for module in model.modules():
+        own = {key: value for key, value in vars(module).items() if key not in ("_modules", "_parameters")}
+        for leaf in leaves_of(own):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                answer[id(leaf)] = leaf.detach().clone()
+            elif isinstance(leaf, _LOCKS):
+                answer[id(leaf)] = leaf
+    return answer
+
+
 def float64_copy(model: nn.Module) -> nn.Module:
     restore_infshapes(model)
-    twin = copy.deepcopy(model).double()
+    twin = copy.deepcopy(model, _not_copied(model)).double()
     set_experts: Any = getattr(twin, "set_experts_implementation", None)
     if callable(set_experts):
         set_experts("eager")  # the other implementations of transformers have no float64
@@ -586,6 +732,14 @@ def _widened_gradient(entry: TensorPlan, source: Tensor) -> Tensor:
 
 def _duplication_error(narrow: Tensor, wide: Tensor, layouts: tuple[Layout, ...], scale: float, size: float) -> float:
     return _relative(wide, duplicate(narrow, layouts) * scale, size * scale)
+
+
+def _fitted_scale(narrow: Tensor, wide: Tensor) -> float:
+    """The factor of the narrow tensor that comes nearest to the wide one, by the entries that are finite in both."""
+    finite = narrow.isfinite() & wide.isfinite()
+    a, b = narrow.masked_fill(~finite, 0.0), wide.masked_fill(~finite, 0.0)
+    square = float(a.square().sum())
+    return float((a * b).sum()) / square if square > 0 else math.nan
 
 
 def _is_normalised(narrow: Tensor, wide: Tensor) -> bool:

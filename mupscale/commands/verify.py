@@ -1,9 +1,11 @@
 """verify: check whether a configured model can be widened exactly, and name the layer that cannot.
 
-Trains float64 copies of both widths side by side on the model's data, and compares them. Of another growth method than
+Trains float64 copies of both widths side by side on the model's data, and compares them. A model's own
+configure_optimizers is refused if it cannot continue after the growth. Of another growth method than
 the paper's, checks whether it keeps what it claims.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,11 +14,14 @@ from torch.optim import Optimizer
 from mupscale.checks.claims import check_claim
 from mupscale.checks.verify import verify
 from mupscale.commands.configured import configured, first_batches, growths
+from mupscale.commands.own_optimizers import moved_optimizers, refuse_own_rates
 from mupscale.commands.status import Status
 from mupscale.commands.terminal import columns, paint
+from mupscale.models.base import has_own_optimizers
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import Duplication
 
+NOT_CHECKED = "cannot be checked outside of a run: model.optimizer is checked in its place"
 STEPS = 50
 BATCHES = 8
 
@@ -30,12 +35,20 @@ def main(command: str, arguments: list[str]) -> int:
         module.net = net
         return module.loss(batch)
 
-    def optimizer(params: list[nn.Parameter]) -> Optimizer:
+    def configured_optimizer(params: list[nn.Parameter]) -> Optimizer:
         return apply_mup(module.optimizer_callable(params))
 
     passed = True
-    for before, after, method, _ in scheduled:
+    for before, after, method, plan in scheduled:
         narrow, wide = module.network(before), module.network(after, meta=True)
+        optimizer: Callable[[list[nn.Parameter]], Any] = configured_optimizer
+        if has_own_optimizers(module):
+            refuse_own_rates(module, narrow, wide, plan, method)
+            own = moved_optimizers(module, narrow, several=isinstance(method, Duplication))
+            if own is None:
+                print(f"{type(module).__name__}.configure_optimizers {NOT_CHECKED}", flush=True)
+            else:
+                optimizer = own
         if isinstance(method, Duplication):
             clip = trainer.gradient_clip_val
             with Status() as status:

@@ -2,7 +2,9 @@
 
 import copy
 import math
-from dataclasses import replace
+import threading
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import mupscale
 from mupscale.checks.verify import TOLERANCE, TOLERANCE_FLOAT32, WARM_UP
+from mupscale.errors import UserError
 from mupscale.widening import optimizer_state, rules, weights
 from mupscale.widening.plan import TensorPlan
 
@@ -403,3 +406,207 @@ def test_a_mixture_of_experts_is_verified_in_float64_as_it_is():
     narrow, wide = Experts(3, 4), Experts(3, 8)
     assert verify_layers(narrow, wide, roles={"weight": "vector"}).passed
     assert narrow.implementation == wide.implementation == "grouped"
+
+
+# --- a scale inside the model
+
+
+class Mixture(nn.Module):
+    """A mixture of `width` experts; what else it computes from them goes through `beside`, and out of the model."""
+
+    def __init__(self, width: int, beside: nn.Module | None = None, returned: bool = False) -> None:
+        super().__init__()
+        self.score, self.value, self.softmax = nn.Linear(3, width), nn.Linear(3, width), nn.Softmax(-1)
+        self.beside, self.returned = beside, returned
+
+    def forward(self, x: Tensor) -> Any:
+        values = self.value(x)
+        answer = (self.softmax(self.score(x)) * values).sum(-1)
+        extra = None if self.beside is None else self.beside(values)
+        return (answer, extra) if self.returned else answer
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.norm()
+
+
+class TrackedNorm(Norm):
+    """Remembers the norm, as for evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = super().forward(x)
+        self.running.lerp_(norm.detach(), 0.1)
+        return norm
+
+
+class GrowingPower(Norm):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) ** self.calls
+
+
+def first_square(model: nn.Module, x: Tensor) -> Tensor:
+    answer = model(x)
+    return ((answer[0] if isinstance(answer, tuple) else answer) - 1).square().mean()
+
+
+def test_a_softmax_over_the_width_is_exact():
+    answer = verify_layers(Mixture(4), Mixture(12), loss=first_square)
+    assert answer.passed, answer
+    assert answer.scaled == pytest.approx({"softmax": 1 / 3})
+    assert answer.activation_drift == max(answer.drift_by_module.values()) < 1e-12
+    assert str(answer).endswith("softmax: its output is multiplied by 0.333333")
+    answer = verify_layers(Mixture(4, Norm()), Mixture(12, Norm()), loss=first_square)
+    assert answer.passed, answer
+    assert answer.scaled == pytest.approx({"softmax": 1 / 3, "beside": 3**0.5})
+
+
+def test_another_scale_of_what_the_model_returns_is_not_exact():
+    answer = verify_layers(Mixture(4, Norm(), True), Mixture(12, Norm(), True), loss=first_square)
+    assert not answer.passed
+    assert answer.activation_drift > 0.5
+    assert answer.scaled == {}
+
+    def direction(model: nn.Module, x: Tensor) -> Tensor:
+        return (torch.nn.functional.normalize(model(x), dim=-1) - 1).square().mean()
+
+    scaled = [nn.Sequential(layers(n), Times(n)) for n in (4, 12)]
+    answer = verify_layers(*scaled, loss=direction)
+    assert answer.first_divergent == "1"
+    assert answer.loss_drift < 1e-10
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+@pytest.mark.parametrize("kind", [TrackedNorm, GrowingPower])
+def test_a_scale_that_moves_a_buffer_or_changes_is_not_exact(kind: type[nn.Module]):
+    answer = verify_layers(Mixture(4, kind()), Mixture(12, kind()), loss=first_square)
+    assert answer.loss_drift < 1e-10
+    assert not answer.passed
+
+
+def test_a_scale_in_an_inexact_model_is_still_blamed():
+    answer = verify_layers(Mixture(4), Mixture(12), loss=first_square, units={"value.*": 2.0})
+    assert not answer.passed
+    assert answer.first_divergent == "softmax"
+
+
+# --- models and batches of unusual kinds
+
+
+class Plain(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.readout = nn.Linear(3, width), nn.Linear(width, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.readout(torch.tanh(self.inner(x)))
+
+
+class Cached(Plain):
+    """Keeps its activations, also in a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.lock = threading.Lock()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = {"hidden": [torch.tanh(self.inner(x))]}
+        self.mean = self.kept["hidden"][0].mean()
+        return self.readout(self.kept["hidden"][0])
+
+
+class Mapped(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().forward)(x)
+
+
+class Generating(Plain):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.numbers = (number for number in range(3))
+
+
+@dataclass(frozen=True)
+class Rows:
+    x: Tensor
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+class OfRows(Plain):
+    """Takes a dataclass, and its inner model returns one."""
+
+    def forward(self, rows: Any) -> Any:
+        return super().forward(rows.x + rows.more["shift"][0])
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.x, self.more = torch.randn(8, 3), {"shift": [0.0]}
+
+
+def test_activations_that_a_model_keeps_and_locks():
+    narrow, wide = Cached(4), Cached(12)
+    for model in (narrow, wide):
+        model(torch.randn(8, 3)).sum().backward()
+    hidden = narrow.kept["hidden"][0]
+    assert verify_layers(narrow, wide).passed
+    assert narrow.kept["hidden"][0] is hidden
+    assert hidden.grad_fn is not None
+
+
+def test_an_attribute_that_cannot_be_copied_is_named():
+    reason = r"verify: wide has an attribute '1\.numbers' of class generator that cannot be copied \(cannot pickle"
+    models = [nn.Sequential(nn.Identity(), kind(width)) for kind, width in ((Plain, 4), (Generating, 12))]
+    with pytest.raises(UserError, match=reason):
+        verify_layers(*models)
+
+
+def test_modules_inside_vmap_are_compared():
+    assert verify_layers(Mapped(4), Mapped(12)).passed
+    answer = verify_layers(Mapped(4), Mapped(12), blocks={"readout.weight": {1: 2}})
+    assert answer.first_divergent == "readout"
+    assert "although its input agrees" in answer.reason
+
+
+def test_batches_in_dataclasses_are_converted():
+    batches = [Rows(torch.randn(8, 3), {"shift": [torch.randn(8, 3)]}) for _ in range(2)]
+    answer = verify_layers(OfRows(4), OfRows(12), batches=batches)
+    assert answer.passed, answer
+    assert answer.tolerance == TOLERANCE
+    assert batches[0].x.dtype == torch.float32
+
+
+def test_batches_that_cannot_be_converted_are_named():
+    with pytest.raises(UserError, match="batches hold objects of class Opaque, whose tensors verify cannot convert"):
+        verify_layers(OfRows(4), OfRows(12), batches=[Opaque()])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripts_are_refused():
+    scripts = [torch.jit.script(layers(width)) for width in (4, 12)]
+    reason = "is compiled by torch.jit, which hides what it computes. Pass the model as it was before"
+    with pytest.raises(UserError, match=f"verify: narrow {reason}"):
+        verify_layers(*scripts)
+    for check in (mupscale.plan, mupscale.upscale):
+        with pytest.raises(UserError, match=f"^narrow {reason}"):
+            check(*map(nn.Sequential, scripts))

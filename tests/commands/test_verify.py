@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command_line import small, upscale
+from command_line import refused, small, upscale
 
 from mupscale.__main__ import main
 from mupscale.widening import rules
@@ -22,6 +22,20 @@ def test_a_broken_rule_is_an_exit_status(capsys: pytest.CaptureFixture[str], mon
         main(["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50"])
     assert exit.value.code == 1
     assert "NOT exact: layers.1 diverges first" in capsys.readouterr().out
+
+
+def test_an_own_configure_optimizers_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", "--model"]
+    assert "UnscaledMLP.configure_optimizers: layers.0.weight and" in refused(*command, "extensions.UnscaledMLP")
+    message = refused(*command, "extensions.LeastRateMLP")
+    assert "LeastRateMLP.configure_optimizers: CosineAnnealingLR has one absolute rate" in message
+    capsys.readouterr()
+    main([*command, "extensions.TwoOptimizersMLP"])
+    assert capsys.readouterr().out.startswith("width 8 → 16: exact")
+    main([*command, "extensions.OneGroupMLP"])
+    printed = capsys.readouterr().out
+    assert "OneGroupMLP.configure_optimizers cannot be checked outside of a run: model.optimizer is checked" in printed
+    assert "width 8 → 16: exact" in printed
 
 
 @pytest.mark.parametrize("broken", [False, True])
