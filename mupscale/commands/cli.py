@@ -165,9 +165,10 @@ class CLI(OpenCLI):
         parser.set_defaults({"checkpoint.save_last": "link", "checkpoint.every_n_train_steps": 500})
         parser.add_argument(
             "--callback_args",
-            type=dict[str, dict[str, Any]] | None,
+            type=dict[str, dict[str, Any] | list[dict[str, Any]]] | None,
             default=None,
-            help="by class, arguments that override those of the callbacks in trainer.callbacks (used by best.yaml)",
+            help="by class, arguments that override those of the callbacks in trainer.callbacks, or a list of them for "
+            "one callback after another (used by best.yaml)",
         )
         parser.add_argument(
             "--stop_on_nan",
@@ -501,8 +502,14 @@ def with_callback_args(config: Any) -> list[dict[str, Any]]:
         named = [callback for callback in answer if callback["class_path"].rpartition(".")[2] == name]
         if not named:
             raise UserError(f"callback_args.{name}: there is no {name} in trainer.callbacks")
-        for callback in named:
-            callback["init_args"] = callback.get("init_args", {}) | arguments
+        of_each = arguments if isinstance(arguments, list) else [arguments] * len(named)
+        if len(of_each) != len(named):
+            raise UserError(
+                f"callback_args.{name}: a list for {len(of_each)} callbacks, but trainer.callbacks has {len(named)}; "
+                "give one entry for each"
+            )
+        for callback, own in zip(named, of_each, strict=True):
+            callback["init_args"] = callback.get("init_args", {}) | own
     return answer
 
 

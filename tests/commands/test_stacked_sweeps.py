@@ -95,6 +95,8 @@ CASES: dict[str, tuple[list[str], list[str], str | None]] = {
         LRS, ["--trainer.accumulate_grad_batches=2"], f"{APART}trainer.accumulate_grad_batches is 2"),
     "an operation that vmap does not know": (
         LRS, [*model("Recurrent"), "--trainer.precision=32-true"], f"{APART}lstm has no rule for many models"),
+    "a loss that logs": (LRS, model("LoggingLoss"), f"{APART}`loss` of many models at once cannot call Lightning"),
+    "a mask in the loss": (LRS, model("MaskedLoss"), f"{APART}__getitem__ has no rule for many models"),
     "a training step": (LRS, model("OwnStep"), f"{APART}OwnStep overrides training_step"),
     "widths": (["model.width=8,16", f"{LR}=0.01,0.02"], [], None),
     "batch sizes": (["data.batch_size=500,1000"], ["--metric=last_50%"], None),
@@ -113,7 +115,9 @@ OFTEN = ("an operation that vmap does not know", "a training step", "widths", "a
 """A case of each kind: refused by a look at it, refused by trying it, several stacks, a callback, an early stop."""
 
 
-@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
+@pytest.mark.filterwarnings(
+    "ignore:You're using the WeightAveraging callback", "ignore:the run has no curves against FLOPs"
+)
 @pytest.mark.parametrize("case", slow_except(CASES, kept=OFTEN))
 def test_what_does_not_stack_is_trained_all_the_same(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

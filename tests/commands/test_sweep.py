@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -559,6 +560,42 @@ def test_signal_noise_is_carried_by_its_constants(
     assert wide.noise.constants == constants
     assert wide.noise.centred == centred
     assert cli.model.width == 64
+
+
+def test_best_leaves_the_noise_of_other_growths_alone(tmp_path: Path) -> None:
+    """Also if a swept argument differs between them in what is not swept."""
+    swaps = [upscale(5, 16), upscale(10, 32)]
+    signal = {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}
+    config = {"model": {}, "trainer": {"callbacks": deepcopy(swaps)}}
+    config["trainer"]["callbacks"][1]["init_args"]["noise"] = signal
+    recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": str(tmp_path / "noise.json")}}
+
+    def best(config: Any, **point: Any) -> Any:
+        settings = sweep_study.Settings(config, [], "grid", 8, [0], "last_epoch")
+        keys = {f"UpscaleCallback.{key}": value for key, value in point.items()}
+        outcome = sweep_study.Outcome(0, keys, 1.0, [1.0], 1.0, 1)
+        return Results(tmp_path, settings, [outcome]).tuned(outcome)["callback_args"]["UpscaleCallback"]
+
+    assert best(config) == [{}, {"noise": recorded}]
+    tuned = best(config, lr=0.1)
+    assert tuned == [{"lr": 0.1}, {"lr": 0.1, "noise": recorded}]
+    config["trainer"]["callbacks"] = swaps
+    assert best(config, lr=0.1) == {"lr": 0.1}
+    centred = [deepcopy(swap["init_args"]["noise"]) for swap in swaps]
+    for each, is_centred in zip(swaps, (True, False), strict=True):
+        each["init_args"]["noise"]["init_args"]["centred"] = is_centred
+    for each, is_centred in zip(centred, (True, False), strict=True):
+        each["init_args"] |= {"std": 0.3, "centred": is_centred}
+    assert best(config, **{"noise.std": 0.3}) == [{"noise": noise} for noise in centred]
+
+    target = small(tmp_path / "target.yaml", upscale(5, 16), upscale(10, 32))
+    (tmp_path / "best.yaml").write_text(yaml.safe_dump({"callback_args": {"UpscaleCallback": [{"lr": 0.1}, {}]}}))
+    cli = parsed(["--config", target, "--config", str(tmp_path / "best.yaml")], run=False)
+    rates = [callback.lr for callback in cli.trainer.callbacks if isinstance(callback, UpscaleCallback)]
+    assert rates == [0.1, None]
+    single = small(tmp_path / "single.yaml", upscale(5, 16))
+    message = refused("fit", "--config", single, "--config", str(tmp_path / "best.yaml"))
+    assert "callback_args.UpscaleCallback: a list for 2 callbacks, but trainer.callbacks has 1" in message
 
 
 @pytest.mark.slow

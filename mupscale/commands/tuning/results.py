@@ -6,6 +6,7 @@ import math
 import shlex
 import shutil
 import statistics
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,27 @@ class Results:
         """The swept values alone, to override those of another configuration."""
         config = at(self.settings.config, best.point)
         tuned: Config = {}
+        arguments: dict[str, list[Config]] = {}
         for key, value in best.point.items():
             if key.partition(".")[0] in config:
                 lay(tuned, config, key.split("."), value)
             else:
                 name, (argument, *_) = callback_key(key)
-                # the whole argument, because the target's own may be of another class
-                carried = callbacks_of(config, name)[0]["init_args"][argument]
-                tuned.setdefault("callback_args", {}).setdefault(name, {})[argument] = without_nulls(carried)
+                callbacks = callbacks_of(config, name)
+                given = arguments.setdefault(name, [{} for _ in callbacks])
+                for own, callback in zip(given, callbacks, strict=True):
+                    # the whole argument, because the target's own may be of another class
+                    own[argument] = deepcopy(without_nulls(callback["init_args"][argument]))
         swap = signal_swap(config)
         if swap is not None:
             recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": str(self.out / "noise.json")}}
-            tuned.setdefault("callback_args", {}).setdefault("UpscaleCallback", {})["noise"] = recorded
+            swaps = callbacks_of(config, "UpscaleCallback")
+            given = arguments.setdefault("UpscaleCallback", [{} for _ in swaps])
+            for own, callback in zip(given, swaps, strict=True):
+                if callback is swap:
+                    own["noise"] = recorded
+        if arguments:
+            tuned["callback_args"] = {name: for_all(given) for name, given in arguments.items()}
         return tuned
 
     def write_best(self, best: Outcome) -> Path:
@@ -228,6 +238,11 @@ def without_nulls(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: without_nulls(item) for key, item in value.items() if item is not None}
+
+
+def for_all(given: list[Config]) -> Config | list[Config]:
+    """The arguments of the callbacks of a class: once if all have the same, otherwise in a list, one by one."""
+    return given[0] if all(own == given[0] for own in given) else given
 
 
 def signal_swap(config: Config) -> Config | None:
