@@ -38,6 +38,8 @@ class Run:
     config: Config
     folder: Path
     name: str
+    starts_from: Path | None = None
+    """A checkpoint of another run, which was the same up to there; None to start from the beginning."""
 
 
 Result = tuple[float, float]
@@ -77,7 +79,10 @@ def fitted(run: Run, beside: Callable[[], int] = lambda: 1, pattern: Pattern | N
         if path is None:
             shutil.rmtree(run.folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
             with temporary_file(run.config) as file, logged(run.folder):
-                cli = parsed(["fit", "--config", file], pattern=pattern, plain=run.config)
+                if run.starts_from is None:
+                    cli = parsed(["fit", "--config", file], pattern=pattern, plain=run.config)
+                else:
+                    cli = parsed(["fit", "--config", file, "--ckpt_path", str(run.starts_from)])
         else:
             arguments = ["fit", "--config", str(run.folder / "config.yaml"), "--ckpt_path", str(path)]
             with logged(run.folder):

@@ -378,9 +378,10 @@ def test_a_worker_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -
 def test_a_worker_that_is_killed_leaves_its_run_to_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake_worker(monkeypatch, "if [ $CUDA_VISIBLE_DEVICES = 0 ]; then kill -9 $$; fi")
-    experiment_workers.supervise([], 2, ["0", "1"])
-    assert "worker 0 was killed (signal 9)" in capsys.readouterr().err
+    for end, number in (("kill -9 $$", 9), ("exit 130", 2), ("exit 143", 15)):
+        fake_worker(monkeypatch, f"if [ $CUDA_VISIBLE_DEVICES = 0 ]; then {end}; fi")
+        experiment_workers.supervise([], 2, ["0", "1"])
+        assert f"worker 0 was killed (signal {number})" in capsys.readouterr().err
     with pytest.raises(ValueError, match="all workers were killed"):
         experiment_workers.supervise([], 2, ["0"])
 

@@ -175,7 +175,7 @@ def test_mistakes_name_their_key(keys: dict[str, Any], message: str) -> None:
 def test_a_name_that_is_there_twice_is_refused() -> None:
     path = Path(file())
     path.write_text(path.read_text().replace("  diagonal:\n", "  net2net:\n"))
-    with pytest.raises(ValueError, match="methods: the name 'net2net' is there twice"):
+    with pytest.raises(ValueError, match=r"it has the key methods\.net2net twice, in lines"):
         read(path, [])
 
 

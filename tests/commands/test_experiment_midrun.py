@@ -9,22 +9,27 @@ from typing import Any
 
 import blank_figures
 import pytest
+import torch
 import yaml
 from command_line import LR, NOISE, refused, small
 
 from mupscale.__main__ import main
 from mupscale.commands import figures
-from mupscale.commands.experiment.costs import BLOCKS, Costs, StepClock, budget_steps, limited, read_costs
+from mupscale.commands.experiment.costs import BLOCKS, Costs, StepClock, budget_steps, limited, measured, read_costs
 from mupscale.commands.experiment.file import read
 from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, stretched
-from mupscale.commands.experiment.parts import State
+from mupscale.commands.experiment.parts import RunPart, State
 from mupscale.commands.experiment.protocols import Experiment
 from mupscale.commands.experiment.widths import Growth
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.midrun import Arm, Comparison, Margin, Midrun, MidrunRun, edges_of, quantile
+from mupscale.commands.reporting.midrun_figures import lines_of
+from mupscale.commands.run_logs import LoggedRun
 from mupscale.commands.runs import result_of
 from mupscale.commands.tuning.results import Results
+from mupscale.errors import UserError
 from mupscale.flops import mlp_flops
+from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -46,7 +51,7 @@ def midrun(**keys: Any) -> dict[str, Any]:
         "seeds": [3],
         "metric": "last_10%",
         "shares": [0.5],
-        "noises": {"centred": CENTRED},
+        "noises": {"paper": ADDITIVE, "centred": CENTRED},
         "schedules": {"cosine": {"model": {"init_args": {"lr_scheduler": COSINE}}}},
         "sweep_1": {LR: [0.001, 0.02]},
         "sweep_2": {SWAP_LR: [0.005, 0.01], NOISE: [0.1]},
@@ -169,7 +174,7 @@ def test_mistakes_name_their_key(keys: dict[str, Any], message: str) -> None:
 def test_mistakes_are_reported_before_the_first_run() -> None:
     for keys, message in (
         ({"noises": {"loud": {"class_path": "mupscale.Loud"}}}, "Loud"),
-        ({"sweep_2": {"UpscaleCallback.noise.sdt": [0.1]}}, "sweep_2, noises.centred: UpscaleCallback.noise.sdt"),
+        ({"sweep_2": {"UpscaleCallback.noise.sdt": [0.1]}}, "sweep_2, noises.paper: UpscaleCallback.noise.sdt"),
         ({"schedules": {"a": {"model": {"init_args": {"lr_sched": 1}}}}}, "lr_sched"),
         ({"middle": None}, "protocol midrun needs the key 'middle'"),
         ({"noise": ADDITIVE}, "protocol midrun has no key 'noise'"),
@@ -196,6 +201,41 @@ def test_nothing_is_made_while_the_time_is_measured(monkeypatch: pytest.MonkeyPa
     assert whole.take() is not None
 
 
+def test_a_model_whose_flops_cannot_be_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = MLP.loss
+    monkeypatch.setattr(MLP, "loss", lambda self, batch: loss(self, batch) * loss(self, batch).item())
+    monkeypatch.setattr("mupscale.models.base._FLOPS", {})
+    monkeypatch.setattr("mupscale.commands.experiment.file.check", lambda description: None)
+    message = r"^model: protocol midrun compares runs at equal FLOPs, but the FLOPs of MLP cannot be counted.*item\(\)"
+    with pytest.raises(UserError, match=message):
+        measured(read(Path(file(midrun())), []), Path("t"))
+
+
+def test_a_run_follows_another_only_as_long_as_both_are_the_same() -> None:
+    def part(role: str, *, lr: float = 0.1, at_step: int = 7, first: RunPart | None = None) -> RunPart:
+        swap = {"class_path": "UpscaleCallback", "init_args": {"at_step": at_step, "noise": role}}
+        config = {"trainer": {"callbacks": [swap]}, "model": {"init_args": {"lr": lr}}}
+        return RunPart(Path("o"), role, 3, lambda: config, "last_10%", [], keeps_checkpoints=False, first=first)
+
+    first = part("first")
+    follower = part("second", first=first)
+    assert first._start() is None
+    assert follower._start() is None  # the other one diverged before it grew, say
+    saved = first.folder / "checkpoints" / "pre-upscale-7.ckpt"
+    saved.parent.mkdir(parents=True)
+    torch.save({"state_dict": {"w": torch.arange(1000)}}, saved)
+    assert follower._start() == saved
+    assert part("third", lr=0.2, first=first)._start() is None
+    assert part("fourth", at_step=8, first=first)._start() is None
+    (first.folder / "result.json").write_text('{"value": "1.0", "seconds": 1.0}')
+    first.tidy()
+    assert saved.exists()  # the others are not finished
+    content = bytearray(saved.read_bytes())
+    content[len(content) // 2] ^= 1
+    saved.write_bytes(content)
+    assert follower._start() is None
+
+
 @pytest.mark.slow
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Results, "draw", lambda *_: [])
@@ -203,11 +243,12 @@ def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
         monkeypatch.setattr(f"mupscale.commands.experiment.{module}.check", lambda description: None)
     main(["experiment", file(midrun()), "--out", "o", "--plan"])
     plan = capfd.readouterr().out
-    assert "16 of 16 runs left" in plan
+    assert "20 of 20 runs left" in plan
     assert re.search(r"^cosine/sweep_2/centred-0.5 +2 +0 +0  after costs, cosine/sweep_1/narrow$", plan, re.MULTILINE)
+    assert re.search(r"^cosine/flops/centred-0.5, seed 3 .*, cosine/flops/paper-0.5, seed 3$", plan, re.MULTILINE)
     main(["experiment", "e.yaml", "--out", "o"])
     output = capfd.readouterr().out
-    assert output.count(": begins\n") == 16
+    assert output.count(": begins\n") == 20
     measured = read_costs(Path("o/costs.json"))
     assert (measured.steps, measured.steps_per_epoch, measured.batches_per_step) == (20, 6, 1)
     for width in (8, 12, 16, 24, 32):  # data need no gradient: two operations less per weight of the first layer
@@ -244,29 +285,47 @@ def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     assert [(row["budget"], row["arm"]) for row in rows] == [
         (budget, arm)
         for budget in ("flops", "seconds")
-        for arm in ("width 32", "width 24", "width 16", "grown at 50 % (centred)")
+        for arm in ("width 32", "width 24", "width 16", "grown at 50 % (centred)", "grown at 50 % (paper)")
     ]
     budget_flops = 20 * measured.flops["32"]
-    for row in rows[:4]:
+    for row in rows[:5]:
         assert float(row["flops"]) == pytest.approx(budget_flops, abs=measured.flops["32"])
         assert math.isfinite(float(row["validation_loss"]))  # there is one after the very last step
     assert float(rows[3]["training_loss"]) == result_of(Path("o/cosine/flops/centred-0.5/seed=3"))[0]
     assert float(rows[3]["pause_seconds"]) > 0
-    assert rows[0]["training_loss"] == rows[4]["training_loss"]  # one run
+    assert rows[0]["training_loss"] == rows[5]["training_loss"]  # one run
+    assert rows[3]["training_loss"] != rows[4]["training_loss"]
     page = Path("o/report/index.html").read_text()
     assert "At equal seconds, schedule cosine" in page
     assert "At equal seconds, schedule cosine" in output
     assert Path("o/report/midrun_cosine.pdf").exists()
+    assert Path("o/report/midrun_cosine_curves.pdf").exists()
+    comparison = Midrun(ExperimentFolder(Path("o"), json.loads(Path("o/experiment.json").read_text()))).comparisons[0]
+    lines = lines_of(comparison)
+    spent = {str(arm): (round(x[0]), round(x[-1])) for arm, (x, _) in lines.items()}
+    best = comparison.best(comparison.growths, "validation")
+    assert best is not None
+    # windows end at the steps 4 of 20, 5 of 31 and 5 of 57; and at the first of 10 after the growth
+    assert spent == {"width 32": (20, 100), "width 24": (16, 100), "width 16": (9, 100), str(best): (55, 100)}
 
+    # until they grow, both are one run
+    at_step, steps = measured.steps_of_growth("flops", Growth(16, 32), 0.5)
+    first, follower = (Path(f"o/cosine/flops/{noise}-0.5/seed=3") for noise in ("paper", "centred"))
+    assert list(LoggedRun(first).log.loss) == list(range(1, steps + 1))
+    assert list(LoggedRun(follower).log.loss) == list(range(at_step + 1, steps + 1))
     assert not list(Path("o/cosine").glob("**/seed=3/checkpoints"))  # there are many runs, and nothing starts from them
     kept = {path: path.stat().st_mtime_ns for path in Path("o").rglob("*.json") if path.parent.name != "report"}
-    for path in Path("o/cosine/flops/middle/seed=3").glob("result.json"):
-        del kept[path]
-        path.unlink()
+    before = result_of(follower)[0]
+    for folder in (Path("o/cosine/flops/middle/seed=3"), follower):
+        del kept[folder / "result.json"]
+        (folder / "result.json").unlink()
     monkeypatch.setattr(figures, "save", blank_figures.save)  # they were drawn above
     main(["experiment", "e.yaml", "--out", "o"])
     again = re.findall(r"^(.*): begins$", capfd.readouterr().out, re.MULTILINE)
-    assert again == ["cosine/flops/middle, seed 3"]
+    assert again == ["cosine/flops/middle, seed 3", "cosine/flops/centred-0.5, seed 3"]
+    # the first run's checkpoint is gone, so this time it has trained from its beginning: to the same end
+    assert list(LoggedRun(follower).log.loss) == list(range(1, steps + 1))
+    assert result_of(follower)[0] == before
     assert {path: path.stat().st_mtime_ns for path in kept} == kept  # nothing is measured a second time
 
 

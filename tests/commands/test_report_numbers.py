@@ -457,3 +457,15 @@ def test_runs_without_flops():
     assert summary["comparisons"][0]["costs"] is None
     assert not list(Path("report").glob("*flops*"))
     assert "It reaches from scratch's minimum after 1 epoch." in Page(text).text
+
+
+def test_trials_without_flops():
+    scratch(epochs(0.5), flops=None, validation=accuracy(0.8))
+    upscaled(epochs(0.4), flops=None, validation=accuracy(0.8))
+    grows = {**UPSCALED, "model.init_args.width": 100, "trainer.callbacks": [upscale(width=400)]}
+    write_run(Path("s/trials/000"), epochs(0.5), values=grows, flops=None, validation=accuracy(0.7), result=0.5)
+    Path("s/sweep.json").write_text("{}")
+    Path("s/trials.csv").write_text("trial,last_epoch,run\n0,0.5,trials/000\n")
+    text, summary = report("runs", "s")
+    assert [(sweep["width"], sweep["speedup"]) for sweep in summary["tuning"]] == [("100 → 400", None)]
+    assert "1 of 1 trials of s have logged no FLOPs" in text

@@ -10,6 +10,8 @@ among machines that share the folder, start the same command on each of them.
 """
 
 import argparse
+import shlex
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -52,7 +54,7 @@ def main(command: str, arguments: list[str]) -> int:
             experiment(options, rest, arguments)
     except KeyboardInterrupt as interrupt:
         if options.child:  # the process that started it prints the message
-            return 1
+            return 128 + signal.SIGINT
         raise KeyboardInterrupt("run the same command again to continue") from interrupt
     except Terminated as ending:
         if options.child:
@@ -162,7 +164,7 @@ def work(whole: "Experiment", size: Size, quiet: bool) -> None:
 
 def print_start(whole: "Experiment") -> None:
     left, total = whole.left
-    state = f"{left} of {total} runs left; watch them with tensorboard --logdir {whole.out}"
+    state = f"{left} of {total} runs left; watch them with tensorboard --logdir {shlex.quote(str(whole.out))}"
     print(f"{whole.out}: {state if left else f'all {total} runs are done'}", flush=True)
 
 

@@ -118,7 +118,10 @@ def measured(description: Description, folder: Path) -> Costs:
     flops = {}
     for name, width in counted.items():
         cli.model.rebuild(width, meta=True)
-        flops[name] = batches_per_step * cli.model.training_flops(batch)
+        try:
+            flops[name] = batches_per_step * cli.model.training_flops(batch)
+        except UserError as error:
+            raise UserError(f"model: protocol midrun compares runs at equal FLOPs, but {error}") from error
     seconds, starts = {}, {}
     device = ""
     for width in timed if "seconds" in keys.budgets else []:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in
@@ -21,7 +20,7 @@ from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
 from mupscale.commands.tuning.space import Axis, axis_of, refuse_seeds
 from mupscale.commands.tuning.trial import Tried, for_trials, refuse_invalid
-from mupscale.data_files import LOADER, read_yaml
+from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
 
@@ -164,19 +163,7 @@ def content_of(path: Path) -> dict[str, Any]:
     for key in required:
         if content.get(key) is None:
             raise UserError(f"{path}: protocol {protocol} needs the key {key!r}; it needs {', '.join(required)}")
-    if "methods" in content:
-        refuse_names_twice(path.read_text(), "methods")
     return content
-
-
-def refuse_names_twice(text: str, key: str) -> None:
-    """Raises a UserError if the mapping at a key of a YAML text has a name twice: only the last would count."""
-    for node, mapping in yaml.compose(text, LOADER).value:
-        if node.value == key and isinstance(mapping, yaml.MappingNode):
-            names = [name.value for name, _ in mapping.value]
-            for name in names:
-                if names.count(name) > 1:
-                    raise UserError(f"{key}: the name {name!r} is there twice")
 
 
 def refuse_files(config: Any) -> None:

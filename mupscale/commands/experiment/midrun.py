@@ -39,6 +39,7 @@ class MakeRun(Protocol):
         *,
         details: dict[str, Any],
         keeps_checkpoints: bool,
+        first: RunPart | None,
     ) -> RunPart: ...
 
 
@@ -94,9 +95,12 @@ class MidrunParts:
         for budget in self.keys.budgets:
             for fixed in ("middle", "narrow"):
                 yield self._fixed_run(schedule, [budget], fixed, seed)
-            for noise in self.keys.noises:
-                for share in self.keys.shares:
-                    yield self._grown_run(schedule, budget, noise, share, seed)
+            for share in self.keys.shares:
+                first = None
+                for noise in self.keys.noises:
+                    part = self._grown_run(schedule, budget, noise, share, seed, first)
+                    first = first or part  # until they grow, all of them are one run
+                    yield part
 
     def _fixed_run(self, schedule: str, budgets: list[str], fixed: Fixed, seed: int) -> RunPart:
         tuned = self._of_fixed[schedule, fixed]
@@ -108,7 +112,9 @@ class MidrunParts:
         details = {"schedule": schedule, "budgets": budgets, "fixed": fixed}
         return self._made(role, seed, config, [self.costs, tuned], details)
 
-    def _grown_run(self, schedule: str, budget: str, noise: str, share: float, seed: int) -> RunPart:
+    def _grown_run(
+        self, schedule: str, budget: str, noise: str, share: float, seed: int, first: RunPart | None
+    ) -> RunPart:
         tuned = self._of_growth[schedule, noise, self.keys.nearest_tuned(share)]
 
         def config() -> Config:
@@ -117,13 +123,19 @@ class MidrunParts:
         role = f"{schedule}/{budget}/{noise}-{share:g}"
         details = {"schedule": schedule, "budgets": [budget], "noise": noise, "share": share}
         needs = [self.costs, self._of_fixed[schedule, "narrow"], tuned]
-        return self._made(role, seed, config, needs, details)
+        return self._made(role, seed, config, needs, details, first)
 
     def _made(
-        self, role: str, seed: int, config: Callable[[], Config], needs: list[Part], details: dict[str, Any]
+        self,
+        role: str,
+        seed: int,
+        config: Callable[[], Config],
+        needs: list[Part],
+        details: dict[str, Any],
+        first: RunPart | None = None,
     ) -> RunPart:
-        # nothing starts from these runs, and there are many
-        return self._run(role, seed, config, needs, details=details, keeps_checkpoints=False)
+        # once all have grown, nothing starts from these runs, and there are many
+        return self._run(role, seed, config, needs, details=details, keeps_checkpoints=False, first=first)
 
     # --- configurations
 

@@ -6,6 +6,7 @@ Their folders show what is done, what is running, and what can be taken.
 import csv
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,8 @@ import yaml
 
 from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
-from mupscale.commands.config import Config
+from mupscale.commands.checkpoints import damage_at
+from mupscale.commands.config import Config, callbacks_of
 from mupscale.commands.leases import Lease, lapsed, locked
 from mupscale.commands.runs import RESULT, Result, Run, result_of, with_run
 from mupscale.commands.stacks import Key, Unit
@@ -26,6 +28,7 @@ from mupscale.commands.tuning.study import Settings, Study
 from mupscale.commands.tuning.trial import drop_checkpoints
 from mupscale.data_files import yaml_of
 from mupscale.errors import UserError
+from mupscale.models.checkpoint import PRE_UPSCALE
 
 NO_BEST = "no_best.txt"
 """In the folder of a finished sweep whose trials all diverged, instead of a best.yaml."""
@@ -92,7 +95,10 @@ class SingleUnit(Part):
 
 
 class RunPart(SingleUnit):
-    """One run of one seed, in its own folder. It must not diverge if other runs start from it."""
+    """One run of one seed, in its own folder. It must not diverge if other runs start from it.
+
+    Of runs that are the same until they grow, the others follow the first: they start from its checkpoint of that step.
+    """
 
     def __init__(
         self,
@@ -106,17 +112,23 @@ class RunPart(SingleUnit):
         details: dict[str, Any] | None = None,
         keeps_checkpoints: bool = True,
         is_left_out: Callable[[], bool] = lambda: False,
+        first: "RunPart | None" = None,
     ) -> None:
         """
         Args:
             details: What experiment.json has of the run beside its role, seed and folder.
             is_left_out: Whether the run is not to be made. Then it counts as finished.
+            first: The run that this one follows, if they are the same until they grow.
         """
+        needs = needs if first is None else [*needs, first]
         key, folder = Key(role, "seed", seed), out / role / f"seed={seed}"
         super().__init__(out, f"{role}, seed {seed}", folder, needs, key, f"{role}-{seed}")
         self.role, self.seed, self.details = role, seed, details or {}
         self._config, self._metric, self._must_not_diverge = config, metric, must_not_diverge
         self._keeps_checkpoints, self._is_left_out = keeps_checkpoints, is_left_out
+        self._first, self._followers = first, list[RunPart]()
+        if first is not None:
+            first._followers.append(self)
 
     @property
     def checkpoint(self) -> Path:
@@ -146,18 +158,36 @@ class RunPart(SingleUnit):
             return None
         try:
             config = with_run(self._config(), self._metric, self.seed, self.folder)
+            run = Run(config, self.folder, self.name, self._start())
         except BaseException:
             lease.release()
             raise
 
         def finish(results: list[Result]) -> str:
-            if not self._keeps_checkpoints:
-                drop_checkpoints(self.folder)
+            self.tidy()
+            if self._first is not None:
+                self._first.tidy()
             lease.release()
             value, seconds = results[0]
             return f"{ended(self._metric, value)} in {seconds:.0f} s"
 
-        return Unit(self.name, [Run(config, self.folder, self.name)], finish, lease.release)
+        return Unit(self.name, [run], finish, lease.release)
+
+    def tidy(self) -> None:
+        """Deletes the checkpoints of a finished run if they are not kept, and no run is to start from them."""
+        if not self._keeps_checkpoints and all(part.finished for part in (self, *self._followers)):
+            drop_checkpoints(self.folder)
+
+    def _start(self) -> Path | None:
+        """The first run's checkpoint from just before it grew.
+
+        None if there is none, as of a run that diverged before, or if this run is another one even then.
+        """
+        if self._first is None or before_growth(self._first._config()) != before_growth(self._config()):
+            return None
+        (swap,) = callbacks_of(self._config(), "UpscaleCallback")
+        path = self._first.folder / "checkpoints" / f"{PRE_UPSCALE}{swap['init_args']['at_step']}.ckpt"
+        return path if path.exists() and damage_at(path) is None else None
 
 
 class SweepPart(Part):
@@ -261,6 +291,14 @@ class SweepPart(Part):
                     write_text(self.folder / NO_BEST, f"none: all {self.trials} trials diverged\n")
                 elif not self.finished:
                     conclude(self.study)
+
+
+def before_growth(config: Config) -> Config:
+    """What decides a run until it grows: its configuration without the swap, but for its step."""
+    answer = deepcopy(config)
+    for swap in callbacks_of(answer, "UpscaleCallback"):
+        swap["init_args"] = {"at_step": swap["init_args"]["at_step"]}
+    return answer
 
 
 def ended(metric: str, value: float) -> str:

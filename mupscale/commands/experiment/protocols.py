@@ -126,6 +126,9 @@ class Experiment:
 
     def _conclude(self) -> str:
         with locked(self.out):
+            for part in self.parts:
+                if isinstance(part, RunPart):
+                    part.tidy()  # again, because the process that finished the last run may have died before it did
             if self.description.protocol == "transfer":
                 return write_transfer(self.out, self.description, self._transferred())
             lines = self._table() if self.description.protocol == "upscale" else []
@@ -273,6 +276,7 @@ class Experiment:
         details: dict[str, Any] | None = None,
         keeps_checkpoints: bool = True,
         is_left_out: Callable[[], bool] = lambda: False,
+        first: RunPart | None = None,
     ) -> RunPart:
         return RunPart(
             self.out,
@@ -285,6 +289,7 @@ class Experiment:
             details,
             keeps_checkpoints,
             is_left_out,
+            first,
         )
 
     def _sweep(

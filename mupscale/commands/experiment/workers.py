@@ -45,7 +45,7 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
                     if code is None:
                         continue
                     del running[index]
-                    code = -signal.SIGTERM if code == EXIT_CODE else code
+                    code = 128 - code if code in (EXIT_CODE, 128 + signal.SIGINT) else code
                     if code > 0:
                         raise UserError(
                             f"worker {index} failed with the error above, and the other workers were stopped; "

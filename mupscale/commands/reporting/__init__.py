@@ -11,6 +11,7 @@ from mupscale.commands.reporting.folders import find_runs
 from mupscale.commands.reporting.groups import group_runs, refuse_other_tasks
 from mupscale.commands.reporting.methods import Methods
 from mupscale.commands.reporting.midrun import Midrun
+from mupscale.commands.reporting.midrun_figures import write_midrun
 from mupscale.commands.reporting.numbers import compute_numbers
 from mupscale.commands.reporting.page import GENERATOR, render_page
 from mupscale.commands.reporting.summary import as_csv, as_json
@@ -45,7 +46,7 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
         figures = draw_figures(draft, groups, numbers, methods) if numbers is not None else []
         drawn = []
         for index, midrun in enumerate(midruns, 1):
-            drawn.append(midrun.write(draft, "midrun" if len(midruns) == 1 else f"midrun_{index}"))
+            drawn.append(write_midrun(midrun, draft, "midrun" if len(midruns) == 1 else f"midrun_{index}"))
         page = render_page(found, groups, numbers, figures, methods, list(zip(midruns, drawn, strict=True)), command)
         for figure in figures:
             figure.dark.unlink()  # only the page shows it

@@ -6,22 +6,18 @@ import math
 import re
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mupscale.commands import figures
 from mupscale.commands.config import Config, callbacks_of
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
-from mupscale.commands.reporting.numbers import Spread, spread
+from mupscale.commands.reporting.numbers import spread
 from mupscale.commands.reporting.words import capital, count, ranged
 from mupscale.commands.run_logs import LoggedRun
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Loss = Literal["training", "validation"]
 LOSSES: tuple[Loss, ...] = ("validation", "training")
@@ -78,6 +74,7 @@ class MidrunRun(NamedTuple):
     pause: float
     """Seconds of the swap."""
     epochs: float
+    logged: LoggedRun | None = None
 
 
 @dataclass
@@ -87,6 +84,8 @@ class Comparison:
     schedule: str
     budget: str
     runs: list[MidrunRun]
+    costs: dict[str, float] = field(default_factory=dict)
+    """Of a step of each width, of what the budget counts."""
 
     @cached_property
     def arms(self) -> dict[Arm, list[MidrunRun]]:
@@ -256,6 +255,7 @@ class Midrun:
             seconds=self._cost("seconds", run, at_step, steps),
             pause=next(iter(run.log.pauses.values()), math.nan),
             epochs=steps / self.costs["steps_per_epoch"],
+            logged=run,
         )
 
     def _cost(self, budget: str, run: LoggedRun, at_step: int | None, steps: int) -> float:
@@ -271,7 +271,8 @@ class Midrun:
             for budget in BUDGETS:
                 runs = [run for run in self.runs if run.schedule == schedule and budget in run.budgets]
                 if runs:
-                    answer.append(Comparison(schedule, budget, runs))
+                    assert self.costs is not None
+                    answer.append(Comparison(schedule, budget, runs, self.costs[budget]))
         return answer
 
     @property
@@ -301,11 +302,6 @@ class Midrun:
                 for run in runs:
                     table.writerow([comparison.schedule, comparison.budget, *cells(arm, run)])
         return text.getvalue()
-
-    def write(self, folder: Path, name: str) -> list[Path]:
-        """Writes the table of runs, and a figure for each schedule; returns the PNGs."""
-        (folder / f"{name}.csv").write_text(self.as_csv())
-        return [draw(folder / f"{name}_{schedule}", each)[0] for schedule, each in self.schedules.items()]
 
 
 def edges_of(sweep: SweepFolder, metric: str) -> list[str]:
@@ -354,55 +350,6 @@ def cells(arm: Arm, run: MidrunRun) -> Iterator[Any]:
 def width_name(width: Any) -> str:
     """A width as costs.json names it."""
     return "x".join(map(str, width)) if isinstance(width, list) else str(width)
-
-
-# --- the figure
-
-
-def draw(path: Path, comparisons: list[Comparison]) -> list[Path]:
-    """Draws the losses at the end against the share of the budget after which runs grow.
-
-    There is a column for each budget, and a row for validation and one for training.
-    """
-    losses = [loss for loss in LOSSES if all(comparison.has(loss) for comparison in comparisons)]
-    figure, first = figures.figure(5.2 * len(comparisons), 3.9 * max(1, len(losses)))
-    first.remove()
-    for row, loss in enumerate(losses):
-        for column, comparison in enumerate(comparisons):
-            ax = figure.add_subplot(len(losses), len(comparisons), row * len(comparisons) + column + 1)
-            draw_comparison(ax, comparison, loss)
-            ax.set_title(BUDGETS[comparison.budget], fontsize=10)
-            ax.set_xlabel("share of the budget after which a run grows, %")
-            ax.set_ylabel(f"{loss} loss at the end")
-            ax.grid(alpha=0.3)
-            ax.legend(fontsize=8)
-    return figures.save(figure, path)
-
-
-def draw_comparison(ax: "Axes", comparison: Comparison, loss: Loss) -> None:
-    """Draws a horizontal line with its range for each fixed width, and a line over the shares for each noise."""
-    palette = figures.LIGHT.palette
-    shares = [100 * arm.share for arm in comparison.growths] or [0, 100]
-    ends = [min(shares) - 5, max(shares) + 5]
-    styles = dict(zip(FIXED, ("-", "--", ":"), strict=True))
-    for arm in comparison.fixed:
-        found = spread(comparison.values(arm, loss))
-        if found is not None:
-            ax.fill_between(ends, found.low, found.high, color=palette[2], alpha=0.18, linewidth=0)
-            ax.plot(ends, [found.mean] * 2, color=palette[2], linestyle=styles[arm.fixed], label=f"fixed {arm}")
-    for place, noise in enumerate(dict.fromkeys(arm.noise for arm in comparison.growths)):
-        points: list[tuple[float, Spread]] = []
-        for arm in comparison.growths:
-            found = spread(comparison.values(arm, loss)) if arm.noise == noise else None
-            if found is not None:
-                points.append((100 * arm.share, found))
-        if not points:
-            continue
-        colour = palette[(0, 1, 3, 4)[place % 4]]
-        x, means = [share for share, _ in points], [found.mean for _, found in points]
-        lows, highs = [found.low for _, found in points], [found.high for _, found in points]
-        ax.fill_between(x, lows, highs, color=colour, alpha=0.2, linewidth=0)
-        ax.plot(x, means, color=colour, marker="o", markersize=4, label=f"grown, {noise}")
 
 
 def mean_text(comparison: Comparison, arm: Arm, loss: Loss) -> str:

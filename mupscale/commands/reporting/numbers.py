@@ -373,8 +373,9 @@ def tuning_of(sweep: SweepFolder, groups: list[Group]) -> Tuning:
     upscaled = next((group.runs[0] for group in groups if group.role == "upscaled"), None)
     if upscaled is not None and grows(example) and upscaled.end_width != example.end_width:
         tuning.target = width_range(upscaled)
-        ratio = speedup(upscaled.flops_per_step, example.flops_per_step)
-        tuning.ratio = ratio if math.isfinite(ratio) else None
+        costs_of_a_step = upscaled.flops_per_step, example.flops_per_step
+        if all(cost > 0 for cost in costs_of_a_step):  # NaN if a run has logged no FLOPs
+            tuning.ratio = speedup(*costs_of_a_step)
     return tuning
 
 

@@ -59,5 +59,10 @@ def windows_of(runs: list[LoggedRun]) -> tuple[Windows, int | None]:
         many_epochs = min(planned) >= FEWEST * per_epoch
         if many_epochs or all(run.max_epochs for run in runs):
             return Windows(per_epoch, per_epoch, True), per_epoch
-    wanted = max(math.ceil(SHARE * max(planned)), FEWEST * interval)
-    return Windows(max(min(wanted, max(planned) // FEWEST), interval), interval, False), per_epoch
+    return running_windows(max(planned), interval), per_epoch
+
+
+def running_windows(steps: int, interval: int) -> Windows:
+    """Windows of a share of a run's steps, of which every `interval`-th has a logged loss."""
+    wanted = max(math.ceil(SHARE * steps), FEWEST * interval)
+    return Windows(max(min(wanted, steps // FEWEST), interval), interval, False)
