@@ -1,0 +1,41 @@
+"""How much memory a command line takes at its peak, in a process of its own.
+
+python peak_memory.py '["upscale", …]' '["upscale", …]'
+
+runs the first to import everything, and writes the bytes of the second, beyond those before it, as its last line.
+"""
+
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from paths import SUPPORT
+
+from mupscale.__main__ import main
+
+
+def peak_bytes(first: list[str], measured: list[str]) -> int:
+    """The bytes that `measured` takes at its peak. A process that has run other tests would count their free blocks."""
+    command = [sys.executable, str(SUPPORT / "peak_memory.py"), json.dumps(first), json.dumps(measured)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return int(run.stdout.splitlines()[-1])
+
+
+def resident(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    first, measured = map(json.loads, sys.argv[1:])
+    main(first)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = resident("VmRSS")
+    main(measured)
+    print(resident("VmHWM") - before)
