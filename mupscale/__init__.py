@@ -9,7 +9,8 @@ from mupscale import _torchvision as _torchvision
 if TYPE_CHECKING:
     from mupscale.base_shapes import set_base_shapes
     from mupscale.checks.claims import check_claim
-    from mupscale.checks.verify import Verdict, verify
+    from mupscale.checks.verdict import Verdict
+    from mupscale.checks.verify import verify
     from mupscale.discovery.discover import discover
     from mupscale.discovery.found import Found
     from mupscale.mup_optimizers import MuAdam, MuAdamW, MuSGD, apply_mup
@@ -53,7 +54,7 @@ _HOME = {
     "ShrinkAndPad": "widening.methods",
     "SignalNoise": "widening.noise",
     "UpscaleReport": "widening.upscale",
-    "Verdict": "checks.verify",
+    "Verdict": "checks.verdict",
     "WarmupCosine": "schedules",
     "WarmupStableDecay": "schedules",
     "ZeroPadding": "widening.methods",

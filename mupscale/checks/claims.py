@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.checks.float64 import float64_copy
 from mupscale.checks.recording import buffers_kept
-from mupscale.checks.verify import WARM_UP, float64_copy
+from mupscale.checks.verify import WARM_UP
 from mupscale.errors import UserError
 from mupscale.text_tables import Paint, folded, unpainted
 from mupscale.widening.methods.base import Claim, GrowthMethod, Loss

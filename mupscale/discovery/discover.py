@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.arguments import refuse_unless_callable
-from mupscale.checks.verify import float64_copy
+from mupscale.checks.float64 import float64_copy
 from mupscale.discovery.cuts import PairedCut, paired
 from mupscale.discovery.found import Found, Unit, growth_factors, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known

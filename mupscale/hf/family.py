@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from mupscale.checks.verify import float64_copy
+from mupscale.checks.float64 import float64_copy
 from mupscale.discovery.cuts import PairedCut
 from mupscale.discovery.discover import confirm, cuts_between, discover
 from mupscale.discovery.found import Found
