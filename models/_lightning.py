@@ -116,6 +116,18 @@ def is_logged_in_training(trainer: Trainer, name: str) -> bool:
     return any(metric.meta.name == name for metric in results.values())
 
 
+def name_arguments_apart(module: LightningModule, data: LightningDataModule | None) -> None:
+    """Lets loggers have an argument of the data as `data.NAME` if the module has one of the same name.
+
+    Lightning merges both for its loggers, and ends a run in which they differ.
+    """
+    if data is None or not hasattr(data, "_hparams_initial"):
+        return
+    theirs = {name for name in module.hparams_initial if not name.startswith("_")}
+    saved = data.hparams_initial
+    data._hparams_initial = type(saved)({f"data.{name}" if name in theirs else name: saved[name] for name in saved})
+
+
 def open_writer(logger: TensorBoardLogger) -> None:
     """Opens the event file of a logger by its absolute path, on the first rank.
 
