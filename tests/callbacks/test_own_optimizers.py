@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from extensions import TwoOptimizersMLP
 from tiers import slow_except
 from tiny_modules import ADAMW, SGD
 from torch.optim import Optimizer
@@ -114,3 +115,11 @@ def test_a_group_with_different_rates_is_refused_at_the_swap(tmp_path: Path) -> 
     with pytest.raises(UserError, match=message):
         fit(own(unscaled), tmp_path, UpscaleCallback(20, 24))
     fit(own(unscaled), tmp_path, UpscaleCallback(2, 16, method=mupscale.HyperCloning()), steps=5)
+
+
+def test_one_rate_for_two_optimizers_is_refused_before_training(tmp_path: Path) -> None:
+    module = TwoOptimizersMLP(8, base_width=4, inputs=6, outputs=3)
+    module.automatic_optimization = False
+    with pytest.raises(UserError, match=r"UpscaleCallback.lr = 0.02: TwoOptimizersMLP has 2 optimizers"):
+        fit(module, tmp_path, UpscaleCallback(5, 24, lr=0.02), steps=-1, max_epochs=1)
+    assert module.trainer.global_step == 0
