@@ -17,6 +17,7 @@ import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
+from mupscale.widening.schedule import Source, refuse_one_rate_for_all, rescale_schedule_state
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -105,6 +106,16 @@ def test_a_least_rate_of_all_groups_is_refused_before_training(tmp_path: Path) -
     fit(own(scaled, least), tmp_path, steps=5)
     same = mupscale.HyperCloning()
     fit(own(scaled, least), tmp_path, UpscaleCallback(2, 16, method=same), steps=5)
+
+
+def test_a_least_rate_inside_of_other_schedules_grows_with_the_rate_of_all_groups() -> None:
+    optimizer = ADAMW([torch.nn.Parameter(torch.zeros(2))])
+    parts = [schedules.LinearLR(optimizer), schedules.CosineAnnealingLR(optimizer, 50, eta_min=1e-3)]
+    for schedule in (schedules.SequentialLR(optimizer, parts, [5]), schedules.ChainedScheduler(parts)):
+        refuse_one_rate_for_all(schedule, [0.25, 0.25])
+        state = schedule.state_dict()
+        rescale_schedule_state(state, optimizer.param_groups, [Source(0, 0.25)])
+        assert state["_schedulers"][1]["eta_min"] == 0.25e-3
 
 
 def test_a_group_with_different_rates_is_refused_at_the_swap(tmp_path: Path) -> None:
