@@ -18,7 +18,7 @@ from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.tensorboard import log_scalars, tag_in
 from mupscale.errors import UserError
 from mupscale.flops import LOGGED
-from mupscale.models._lightning import accumulates, log_interval
+from mupscale.models._lightning import accumulates, is_logged_in_training, log_interval, update_callback_metrics
 from mupscale.models.base import WidthScalable, tensors_in
 
 _AXES = {"samples": 1, "flops": LOGGED}
@@ -35,7 +35,8 @@ _MOST_RECENT = 1000
 class Curves(Strides):
     """Logs loss, width and throughput every `trainer.log_every_n_steps` optimizer steps, on every logger.
 
-    The logged loss is the mean over the steps since the last log; losses of single steps vary with the batch.
+    The logged loss is the mean over the steps since the last log; losses of single steps vary with the batch. Other
+    callbacks can monitor it as `train/loss`.
 
     In TensorBoard the groups `x_axis_samples` and `x_axis_flops` show the same curves with samples (tokens) seen, and
     10⁶ training FLOPs, on the horizontal axis, so that a run that grew can be compared fairly with one from scratch.
@@ -161,6 +162,8 @@ class Curves(Strides):
             self._report(trainer, loss)
             self._sum, self._count = 0.0, 0
             values = {"train/loss": loss, **values}
+            if not is_logged_in_training(trainer, "train/loss"):
+                update_callback_metrics(trainer, {"train/loss": torch.tensor(loss)})
         elif not self._lacks_loss:
             self._lacks_loss = True
             rank_zero_warn(

@@ -9,10 +9,12 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
 
 from mupscale._torch import tree_map
 from mupscale.atomic import durably, partial, sync_folder
 from mupscale.callbacks.strides import Strides
+from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCheckpoint, callbacks_of, is_remote, is_trial_run, set_callbacks
 from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, load_checkpoint, run_and_step
 
@@ -34,6 +36,9 @@ class RunCheckpoint(OpenCheckpoint, Strides):
     """The identity of the run, where a folder may hold the checkpoints of several."""
 
     points: "ResumePoints | None" = None
+
+    has_warned = False
+    """Whether the user knows that the monitored metric is not there."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.is_shared = self.dirpath is not None  # a folder that the user named may be that of other runs as well
@@ -119,6 +124,18 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         self.save_now(trainer)
         if self.points is not None:
             self.points.save_now(trainer)
+        if self.current_score is None and self.lacks_metric(trainer):
+            raise UserError(f"{self._without_metric(trainer)}. The last step is saved in {self.dirpath}")
+
+    def on_missing_metric(self, trainer: Trainer) -> None:
+        """Waits for the metric: it may be logged at some steps only. Checkpoints for resuming do not need it."""
+        if not self.has_warned:
+            self.has_warned = True
+            rank_zero_warn(f"{self._without_metric(trainer)}. No checkpoint is kept as the best yet", stacklevel=2)
+
+    def _without_metric(self, trainer: Trainer) -> str:
+        there = ", ".join(sorted(trainer.callback_metrics)) or "none"
+        return f"checkpoint.monitor: {self.monitor} was not logged up to step {trainer.global_step}; there are {there}"
 
     def keep_newest(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
         """Keeps what the policy saved for resuming as well; if it saved nothing, saves whenever its triggers fire."""

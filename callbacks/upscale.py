@@ -97,7 +97,7 @@ class UpscaleCallback(Strides):
             width: The target width, larger than the current one. If a norm averages over the width, it must be a
                 multiple of the current width.
             noise: Noise that breaks the symmetry of copies. Without it, training continues exactly as before.
-            lr: The base learning rate after the swap; by default unchanged.
+            lr: The base learning rate after the swap, of a module with one optimizer; by default unchanged.
             transfer_state: What happens to the optimizer state. `true` or `carry` moves it; `false` or `reset` drops
                 it; `reset_new_copies` moves it for the first copy of each unit only. The default depends on `method`;
                 the paper's duplication moves it.
@@ -191,6 +191,8 @@ class UpscaleCallback(Strides):
             if self.state_rule == "reset_new_copies":
                 check_own_count(optimizer)
             rewarm_new_copies(optimizer)  # resumed, it has the state but not the hooks
+        if is_narrower(before, self.width):
+            self.refuse_one_rate(trainer, pl_module)
         self._refuse_schedules(trainer, pl_module, before)
         if self.is_due(trainer, pl_module):
             self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
@@ -239,6 +241,14 @@ class UpscaleCallback(Strides):
         """Raises a UserError if the target is narrower than the width before it."""
         if not is_narrower(before, self.width) and before != self.width:
             raise UserError(f"UpscaleCallback.width = {self.width} is not wider than the width before it, {before}")
+
+    def refuse_one_rate(self, trainer: Trainer, module: LightningModule) -> None:
+        """Raises a UserError if `lr` would be the rate of several optimizers."""
+        if self.lr is not None and len(trainer.optimizers) > 1:
+            raise UserError(
+                f"UpscaleCallback.lr = {self.lr}: {type(module).__name__} has {len(trainer.optimizers)} optimizers, "
+                "which would all get this rate. Leave it out, and change their rates by schedules, such as LambdaLR"
+            )
 
     def planned(self, module: WidthScalable, before: Width) -> Plan:
         """The plan of the swap. Raises a UserError if the width before it, or the noise, does not fit."""

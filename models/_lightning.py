@@ -110,6 +110,24 @@ def update_callback_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> Non
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
+def is_logged_in_training(trainer: Trainer, name: str) -> bool:
+    """Whether the module, or a callback, logs a metric by `self.log` during the steps of this epoch."""
+    results = trainer.fit_loop.epoch_loop._results
+    return any(metric.meta.name == name for metric in results.values())
+
+
+def name_arguments_apart(module: LightningModule, data: LightningDataModule | None) -> None:
+    """Lets loggers have an argument of the data as `data.NAME` if the module has one of the same name.
+
+    Lightning merges both for its loggers, and ends a run in which they differ.
+    """
+    if data is None or not hasattr(data, "_hparams_initial"):
+        return
+    theirs = {name for name in module.hparams_initial if not name.startswith("_")}
+    saved = data.hparams_initial
+    data._hparams_initial = type(saved)({f"data.{name}" if name in theirs else name: saved[name] for name in saved})
+
+
 def open_writer(logger: TensorBoardLogger) -> None:
     """Opens the event file of a logger by its absolute path, on the first rank.
 
@@ -458,6 +476,14 @@ class OpenCheckpoint(ModelCheckpoint):
             path = Path(self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST))
             self._save_checkpoint(trainer, str(self.free_path(path, trainer)))
 
+    def lacks_metric(self, trainer: Trainer) -> bool:
+        """Whether the best checkpoints are kept by a metric that is not there, though there was a validation."""
+        is_measured = self.save_top_k != 0 and trainer.fit_loop.epoch_loop.val_loop._has_run
+        return is_measured and self.monitor is not None and self.monitor not in self._monitor_candidates(trainer)
+
+    def on_missing_metric(self, trainer: Trainer) -> None:
+        """Called if a checkpoint is due, but `lacks_metric`; where Lightning would end the run, nothing is saved."""
+
     def free_path(self, path: Path, trainer: Trainer) -> Path:
         """The path, or one like it where a file is that must not be overwritten."""
         return path
@@ -548,6 +574,12 @@ class OpenCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         self.resumable = None  # it may be of the middle of a step
+
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if self.lacks_metric(trainer):
+            self.on_missing_metric(trainer)
+        else:
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if is_remote(filepath):

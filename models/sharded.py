@@ -155,7 +155,8 @@ class ShardedCheckpoint:
             state: dict[int, dict[str, Any]] = {}
             for index, name in enumerate(names):
                 keys = self.state_keys(number, name)
-                state[index] = {key: self.read((f"optimizer_{number}", "state", name, key)) for key in keys}
+                if keys:  # a frozen parameter has no state
+                    state[index] = {key: self.read((f"optimizer_{number}", "state", name, key)) for key in keys}
             answer["optimizer_states"].append({"state": state, "param_groups": groups})
         return answer
 

@@ -30,6 +30,7 @@ LIGHTNING_SEAM = ROOT / "models/_lightning.py"
 TORCH_SEAM = ROOT / "mupscale/_torch.py"
 
 LIGHTNING = {
+    LightningDataModule: {"_hparams_initial"},
     LightningModule: {"_trainer", "_current_fx_name", "_on_before_batch_transfer"},
     Trainer: {"_logger_connector", "_detect_anomaly"},
     _LoggerConnector: {"_callback_metrics", "_logged_metrics", "_first_loop_iter"},

@@ -55,7 +55,7 @@ from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
 from mupscale.data_files import LOADER, read_yaml
 from mupscale.errors import UserError
-from mupscale.models._lightning import OpenCLI, Parsers, is_trial_run
+from mupscale.models._lightning import OpenCLI, Parsers, is_trial_run, name_arguments_apart
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import checkpoint_width, run_in
 
@@ -307,6 +307,10 @@ class CLI(OpenCLI):
                 self.text = self.dumped(self.given)
             saver = SaveConfig(self.text, resumed=self.folder is not None)
             config["callbacks"] = [self.started, self.ending, *given, saver]
+
+    def instantiate_classes(self) -> None:
+        super().instantiate_classes()
+        name_arguments_apart(self.model, self.datamodule)
 
     def instantiate_trainer(self, **arguments: Any) -> Trainer:
         trainer = super().instantiate_trainer(**arguments)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.checkpoints import dictionary, newest_checkpoint
+from mupscale.commands.checkpoints import is_finished, newest_checkpoint
 from mupscale.commands.continued import SUMMARY
 from mupscale.commands.loading import without_collections
 from mupscale.commands.next_steps import after_finished, command_line
@@ -34,8 +34,7 @@ def main(command: str, arguments: list[str]) -> None:
         )
     for problem in problems:
         print(f"{problem}; it is skipped")
-    ending = dictionary(dictionary(checkpoint.get("callbacks")).get("ExactResume"))
-    if ending.get("finished") and not overrides:
+    if is_finished(checkpoint) and not overrides:
         print(f"{options.run} is finished: {path} is of its last step, {checkpoint['global_step']}")
         print("\n".join(after_finished(options.run, checkpoint["global_step"])))
         return

@@ -1,4 +1,4 @@
-"""A run read from its folder: its configuration and what it logged. Needs neither torch nor Lightning."""
+"""A run read from its folder: its configuration and what it logged. Needs torch only if a run seems unfinished."""
 
 import math
 import re
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from mupscale.commands.checkpoints import finished_at
 from mupscale.commands.config import Config, callbacks_of
 from mupscale.data_files import json_of, what_is_wrong, yaml_of
 from mupscale.errors import UserError
@@ -113,6 +114,11 @@ class LoggedRun:
         return [step - 1 for step in sorted(self.log.widths)]
 
     @property
+    def first_growth(self) -> int:
+        """The step at which the network is to grow first, in a run that grows."""
+        return min(swap["init_args"]["at_step"] for swap in callbacks_of(self.config, "UpscaleCallback"))
+
+    @property
     def has_loss(self) -> bool:
         return len(self.steps) > 0
 
@@ -164,18 +170,36 @@ class LoggedRun:
             return step // (epoch + 1) if step % (epoch + 1) == 0 else None
         low = max((math.ceil(step / (epoch + 1)) for step, epoch in logged), default=1)
         high = min(((step - 1) // epoch for step, epoch in logged if epoch), default=None)
-        is_finished = self.result is not None
-        if high is None and self.max_epochs and is_finished and self.has_loss:
+        is_complete = self.result is not None and self.diverged_at is None and not self._may_stop_early
+        if high is None and self.max_epochs and is_complete and self.has_loss:
             low = math.ceil(self.last_step / self.max_epochs)
             high = (self.last_step + self.interval - 1) // self.max_epochs
         return low if low == high else None
 
+    @property
+    def _may_stop_early(self) -> bool:
+        """Whether something else than the number of steps or epochs may end the run."""
+        stopping = callbacks_of(self.config, "EarlyStopping") + callbacks_of(self.config, "Timer")
+        return bool(stopping or self.config["trainer"].get("max_time"))
+
     def planned_steps(self, steps_per_epoch: int | None) -> int | None:
-        """The length of the run in steps, as configured; None if it is not known."""
+        """The length of the run in steps: as configured, or less if it ended before; None if it is not known."""
         trainer = self.config["trainer"]
-        if self.max_epochs is None:
-            return trainer["max_steps"] if trainer["max_steps"] not in (None, -1) else None
-        return self.max_epochs * steps_per_epoch if steps_per_epoch else None
+        limits = [trainer["max_steps"]]
+        if steps_per_epoch and trainer["max_epochs"] not in (None, -1):
+            limits.append(trainer["max_epochs"] * steps_per_epoch)
+        planned = min((limit for limit in limits if limit not in (None, -1)), default=None)
+        if planned is None or self.diverged_at is not None or self.last_step + self.interval > planned:
+            return planned
+        return self._end or planned
+
+    @cached_property
+    def _end(self) -> int | None:
+        """The step at which the run ended; None if it has not ended, or its checkpoints are gone."""
+        if self.result is not None:
+            return self.last_step
+        end = finished_at(self.folder)
+        return end if end is not None and end >= self.last_step else None  # otherwise it was resumed
 
     @cached_property
     def _flops(self) -> tuple[FloatArray, FloatArray]:

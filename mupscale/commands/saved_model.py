@@ -14,10 +14,11 @@ from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import GrowthMethod
-from mupscale.widening.optimizer_state import continued_groups
+from mupscale.widening.optimizer_state import continued_groups, sources_of
 from mupscale.widening.parameter_groups import SOURCE_GROUP
 from mupscale.widening.plan import Plan
 from mupscale.widening.rules import registered_optimizer
+from mupscale.widening.schedule import refuse_one_rate_in_state, rescale_schedule_state
 
 MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)
 """What a model or an optimizer raises for arguments that it does not expect."""
@@ -156,3 +157,39 @@ def continue_groups(
         continued.update({id(parameter): group for parameter in group["params"]})
     for group in after.param_groups:
         group.update({**continued[id(group["params"][0])], "params": group["params"]})
+
+
+def continue_schedules(
+    states: list[dict[str, Any]],
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opts: list[Optimizer],
+    wide: nn.Module,
+    wide_opts: list[Optimizer],
+    method: GrowthMethod,
+) -> None:
+    """Rescales the states of schedules, as a swap inside a run does. Raises a UserError if one cannot continue."""
+    for number, state in enumerate(states if narrow_opts else []):
+        index = _optimizer_of(state, number, narrow_opts)
+        before, after = narrow_opts[index], wide_opts[index]
+        source_of = sources_of(plan, narrow, before, wide, method.mup_rate_factors)
+        sources = [source_of[id(group["params"][0])] for group in after.param_groups]
+        try:
+            refuse_one_rate_in_state(state, sources)
+            rescale_schedule_state(state, after.param_groups, sources)
+        except UserError:
+            raise
+        except MAKING_ERRORS as error:
+            raise UserError(
+                f"lr_schedulers[{number}] of the checkpoint does not fit its optimizer ({type(error).__name__}); "
+                "--no-optimizer leaves it out"
+            ) from error
+
+
+def _optimizer_of(state: dict[str, Any], number: int, optimizers: list[Optimizer]) -> int:
+    """Which optimizer a schedule belongs to, by its last rates; if they do not show it, the one at its place."""
+    order = sorted(range(len(optimizers)), key=lambda index: index != number)
+    for index in order:
+        if state.get("_last_lr") == [group["lr"] for group in optimizers[index].param_groups]:
+            return index
+    return order[0]

@@ -21,7 +21,13 @@ from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.next_steps import after_upscale
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
 from mupscale.commands.outputs import refuse_new_folder, refuse_output
-from mupscale.commands.saved_model import continue_groups, fresh_optimizer, module_of, saved_optimizer
+from mupscale.commands.saved_model import (
+    continue_groups,
+    continue_schedules,
+    fresh_optimizer,
+    module_of,
+    saved_optimizer,
+)
 from mupscale.commands.terminal import show
 from mupscale.commands.upscale_sharded import ShardedGrowth
 from mupscale.errors import UserError
@@ -38,7 +44,6 @@ from mupscale.models.checkpoint import (
 from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.noise import Noise
-from mupscale.widening.schedule import rescale_schedule_state
 from mupscale.widening.upscale import UpscaleReport, upscale
 
 
@@ -154,8 +159,7 @@ def upscale_checkpoint(
     saved["optimizer_names"] = [optimizer_names(wide, optimizer, "net.") for optimizer in wide_opts]
     saved["optimizer_classes"] = saved["optimizer_classes"][: len(wide_opts)]
     saved["mixed_widths"] = mixed_widths(wide)
-    for state, after in zip(checkpoint.get("lr_schedulers", []), wide_opts, strict=False):
-        rescale_schedule_state(state, after.param_groups)
+    continue_schedules(checkpoint.get("lr_schedulers", []), plan, narrow, narrow_opts, wide, wide_opts, method)
     return report
 
 

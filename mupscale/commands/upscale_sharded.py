@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.commands.saved_model import continue_groups, fresh_optimizer, saved_optimizer
+from mupscale.commands.saved_model import continue_groups, continue_schedules, fresh_optimizer, saved_optimizer
 from mupscale.errors import UserError
 from mupscale.hf.whole_folder import whole_folder
 from mupscale.models.base import WidthScalable
@@ -31,7 +31,6 @@ from mupscale.widening.noise import Constants, Noise, add_noise_
 from mupscale.widening.optimizer_state import check_transfer
 from mupscale.widening.plan import Plan
 from mupscale.widening.rules import rule_of
-from mupscale.widening.schedule import rescale_schedule_state
 from mupscale.widening.tensor_plan import TensorPlan
 from mupscale.widening.upscale import UpscaleReport
 from mupscale.widening.weights import refuse_other_units, remember_widths, widen_
@@ -74,6 +73,8 @@ class ShardedGrowth:
         for before, after in zip(self.narrow_opts, self.wide_opts, strict=True):
             check_transfer(self.plan, self.narrow, before, self.wide, after)
             continue_groups(self.plan, self.narrow, before, self.wide, after, method)
+        schedules = checkpoint.rest.get("lr_schedulers", [])
+        continue_schedules(schedules, self.plan, self.narrow, self.narrow_opts, self.wide, self.wide_opts, method)
 
     @torch.no_grad()
     def write(self, out: Path) -> UpscaleReport:
@@ -179,7 +180,7 @@ class ShardedGrowth:
                 writer.add_value((f"optimizer_{number}", "param_groups", index, key), kept)
 
     def _rest(self) -> dict[str, Any]:
-        """What is not in the shards, with the width and the schedules of the wide model."""
+        """What is not in the shards, with the width of the wide model. Its schedules are rescaled already."""
         rest = dict(self.checkpoint.rest)
         rest.pop(RUN_KEY, None)  # it goes on with another configuration
         rest["hyper_parameters"] = {**rest["hyper_parameters"], "width": self.width}
@@ -190,8 +191,6 @@ class ShardedGrowth:
             "optimizer_classes": ours["optimizer_classes"][: len(self.wide_opts)],
             "mixed_widths": mixed_widths(self.wide),
         }
-        for state, after in zip(rest.get("lr_schedulers", []), self.wide_opts, strict=False):
-            rescale_schedule_state(state, after.param_groups)
         return rest
 
 

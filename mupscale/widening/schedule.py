@@ -74,6 +74,17 @@ def refuse_one_rate_for_all(scheduler: Any, factors: Iterable[float]) -> None:
         )
 
 
+def refuse_one_rate_in_state(state: dict[str, Any], sources: Sequence[Source]) -> None:
+    """Raises a UserError for a scheduler's state_dict with one least rate for all groups, if it cannot continue."""
+    for part in state.get("_schedulers", ()):
+        refuse_one_rate_in_state(part, sources)
+    if state.get(LEAST_RATE) and len({source.factor for source in sources}) > 1:
+        raise UserError(
+            f"a schedule of the checkpoint has one absolute rate for all groups ({LEAST_RATE} = "
+            f"{state[LEAST_RATE]:g}), but their rates grow by different factors. --no-optimizer leaves it out"
+        )
+
+
 def _take_absolute(state: dict[str, Any], old: dict[str, Any]) -> None:
     """Puts the absolute rates of another state_dict of the same class in the place of its own."""
     state.update({key: old[key] for key in (*RATES, *MOMENTUMS, LEAST_RATE) if key in state and key in old})

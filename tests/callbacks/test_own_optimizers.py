@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from extensions import TwoOptimizersMLP
 from tiers import slow_except
 from tiny_modules import ADAMW, SGD
 from torch.optim import Optimizer
@@ -16,6 +17,7 @@ import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
+from mupscale.widening.schedule import Source, refuse_one_rate_for_all, rescale_schedule_state
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -106,6 +108,16 @@ def test_a_least_rate_of_all_groups_is_refused_before_training(tmp_path: Path) -
     fit(own(scaled, least), tmp_path, UpscaleCallback(2, 16, method=same), steps=5)
 
 
+def test_a_least_rate_inside_of_other_schedules_grows_with_the_rate_of_all_groups() -> None:
+    optimizer = ADAMW([torch.nn.Parameter(torch.zeros(2))])
+    parts = [schedules.LinearLR(optimizer), schedules.CosineAnnealingLR(optimizer, 50, eta_min=1e-3)]
+    for schedule in (schedules.SequentialLR(optimizer, parts, [5]), schedules.ChainedScheduler(parts)):
+        refuse_one_rate_for_all(schedule, [0.25, 0.25])
+        state = schedule.state_dict()
+        rescale_schedule_state(state, optimizer.param_groups, [Source(0, 0.25)])
+        assert state["_schedulers"][1]["eta_min"] == 0.25e-3
+
+
 def test_a_group_with_different_rates_is_refused_at_the_swap(tmp_path: Path) -> None:
     message = (
         r"OwnMLP.configure_optimizers: layers.0.weight and layers.1.weight are in one group .* different values of lr "
@@ -114,3 +126,11 @@ def test_a_group_with_different_rates_is_refused_at_the_swap(tmp_path: Path) -> 
     with pytest.raises(UserError, match=message):
         fit(own(unscaled), tmp_path, UpscaleCallback(20, 24))
     fit(own(unscaled), tmp_path, UpscaleCallback(2, 16, method=mupscale.HyperCloning()), steps=5)
+
+
+def test_one_rate_for_two_optimizers_is_refused_before_training(tmp_path: Path) -> None:
+    module = TwoOptimizersMLP(8, base_width=4, inputs=6, outputs=3)
+    module.automatic_optimization = False
+    with pytest.raises(UserError, match=r"UpscaleCallback.lr = 0.02: TwoOptimizersMLP has 2 optimizers"):
+        fit(module, tmp_path, UpscaleCallback(5, 24, lr=0.02), steps=-1, max_epochs=1)
+    assert module.trainer.global_step == 0

@@ -104,6 +104,16 @@ def test_fit_goes_on_from_a_checkpoint_in_a_new_folder(tmp_path: Path) -> None:
     assert all(torch.equal(ours["state_dict"][name], tensor) for name, tensor in theirs["state_dict"].items())
 
 
+def test_model_and_data_may_share_the_name_of_an_argument(tmp_path: Path) -> None:
+    main(["fit", "--config", small(tmp_path / "c.yaml", max_steps=1), "--data", "extensions.WidthOfRows"])
+    logged = yaml.safe_load(Path("runs/small/version_0/hparams.yaml").read_text())
+    assert (logged["width"], logged["data.width"]) == (8, 54)
+    assert logged["batch_size"] == 500
+    saved = newest_checkpoint(Path("runs/small/version_0"))[1]
+    assert saved["hyper_parameters"]["width"] == 8
+    assert saved["datamodule_hyper_parameters"] == {"batch_size": 500, "width": 54}
+
+
 def test_composition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = tmp_path / "more.yaml"
     more.write_text(yaml.safe_dump({"trainer": {"max_steps": 8, "callbacks+": [{"class_path": "extensions.Marker"}]}}))

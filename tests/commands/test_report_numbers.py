@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from synthetic_runs import UPSCALED, WIDE, Page, accuracy, base, epochs, report, scratch, upscale, upscaled, write_run
 
@@ -441,6 +442,43 @@ def test_all_in_progress():
     assert "Upscaled stands at 0.4000 (1 seed), from scratch at 0.5000" in text
     assert "Runs are still in progress: this is how they stand now." in text
     assert [run["flops"] for run in summary["runs"]] == [450e12, 950e12]
+
+
+def test_runs_that_ended_before_their_last_step():
+    scratch(epochs(0.5), validation=accuracy(0.8))
+    upscaled(epochs(0.4), 0, steps=90, validation=accuracy(0.8))
+    upscaled(epochs(0.3), 1, steps=90, validation=accuracy(0.8))
+    assert finish(Path("runs/upscale/seed=0"), 93).planned_steps(20) == 93  # the next loss would be that of step 95
+    assert finish(Path("runs/upscale/seed=1"), 80).planned_steps(20) == 200  # it was resumed after step 80
+    text, summary = report()
+    assert "Upscaled ends at 0.4000 (1 seed)" in text
+    assert "upscaled, seed 1 (runs/upscale/seed=1): in progress, 90 of 200 steps." in text
+    assert [run["flops"] for run in summary["runs"]] == [930e12, 900e12, 2000e12]
+
+
+def test_a_run_that_ended_before_it_grew():
+    upscaled(epochs(0.4), steps=90, values={**UPSCALED, "trainer.callbacks": [upscale(at_step=100)]})
+    finish(Path("runs/upscale/seed=0"), 90)
+    assert "upscaled, seed 0 (runs/upscale/seed=0) ended after 90 steps, before it grew." in report()[0]
+
+
+def test_the_smaller_limit_of_steps_and_epochs_counts():
+    run = LoggedRun(write_run(Path("runs/short"), epochs(0.5), steps=200, values={"trainer.max_steps": 1000}))
+    assert run.planned_steps(20) == 200
+
+
+def test_a_trial_that_ended_early_costs_what_it_ran():
+    run = LoggedRun(write_run(Path("s/trials/000"), epochs(0.5), steps=90, result=0.5))
+    assert run.planned_steps(20) == 90
+
+
+def finish(folder: Path, step: int) -> LoggedRun:
+    """Adds the last checkpoint of a run, as far as a report reads it."""
+    place = folder / "checkpoints/resume"
+    place.mkdir(parents=True)
+    content = {"global_step": step, "callbacks": {"ExactResume": {"finished": True}}}
+    torch.save(content, place / f"step={step}.ckpt")
+    return LoggedRun(folder)
 
 
 def test_all_diverged():

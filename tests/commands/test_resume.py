@@ -374,6 +374,7 @@ POLICIES = {
     "weights": ["--checkpoint.save_weights_only=true"],
     "all": ["--checkpoint.save_top_k=-1"],
     "epochs": ["--checkpoint.every_n_train_steps=null", "--checkpoint.every_n_epochs=1"],
+    "at some steps": ["--checkpoint.monitor=train/loss", "--trainer.log_every_n_steps=5"],
     "never measured": ["--checkpoint.monitor=val/loss", "--trainer.limit_val_batches=0"],
     "another": [
         "--trainer.callbacks+={class_path: ModelCheckpoint, "
@@ -382,7 +383,8 @@ POLICIES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key", "ignore:checkpoint.monitor")
+@pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.parametrize("name", slow_except(POLICIES, kept=["monitor", "nothing", "weights", "another"]))
 def test_no_policy_loses_the_newest_checkpoint(tmp_path: Path, name: str) -> None:
     policy = POLICIES[name]
@@ -399,6 +401,28 @@ def test_no_policy_loses_the_newest_checkpoint(tmp_path: Path, name: str) -> Non
         {str(p.relative_to(folder)) for p in checkpoints_of(folder)} for folder in (run, run.with_name("version_0"))
     ]
     assert names[0] == names[1]
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_the_best_checkpoint_waits_for_a_metric_that_is_logged_at_some_steps_only(tmp_path: Path) -> None:
+    path = config(tmp_path / "c.yaml")
+    with pytest.warns(UserWarning, match=r"train/loss was not logged up to step 3; there are val/accuracy, val/loss\."):
+        main(["fit", "--config", path, "--checkpoint.monitor=train/loss", "--trainer.log_every_n_steps=5"])
+    checkpoints = Path("runs/default/version_0/checkpoints")
+    policy = torch.load(checkpoints / "last.ckpt", weights_only=True)["callbacks"]
+    best = next(state for key, state in policy.items() if key.startswith("RunCheckpoint"))
+    logged = [loss for _, loss in curves(checkpoints.parent)["train/loss"]]
+    assert float(best["best_model_score"]) == pytest.approx(min(logged))
+    assert Path(best["best_model_path"]).exists()
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint.monitor")
+def test_a_metric_that_is_never_logged_costs_no_checkpoint(tmp_path: Path) -> None:
+    path = config(tmp_path / "c.yaml")
+    message = refused("fit", "--config", path, "--checkpoint.monitor=val/los", "--checkpoint.every_n_train_steps=100")
+    assert "checkpoint.monitor: val/los was not logged" in message
+    assert "there are lr-AdamW, train/loss, val/accuracy, val/loss" in message
+    assert end("runs/default/version_0")["global_step"] == 12
 
 
 @pytest.mark.slow

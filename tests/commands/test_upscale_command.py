@@ -1,5 +1,7 @@
 """`python -m mupscale upscale`: the offline surgery equals the swap inside a run."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -8,8 +10,12 @@ from tiers import slow_except
 
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands.upscale_checkpoint import upscale_checkpoint
 from mupscale.datamodules.resident import ResidentLoader
+from mupscale.errors import UserError
+from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
 from mupscale.models.mlp import MLP
+from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import METHODS
 from mupscale.widening.noise import AdditiveNoise
 
@@ -92,6 +98,47 @@ def test_frozen_layers(tmp_path):
     offline = fit(tmp_path, 20, Frozen(), UpscaleCallback(10, 24), ckpt_path=tmp_path / "wide.ckpt", **settings)
     for a, b in zip(weights(offline), weights(inside), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+class OwnSchedule(MLP):
+    """Two optimizers; the second has a schedule with absolute rates."""
+
+    def configure_optimizers(self):
+        assert self.net is not None
+        vectors, matrices = ([p for p in self.net.parameters() if (p.ndim > 1) == flag] for flag in (False, True))
+        optimizers = [apply_mup(adamw(group), self.net) for group in (vectors, matrices)]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], patience=0, min_lr=2e-3)
+        return optimizers, [{"scheduler": plateau, "monitor": "train/loss"}]
+
+
+def test_absolute_rates_of_a_schedule_are_those_of_the_swap(tmp_path):
+    """Each least rate grows with the rate of its group, in the optimizer that the schedule belongs to."""
+    module = OwnSchedule(8, base_width=4)
+    module.configure_model()
+    optimizers, (schedule,) = module.configure_optimizers()
+    schedule["scheduler"].step(1.0)
+    ours = our_part(module, module.net, optimizers)
+    arguments = {key: value for key, value in module.hparams.items() if not key.startswith("_")}
+    checkpoint = {
+        "state_dict": module.state_dict(), "hyper_parameters": arguments, CHECKPOINT_KEY: ours,
+        "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],
+        "lr_schedulers": [schedule["scheduler"].state_dict()],
+    }  # fmt: skip
+    upscale_checkpoint(checkpoint, module, 24, None, 0, optimizer=True)
+    (state,) = checkpoint["lr_schedulers"]
+    rates = [group["lr"] for group in checkpoint["optimizer_states"][1]["param_groups"]]
+    narrow = [group["lr"] for group in optimizers[1].param_groups]
+    assert len(rates) == 2
+    assert state["_last_lr"] == rates
+    assert state["min_lrs"] == pytest.approx([2e-3, 2e-3 / 3])  # one of the input and the readout, one of matrices
+    assert sorted(rates) == pytest.approx(sorted([0.01, min(narrow) / 3]))
+    for bad, message in (
+        ({"eta_min": 1e-3}, r"one absolute rate for all groups \(eta_min = 0.001\).*--no-optimizer"),
+        ({"max_lrs": [0.1]}, r"lr_schedulers\[0\] of the checkpoint does not fit its optimizer \(IndexError\)"),
+    ):
+        checkpoint["lr_schedulers"] = [{"_last_lr": rates, **bad}]
+        with pytest.raises(UserError, match=message):
+            upscale_checkpoint(deepcopy(checkpoint), OwnSchedule(24, base_width=4), 48, None, 0, optimizer=True)
 
 
 OFFLINE = [name for name in METHODS if name not in ("ligo", "hypercloning-noisy")]

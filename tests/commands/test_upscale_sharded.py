@@ -49,7 +49,11 @@ def schedule(optimizer: torch.optim.Optimizer) -> Any:
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the same checkpoint as a file and in three shards, for two models."""
     folder = tmp_path_factory.mktemp("narrow")
-    for name, module in (("mlp", mlp(lr_scheduler=schedule)), ("gpt2", gpt2())):
+    frozen = mlp()
+    frozen.configure_model()
+    assert frozen.net is not None
+    next(frozen.net.parameters()).requires_grad_(False)
+    for name, module in (("mlp", mlp(lr_scheduler=schedule)), ("gpt2", gpt2()), ("frozen", frozen)):
         save_sharded(saved(module, folder / f"{name}.ckpt"), folder / f"{name}.sharded", 3)
     return folder
 
@@ -60,12 +64,13 @@ CASES = {
     "mlp by a fraction": ("mlp", 20, ["--noise", "0.1", "--centred"]),
     "gpt2, tied": ("gpt2", 24, []),
     "gpt2 with noise of the signal's size": ("gpt2", 16, ["--signal-noise", "0.5", "--centred"]),
+    "mlp with a frozen layer": ("frozen", 24, []),
     "unequal shares": ("mlp", 24, ["--method", "lemon"]),
     "blocks on the diagonal": ("mlp", 24, ["--method", "hypercloning-diagonal", "--no-optimizer"]),
 }
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, "mlp with noise", "gpt2, tied"))
+@pytest.mark.parametrize("name", slow_except(CASES, "mlp with noise", "mlp with a frozen layer", "gpt2, tied"))
 def test_it_is_what_the_file_becomes(name: str, narrow: Path, tmp_path: Path) -> None:
     model, width, options = CASES[name]
     for kind in ("ckpt", "sharded"):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
+from mupscale.datamodules.covertype import Covertype
 from mupscale.models.mlp import MLP
 from mupscale.mup_optimizers import apply_mup
 
@@ -126,6 +127,14 @@ class FrozenMLP(MLP):
             assert self.net is not None
             next(self.net.parameters()).requires_grad_(False)
             self.net.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+class WidthOfRows(Covertype):
+    """Saves an argument that models also have."""
+
+    def __init__(self, batch_size: int = 500, width: int = 54) -> None:
+        super().__init__(batch_size=batch_size)
+        self.save_hyperparameters()
 
 
 class LoggingLoss(MLP):

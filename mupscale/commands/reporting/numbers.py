@@ -260,6 +260,8 @@ def add_statuses(group: Group, numbers: Numbers) -> None:
             numbers.notes.append(f"{name}: {status.state}: it is left out of means.")
         elif status.in_progress:
             numbers.notes.append(f"{name}: {status.state}.")
+        elif grows(run) and run.last_step <= run.first_growth:
+            numbers.notes.append(f"{name} ended after {status.state}, before it grew.")
         elif not len(status.losses):
             numbers.notes.append(f"{name} has no full window of {numbers.windows.length} yet.")
 

@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from jsonargparse import get_loader
 
 from mupscale.commands.config import Point, brief
 from mupscale.errors import UserError
+
+_NUMBER = r"[-+]?[\d.][\d._eE+-]*"
+
+RANGE_IN_LIST = re.compile(rf"(?:^|[\s,\[])({_NUMBER}(?::{_NUMBER})+)(?=$|[\s,\]])")
+"""Numbers with colons between them. YAML 1.1 would read whole ones as a number to the base 60: 1:30 is 90."""
 
 MOST_LEVELS = 1000
 """How many values of one key a grid may have: each is a run."""
@@ -58,8 +64,13 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
         span = re.fullmatch(r"([^,:\[\]]+):([^,:\[\]]+)(?::(\d+))?", listed)
         if span:
             return _spanned(where, key, *span.groups())
+        if span := RANGE_IN_LIST.search(listed):
+            raise UserError(
+                f"{where}: {span[1]} is not a value. A range LOW:HIGH:N has no other values beside it; quote it if it "
+                f"is a text: '{span[1]}'"
+            )
         try:
-            listed = yaml.safe_load(f"[{listed}]")
+            listed = _read(f"[{listed}]")
         except yaml.YAMLError as error:
             raise UserError(f"{where}: the values cannot be read; separate them by commas") from error
     values = tuple(_number(value) for value in listed)
@@ -73,7 +84,7 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
 
 def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Axis:
     try:
-        ends = _number(yaml.safe_load(low)), _number(yaml.safe_load(high))
+        ends = _number(_read(low)), _number(_read(high))
     except yaml.YAMLError as error:
         raise UserError(f"{where}: the range cannot be read; give LOW:HIGH:N, or values in a list") from error
     if not all(isinstance(end, int | float) and end > 0 for end in ends) or not ends[0] < ends[1]:
@@ -87,6 +98,11 @@ def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Ax
     values = [float(f"{ends[0] * ratio**index:.6g}") for index in range(int(count))]
     whole = all(isinstance(end, int) for end in ends)  # 2:16:4 may be layers
     return Axis(key, tuple(int(value) if whole and value.is_integer() else value for value in values))
+
+
+def _read(text: str) -> Any:
+    """A value as configuration files have it: 1e-3 is a number, and 2026-01-31 a text."""
+    return get_loader("yaml")(text)
 
 
 def _refuse_non_finite(where: str, values: tuple[Any, ...]) -> None:
@@ -104,7 +120,7 @@ def refuse_seeds(where: str, seeds: list[int]) -> None:
 
 
 def _number(value: Any) -> Any:
-    """A value, a text such as 1e-3 as a number: YAML reads it as a text."""
+    """A value, a text such as 1e-3 as a number: in the YAML file of an experiment it is a text."""
     if isinstance(value, str):
         try:
             return float(value)
