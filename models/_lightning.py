@@ -3,15 +3,20 @@
 This file is in models/ because models/ is the lowest package that imports Lightning; callbacks and commands use it too.
 """
 
+import copy
 import math
 import os
 import shutil
 import time
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -22,8 +27,10 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.call import _call_callback_hooks
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -228,6 +235,11 @@ def finish_loaded_step(trainer: Trainer) -> None:
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     # or plateau schedulers are passed over at the end of this epoch, for want of the metrics restored here
     fit._restarting = False
+    if is_between_epochs(trainer):
+        fit._resuming_from_checkpoint = False  # or the next epoch would take the iterators made for this one
+    # it makes iterators over the validation data, which may draw random numbers
+    advance = loop.val_loop.increment_progress_to_evaluation_end
+    loop.val_loop.increment_progress_to_evaluation_end = isolate_rng()(advance)  # type: ignore[method-assign]
     if not loop.restarting or loop.val_loop.restarted_mid_evaluation:
         if fit.resumed_on_epoch_end and loop._num_ready_batches_reached():
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
@@ -267,6 +279,127 @@ def finish_loaded_step(trainer: Trainer) -> None:
     # a new epoch begins: the loop of batches must not restart in the old one
     loop.restarting = False
     loop.reset_restart_stage()
+
+
+# --- the training data of a run
+
+
+class TrainingData(CombinedLoader):
+    """The training loaders of a run, with `before_epoch`, and `before_batch` if Lightning fetches one batch ahead.
+
+    It does so where the number of batches is not known. The states of the loaders are those before that batch.
+    """
+
+    trainer: Trainer
+    is_sized = False
+    states_before: list[dict[str, Any]]
+    before_epoch: Callable[["TrainingData"], None]
+    before_batch: Callable[["TrainingData"], None]
+
+    def __iter__(self) -> Any:
+        self.before_epoch(self)
+        super().__iter__()
+        self.is_sized = sized_len(self) is not None
+        return self
+
+    def __next__(self) -> Any:
+        if not self.is_sized:
+            self.states_before = copy.deepcopy(super()._state_dicts())
+            self.before_batch(self)
+        return super().__next__()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a batch was fetched that no step has got yet."""
+        return bool(getattr(self.trainer.fit_loop._data_fetcher, "batches", []))
+
+    def load(self, states: list[dict[str, Any]]) -> None:
+        self._load_state_dicts(states)
+
+    def _state_dicts(self) -> list[dict[str, Any]]:
+        return self.states_before if self.is_ahead else super()._state_dicts()
+
+
+class TrainingDataSource(_DataLoaderSource):
+    """Where a trainer gets its training loaders from, as `TrainingData` with these attributes."""
+
+    attributes: dict[str, Any]
+
+    def dataloader(self) -> Any:
+        trainer = self.attributes["trainer"]
+        if trainer.ckpt_path is not None and trainer.num_sanity_val_steps > 0:
+            # as the sanity check does, which is not repeated: the data may be made of random numbers
+            with isolate_rng():
+                trainer.validating = True
+                trainer.fit_loop.epoch_loop.val_loop.setup_data()
+                trainer.training = True
+        given = super().dataloader()
+        known = isinstance(given, CombinedLoader)
+        answer = TrainingData(given.iterables, given._mode) if known else TrainingData(given, "max_size_cycle")
+        vars(answer).update(self.attributes)
+        return answer
+
+
+def watch_training_data(trainer: Trainer, before_epoch: Any, before_batch: Any) -> None:
+    """Makes a trainer call these functions with its `TrainingData`."""
+    source = trainer.fit_loop._data_source
+    trainer.fit_loop._data_source = watched = TrainingDataSource(source.instance, source.name)
+    watched.attributes = {"trainer": trainer, "before_epoch": before_epoch, "before_batch": before_batch}
+
+
+def saves_its_state(loader: Any) -> bool:
+    """Whether Lightning saves the state of a loader."""
+    return isinstance(loader, _Stateful)
+
+
+def training_data(trainer: Trainer) -> TrainingData | None:
+    loader = trainer.fit_loop._combined_loader
+    return loader if isinstance(loader, TrainingData) else None
+
+
+def is_between_epochs(trainer: Trainer) -> bool:
+    """Whether the next batch of a run, which may have been loaded just now, is the first of an epoch."""
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def loader_states_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of the training loaders in a checkpoint."""
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    return cast(list[dict[str, Any]], loops.get("state_dict", {}).get("combined_loader", []))
+
+
+def end_epoch(trainer: Trainer, states: list[dict[str, Any]]) -> None:
+    """Loads the states of loaders whose batches of an epoch were all taken; the next `iter` begins the next epoch.
+
+    Some loaders begin it by themselves. Others continue the old epoch, which has no batch left, but Lightning does not
+    exhaust an iterator of known length. A limit may leave batches, which must not be lost.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    data = fetcher.combined_loader
+    data._load_state_dicts(states)
+    iter(fetcher)
+    limits: Any = data.limits
+    is_whole = all(sized_len(loader) == limit for loader, limit in zip(data.flattened, limits, strict=True))
+    if is_whole and len(set(limits)) == 1:
+        with suppress(StopIteration):
+            next(data)
+            data._load_state_dicts(states)  # that batch was of the next epoch
+
+
+def restart_batches(trainer: Trainer, skipped: int = 0, before_last: Callable[[], None] | None = None) -> None:
+    """Starts the iteration over training batches again, and draws `skipped` of them in vain.
+
+    `before_last` is called before the last batch is drawn.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    iter(fetcher)
+    for index in range(skipped):
+        if index == skipped - 1 and before_last is not None:
+            before_last()
+        next(fetcher)
+    fetcher.fetched = 0  # the loop adds those of the loaded progress
 
 
 # --- many steps at once

@@ -6,7 +6,7 @@ A subclass defines `build(width)`, which returns the network, and `loss(batch)`;
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -403,7 +403,9 @@ class WidthScalable(LightningModule):
         width = checkpoint_width(checkpoint, type(self).__name__)
         before = self.net
         if before is None or width != self.width:
-            with init_contexts(trainer_of(self)):
+            # without moving the run's random numbers, of which its data may be made
+            forked = torch.random.fork_rng(devices=[]) if before is not None else nullcontext()
+            with forked, init_contexts(trainer_of(self)):
                 rebuilt = self.rebuild(width)
             if before is not None:  # it may have been frozen outside of configure_model
                 carry_frozen_(before, rebuilt)

@@ -19,6 +19,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from paths import ROOT
 from torch import nn
 from torch.utils.data import DataLoader
@@ -38,7 +39,11 @@ LIGHTNING = {
     TensorBoardLogger: {"_experiment", "_version"},
     CSVLogger: {"_version"},
     WeightAveraging: {"_average_model", "_device", "_use_buffers", "_kwargs"},
-    _FitLoop: {"_should_accumulate", "_restarting", "_data_fetcher", "_can_stop_early", "_combined_loader"},
+    _FitLoop: {
+        "_should_accumulate", "_restarting", "_data_fetcher", "_can_stop_early", "_combined_loader", "_data_source",
+        "_resuming_from_checkpoint",
+    },
+    CombinedLoader: {"_mode", "_state_dicts", "_load_state_dicts"},
     _TrainingEpochLoop: {
         "_results", "_num_ready_batches_reached", "_warning_cache", "_build_kwargs", "_skip_next_val",
         "_batches_that_stepped", "_should_check_val_fx", "_val_check_time_interval",
@@ -60,6 +65,7 @@ LIGHTNING = {
 
 LIGHTNING_IMPORTS = {
     "_configure_optimizers", "_call_callback_hooks", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop",
+    "_DataLoaderSource", "_Stateful",
 }  # fmt: skip
 
 HOOKS = {"_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"}
@@ -68,7 +74,7 @@ TORCH = {nn.Module: {"_non_persistent_buffers_set", *HOOKS}, torch.Tensor: {"_us
 
 FOREIGN = (
     LightningModule, LightningDataModule, Trainer, Callback, ModelCheckpoint, TQDMProgressBar, WeightAveraging,
-    LightningCLI, TensorBoardLogger, CSVLogger, _FitLoop, _TrainingEpochLoop, _LoggerConnector,
+    LightningCLI, TensorBoardLogger, CSVLogger, _FitLoop, _TrainingEpochLoop, _LoggerConnector, CombinedLoader,
 )  # fmt: skip
 
 
