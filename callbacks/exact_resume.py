@@ -13,6 +13,8 @@ from mupscale.models._lightning import (
     callbacks_of,
     finish_loaded_step,
     loader_states_in,
+    logged_state,
+    restore_logged,
     set_callbacks,
     update_callback_metrics,
 )
@@ -27,8 +29,8 @@ class ExactResume(Callback):
     A checkpoint is often written before its step is complete. Lightning omits the rest of that step in the resumed run
     (validation, plateau schedulers, the end of the epoch); this callback catches up on it.
 
-    Its saved state: for every rank, the random number generators and its place in the training data; the metrics that
-    schedulers and callbacks monitor; and whether the run is finished.
+    Its saved state: for every rank, the random number generators, its place in the training data, and what `self.log`
+    has collected in the epoch; the metrics that schedulers and callbacks monitor; and whether the run is finished.
     """
 
     def __init__(self) -> None:
@@ -52,7 +54,8 @@ class ExactResume(Callback):
         trainer = self._attached_to
         assert trainer is not None
         place = None if self._data is None else self._data.state()
-        generators = [{**rng_state(trainer.strategy.root_device), "data": place}]
+        state = rng_state(trainer.strategy.root_device)
+        generators = [{**state, "data": place, "logged": logged_state(trainer)}]
         if trainer.world_size > 1:
             generators *= trainer.world_size
             torch.distributed.all_gather_object(generators, generators[0])
@@ -85,6 +88,8 @@ class ExactResume(Callback):
                 assert self._data is not None
                 self._data.restore(generators.get("data"), self._loader_states)
                 set_rng_state(generators, pl_module.device)
+                if "logged" in generators:
+                    restore_logged(trainer, generators["logged"])
             metrics = {name: value.to(pl_module.device) for name, value in self._loaded["metrics"].items()}
             update_callback_metrics(trainer, metrics)
             trainer.should_stop = self._loaded["should_stop"] and not self._loaded["finished"]

@@ -3,6 +3,7 @@
 This file is in models/ because models/ is the lowest package that imports Lightning; callbacks and commands use it too.
 """
 
+import builtins
 import copy
 import math
 import os
@@ -34,8 +35,23 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torchmetrics import Metric
 
+from mupscale._torch import tree_map
 from mupscale.atomic import partial, replacing
+
+LOG_ARGUMENTS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "metric_attribute",
+)
+"""Arguments of `self.log` that Lightning keeps, apart from the reduction."""
 
 # --- modules and trainers
 
@@ -241,8 +257,10 @@ def finish_loaded_step(trainer: Trainer) -> None:
     advance = loop.val_loop.increment_progress_to_evaluation_end
     loop.val_loop.increment_progress_to_evaluation_end = isolate_rng()(advance)  # type: ignore[method-assign]
     if not loop.restarting or loop.val_loop.restarted_mid_evaluation:
-        if fit.resumed_on_epoch_end and loop._num_ready_batches_reached():
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        if fit.resumed_on_epoch_end:
+            if loop._num_ready_batches_reached():
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            log_epoch(trainer)
         return
     if fit.restarted_mid_epoch and (loop.restarted_on_train_batch_end or loop.restarted_on_last):
         # as at the end of a validation, if it was written before, at the end of the batch
@@ -254,6 +272,7 @@ def finish_loaded_step(trainer: Trainer) -> None:
                 for count in (epochs.total, epochs.current):  # Lightning has counted it as over
                     count.processed -= 1
                     count.completed -= 1
+            log_step(trainer)
         loop.reset_restart_stage()
         loop.val_loop.restarting = False
         loop._skip_next_val = validated
@@ -270,6 +289,7 @@ def finish_loaded_step(trainer: Trainer) -> None:
     elif fit.restarted_on_epoch_end:
         if loop._num_ready_batches_reached():
             loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        log_epoch(trainer)
         fit.epoch_progress.increment_completed()
         fit.reset_restart_stage()
     elif fit.restarted_on_epoch_start:
@@ -279,6 +299,85 @@ def finish_loaded_step(trainer: Trainer) -> None:
     # a new epoch begins: the loop of batches must not restart in the old one
     loop.restarting = False
     loop.reset_restart_stage()
+
+
+# --- what `self.log` has logged
+
+
+def logged_state(trainer: Trainer) -> dict[str, Any]:
+    """What `self.log` has collected in this epoch of training, and metric objects of the module, for a checkpoint."""
+    values = [
+        {
+            "arguments": {
+                **{name: getattr(metric.meta, name) for name in LOG_ARGUMENTS},
+                "sync_dist": metric.meta.sync.should,
+                "rank_zero_only": metric.meta.sync.rank_zero_only,
+            },
+            "reduction": (metric.meta.reduce_fx.__name__, metric.meta.reduce_fx in (min, max, sum)),
+            "value": metric.value if metric.is_tensor else None,  # else an object, among the metrics of the module
+            "count": getattr(metric, "cumulated_batch_size", None),
+            "of_step": metric._forward_cache,
+            "is_reset": metric.has_reset,
+        }
+        for metric in trainer.fit_loop.epoch_loop._results.values()
+        if metric.meta.sync.group is None
+    ]
+    metrics = {
+        name: {"state": metric.metric_state, "updates": metric.update_count}
+        for name, metric in trainer.lightning_module.named_modules()
+        if isinstance(metric, Metric) and metric.update_called
+    }
+    return {"values": values, "metrics": metrics}
+
+
+def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Restores what `logged_state` returned."""
+    module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
+    for saved in tree_map(lambda x: x.to(module.device) if isinstance(x, Tensor) else x, state["values"]):
+        name, is_builtin = saved["reduction"]
+        reduction = getattr(builtins if is_builtin else torch, name)
+        reduce = trainer.strategy.reduce
+        arguments = {**saved["arguments"], "reduce_fx": reduction, "sync_dist_fn": reduce, "batch_size": 1}
+        value, count = saved["value"], saved["count"]
+        results.log(value=module.get_submodule(arguments["metric_attribute"]) if value is None else value, **arguments)
+        metric = results[f"{arguments['fx']}.{arguments['name']}"]
+        metric._forward_cache, metric.has_reset = saved["of_step"], saved["is_reset"]
+        if value is not None:
+            metric.value = value
+        if count is not None:
+            metric.cumulated_batch_size = count
+    for name, saved in state["metrics"].items():
+        own: Any = module.get_submodule(name)
+        for key, value in saved["state"].items():
+            setattr(own, key, value)
+        own._update_count = saved["updates"]
+        own.to(module.device)
+    done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    # as the loop sets it: None before the first batch of an epoch, True in it, False later
+    first = None if is_between_epochs(trainer) or not done.processed else done.processed == 1
+    trainer._logger_connector._first_loop_iter = first
+
+
+def log_step(trainer: Trainer) -> None:
+    """Logs what was collected in the batch in whose end a checkpoint was written, as Lightning does after it."""
+    connector = trainer._logger_connector
+    if trainer.fit_loop.epoch_loop._results:
+        connector._first_loop_iter = trainer.fit_loop.epoch_loop.batch_progress.current.ready == 1
+        connector.on_batch_end()
+        connector.update_train_step_metrics()
+
+
+def log_epoch(trainer: Trainer) -> None:
+    """Logs what was collected in the epoch in whose end a checkpoint was written, as Lightning does after it."""
+    fit, connector = trainer.fit_loop, trainer._logger_connector
+    epochs: Any = fit.epoch_progress.current
+    counted, epochs.completed = epochs.completed, epochs.processed - 1
+    connector.epoch_end_reached()
+    connector.on_epoch_end()
+    fit.epoch_loop._batches_that_stepped -= 1
+    connector.update_train_epoch_metrics()
+    fit.epoch_loop._batches_that_stepped += 1
+    epochs.completed = counted
 
 
 # --- the training data of a run

@@ -19,6 +19,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from paths import ROOT
 from torch import nn
@@ -34,6 +35,7 @@ LIGHTNING = {
     LightningModule: {"_trainer", "_current_fx_name", "_on_before_batch_transfer"},
     Trainer: {"_logger_connector", "_detect_anomaly"},
     _LoggerConnector: {"_callback_metrics", "_logged_metrics", "_first_loop_iter"},
+    _ResultMetric: {"_forward_cache", "_update_count"},
     LearningRateMonitor: {"_extract_stats"},
     _EvaluationLoop: {"_has_run", "_max_batches", "_combined_loader"},
     TensorBoardLogger: {"_experiment", "_version"},

@@ -288,11 +288,11 @@ class CLI(OpenCLI):
             place = Namespace(save_dir=None, name="", version=None)
             trainer["logger"] = Namespace(class_path=name, init_args=place)
         loggers = trainer["logger"] if isinstance(trainer["logger"], list) else [trainer["logger"]]
-        for logger, place in zip_longest(loggers, self._log_folders[: len(loggers)]):
+        for logger, written in zip_longest(loggers, self._log_folders[: len(loggers)]):
             arguments = getattr(logger, "init_args", {})
             if all(name in arguments for name in ("save_dir", "name", "version")):
                 # the run may have been moved, and the working directory may be another one
-                folder = Path(os.path.normpath(self.folder / (place or ".")))
+                folder = Path(os.path.normpath(self.folder / (written or ".")))
                 folder = folder if folder.is_dir() else self.folder
                 arguments["save_dir"] = str(folder.parent)
                 arguments["name"] = ""
