@@ -3,7 +3,6 @@
 This file is in models/ because models/ is the lowest package that imports Lightning; callbacks and commands use it too.
 """
 
-import builtins
 import copy
 import math
 import os
@@ -52,6 +51,14 @@ LOG_ARGUMENTS = (
     "metric_attribute",
 )
 """Arguments of `self.log` that Lightning keeps, apart from the reduction."""
+
+REDUCTIONS: dict[str, Any] = {
+    **{f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "min", "max")},
+    "sum": sum,
+    "min": min,
+    "max": max,
+}
+"""What `self.log` takes as `reduce_fx`."""
 
 # --- modules and trainers
 
@@ -313,7 +320,7 @@ def logged_state(trainer: Trainer) -> dict[str, Any]:
                 "sync_dist": metric.meta.sync.should,
                 "rank_zero_only": metric.meta.sync.rank_zero_only,
             },
-            "reduction": (metric.meta.reduce_fx.__name__, metric.meta.reduce_fx in (min, max, sum)),
+            "reduction": next(name for name, function in REDUCTIONS.items() if function is metric.meta.reduce_fx),
             "value": metric.value if metric.is_tensor else None,  # else an object, among the metrics of the module
             "count": getattr(metric, "cumulated_batch_size", None),
             "of_step": metric._forward_cache,
@@ -334,12 +341,14 @@ def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
     """Restores what `logged_state` returned."""
     module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
     for saved in tree_map(lambda x: x.to(module.device) if isinstance(x, Tensor) else x, state["values"]):
-        name, is_builtin = saved["reduction"]
-        reduction = getattr(builtins if is_builtin else torch, name)
-        reduce = trainer.strategy.reduce
-        arguments = {**saved["arguments"], "reduce_fx": reduction, "sync_dist_fn": reduce, "batch_size": 1}
-        value, count = saved["value"], saved["count"]
-        results.log(value=module.get_submodule(arguments["metric_attribute"]) if value is None else value, **arguments)
+        arguments, value, count = saved["arguments"], saved["value"], saved["count"]
+        results.log(
+            value=module.get_submodule(arguments["metric_attribute"]) if value is None else value,
+            reduce_fx=REDUCTIONS[saved["reduction"]],
+            sync_dist_fn=trainer.strategy.reduce,
+            batch_size=1,
+            **arguments,
+        )
         metric = results[f"{arguments['fx']}.{arguments['name']}"]
         metric._forward_cache, metric.has_reset = saved["of_step"], saved["is_reset"]
         if value is not None:
@@ -348,8 +357,8 @@ def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
             metric.cumulated_batch_size = count
     for name, saved in state["metrics"].items():
         own: Any = module.get_submodule(name)
-        for key, value in saved["state"].items():
-            setattr(own, key, value)
+        for key in own.metric_state:
+            setattr(own, key, saved["state"][key])
         own._update_count = saved["updates"]
         own.to(module.device)
     done: Any = trainer.fit_loop.epoch_loop.batch_progress.current

@@ -89,7 +89,7 @@ def private_names(kind: type) -> set[str]:
     """The private attributes of a class, its instances and their trainers that its source and its bases' name."""
     names = {name for name in dir(kind) if re.match(r"_[a-z]", name)}
     for base in inspect.getmro(kind):
-        if base.__module__.startswith(("lightning", "torch.nn")):
+        if base.__module__.startswith(("lightning", "torch.nn", "torchmetrics")):
             names |= set(re.findall(r"self\.(?:trainer\.)?(_[a-z]\w*)", inspect.getsource(base)))
     return names
 
