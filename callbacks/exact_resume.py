@@ -9,15 +9,8 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from mupscale.callbacks.data_position import DataPosition
 from mupscale.callbacks.random_states import rng_state, set_rng_state
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.models._lightning import (
-    callbacks_of,
-    finish_loaded_step,
-    loader_states_in,
-    logged_state,
-    restore_logged,
-    set_callbacks,
-    update_callback_metrics,
-)
+from mupscale.models._lightning import callbacks_of, set_callbacks, update_callback_metrics
+from mupscale.models._lightning_resume import finish_loaded_step, loader_states_in, logged_state, restore_logged
 from mupscale.models.checkpoint import RUN_KEY
 
 
