@@ -1,16 +1,16 @@
 """Exact resuming: does what Lightning omits when a run is resumed."""
 
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from torch import Tensor
 
+from mupscale.callbacks.data_position import DataPosition
+from mupscale.callbacks.random_states import rng_state, set_rng_state
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.models._lightning import callbacks_of, finish_loaded_step, set_callbacks, update_callback_metrics
+from mupscale.models._lightning import callbacks_of, set_callbacks, update_callback_metrics
+from mupscale.models._lightning_resume import finish_loaded_step, loader_states_in, logged_state, restore_logged
 from mupscale.models.checkpoint import RUN_KEY
 
 
@@ -22,8 +22,8 @@ class ExactResume(Callback):
     A checkpoint is often written before its step is complete. Lightning omits the rest of that step in the resumed run
     (validation, plateau schedulers, the end of the epoch); this callback catches up on it.
 
-    Its saved state: the random number generators of every rank, the metrics that schedulers and callbacks monitor, and
-    whether the run is finished.
+    Its saved state: for every rank, the random number generators, its place in the training data, and what `self.log`
+    has collected in the epoch; the metrics that schedulers and callbacks monitor; and whether the run is finished.
     """
 
     def __init__(self) -> None:
@@ -32,10 +32,13 @@ class ExactResume(Callback):
         self.failed = False
         self._attached_to: Trainer | None = None
         self._loaded: dict[str, Any] | None = None
+        self._loader_states: list[dict[str, Any]] = []
+        self._data: DataPosition | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._attached_to = trainer
         self.finished = self.failed = False
+        self._data = DataPosition(trainer) if stage == "fit" else None
         # after on_train_start of all other callbacks, because it validates, but before those that save
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback), c is self)  # noqa: E731
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
@@ -43,7 +46,9 @@ class ExactResume(Callback):
     def state_dict(self) -> dict[str, Any]:
         trainer = self._attached_to
         assert trainer is not None
-        generators = [rng_state(trainer.strategy.root_device)]
+        place = None if self._data is None else self._data.state()
+        state = rng_state(trainer.strategy.root_device)
+        generators = [{**state, "data": place, "logged": logged_state(trainer)}]
         if trainer.world_size > 1:
             generators *= trainer.world_size
             torch.distributed.all_gather_object(generators, generators[0])
@@ -64,6 +69,7 @@ class ExactResume(Callback):
         self._loaded = state_dict
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._loader_states = loader_states_in(checkpoint)
         for callback in callbacks_of(trainer):
             if isinstance(callback, ModelCheckpoint):
                 callback.current_score = checkpoint["callbacks"].get(callback.state_key, {}).get("current_score")
@@ -71,7 +77,12 @@ class ExactResume(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loaded is not None:
             if trainer.global_rank < len(self._loaded["generators"]):
-                set_rng_state(self._loaded["generators"][trainer.global_rank], pl_module.device)
+                generators = self._loaded["generators"][trainer.global_rank]
+                assert self._data is not None
+                self._data.restore(generators.get("data"), self._loader_states)
+                set_rng_state(generators, pl_module.device)
+                if "logged" in generators:
+                    restore_logged(trainer, generators["logged"])
             metrics = {name: value.to(pl_module.device) for name, value in self._loaded["metrics"].items()}
             update_callback_metrics(trainer, metrics)
             trainer.should_stop = self._loaded["should_stop"] and not self._loaded["finished"]
@@ -83,31 +94,3 @@ class ExactResume(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.finished = True
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """The states of the global random number generators, as tensors and primitives."""
-    version, internal, gauss = random.getstate()
-    generator = np.random.get_state(legacy=True)
-    assert isinstance(generator, tuple)
-    name, keys, position, has_gauss, cached = generator
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "python": [version, torch.tensor(internal), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
-    }
-
-
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(integers(internal)), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(integers(keys), dtype=np.uint32), *rest))
-
-
-def integers(tensor: Tensor) -> list[int]:
-    return [int(x) for x in tensor.tolist()]

@@ -14,6 +14,17 @@ folder = run_folder
 """The folder of a run."""
 
 
+def folders(trainer: Trainer) -> list[str | None]:
+    """The folder of each logger, relative to that of the run; None for loggers of other kinds."""
+    of_run = folder(trainer, trainer.log_dir)
+    return [
+        os.path.relpath(logger.log_dir, of_run)
+        if of_run is not None and isinstance(logger, TensorBoardLogger | CSVLogger)
+        else None
+        for logger in trainer.loggers
+    ]
+
+
 def written(trainer: Trainer) -> dict[str, list[Any]]:
     """The lengths of the event files of each TensorBoard logger, and the rows of the table of each CSV logger."""
     return {

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from mupscale._torch import without_iterator
+from mupscale.callbacks.random_states import generators_of
 from mupscale.errors import UserError
 from mupscale.models._lightning import datamodule_of, on_device
 
@@ -41,9 +41,7 @@ class OwnBatches:
     @contextmanager
     def generators_kept(self) -> Iterator[None]:
         """Puts the random generators back that the loader shares with the run's."""
-        holders = [self._loader, getattr(self._loader, "sampler", None)]
-        generators = [getattr(holder, "generator", None) for holder in holders]
-        states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+        states = [(generator, generator.get_state()) for generator in generators_of([self._loader])]
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""All uses of private names of Lightning; `tests/test_seams.py` fails if a release changes one.
+"""Uses of private names of Lightning, with `_lightning_resume.py`; tests/test_seams.py fails if a release changes one.
 
 This file is in models/ because models/ is the lowest package that imports Lightning; callbacks and commands use it too.
 """
@@ -239,52 +239,6 @@ class EpochLoop(_TrainingEpochLoop):
 def hands_over_the_iterator(data_fetcher: Any) -> bool:
     """Whether `training_step` takes the iterator over batches, and not a batch."""
     return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
-
-
-def finish_loaded_step(trainer: Trainer) -> None:
-    """Finishes the step in which the loaded checkpoint was written, and leaves the loops between two steps."""
-    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    # or plateau schedulers are passed over at the end of this epoch, for want of the metrics restored here
-    fit._restarting = False
-    if not loop.restarting or loop.val_loop.restarted_mid_evaluation:
-        if fit.resumed_on_epoch_end and loop._num_ready_batches_reached():
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        return
-    if fit.restarted_mid_epoch and (loop.restarted_on_train_batch_end or loop.restarted_on_last):
-        # as at the end of a validation, if it was written before, at the end of the batch
-        validated = loop.restarted_on_last
-        if not validated:
-            loop.batch_progress.increment_completed()
-            if loop.batch_progress.is_last_batch:
-                epochs: Any = fit.epoch_progress
-                for count in (epochs.total, epochs.current):  # Lightning has counted it as over
-                    count.processed -= 1
-                    count.completed -= 1
-        loop.reset_restart_stage()
-        loop.val_loop.restarting = False
-        loop._skip_next_val = validated
-        assert fit._data_fetcher is not None
-        loop.on_advance_end(fit._data_fetcher)
-        if not loop.batch_progress.is_last_batch and not (trainer.should_stop and fit._can_stop_early):
-            loop._batches_that_stepped -= 1  # the loop will count it when it restarts
-            batches = max(loop.val_loop.max_batches, default=0)
-            if loop._should_check_val_fx(fit._data_fetcher) and math.isfinite(batches):
-                loop.val_loop.batch_progress.total.increment_by(-int(batches))  # and the batches of this validation
-            return
-        fit.on_advance_end()
-        fit.reset_restart_stage()
-    elif fit.restarted_on_epoch_end:
-        if loop._num_ready_batches_reached():
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        fit.epoch_progress.increment_completed()
-        fit.reset_restart_stage()
-    elif fit.restarted_on_epoch_start:
-        fit.epoch_progress.current.ready += 1  # Lightning takes it back, but does not count it again
-    elif not loop.restarted_on_last:
-        return
-    # a new epoch begins: the loop of batches must not restart in the old one
-    loop.restarting = False
-    loop.reset_restart_stage()
 
 
 # --- many steps at once

@@ -6,7 +6,8 @@ A subclass defines `build(width)`, which returns the network, and `loss(batch)`;
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -78,12 +79,50 @@ class WithoutDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+Hook = Callable[..., None]
+
+HOOKS = ("on_fit_start", "on_save_checkpoint", "on_load_checkpoint")
+"""Hooks in which WidthScalable has work to do, also if a subclass overrides them."""
+
+
+def unless_done(hook: Hook) -> Hook:
+    """A hook of WidthScalable that does nothing when a hook of a subclass calls it by `super()`."""
+
+    @wraps(hook)
+    def once(self: "WidthScalable", *arguments: Any) -> None:
+        if hook.__name__ not in self._done_hooks:
+            hook(self, *arguments)
+
+    return once
+
+
+def after_ours(ours: Hook, hook: Hook) -> Hook:
+    """A hook of a subclass that runs after that of WidthScalable, whether it calls `super()` or not."""
+    name = ours.__name__
+
+    @wraps(hook)
+    def both(self: "WidthScalable", *arguments: Any) -> None:
+        is_outermost = name not in self._done_hooks
+        ours(self, *arguments)
+        self._done_hooks.add(name)
+        try:
+            hook(self, *arguments)
+        finally:
+            if is_outermost:
+                self._done_hooks.discard(name)
+
+    both.is_after_ours = True  # type: ignore[attr-defined]
+    return both
+
+
 class WidthScalable(LightningModule):
     """A LightningModule whose network can be built at any width, and rebuilt at another width during a run.
 
     Checkpoints hold weights, buffers, optimizer and scheduler state, and the constructor's arguments with the current
     width. A checkpoint of any width loads: the network is first rebuilt at the checkpoint's width. The muP tables are
     recomputed, except for parameters whose pieces grew by different factors.
+
+    Hooks of a subclass need not call `super()`: what this class does in them is done before.
     """
 
     init: Init = "fan_in"
@@ -92,6 +131,13 @@ class WidthScalable(LightningModule):
     counts_alike: bool = False
     """Whether models of this very class that have the same constructor arguments do the same FLOPs: they are counted
     once in a process. Subclasses do not inherit it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in HOOKS:
+            ours, hook = getattr(WidthScalable, name), getattr(cls, name)
+            if hook is not ours and not hasattr(hook, "is_after_ours"):
+                setattr(cls, name, after_ours(ours, hook))
 
     def __init__(
         self,
@@ -129,6 +175,7 @@ class WidthScalable(LightningModule):
         self._returned_loss: Tensor | None = None
         self.is_in_stack = False  # its steps are taken with those of other models, and compiled there
         self._on_meta = False
+        self._done_hooks: set[str] = set()
         self._references: dict[str, tuple[nn.Module, nn.Module]] = {}
 
     # --- what a subclass gives
@@ -343,18 +390,22 @@ class WidthScalable(LightningModule):
 
     # --- checkpoints
 
+    @unless_done
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = trainer_of(self)
         checkpoint[CHECKPOINT_KEY] = our_part(self, self.net, [] if trainer is None else trainer.optimizers)
         # it has weights of its own, also where the base does not exist
         checkpoint["hyper_parameters"]["init_from"] = None
 
+    @unless_done
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Rebuilds the network at the checkpoint's width; this is the last hook before weights load."""
         width = checkpoint_width(checkpoint, type(self).__name__)
         before = self.net
         if before is None or width != self.width:
-            with init_contexts(trainer_of(self)):
+            # without moving the run's random numbers, of which its data may be made
+            forked = torch.random.fork_rng(devices=[]) if before is not None else nullcontext()
+            with forked, init_contexts(trainer_of(self)):
                 rebuilt = self.rebuild(width)
             if before is not None:  # it may have been frozen outside of configure_model
                 carry_frozen_(before, rebuilt)
@@ -367,6 +418,7 @@ class WidthScalable(LightningModule):
         for optimizer in trainer.optimizers if trainer is not None else ():
             keep_reference_units(self.net, optimizer)  # a sharded checkpoint is read after they were made
 
+    @unless_done
     def on_fit_start(self) -> None:
         path = self.hparams["init_from"]
         if path is not None and self.trainer.ckpt_path is None:

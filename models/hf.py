@@ -231,10 +231,8 @@ class HFCausalLM(LanguageModel):
             weights = weights_in(Path(self.hparams["folder"]).expanduser())
             load_weights(self.net, {"state_dict": {f"net.model.{name}": value for name, value in weights.items()}})
             self._renew_averages()
-        super().on_fit_start()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
         checkpoint["hyper_parameters"]["folder"] = None  # it has weights of its own
 
     def on_train_end(self) -> None:

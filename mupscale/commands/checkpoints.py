@@ -58,7 +58,7 @@ def is_finished(checkpoint: dict[str, Any]) -> bool:
 def checkpoints_of(folder: Path) -> Iterator[Path]:
     """Where the checkpoints of a run may be: in its folder, and in `checkpoint.dirpath`."""
     yield from below(folder)
-    elsewhere = _dirpath(folder)
+    elsewhere = dirpath_of(folder)
     if elsewhere is not None and elsewhere.is_dir() and not elsewhere.resolve().is_relative_to(folder.resolve()):
         yield from below(elsewhere)
 
@@ -175,7 +175,7 @@ def dictionary(value: Any) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _dirpath(folder: Path) -> Path | None:
+def dirpath_of(folder: Path) -> Path | None:
     """The folder for checkpoints that a run's configuration names."""
     config = folder / "config.yaml"
     content = dictionary(read_yaml(config)) if config.is_file() else {}

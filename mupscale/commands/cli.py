@@ -9,7 +9,7 @@ import warnings
 from argparse import ArgumentError
 from contextlib import nullcontext
 from copy import deepcopy
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -55,7 +55,7 @@ from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
 from mupscale.data_files import LOADER, read_yaml
 from mupscale.errors import UserError
-from mupscale.models._lightning import OpenCLI, Parsers, is_trial_run, name_arguments_apart
+from mupscale.models._lightning import OpenCLI, Parsers, is_remote, is_trial_run, name_arguments_apart
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import checkpoint_width, run_in
 
@@ -141,6 +141,7 @@ class CLI(OpenCLI):
         self.start = start
         self.text = ""
         self.saved: Config | None = None
+        self._log_folders: list[str | None] = []
         super().__init__(*args, **kwargs)
 
     def setup_parser(
@@ -195,6 +196,10 @@ class CLI(OpenCLI):
             self.config = parser.parse_object({command: values} if command else values, cfg_base=self.config)
             config = self.config[command] if command else self.config
         refuse_levels(config)
+        dirpath = config["checkpoint"]["dirpath"]
+        if dirpath is not None and self.folder is None and not is_remote(dirpath):
+            # in config.yaml as well: `resume` and `report` may be started elsewhere
+            config["checkpoint"]["dirpath"] = os.path.abspath(os.path.expanduser(dirpath))
         if self.pattern is not None and self.given_plainly is not None:
             self.pattern.note(self, self.given_plainly)
 
@@ -227,6 +232,7 @@ class CLI(OpenCLI):
         except UserError as error:
             raise UserError(f"ckpt_path: {error}") from error
         if command == "fit":
+            self._log_folders = run_in(saved).get("log_folders", [])
             then = run_in(saved).get("config") or self._config_of_folder()
             if then is not None:
                 refuse_changes(
@@ -281,14 +287,16 @@ class CLI(OpenCLI):
             name = f"{TensorBoardLogger.__module__}.{TensorBoardLogger.__qualname__}"
             place = Namespace(save_dir=None, name="", version=None)
             trainer["logger"] = Namespace(class_path=name, init_args=place)
-        loggers = trainer["logger"]
-        for logger in loggers if isinstance(loggers, list) else [loggers]:
+        loggers = trainer["logger"] if isinstance(trainer["logger"], list) else [trainer["logger"]]
+        for logger, written in zip_longest(loggers, self._log_folders[: len(loggers)]):
             arguments = getattr(logger, "init_args", {})
             if all(name in arguments for name in ("save_dir", "name", "version")):
                 # the run may have been moved, and the working directory may be another one
-                arguments["save_dir"] = str(self.folder.parent)
+                folder = Path(os.path.normpath(self.folder / (written or ".")))
+                folder = folder if folder.is_dir() else self.folder
+                arguments["save_dir"] = str(folder.parent)
                 arguments["name"] = ""
-                arguments["version"] = self.folder.name
+                arguments["version"] = folder.name
 
     def on_trainer_config(self, config: Any) -> None:
         given = config["callbacks"] or []
@@ -332,7 +340,7 @@ class CLI(OpenCLI):
         identity = self.start.claim(trainer, takes_next=self._takes_next_version())
         saved = yaml.load(self.text, LOADER) if self.saved is None else self.saved
         for callback in callbacks_in(trainer, ExactResume):
-            callback.run = {"id": identity, "config": saved}
+            callback.run = {"id": identity, "config": saved, "log_folders": log_files.folders(trainer)}
         log_files.keep_tables(trainer)
 
     def after_fit(self) -> None:

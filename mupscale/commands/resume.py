@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.checkpoints import is_finished, newest_checkpoint
+from mupscale.commands.checkpoints import dirpath_of, is_finished, newest_checkpoint
 from mupscale.commands.continued import SUMMARY
 from mupscale.commands.loading import without_collections
 from mupscale.commands.next_steps import after_finished, command_line
@@ -28,6 +28,9 @@ def main(command: str, arguments: list[str]) -> None:
     path, checkpoint = newest_checkpoint(options.run, tell=problems.append)
     if path is None:
         reasons = f" ({'; '.join(problems)})" if problems else ""
+        elsewhere = dirpath_of(options.run)
+        if elsewhere is not None and not elsewhere.is_absolute():
+            reasons += f". Its checkpoint.dirpath is {elsewhere}: start resume where the run was started"
         raise UserError(
             f"{options.run} has no checkpoint that can be read{reasons}. Start again: "
             f"{command_line('fit', '--config', config)}"

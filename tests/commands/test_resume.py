@@ -12,7 +12,7 @@ import torch
 import yaml
 from command_line import refused, small, upscale
 from extensions import Crash, Crashed
-from logged import curves
+from logged import curves, table
 from tiers import slow_except
 
 from mupscale.__main__ import main
@@ -224,6 +224,25 @@ def test_resume_of_a_run_of_the_old_default(old_runs: Path) -> None:
 
 
 # --- folders
+
+
+def test_what_a_run_has_outside_of_its_folder_is_continued_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = (("TensorBoardLogger", "runs"), ("CSVLogger", "tables"))
+    loggers = [{"class_path": kind, "init_args": {"save_dir": name, "name": "mine"}} for kind, name in names]
+    command = ["fit", "--config", config(tmp_path / "c.yaml", logger=loggers), "--checkpoint.dirpath=~/elsewhere"]
+    Path("tables/mine/version_0").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    crash(7, *command)
+    before = {path for path in tmp_path.rglob("*") if path.is_dir()}
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    main(["resume", "../runs/mine/version_0"])
+    assert {path for path in tmp_path.rglob("*") if path.is_dir()} == before | {tmp_path / "other"}
+    rows = [row for row in table(tmp_path / "tables/mine/version_1") if row["train/loss"]]
+    assert [int(row["step"]) for row in rows] == list(range(12))
+    assert end("../runs/mine/version_0")["global_step"] == 12
 
 
 @pytest.mark.slow

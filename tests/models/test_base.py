@@ -1,8 +1,9 @@
-"""What every width-scalable module refuses when it is made."""
+"""What every width-scalable module refuses when it is made, and does whatever a subclass overrides."""
 
 import re
 from collections import UserDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,3 +222,50 @@ def test_networks_at_the_base_width_are_built_once(monkeypatch: pytest.MonkeyPat
     module.network(12)
     module.network(24, meta=True)
     assert widths == [4, 8, 12, 24]
+
+
+class Noting:
+    """Has hooks that do not call super()."""
+
+    def on_fit_start(self) -> None:
+        self.seen = ["start"]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = 3
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = [checkpoint["mine"], self.width]  # type: ignore[attr-defined]
+
+
+class Own(Noting, MLP):
+    pass
+
+
+class Nested(Own):
+    """Calls super(), which runs what the base class does no second time."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.seen.append("nested")
+
+    def rebuild(self, *arguments: Any, **options: Any) -> nn.Module:
+        self.rebuilt = getattr(self, "rebuilt", 0) + 1
+        return super().rebuild(*arguments, **options)
+
+
+@pytest.mark.parametrize(("kind", "seen"), [(Own, [3, 16]), (Nested, [3, 16, "nested"])])
+def test_hooks_of_a_subclass_need_not_call_super(kind: type[Own], seen: list[Any]) -> None:
+    wide, narrow = kind(16, 4, 6, 3), kind(8, 4, 6, 3)
+    wide.configure_model()
+    narrow.configure_model()
+    checkpoint = {"hyper_parameters": dict(wide.hparams, init_from="a.ckpt"), "state_dict": wide.state_dict()}
+    for _ in range(2):
+        wide.on_save_checkpoint(checkpoint)
+        assert (checkpoint["mine"], checkpoint["hyper_parameters"]["init_from"]) == (3, None)
+        narrow.on_load_checkpoint(checkpoint)
+        assert (narrow.width, narrow.seen) == (16, seen)
+    assert getattr(narrow, "rebuilt", 1) == 1
+    narrow.hparams["init_from"] = "nowhere.ckpt"
+    narrow.trainer = SimpleNamespace(ckpt_path=None)
+    with pytest.raises(UserError, match=r"model\.init_from = nowhere\.ckpt"):
+        narrow.on_fit_start()

@@ -1,0 +1,186 @@
+"""A run continues with the very next batch, whatever its training data is."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from extensions import Dropping
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from tiny_modules import ADAMW, rows
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from training_runs import TREESPEC_WARNING, Checkpoints
+
+from mupscale.callbacks.exact_resume import ExactResume
+from mupscale.callbacks.upscale import UpscaleCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings(TREESPEC_WARNING),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`"),
+]
+
+BATCHES = 4
+"""Of eight rows each, in an epoch."""
+
+
+def data() -> tuple[Tensor, ...]:
+    return rows(Dropping(8, 4, 6, 3), 8 * BATCHES, torch.float32)
+
+
+class Noisy(Dataset[Any]):
+    """Draws random numbers for every row."""
+
+    def __init__(self) -> None:
+        self.tensors = data()
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.tensors[0][index] + 0.1 * torch.randn(6), self.tensors[1][index]
+
+
+class Stream(IterableDataset[Any]):
+    """Has no length, and an order of its own in every epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        noisy = Noisy()
+        for index in torch.randperm(len(noisy)).tolist():
+            yield noisy[index]
+
+
+class Stateful:
+    """Has a state, and no length: at the end of an epoch its iterator is exhausted."""
+
+    def __init__(self) -> None:
+        self.epoch, self.position, self.is_loaded = 0, 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.is_loaded:
+            self.start()
+        self.is_loaded = False
+        order = torch.randperm(8 * BATCHES, generator=torch.Generator().manual_seed(self.epoch)).split(8)
+        while self.position < BATCHES:
+            self.position += 1
+            yield tuple(tensor[order[self.position - 1]] for tensor in data())
+        self.end()
+
+    def start(self) -> None:
+        self.position = 0
+
+    def end(self) -> None:
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position, self.is_loaded = state["epoch"], state["position"], True
+
+
+class Sized(Stateful):
+    """Has a length: Lightning does not exhaust its iterators."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def start(self) -> None:
+        self.epoch, self.position = self.epoch + (self.position > 0), 0
+
+    def end(self) -> None:
+        pass
+
+
+class Drawn(LightningDataModule):
+    """Draws its data where it makes its loaders."""
+
+    def train_dataloader(self) -> Any:
+        return self.loader(shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return self.loader(shuffle=False)
+
+    def loader(self, shuffle: bool) -> Any:
+        inputs = torch.randn(8 * BATCHES, 6)
+        return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), 8, shuffle=shuffle)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(TensorDataset(*data()), 8, shuffle=True),
+    "augmented": lambda: DataLoader(Noisy(), 8, shuffle=True),
+    "own generator": lambda: DataLoader(
+        TensorDataset(*data()), 8, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "stream": lambda: DataLoader(Stream(), 8),
+    "stateful": Stateful,
+    "stateful with a length": Sized,
+    "drawn": Drawn,
+}
+
+
+def fitted(
+    loader: Any, folder: Path, resumed: int | None = None, kind: type[Dropping] = Dropping, **settings: Any
+) -> dict[str, Tensor]:
+    """The weights and the last validation of ten steps, which depend on all random numbers; it grows at step 6."""
+    seed_everything(0, verbose=False)
+    model = kind(8, 4, 6, 3, optimizer=ADAMW)
+    callbacks = [ExactResume(), UpscaleCallback(6, 16), *([Checkpoints(folder)] if resumed is None else [])]
+    settings = {"max_steps": 10, "val_check_interval": 3, "check_val_every_n_epoch": None, **settings}
+    trainer = Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=resumed is None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    validation = None if isinstance(loader, Drawn) else DataLoader(TensorDataset(*data()), 16)
+    trainer.fit(model, loader, validation, ckpt_path=None if resumed is None else folder / f"step={resumed}.ckpt")
+    return {**model.state_dict(), "validation": trainer.callback_metrics["val/loss"]}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_next_batch_is_that_of_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
+    expected = fitted(LOADERS[name](), tmp_path)
+    for step in (3, 4, 7):  # before a validation, at the end of an epoch, and after the growth
+        found = fitted(LOADERS[name](), tmp_path, step)
+        assert all(torch.equal(found[key], expected[key]) for key in expected), step
+
+
+@pytest.mark.parametrize("name", ["shuffled", "stateful", "stateful with a length"])
+def test_an_epoch_after_one_that_is_over(name: str, tmp_path: Path) -> None:
+    limits = {"max_steps": -1, "max_epochs": 3, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
+    expected = fitted(LOADERS[name](), tmp_path, **limits)
+    found = fitted(LOADERS[name](), tmp_path, 4, **limits)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+class FirstOfTwo(Dropping):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch if isinstance(batch[0], Tensor) else batch[0])
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_what_cannot_be_continued_exactly_is_told(tmp_path: Path) -> None:
+    def several() -> list[Any]:
+        return [LOADERS["shuffled"](), Sized()]
+
+    fitted(several(), tmp_path, kind=FirstOfTwo, max_steps=7)
+    with pytest.warns(UserWarning, match="data loaders with and without state_dict: the batches after this resume"):
+        fitted(several(), tmp_path, 2, FirstOfTwo, max_steps=7)
+
+
+def test_workers_that_stay(tmp_path: Path) -> None:
+    def loader() -> Any:
+        return DataLoader(TensorDataset(*data()), 8, num_workers=1, persistent_workers=True)
+
+    fitted(loader(), tmp_path, max_steps=7)
+    with pytest.warns(UserWarning, match="persistent_workers, whose random numbers are not saved"):
+        fitted(loader(), tmp_path, 6, max_steps=7)
