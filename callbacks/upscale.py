@@ -24,6 +24,7 @@ from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
 from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.recording import buffers_kept
+from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
     average_device,
@@ -498,7 +499,7 @@ class UpscaleCallback(Strides):
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
         elif device.type == "cpu":
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            memory = physical_memory()
         else:
             return
         if 2 * weights > memory:

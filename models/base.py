@@ -26,6 +26,7 @@ from mupscale.arguments import refuse_unless_level, refuse_unless_whole
 from mupscale.base_shapes import Init, set_base_shapes
 from mupscale.checks.structures import leaves_of, map_leaves
 from mupscale.cuda_graph import use_fused
+from mupscale.device_memory import bytes_of, physical_memory
 from mupscale.errors import UserError
 from mupscale.models._lightning import averaged_copy, averaging_callbacks, set_average, trainer_of
 from mupscale.models.checkpoint import (
@@ -293,10 +294,12 @@ class WidthScalable(LightningModule):
     def network(self, width: Width, *, meta: bool = False) -> nn.Module:
         """The network at `width` with its muP tables; on the meta device for a plan, or for an upscale to fill."""
         at_base, at_delta = self._at_base_width()
-        if meta:
-            with torch.device("meta"), WithoutDraws():
-                net = self._built("width", width)
-        else:
+        with torch.device("meta"), WithoutDraws():
+            net = self._built("width", width)
+        if not meta:
+            # some systems promise memory that they do not have, and end the process that uses it
+            if bytes_of(net) > physical_memory():
+                raise UserError(_too_wide("width", width))
             net = self._built("width", width)
         return set_base_shapes(net, at_base, at_delta, init=None if meta else self.init)
 
@@ -316,9 +319,7 @@ class WidthScalable(LightningModule):
         except (RuntimeError, TypeError) as error:
             if not is_too_large(error):
                 raise
-            raise UserError(
-                f"model.{key} = {width}: a network of this width does not fit into memory; choose a smaller width"
-            ) from error
+            raise UserError(_too_wide(key, width)) from error
 
     def training_flops(self, batch: Any) -> float:
         """Floating-point operations of a forward and backward pass at the current width, counted on the meta device.
@@ -533,6 +534,10 @@ def copy_modes(before: nn.Module, after: nn.Module) -> None:
     for name, module in after.named_modules():
         if name in modules:
             module.training = modules[name].training
+
+
+def _too_wide(key: str, width: Width) -> str:
+    return f"model.{key} = {width}: a network of this width does not fit into memory; choose a smaller width"
 
 
 def doubled(width: Width) -> Width:

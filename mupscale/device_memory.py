@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import nn
 
 
 def free_bytes(device: torch.device) -> int:
@@ -22,4 +23,14 @@ def free_bytes(device: torch.device) -> int:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return physical_memory() // 2
+
+
+def physical_memory() -> int:
+    """The memory of this machine, in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def bytes_of(model: nn.Module) -> int:
+    """What the parameters and buffers of a model take, or would take if it is on the meta device."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))

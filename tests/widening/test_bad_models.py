@@ -253,6 +253,7 @@ def eight_bit_weights_that_would_only_be_repeated() -> Input:
 
 @bad("'0' (Linear) is quantised", "in floating point")
 def quantised_modules() -> Input:
+    torch.backends.quantized.engine = "qnnpack"  # the default may be one for another architecture
     models = [quietly(lambda m=m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear})) for m in linear(4, 8)]
     return *models, {}
 
