@@ -158,7 +158,7 @@ def plan(
         owner = name.rpartition(".")[0]
         weight = f"{owner}.weight" if owner else "weight"
         given = block_of.get(name, {})
-        spec = {} if weight not in layouts else _like(layouts[weight], sides[weight][1], shapes[0])
+        spec = {} if weight not in layouts else _like(layouts[weight], sides[weight][1], *shapes)
         own = _layouts(name, *shapes, {**implied.get(name, {}), **spec, **given}, given)
         buffers[name] = TensorPlan((name,), *shapes, "buffer", "buffer", (None,) * source.ndim, own, 1, None)
         fractional_growth.refuse_buffer(buffers[name], entries, given)
@@ -331,16 +331,21 @@ def _inherited(
     if "bias" not in attribute or len(use.narrow_shape) != 1:
         return {}
     weight = survey.parameter_names().get(f"{module_name}." * bool(module_name) + attribute.replace("bias", "weight"))
-    return {} if weight is None or weight not in layouts else _like(layouts[weight], sides[weight][1], use.narrow_shape)
+    if weight is None or weight not in layouts:
+        return {}
+    return _like(layouts[weight], sides[weight][1], use.narrow_shape, use.wide_shape)
 
 
-def _like(layouts: tuple[Layout, ...], sides: tuple[Side, ...], shape: tuple[int, ...]) -> dict[int, LayoutSpec]:
-    """The layout of a weight's produced axis, for a one-axis tensor of the same length.
+def _like(
+    layouts: tuple[Layout, ...], sides: tuple[Side, ...], narrow: tuple[int, ...], wide: tuple[int, ...]
+) -> dict[int, LayoutSpec]:
+    """The layout of a weight's produced axis, for a one-axis tensor of the same lengths.
 
     A weight with one axis, as a norm's, is that axis whatever its side: in role `readout` it is "in".
     """
     for layout, side in zip(layouts, sides, strict=True):
-        if (side == "out" or len(layouts) == 1) and shape == (sum(p.length for p in layout),):
+        lengths = (narrow_length(layout),), (wide_length(layout),)
+        if (side == "out" or len(layouts) == 1) and lengths == (narrow, wide):
             return {0: [tuple(piece) for piece in layout]}
     return {}
 
