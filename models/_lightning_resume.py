@@ -116,10 +116,12 @@ def logged_state(trainer: Trainer) -> dict[str, Any]:
         for metric in trainer.fit_loop.epoch_loop._results.values()
         if metric.meta.sync.group is None
     ]
+    # at the end of a validation its metrics are not reset yet; the resumed run does not repeat it
+    validated = {id(metric.value) for metric in trainer.fit_loop.epoch_loop.val_loop._results.values()}
     metrics = {
         name: {"state": metric.metric_state, "updates": metric.update_count}
         for name, metric in trainer.lightning_module.named_modules()
-        if isinstance(metric, Metric) and metric.update_called
+        if isinstance(metric, Metric) and metric.update_called and id(metric) not in validated
     }
     return {"values": values, "metrics": metrics}
 

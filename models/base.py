@@ -294,12 +294,14 @@ class WidthScalable(LightningModule):
     def network(self, width: Width, *, meta: bool = False) -> nn.Module:
         """The network at `width` with its muP tables; on the meta device for a plan, or for an upscale to fill."""
         at_base, at_delta = self._at_base_width()
-        with torch.device("meta"), WithoutDraws():
-            net = self._built("width", width)
-        if not meta:
-            # some systems promise memory that they do not have, and end the process that uses it
-            if bytes_of(net) > physical_memory():
+        # some systems promise memory that they do not have, and end the process that uses it
+        may_be_too_large = bytes_of(at_delta) * _times_wider(width, self.hparams["base_width"]) ** 2 > physical_memory()
+        if meta or may_be_too_large:
+            with torch.device("meta"), WithoutDraws():
+                net = self._built("width", width)
+            if not meta and bytes_of(net) > physical_memory():
                 raise UserError(_too_wide("width", width))
+        if not meta:
             net = self._built("width", width)
         return set_base_shapes(net, at_base, at_delta, init=None if meta else self.init)
 
@@ -534,6 +536,12 @@ def copy_modes(before: nn.Module, after: nn.Module) -> None:
     for name, module in after.named_modules():
         if name in modules:
             module.training = modules[name].training
+
+
+def _times_wider(width: Width, than: Width) -> float:
+    """The largest ratio of two widths, over the layers."""
+    widths, others = (each if isinstance(each, list) else [each] for each in (width, than))
+    return max(widths) / min(others)
 
 
 def _too_wide(key: str, width: Width) -> str:

@@ -5,6 +5,7 @@ import re
 import runpy
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def block(page: Path, language: str, holding: str = "") -> str:
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture
+def _modules_from_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets `mine` be imported from the working directory; it is forgotten afterwards."""
+    monkeypatch.syspath_prepend(Path.cwd())
+    yield
+    sys.modules.pop("mine", None)
 
 
 @pytest.mark.slow
@@ -107,12 +116,9 @@ def test_a_model_of_ones_own_grows(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
-@pytest.mark.usefixtures("in_an_empty_folder")
-def test_the_file_and_the_configuration_of_the_readme_train(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.usefixtures("in_an_empty_folder", "_modules_from_here")
+def test_the_file_and_the_configuration_of_the_readme_train(capsys: pytest.CaptureFixture[str]):
     """As a new user does it: mine.py, the YAML with its two class_paths replaced, and `fit`."""
-    monkeypatch.syspath_prepend(Path.cwd())
     Path("mine.py").write_text(block(README, "python", "class Denoiser"))
     configuration = block(README, "yaml")
     for ours, mine in (("class_path: MLP", "class_path: mine.Denoiser"), ("Covertype", "mine.Signals")):
@@ -148,12 +154,8 @@ def test_a_loop_of_ones_own_as_the_page_shows_it():
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
-@pytest.mark.usefixtures("in_an_empty_folder")
-def test_the_module_and_the_configuration_of_the_guide_train(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.syspath_prepend(Path.cwd())
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+@pytest.mark.usefixtures("in_an_empty_folder", "_modules_from_here")
+def test_the_module_and_the_configuration_of_the_guide_train(capsys: pytest.CaptureFixture[str]):
     Path("mine.py").write_text(block(OWN_MODEL, "python", "class Tagger"))
     Path("mine.yaml").write_text(block(OWN_MODEL, "yaml"))
     shorter = ["--trainer.max_steps=6", "--trainer.callbacks.at_step=3", "--trainer.enable_progress_bar=false"]
