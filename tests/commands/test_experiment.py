@@ -167,9 +167,7 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_without_a_report", "_without_figures_of_sweeps")
-def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     content = upscale({"max_steps": 120, "val_check_interval": 60, "check_val_every_n_epoch": None})
     content |= {"seeds": [3], "metric": "last_100%", "sweep_1": {LR: [0.02]}, "sweep_2": {NOISE: [0.05]}}
     arguments = ["experiment", file(content), "--checkpoint.every_n_train_steps=20", "--out"]
@@ -183,17 +181,17 @@ def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(
         assert server.answer() == -signal.SIGKILL
         assert not list(Path("killed", role).rglob("result.json"))
         done = {path: path.stat().st_mtime_ns for path in Path("killed").rglob("result.json")}
-    server.process.communicate()
-    capfd.readouterr()
-    main([*arguments, "killed"])
-    assert re.findall(r"^(.*): begins$", capfd.readouterr().out, re.MULTILINE) == ["upscale, seed 3"]
+    told = len(server.log.read_text())
+    server.run(*arguments, "killed")
+    assert re.findall(r"^(.*): begins$", server.log.read_text()[told:], re.MULTILINE) == ["upscale, seed 3"]
     assert {path: path.stat().st_mtime_ns for path in done} == done  # what was done was not done again
     (trial,) = Path("killed/sweep_2/trials").iterdir()
     for run in (trial, Path("killed/upscale/seed=3")):
         first, second = starts(run)
         assert first == 0
         assert second >= 20
-    main([*arguments, "whole"])
+    server.run(*arguments, "whole")
+    server.process.communicate()
     assert values(Path("killed")) == values(Path("whole"))  # over all steps, those before the kills, too
     assert len(values(Path("whole"))) == 5
 
