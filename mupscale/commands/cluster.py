@@ -167,12 +167,16 @@ class Cluster:
         """
         import ray
 
+        from mupscale.commands.stacks import shared_out
+
         waiting = False
         try:
             while self._tasks or not work.finished:
                 raise_for(self._seen)
                 submitted = {key for keys in self._tasks.values() for key in keys}
-                for keys in self._batches([key for key in work.waiting() if key not in submitted], work, size):
+                slots = max(1, sum(node.room(self.needs) for node in nodes()))
+                waiting_keys = [key for key in work.waiting() if key not in submitted]
+                for keys in shared_out(waiting_keys, slots, size, work.most_together):
                     self._tasks[self._submit(keys, opened, size)] = keys
                 if not self._tasks:
                     if not waiting and not work.finished:
@@ -187,24 +191,6 @@ class Cluster:
                         print(f"{name}: {end}; {work.progress()}", flush=True)
         finally:
             self._stop()
-
-    def _batches(self, keys: list["Key"], work: "Work", size: "Size") -> list[list["Key"]]:
-        """The units of each task: as many as it may make together, and all of one group."""
-        slots = max(1, sum(node.room(self.needs) for node in nodes()))
-        answer: list[list[Key]] = []
-        for key in keys:
-            if size == "off":
-                most = 1
-            elif size == "auto":
-                most = math.ceil(min(len(keys), work.most_together or len(keys)) / slots)
-            else:
-                most = max(1, size // key.runs)
-            mates = next((batch for batch in answer if batch[0].group == key.group and len(batch) < most), None)
-            if mates is None:
-                answer.append([key])
-            else:
-                mates.append(key)
-        return answer
 
     def _submit(self, keys: list["Key"], opened: Callable[[], "Work"], size: "Size") -> Any:
         import ray
@@ -274,28 +260,15 @@ def make_units(site: Site, needs: Needs, pickled: bytes) -> list[tuple[str, str]
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as mupscale.__main__ does, before torch is loaded
     opened, keys, size = pickle.loads(pickled)
     from mupscale.commands.runs import without_announcements
-    from mupscale.commands.stacks import Unit, Workshop
+    from mupscale.commands.stacks import Batch
 
     keep_to(needs)
-    left = list(keys)
-    ended: list[tuple[str, str]] = []
     with without_announcements():
-        work = opened()
-
-        def take() -> Unit | None:
-            while left and not ended:
-                unit = work.take(left.pop(0))
-                if unit is not None:
-                    print(f"{unit.name}: begins", flush=True)
-                    return unit
-            return None
-
+        batch = Batch(opened(), keys, size, lambda line: print(line, flush=True))
         try:
-            for unit, end in Workshop(take, size, lambda line: print(line, flush=True)).carry_out():
-                ended.append((unit.name, end))
+            return [(unit.name, end) for unit, end in batch.carry_out()]
         except Terminated as ending:
             raise SystemExit(1) from ending  # as Ray ends a process on SIGTERM
-    return ended
 
 
 def keep_to(needs: Needs) -> None:

@@ -109,6 +109,11 @@ class Workshop:
         self._runs: deque[tuple[Unit, int]] = deque()
         self._patterns = Patterns()
 
+    @property
+    def stacks(self) -> bool:
+        """Whether runs are made together; not after runs that should have been could not be."""
+        return self._size != "off"
+
     def carry_out(self) -> Iterator[tuple[Unit, str]]:
         """Works until there is nothing to take; yields each unit that is finished, and its end in words."""
         try:
@@ -191,6 +196,86 @@ class Workshop:
         finally:
             self._runs.extend(others)
             free_memory()
+
+
+class Share:
+    """The part of one of several processes that begin the same work together. It leaves the others theirs."""
+
+    def __init__(self, index: int, workers: int) -> None:
+        """
+        Args:
+            index: Which of the processes it is, from 0.
+            workers: How many there are.
+        """
+        self.index, self.workers = index, workers
+        self._apart: set[str] = set()
+        """Groups whose runs cannot be stacked."""
+
+    def carry_out(
+        self, work: Work, under_way: int, size: Size, tell: Callable[[str], None]
+    ) -> Iterator[tuple[Unit, str]]:
+        """Makes one batch of the units that are waiting; yields each, and its end in words.
+
+        `under_way` is the number of units that processes are making: those of a share that another has taken.
+        """
+        keys = work.waiting()
+        if not keys:
+            return
+        most = batch_size(size, len(keys) + under_way, self.workers, keys[0].runs)
+        begin = self.index % math.ceil(len(keys) / most) * most
+        group = keys[begin].group
+        batch = Batch(work, keys[begin : begin + most], "off" if group in self._apart else size, tell)
+        yield from batch.carry_out()
+        if not batch.stacks:
+            self._apart.add(group)
+
+
+def shared_out(keys: list[Key], workers: int, size: Size, most_together: int | None = None) -> list[list[Key]]:
+    """Divides units into batches of one group each. `most_together` is that of the work."""
+    answer: list[list[Key]] = []
+    for key in keys:
+        most = batch_size(size, min(len(keys), most_together or len(keys)), workers, key.runs)
+        mates = next((batch for batch in answer if batch[0].group == key.group and len(batch) < most), None)
+        if mates is None:
+            answer.append([key])
+        else:
+            mates.append(key)
+    return answer
+
+
+def batch_size(size: Size, units: int, workers: int, runs: int) -> int:
+    """How many units of so many runs each a worker takes; for `auto`, so many that all workers have some."""
+    if size == "off":
+        return 1
+    return math.ceil(units / workers) if size == "auto" else max(1, size // runs)
+
+
+class Batch:
+    """One stack of some units, or the first of them if they do not stack. What is not taken waits for any process."""
+
+    def __init__(self, work: Work, keys: list[Key], size: Size, tell: Callable[[str], None]) -> None:
+        self._work, self._left, self._tell = work, list(keys), tell
+        self._workshop = Workshop(self._take, size, tell)
+        self._has_ended = False
+
+    @property
+    def stacks(self) -> bool:
+        """Whether the units were made together, if there were several."""
+        return self._workshop.stacks
+
+    def carry_out(self) -> Iterator[tuple[Unit, str]]:
+        """Yields each unit that is finished, and its end in words."""
+        for unit, end in self._workshop.carry_out():
+            self._has_ended = True
+            yield unit, end
+
+    def _take(self) -> Unit | None:
+        while self._left and not self._has_ended:
+            unit = self._work.take(self._left.pop(0))
+            if unit is not None:
+                self._tell(f"{unit.name}: begins")
+                return unit
+        return None
 
 
 def likeness(config: Config) -> str:

@@ -22,7 +22,7 @@ from ray_cluster import ENVIRONMENT, LocalCluster, is_dead
 from run_ends import differences, observed
 from sweeps import values_of
 
-from mupscale.commands.cluster import Cluster, task_name
+from mupscale.commands.cluster import Cluster
 from mupscale.commands.cluster_nodes import Needs, Node, needs_of, refuse_late_node, site_of
 from mupscale.commands.leases import lapsed
 from mupscale.commands.stacks import Key
@@ -220,25 +220,6 @@ def test_a_cluster_that_cannot_make_the_runs(cluster: LocalCluster, server: Serv
 
 def local() -> Cluster:
     return Cluster(Needs(1, 0), site_of(Path("o")), [])
-
-
-def test_tasks_share_the_units_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mupscale.commands.cluster.nodes", lambda: [Node(name, name, 1, 0) for name in "ab"])
-    trials = [Key("sweep_2", "trial", number) for number in range(4)]
-    keys = [Key("base", "seed", 0), Key("base", "seed", 1), *trials, Key("scratch", "seed", 0)]
-
-    def names(size: Any, keys: list[Key], most_together: int | None = None) -> list[str]:
-        work = argparse.Namespace(most_together=most_together)
-        return [task_name(batch) for batch in local()._batches(keys, work, size)]
-
-    assert names("auto", keys) == ["base/seeds 0, 1", "sweep_2/trials 0, 1, 2, 3", "scratch/seed 0"]
-    assert names("auto", trials) == ["sweep_2/trials 0, 1", "sweep_2/trials 2, 3"]
-    assert names("auto", trials, 2) == [f"sweep_2/trial {number}" for number in range(4)]
-    assert names("off", keys[:3]) == ["base/seed 0", "base/seed 1", "sweep_2/trial 0"]
-    assert names(3, keys) == ["base/seeds 0, 1", "sweep_2/trials 0, 1, 2", "sweep_2/trial 3", "scratch/seed 0"]
-    seeds = [Key("sweep_2", "trial", number, runs=2) for number in range(3)]
-    assert names(4, seeds) == ["sweep_2/trials 0, 1", "sweep_2/trial 2"]
-    assert names(1, seeds) == [f"sweep_2/trial {number}" for number in range(3)]
 
 
 # --- nodes and drivers that die

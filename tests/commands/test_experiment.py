@@ -358,8 +358,9 @@ def test_workers_share_the_gpus_out(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment_workers.supervise(["e.yaml", "--out", "o"], 5, ["4", "7"])
     started = [path.read_text() for path in Path().glob("started-*")]
     threads = max(1, (os.cpu_count() or 1) // 5)
-    command = "-m mupscale experiment e.yaml --out o --workers=1 --child\n"
-    assert sorted(started) == [f"{gpu} {threads} {command}" for gpu in (4, 4, 4, 7, 7)]
+    command = "-m mupscale experiment e.yaml --out o --workers=1 --child"
+    gpus = enumerate((4, 7, 4, 7, 4))
+    assert sorted(started) == sorted(f"{gpu} {threads} {command}={index}/5\n" for index, gpu in gpus)
 
 
 def test_a_worker_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,8 +81,8 @@ def parser() -> ArgumentParser:
     answer.add_argument("--plan", action="store_true", help="list the runs and which of them are done; run nothing")
     answer.add_argument("--quick", action="store_true", help=QUICK_HELP)
     cluster.add_options(answer)
-    # for processes that `supervise` starts, which leave the last messages to it
-    answer.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    # for processes that `supervise` starts, which leave the last messages to it: which of them it is, as 0/4
+    answer.add_argument("--child", metavar="INDEX/WORKERS", help=argparse.SUPPRESS)
     return answer
 
 
@@ -127,37 +127,45 @@ def experiment(options: argparse.Namespace, rest: list[str], arguments: list[str
         if workers > 1 and not whole.finished:
             supervise(arguments, workers, gpus)
         else:
-            work(whole, size, quiet=options.child)
+            work(whole, size, options.child)
         if not options.child:
             print(whole.conclude())
 
 
-def work(whole: "Experiment", size: Size, quiet: bool) -> None:
-    """Makes runs until all are done, by this process or by others."""
+def work(whole: "Experiment", size: Size, child: str | None) -> None:
+    """Makes runs until all are done, by this process or by others. `child` is the option of that name."""
     from mupscale.commands.runs import set_aside
-    from mupscale.commands.stacks import Unit, Workshop
+    from mupscale.commands.stacks import Share, Unit, Workshop
 
     set_aside()
+    share = Share(*map(int, child.split("/"))) if child else None
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
 
     def take() -> Unit | None:
         unit = whole.take()
         if unit is not None:
-            print(f"{unit.name}: begins", flush=True)
+            tell(f"{unit.name}: begins")
         return unit
 
     waiting = False
     while True:
         worked = False
-        for unit, end in Workshop(take, size, lambda line: print(line, flush=True)).carry_out():
-            print(f"{unit.name}: {end}; {whole.progress()}", flush=True)
+        if share is None:
+            made = Workshop(take, size, tell).carry_out()
+        else:
+            made = share.carry_out(whole, whole.under_way, size, tell)
+        for unit, end in made:
+            tell(f"{unit.name}: {end}; {whole.progress()}")
             worked = True
         if worked:
             waiting = False
             continue
         if whole.finished:
             return
-        if not waiting and not quiet:
-            print("waiting for other processes", flush=True)
+        if not waiting and not child:
+            tell("waiting for other processes")
             waiting = True
         time.sleep(WAIT)
 

@@ -106,6 +106,11 @@ class Experiment:
         return all(part.finished for part in self.parts)
 
     @property
+    def under_way(self) -> int:
+        """How many runs and trials processes are making."""
+        return sum(part.state().running for part in self._ready())
+
+    @property
     def left(self) -> tuple[int, int]:
         """How many runs are not finished, and how many there are."""
         states = [part.state() for part in self.parts]

@@ -28,14 +28,16 @@ def supervise(arguments: list[str], workers: int, gpus: list[str]) -> None:
     A worker that is killed leaves its run to the others. If this process is killed, the workers continue without it:
     leases in the folder keep two of them from making the same run.
     """
-    command = [sys.executable, "-m", "mupscale", "experiment", *arguments, "--workers=1", "--child"]
+    command = [sys.executable, "-m", "mupscale", "experiment", *arguments, "--workers=1"]
     running: dict[int, subprocess.Popen[bytes]] = {}
     with interruptions() as seen:
         try:
             for index in range(workers):
                 # in a session of its own, so that Ctrl-C reaches only this process, which stops the workers
                 running[index] = subprocess.Popen(
-                    command, env=environment(index, workers, gpus), start_new_session=True
+                    [*command, f"--child={index}/{workers}"],
+                    env=environment(index, workers, gpus),
+                    start_new_session=True,
                 )
             killed = 0
             while running:
