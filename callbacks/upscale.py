@@ -1,73 +1,48 @@
-"""Upscaling in the middle of a run."""
+"""The callback that upscales in the middle of a run: when it does, and what it refuses, saves and logs.
+
+The swap itself is in `swap.py`.
+"""
 
 import math
-import os
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.callbacks.incompatible import refuse_callbacks
-from mupscale.callbacks.own_batches import OwnBatches, refuse_many_loaders
+from mupscale.callbacks.own_batches import refuse_many_loaders
 from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
 from mupscale.callbacks.strides import Strides
+from mupscale.callbacks.swap import RefusedSwap, Swap, keep_units_of_own_optimizers, loss_of
 from mupscale.callbacks.tensorboard import tag_in
-from mupscale.checks.recording import buffers_kept
 from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
-    average_device,
-    average_of,
-    averaged_copy,
-    averaging_callbacks,
     callbacks_of,
     is_trial_run,
-    set_average,
     set_callbacks,
 )
 from mupscale.models.base import (
     WidthScalable,
-    copy_modes,
     has_own_optimizers,
-    init_contexts,
     refuse_bad_width,
-    without_log,
 )
 from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
-from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.new_copies import StateRule, check_own_count, check_state_rule, rewarm_new_copies
 from mupscale.widening.noise import Noise
-from mupscale.widening.optimizer_state import (
-    check_transfer,
-    continue_scheduled_rates_,
-    continue_settings_,
-    continued_groups,
-    refuse_uneven_groups,
-    sources_of,
-    transfer_state,
-)
 from mupscale.widening.parameter_groups import names_by_id
 from mupscale.widening.plan import Plan
 from mupscale.widening.rules import rule_of
-from mupscale.widening.schedule import Source, continue_schedule, refuse_one_rate_for_all
-from mupscale.widening.upscale import UpscaleReport, upscale
-
-
-class RefusedSwap(UserError, RuntimeError):
-    """A swap that fails because of what `configure_optimizers` returns for the wide network."""
+from mupscale.widening.schedule import refuse_one_rate_for_all
 
 
 class UpscaleCallback(Strides):
@@ -187,7 +162,7 @@ class UpscaleCallback(Strides):
             self.refuse_narrower(before)
         if self.method.needs_batches:
             refuse_many_loaders(f"UpscaleCallback.method = {type(self.method).__name__}", trainer)
-        _keep_reference_units(trainer, pl_module)
+        keep_units_of_own_optimizers(trainer, pl_module)
         for optimizer in trainer.optimizers:
             if self.state_rule == "reset_new_copies":
                 check_own_count(optimizer)
@@ -269,164 +244,22 @@ class UpscaleCallback(Strides):
                 raise UserError(f"UpscaleCallback.noise: {error}") from error
         return growth
 
-    # --- the swap
+    # --- what is refused in a run
 
-    def _swap(self, trainer: Trainer, module: WidthScalable, batch: Any) -> None:
-        start = time.perf_counter()
-        loss_before, narrow_width = _loss(trainer, module, batch), module.width
-        growth, notes = self._grow(trainer, module)
-        losses = float(loss_before), float(_loss(trainer, module, batch))  # waits for the device
-        self._log(trainer, module, narrow_width, growth, *losses, time.perf_counter() - start)
-        if notes:
-            rank_zero_info("\n".join(notes_by_layer(notes)))
-
-    def _grow(self, trainer: Trainer, module: WidthScalable) -> tuple[Plan, tuple[str, ...]]:
-        """Puts the wide network, its optimizers and its schedules in the place of the narrow ones.
-
-        The narrow tensors are freed one by one. Sharded, a rank holds at most its wide shard and one whole tensor.
-        """
-        narrow = module.net
-        assert narrow is not None
-        narrow_opts = list(trainer.optimizers)
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        seed = trainer.strategy.broadcast(_seed(trainer.global_step))
-
-        if isinstance(trainer.fit_loop.epoch_loop, LeanEpochLoop):
-            trainer.fit_loop.epoch_loop.release()  # a captured step would keep the narrow network's memory
-        if module.hparams["compile"]:
-            torch.compiler.reset()
-        # building must not move the run's random numbers
-        with torch.random.fork_rng(devices=[]), init_contexts(trainer):
-            wide = module.rebuild(self.width, meta=True)
-        for part in wide.modules():
-            # these cannot be given memory weight by weight
-            if module.device_mesh is not None or isinstance(part, nn.RNNBase):
-                part.to_empty(device=module.device, recurse=False)
-        growth = self.method.plan(narrow, wide, None, None)
-        for optimizer in narrow_opts if self.state_rule != "reset" else ():
-            check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
-        copy_modes(narrow, wide)
-        if self.method.needs_batches:
-            self._fit_method(trainer, module, narrow, wide)
-        report = upscale(
-            narrow,
-            wide,
-            noise=self.noise,
-            seed=seed,
-            plan=growth,
-            consume=True,
-            method=self.method,
-            rebuild=partial(_built, trainer, module, self.width),
-        )
-        trainer.strategy.connect(module)
-        trainer.strategy.setup(trainer)
-        _keep_reference_units(trainer, module)
-        sources: dict[int, list[Source]] = {}
-        for before, after in zip(narrow_opts, trainer.optimizers, strict=True):
-            if any(p is q for g in after.param_groups for p in g["params"] for q in narrow.parameters()):
-                raise UserError(
-                    f"{type(module).__name__}.configure_optimizers returned an optimizer over the old parameters; make "
-                    "a new one"
-                )
-            sources[id(after)] = self._continue(growth, module, narrow, before, wide, after)
-        for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
-            came_from = sources[id(config.scheduler.optimizer)]
-            continue_schedule(old, config.scheduler, came_from, restart=self.restart_schedule)
-        self._widen_averages(module, report, seed)
-        self.method.forget()
-        for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
-            monitor.on_train_start(trainer)  # the number of parameter groups may have changed
-        return growth, report.notes
-
-    def _fit_method(self, trainer: Trainer, module: WidthScalable, narrow: nn.Module, wide: nn.Module) -> None:
-        """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""
-        average = None
-        if trainer.world_size > 1:
-            average = lambda gradient: trainer.strategy.reduce(gradient, reduce_op="mean")  # noqa: E731
-        with isolate_rng(), trainer.precision_plugin.forward_context(), _eager(module):
-            batches = OwnBatches(trainer, module)
-            with batches.generators_kept():
-                # the loss is that of `module.net`, which is the wide network already
-                self.method.fit(narrow, wide, batches, lambda _, batch: module.loss(batch), average=average)
-
-    def _continue(
-        self,
-        growth: Plan,
-        module: WidthScalable,
-        narrow: nn.Module,
-        before: Optimizer,
-        wide: nn.Module,
-        after: Optimizer,
-    ) -> list[Source]:
-        """Each group's rate and other hyperparameters as they are now, and state by name; where each group comes from.
-
-        A rate is the base rate (the narrow one's by the rule, or that of the new constant) times how far the schedule
-        is.
-        """
-        continued = continued_groups(growth, narrow, before, wide, self.method.mup_rate_factors)
-        rates = {id(p): group for group in continued for p in group["params"]}
-        if has_own_optimizers(module):
-            try:
-                refuse_uneven_groups(continued, wide, after)
-            except UserError as error:
-                raise RefusedSwap(f"{type(module).__name__}.{error}") from error
-        source_of = sources_of(growth, narrow, before, wide, self.method.mup_rate_factors)
-        sources: list[Source] = []
-        for group in after.param_groups:
-            first = next((p for p in group["params"] if id(p) in rates), None)
-            if first is None:  # of parameters that were not trained before
-                sources.append(Source(0, 1.0))
-                continue
-            source = rates[id(first)]
-            at = group if self.restart_schedule else source
-            factor = at["lr"] / at["initial_lr"] if at.get("initial_lr") else 1.0
-            base: Any
-            if self.lr is None:
-                base = source.get("initial_lr", source["lr"])
-            else:  # relative to the configured constant: an earlier swap may have left that of the narrow run
-                base = group.get("initial_lr", group["lr"]) * (self.lr / float(after.defaults["lr"]))
-            start = source.get("initial_lr", source["lr"])
-            ratio = 1.0 if self.lr is None or not start else float(base) / float(start)
-            continue_scheduled_rates_(group, source, ratio)
-            index, rate_factor = source_of[id(first)]
-            sources.append(Source(index, rate_factor * ratio))
-            group["lr"] = base * factor
-            if "initial_lr" in group:
-                group["initial_lr"] = base
-            # a schedule of the momentum restarts with that of the rate
-            starts_anew = ("momentum", "betas") if self.restart_schedule and "max_momentum" in group else ()
-            continue_settings_(group, source, [key for key in after.defaults if key not in starts_anew])
-        transfer_state(
-            growth,
-            narrow,
-            before,
-            wide,
-            after,
-            consume=True,
-            state=self.state_rule,
-            rewarm_steps=self.rewarm_steps,
-            factors_of=self.method.factors,
-            to_copies=self.method.state_to_copies,
-        )
-        return sources
-
-    def _widen_averages(self, module: WidthScalable, report: UpscaleReport, seed: int) -> None:
-        """Each EMA callback gets its average widened, with the very noise that the model got."""
-        assert module.net is not None
-        for callback in averaging_callbacks(module):
-            old, new = average_of(callback), averaged_copy(callback, module)
-            # the draw depends on device and precision, in which the average may differ
-            narrow, wide = cast(WidthScalable, old.module).net, cast(WidthScalable, new.module).net
-            assert narrow is not None
-            assert wide is not None
-            kept = next(narrow.parameters()).dtype
-            dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
-            narrow.to(module.device, dtype)
-            wide.to(module.device, dtype)
-            upscale(narrow, wide, noise=report.same_noise(), seed=seed, plan=report.plan, method=self.method)
-            wide.to(average_device(callback, module), kept)
-            new.n_averaged.copy_(old.n_averaged)
-            set_average(callback, new)
+    def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
+        """Raises a UserError if the wide weights alone, at two bytes each, do not fit into the memory of a device."""
+        weights = sum(math.prod(entry.wide_shape) for entry in growth.parameters.values())
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+        elif device.type == "cpu":
+            memory = physical_memory()
+        else:
+            return
+        if 2 * weights > memory:
+            raise UserError(
+                f"UpscaleCallback.width = {self.width} gives {weights:,} parameters, which do not fit into the "
+                f"{memory / 2**30:.0f} GiB of memory of {device}; choose a smaller width"
+            )
 
     def _refuse_schedules(self, trainer: Trainer, module: LightningModule, before: Width) -> None:
         """Raises a UserError for a schedule that cannot continue after the swap."""
@@ -443,6 +276,14 @@ class UpscaleCallback(Strides):
             except UserError as error:
                 raise UserError(f"{type(module).__name__}.{error}") from error
 
+    def _width_before(self, trainer: Trainer, module: LightningModule) -> Width:
+        """The width this swap will start from: the model's, or that of the swap before it."""
+        assert isinstance(module, WidthScalable)
+        earlier = [c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
+        return max(earlier, key=lambda c: c.at_step).width if earlier else module.width
+
+    # --- the swap
+
     def _saved(self, trainer: Trainer) -> Path | None:
         """Writes the run before the swap beside its checkpoints."""
         if is_trial_run(trainer):
@@ -455,6 +296,28 @@ class UpscaleCallback(Strides):
             path = policy.free_path(path, trainer)
         trainer.save_checkpoint(path)
         return path
+
+    def _swap(self, trainer: Trainer, module: WidthScalable, batch: Any) -> None:
+        start = time.perf_counter()
+        loss_before, narrow_width = loss_of(trainer, module, batch), module.width
+        growth, notes = self._grow(trainer, module)
+        losses = float(loss_before), float(loss_of(trainer, module, batch))  # waits for the device
+        self._log(trainer, module, narrow_width, growth, *losses, time.perf_counter() - start)
+        if notes:
+            rank_zero_info("\n".join(notes_by_layer(notes)))
+
+    def _grow(self, trainer: Trainer, module: WidthScalable) -> tuple[Plan, tuple[str, ...]]:
+        """Makes the swap; returns its plan and notes."""
+        swap = Swap(
+            width=self.width,
+            method=self.method,
+            noise=self.noise,
+            lr=self.lr,
+            state_rule=self.state_rule,
+            rewarm_steps=self.rewarm_steps,
+            restart_schedule=self.restart_schedule,
+        )
+        return swap.perform(trainer, module)
 
     def _log(
         self,
@@ -493,27 +356,6 @@ class UpscaleCallback(Strides):
             f"loss {loss_before:.6f} → {loss_after:.6f}, {seconds:.2f} s"
         )
 
-    def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
-        """Raises a UserError if the wide weights alone, at two bytes each, do not fit into the memory of a device."""
-        weights = sum(math.prod(entry.wide_shape) for entry in growth.parameters.values())
-        if device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
-        elif device.type == "cpu":
-            memory = physical_memory()
-        else:
-            return
-        if 2 * weights > memory:
-            raise UserError(
-                f"UpscaleCallback.width = {self.width} gives {weights:,} parameters, which do not fit into the "
-                f"{memory / 2**30:.0f} GiB of memory of {device}; choose a smaller width"
-            )
-
-    def _width_before(self, trainer: Trainer, module: LightningModule) -> Width:
-        """The width this swap will start from: the model's, or that of the swap before it."""
-        assert isinstance(module, WidthScalable)
-        earlier = [c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
-        return max(earlier, key=lambda c: c.at_step).width if earlier else module.width
-
 
 def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
     """Raises a UserError for two upscales at one step, or for an invalid level of noise."""
@@ -544,14 +386,6 @@ def rate_factors(growth: Plan, narrow: nn.Module, optimizer: Optimizer, method: 
     return factors
 
 
-def _keep_reference_units(trainer: Trainer, module: LightningModule) -> None:
-    """Does for optimizers of an own `configure_optimizers` what that of WidthScalable does for its own."""
-    assert isinstance(module, WidthScalable)
-    assert module.net is not None
-    for optimizer in trainer.optimizers if has_own_optimizers(module) else ():
-        keep_reference_units(module.net, optimizer)
-
-
 def _what_is_saved(checkpoint: Path | None) -> str:
     """Whether the run before a failed swap is saved, in words."""
     if checkpoint is None or not checkpoint.exists():
@@ -570,39 +404,8 @@ def _what_is_saved(checkpoint: Path | None) -> str:
     return f"Nothing is lost: the run before the upscale is saved in {checkpoint}"
 
 
-def _built(trainer: Trainer, module: WidthScalable, width: Width) -> nn.Module:
-    """A network of this width, in the precision of the run."""
-    with init_contexts(trainer):
-        return module.network(width)
-
-
-@torch.no_grad()
-def _loss(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
-    """The loss of a batch over all ranks, leaving buffers (running statistics) and the random state as they were."""
-    assert module.net is not None
-    devices = [module.device] if module.device.type == "cuda" else []
-    precision = trainer.precision_plugin.forward_context()
-    with buffers_kept(module.net), torch.random.fork_rng(devices), precision, _eager(module), without_log(module):
-        loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
-    for part in module.net.modules():
-        reshard: Any = getattr(part, "reshard", None)
-        if reshard is not None:
-            reshard()  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
-    return loss
-
-
-def _eager(module: WidthScalable) -> AbstractContextManager[Any]:
-    """Switches a compiled network to eager execution, for what is not worth compiling for."""
-    return torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()
-
-
 def is_narrower(width: Width, target: Width) -> bool:
     """Whether a width is smaller than the target, in at least one layer."""
     layers = max(len(w) if isinstance(w, list) else 1 for w in (width, target))
     widths, targets = (w if isinstance(w, list) else [w] * layers for w in (width, target))
     return any(a < b for a, b in zip(widths, targets, strict=False))  # of lists of unequal length `plan` tells
-
-
-def _seed(step: int) -> int:
-    """The noise of a run depends on its seed and the step, not on how often it was interrupted."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0")) * 1_000_003 + step

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
 
 import mupscale
-from mupscale.callbacks import upscale as swap
+from mupscale.callbacks import swap, upscale
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
@@ -143,13 +143,13 @@ def test_a_failure_inside_the_swap_names_the_checkpoint_to_go_on_from(
         raise RuntimeError("out of memory")
 
     path = tmp_path / "pre-upscale-12.ckpt"
-    for place in ("transfer_state", "upscale", "plan", "_loss"):
+    for owner, place in ((swap, "transfer_state"), (swap, "upscale"), (base, "make_plan"), (upscale, "loss_of")):
         with monkeypatch.context() as patch:
             plans = iter([base.make_plan])  # the first is of the check before training
-            if place == "plan":
-                patch.setattr(base, "make_plan", lambda *a, plans=plans, **k: next(plans, fail)(*a, **k))
+            if owner is base:
+                patch.setattr(owner, place, lambda *a, plans=plans, **k: next(plans, fail)(*a, **k))
             else:
-                patch.setattr(swap, place, fail)
+                patch.setattr(owner, place, fail)
             with pytest.raises(RuntimeError, match="out of memory") as caught:
                 fit(mlp(), tmp_path, growth(), steps=25)
         assert str(path) in str(caught.value)

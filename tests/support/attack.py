@@ -34,7 +34,7 @@ from kill_points import Operation, Point, Watch
 from run_ends import END, contents, differences, observed
 
 from mupscale import __main__ as command_line
-from mupscale.callbacks import upscale
+from mupscale.callbacks import swap
 from mupscale.commands import cli, resume  # noqa: F401
 from mupscale.models.base import WidthScalable
 
@@ -272,7 +272,7 @@ class OpenAgain(io.TextIOWrapper):
 
 def note_steps(watch: Noting) -> None:
     """Makes a point of the moment in which a swap has just been made, and nothing of it is on disk."""
-    widened, training_step = upscale.upscale, WidthScalable.training_step
+    widened, training_step = swap.upscale, WidthScalable.training_step
 
     def counted(*arguments: Any, **options: Any) -> Any:
         report = widened(*arguments, **options)
@@ -283,7 +283,7 @@ def note_steps(watch: Noting) -> None:
         watch.step = self.trainer.global_step
         return training_step(self, *arguments)
 
-    upscale.upscale = counted
+    swap.upscale = counted
     WidthScalable.training_step = stepping  # type: ignore[method-assign]
 
 

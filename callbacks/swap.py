@@ -1,0 +1,250 @@
+"""The swap: a wide network, with its optimizers, schedules and averages, takes the place of a narrow one in a run."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mupscale.callbacks.fast_loop import LeanEpochLoop
+from mupscale.callbacks.own_batches import OwnBatches
+from mupscale.checks.recording import buffers_kept
+from mupscale.errors import UserError
+from mupscale.models._lightning import (
+    average_device,
+    average_of,
+    averaged_copy,
+    averaging_callbacks,
+    callbacks_of,
+    set_average,
+)
+from mupscale.models.base import WidthScalable, copy_modes, has_own_optimizers, init_contexts, without_log
+from mupscale.models.checkpoint import Width
+from mupscale.widening.methods import GrowthMethod
+from mupscale.widening.mixed_axes import keep_reference_units
+from mupscale.widening.new_copies import StateRule
+from mupscale.widening.noise import Noise
+from mupscale.widening.optimizer_state import (
+    check_transfer,
+    continue_scheduled_rates_,
+    continue_settings_,
+    continued_groups,
+    refuse_uneven_groups,
+    sources_of,
+    transfer_state,
+)
+from mupscale.widening.plan import Plan
+from mupscale.widening.schedule import Source, continue_schedule
+from mupscale.widening.upscale import UpscaleReport, upscale
+
+
+class RefusedSwap(UserError, RuntimeError):
+    """A swap that fails because of what `configure_optimizers` returns for the wide network."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One growth in the middle of a run. `UpscaleCallback` explains the fields."""
+
+    width: Width
+    method: GrowthMethod
+    noise: Noise | None
+    lr: float | None
+    state_rule: StateRule
+    rewarm_steps: int
+    restart_schedule: bool
+
+    def perform(self, trainer: Trainer, module: WidthScalable) -> tuple[Plan, tuple[str, ...]]:
+        """Puts the wide network, its optimizers and its schedules in the place of the narrow ones.
+
+        Returns the plan, and notes on what does not continue exactly.
+        The narrow tensors are freed one by one. Sharded, a rank holds at most its wide shard and one whole tensor.
+        """
+        narrow = module.net
+        assert narrow is not None
+        narrow_opts = list(trainer.optimizers)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        seed = trainer.strategy.broadcast(_seed(trainer.global_step))
+
+        if isinstance(trainer.fit_loop.epoch_loop, LeanEpochLoop):
+            trainer.fit_loop.epoch_loop.release()  # a captured step would keep the narrow network's memory
+        if module.hparams["compile"]:
+            torch.compiler.reset()
+        # building must not move the run's random numbers
+        with torch.random.fork_rng(devices=[]), init_contexts(trainer):
+            wide = module.rebuild(self.width, meta=True)
+        for part in wide.modules():
+            # these cannot be given memory weight by weight
+            if module.device_mesh is not None or isinstance(part, nn.RNNBase):
+                part.to_empty(device=module.device, recurse=False)
+        growth = self.method.plan(narrow, wide, None, None)
+        for optimizer in narrow_opts if self.state_rule != "reset" else ():
+            check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
+        copy_modes(narrow, wide)
+        if self.method.needs_batches:
+            self._fit_method(trainer, module, narrow, wide)
+        report = upscale(
+            narrow,
+            wide,
+            noise=self.noise,
+            seed=seed,
+            plan=growth,
+            consume=True,
+            method=self.method,
+            rebuild=partial(_built, trainer, module, self.width),
+        )
+        trainer.strategy.connect(module)
+        trainer.strategy.setup(trainer)
+        keep_units_of_own_optimizers(trainer, module)
+        sources: dict[int, list[Source]] = {}
+        for before, after in zip(narrow_opts, trainer.optimizers, strict=True):
+            if any(p is q for g in after.param_groups for p in g["params"] for q in narrow.parameters()):
+                raise UserError(
+                    f"{type(module).__name__}.configure_optimizers returned an optimizer over the old parameters; make "
+                    "a new one"
+                )
+            sources[id(after)] = self._continue(growth, module, narrow, before, wide, after)
+        for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
+            came_from = sources[id(config.scheduler.optimizer)]
+            continue_schedule(old, config.scheduler, came_from, restart=self.restart_schedule)
+        self._widen_averages(module, report, seed)
+        self.method.forget()
+        for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
+            monitor.on_train_start(trainer)  # the number of parameter groups may have changed
+        return growth, report.notes
+
+    def _fit_method(self, trainer: Trainer, module: WidthScalable, narrow: nn.Module, wide: nn.Module) -> None:
+        """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""
+        average = None
+        if trainer.world_size > 1:
+            average = lambda gradient: trainer.strategy.reduce(gradient, reduce_op="mean")  # noqa: E731
+        with isolate_rng(), trainer.precision_plugin.forward_context(), _eager(module):
+            batches = OwnBatches(trainer, module)
+            with batches.generators_kept():
+                # the loss is that of `module.net`, which is the wide network already
+                self.method.fit(narrow, wide, batches, lambda _, batch: module.loss(batch), average=average)
+
+    def _continue(
+        self,
+        growth: Plan,
+        module: WidthScalable,
+        narrow: nn.Module,
+        before: Optimizer,
+        wide: nn.Module,
+        after: Optimizer,
+    ) -> list[Source]:
+        """Each group's rate and other hyperparameters as they are now, and state by name; where each group comes from.
+
+        A rate is the base rate (the narrow one's by the rule, or that of the new constant) times how far the schedule
+        is.
+        """
+        continued = continued_groups(growth, narrow, before, wide, self.method.mup_rate_factors)
+        rates = {id(p): group for group in continued for p in group["params"]}
+        if has_own_optimizers(module):
+            try:
+                refuse_uneven_groups(continued, wide, after)
+            except UserError as error:
+                raise RefusedSwap(f"{type(module).__name__}.{error}") from error
+        source_of = sources_of(growth, narrow, before, wide, self.method.mup_rate_factors)
+        sources: list[Source] = []
+        for group in after.param_groups:
+            first = next((p for p in group["params"] if id(p) in rates), None)
+            if first is None:  # of parameters that were not trained before
+                sources.append(Source(0, 1.0))
+                continue
+            source = rates[id(first)]
+            at = group if self.restart_schedule else source
+            factor = at["lr"] / at["initial_lr"] if at.get("initial_lr") else 1.0
+            base: Any
+            if self.lr is None:
+                base = source.get("initial_lr", source["lr"])
+            else:  # relative to the configured constant: an earlier swap may have left that of the narrow run
+                base = group.get("initial_lr", group["lr"]) * (self.lr / float(after.defaults["lr"]))
+            start = source.get("initial_lr", source["lr"])
+            ratio = 1.0 if self.lr is None or not start else float(base) / float(start)
+            continue_scheduled_rates_(group, source, ratio)
+            index, rate_factor = source_of[id(first)]
+            sources.append(Source(index, rate_factor * ratio))
+            group["lr"] = base * factor
+            if "initial_lr" in group:
+                group["initial_lr"] = base
+            # a schedule of the momentum restarts with that of the rate
+            starts_anew = ("momentum", "betas") if self.restart_schedule and "max_momentum" in group else ()
+            continue_settings_(group, source, [key for key in after.defaults if key not in starts_anew])
+        transfer_state(
+            growth,
+            narrow,
+            before,
+            wide,
+            after,
+            consume=True,
+            state=self.state_rule,
+            rewarm_steps=self.rewarm_steps,
+            factors_of=self.method.factors,
+            to_copies=self.method.state_to_copies,
+        )
+        return sources
+
+    def _widen_averages(self, module: WidthScalable, report: UpscaleReport, seed: int) -> None:
+        """Each EMA callback gets its average widened, with the very noise that the model got."""
+        assert module.net is not None
+        for callback in averaging_callbacks(module):
+            old, new = average_of(callback), averaged_copy(callback, module)
+            # the draw depends on device and precision, in which the average may differ
+            narrow, wide = cast(WidthScalable, old.module).net, cast(WidthScalable, new.module).net
+            assert narrow is not None
+            assert wide is not None
+            kept = next(narrow.parameters()).dtype
+            dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
+            narrow.to(module.device, dtype)
+            wide.to(module.device, dtype)
+            upscale(narrow, wide, noise=report.same_noise(), seed=seed, plan=report.plan, method=self.method)
+            wide.to(average_device(callback, module), kept)
+            new.n_averaged.copy_(old.n_averaged)
+            set_average(callback, new)
+
+
+def keep_units_of_own_optimizers(trainer: Trainer, module: LightningModule) -> None:
+    """Does for optimizers of an own `configure_optimizers` what that of WidthScalable does for its own."""
+    assert isinstance(module, WidthScalable)
+    assert module.net is not None
+    for optimizer in trainer.optimizers if has_own_optimizers(module) else ():
+        keep_reference_units(module.net, optimizer)
+
+
+@torch.no_grad()
+def loss_of(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
+    """The loss of a batch over all ranks, leaving buffers (running statistics) and the random state as they were."""
+    assert module.net is not None
+    devices = [module.device] if module.device.type == "cuda" else []
+    precision = trainer.precision_plugin.forward_context()
+    with buffers_kept(module.net), torch.random.fork_rng(devices), precision, _eager(module), without_log(module):
+        loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
+    for part in module.net.modules():
+        reshard: Any = getattr(part, "reshard", None)
+        if reshard is not None:
+            reshard()  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
+    return loss
+
+
+def _eager(module: WidthScalable) -> AbstractContextManager[Any]:
+    """Switches a compiled network to eager execution, for what is not worth compiling for."""
+    return torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()
+
+
+def _built(trainer: Trainer, module: WidthScalable, width: Width) -> nn.Module:
+    """A network of this width, in the precision of the run."""
+    with init_contexts(trainer):
+        return module.network(width)
+
+
+def _seed(step: int) -> int:
+    """The noise of a run depends on its seed and the step, not on how often it was interrupted."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0")) * 1_000_003 + step
