@@ -18,7 +18,8 @@ from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.tensorboard import log_scalars, tag_in
 from mupscale.errors import UserError
 from mupscale.flops import LOGGED
-from mupscale.models._lightning import accumulates, is_logged_in_training, log_interval, update_callback_metrics
+from mupscale.models._lightning import is_logged_in_training, log_interval, update_callback_metrics
+from mupscale.models._lightning_loop import accumulates
 from mupscale.models.base import WidthScalable, tensors_in
 
 _AXES = {"samples": 1, "flops": LOGGED}

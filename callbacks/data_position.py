@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from mupscale.callbacks.random_states import generators_of, rng_state, set_rng_state
-from mupscale.models._lightning import place_in_data
+from mupscale.models._lightning_loop import place_in_data
 from mupscale.models._lightning_resume import (
     TrainingData,
     end_epoch,

@@ -17,17 +17,8 @@ from mupscale.callbacks.stack_rules import OF_STEPS, TRANSFER, free_steps, hook_
 from mupscale.callbacks.stacked_fits import Awaited, is_resident
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
-from mupscale.models._lightning import (
-    EpochLoop,
-    callbacks_of,
-    datamodule_of,
-    detects_anomalies,
-    enter_hook,
-    hands_over_the_iterator,
-    leave_steps,
-    profiler_of,
-    validate_outside,
-)
+from mupscale.models._lightning import callbacks_of, datamodule_of, detects_anomalies, enter_hook, profiler_of
+from mupscale.models._lightning_loop import EpochLoop, hands_over_the_iterator, leave_steps, validate_outside
 from mupscale.models.base import WidthScalable
 
 WARM_UP = 3

@@ -18,7 +18,7 @@ from mupscale.callbacks.company import Member
 from mupscale.callbacks.stack_rules import why_apart
 from mupscale.callbacks.stacked_fits import Apart, Awaited, StackedFits
 from mupscale.errors import UserError
-from mupscale.models._lightning import steps_before_the_end
+from mupscale.models._lightning_loop import steps_before_the_end
 
 NEVER = 1_000_000
 """A number of collections of young objects that no fit reaches; after so many, Python looks through the old ones."""

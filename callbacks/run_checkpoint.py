@@ -15,7 +15,8 @@ from mupscale._torch import tree_map
 from mupscale.atomic import durably, partial, sync_folder
 from mupscale.callbacks.strides import Strides
 from mupscale.errors import UserError
-from mupscale.models._lightning import OpenCheckpoint, callbacks_of, is_remote, is_trial_run, set_callbacks
+from mupscale.models._lightning import callbacks_of, is_remote, is_trial_run, set_callbacks
+from mupscale.models._lightning_checkpoint import OpenCheckpoint
 from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, load_checkpoint, run_and_step
 
 KEPT = 2

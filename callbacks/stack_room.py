@@ -8,7 +8,8 @@ from mupscale.callbacks.stacked_fits import Apart, Awaited, loss_of
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of, training_loader
+from mupscale.models._lightning import callbacks_of
+from mupscale.models._lightning_loop import training_loader
 from mupscale.models.base import WidthScalable, init_contexts
 from mupscale.models.checkpoint import Width
 from mupscale.stacking.memory import bytes_per_model

@@ -7,12 +7,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from mupscale.callbacks.strides import Strides, strides_of
-from mupscale.models._lightning import (
-    callbacks_of,
-    datamodule_of,
-    detects_anomalies,
+from mupscale.models._lightning import callbacks_of, datamodule_of, detects_anomalies, profiler_of
+from mupscale.models._lightning_loop import (
     epochs_are_plain,
-    profiler_of,
     steps_before_the_end,
     steps_before_validation,
     training_loader,

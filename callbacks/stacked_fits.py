@@ -17,7 +17,7 @@ from mupscale._torch import step_by_hand, tree_map
 from mupscale.callbacks.strides import strides_of
 from mupscale.datamodules.resident import joint_batch
 from mupscale.errors import UserError
-from mupscale.models._lightning import (
+from mupscale.models._lightning_loop import (
     Place,
     batches_left,
     is_followed_by_validation,

@@ -24,11 +24,7 @@ from mupscale.callbacks.swap import RefusedSwap, Swap, keep_units_of_own_optimiz
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
-from mupscale.models._lightning import (
-    callbacks_of,
-    is_trial_run,
-    set_callbacks,
-)
+from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
 from mupscale.models.base import (
     WidthScalable,
     has_own_optimizers,
