@@ -3,12 +3,10 @@
 A subclass defines `build(width)`, which returns the network, and `loss(batch)`; the README has one in twenty lines.
 """
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +16,16 @@ from lightning.pytorch.cli import ReduceLROnPlateau as MonitoredPlateau
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mupscale._torch import inner_schedulers, is_too_large, tree_map
-from mupscale.arguments import refuse_unless_level, refuse_unless_whole
+from mupscale._torch import is_too_large, tree_map
 from mupscale.base_shapes import Init, set_base_shapes
 from mupscale.checks.structures import leaves_of, map_leaves
 from mupscale.cuda_graph import use_fused
 from mupscale.device_memory import bytes_of, physical_memory
 from mupscale.errors import UserError
 from mupscale.models._lightning import averaged_copy, averaging_callbacks, set_average, trainer_of
+from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters, refuse_bad_width
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     Width,
@@ -41,12 +38,12 @@ from mupscale.models.checkpoint import (
     refuse_other_architecture,
     restore_mixed_widths,
 )
+from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
 from mupscale.mup_optimizers import apply_mup
 from mupscale.stacking.stack import Losses
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.frozen import carry_frozen_
 from mupscale.widening.mixed_axes import keep_reference_units
-from mupscale.widening.optimizer_state import refuse_bad_levels
 
 
 class Scores(NamedTuple):
@@ -58,26 +55,8 @@ class Scores(NamedTuple):
     """What is logged, by its names, of the means over all samples."""
 
 
-DRAWS = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
-"""Functions that fill a tensor with random numbers. Others, such as Xavier's, call one of these."""
-
-
 _FLOPS: dict[str, float] = {}
 """What was counted in this process: runs of a sweep have the same networks and batches."""
-
-
-class WithoutDraws(TorchFunctionMode):
-    """Skips random numbers for tensors on the meta device, which have no values: they take most of the time there."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in DRAWS:
-            tensor = args[0] if args else kwargs["tensor"]
-            if tensor.is_meta:
-                return tensor
-        return func(*args, **kwargs)
 
 
 Hook = Callable[..., None]
@@ -346,7 +325,7 @@ class WidthScalable(LightningModule):
         ):
             net = self.network(self.width, meta=True)
             try:
-                with meta_attributes(self, net):
+                with meta_attributes(self, net), without_log(self):
                     self.loss(map_leaves(on_meta, batch)).backward()
             except UserError:
                 raise
@@ -465,50 +444,12 @@ def init_contexts(trainer: Trainer | None) -> Iterator[None]:
         yield
 
 
-def on_meta(value: Any) -> Any:
-    """A tensor with the shape of this one, on the meta device; anything else as it is."""
-    if not isinstance(value, Tensor):
-        return value
-    moved = value.detach().to("meta")
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(moved, value.requires_grad)
-    return moved.requires_grad_(value.requires_grad)
-
-
 def tensors_in(batch: Any) -> Sequence[Tensor]:
     """The tensors in tuples, lists, dicts and dataclasses, in their order; every step calls it."""
     kinds = set(map(type, batch)) if type(batch) in (tuple, list) else {type(batch)}
     if kinds == {Tensor}:
         return [batch] if type(batch) is Tensor else batch
     return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
-
-
-@contextmanager
-def meta_attributes(module: LightningModule, net: nn.Module) -> Iterator[None]:
-    """Puts all that a module holds on the meta device, with `net` as its network; `self.log` does nothing.
-
-    Afterwards the module has its own attributes again: what was assigned meanwhile is gone.
-    """
-    attributes = vars(module)
-    modules = {name: module_on_meta(part) for name, part in attributes["_modules"].items() if name != "net"}
-    others = {name: tree_map(on_meta, value) for name, value in attributes.items() if name not in ("_modules", "net")}
-    object.__setattr__(module, "__dict__", {**others, "_modules": {**modules, "net": net}})
-    try:
-        with without_log(module):
-            yield
-    finally:
-        object.__setattr__(module, "__dict__", attributes)
-
-
-def module_on_meta(module: nn.Module | None) -> nn.Module | None:
-    """A copy of a module on the meta device, made without copying its weights; itself if it cannot be copied."""
-    if module is None:
-        return None
-    tensors = [*module.parameters(), *module.buffers()]
-    try:
-        return copy.deepcopy(module, {id(tensor): on_meta(tensor) for tensor in tensors}).to("meta")
-    except Exception:  # whatever its attributes raise; perhaps `loss` does not use it
-        return module
 
 
 @contextmanager
@@ -550,46 +491,3 @@ def _too_wide(key: str, width: Width) -> str:
 
 def doubled(width: Width) -> Width:
     return [2 * w for w in width] if isinstance(width, list) else 2 * width
-
-
-def refuse_bad_width(key: str, width: Any) -> None:
-    """Raises a UserError for a width, or one in a list of them, that is no whole number of at least 1."""
-    widths = width if isinstance(width, list | tuple) else [width]
-    for each in widths or [None]:
-        if isinstance(each, bool) or not isinstance(each, Integral) or each < 1:
-            raise UserError(f"{key} must be a whole number of at least 1, or a list of them; got {width!r}")
-
-
-def refuse_bad_counts(**counts: Any) -> None:
-    """Raises a UserError if an argument, such as the number of layers, is not a whole number of at least 1."""
-    for key, count in counts.items():
-        refuse_unless_whole(f"model.{key}", count)
-
-
-def refuse_bad_hyperparameters(optimizer: Optimizer, trainer: Trainer | None) -> None:
-    """Raises a UserError for hyperparameters that are NaN or infinite, and for a clip that is, or that would ascend."""
-    try:
-        refuse_bad_levels(optimizer)
-    except UserError as error:
-        raise UserError(f"model.optimizer: {error}") from error
-    if trainer is not None and trainer.gradient_clip_val is not None:
-        refuse_unless_level("trainer.gradient_clip_val", trainer.gradient_clip_val)
-
-
-def refuse_absolute_rates(scheduler: Any) -> None:
-    """Raises a UserError for a schedule with absolute learning rates, which would erase muP scaling."""
-    for part in inner_schedulers(scheduler):
-        refuse_absolute_rates(part)
-    for attribute in ("eta_min", "max_lrs", "min_lrs"):
-        value = getattr(scheduler, attribute, 0)
-        if any(float(rate) != 0 for rate in (value if isinstance(value, Sequence) else [value])):
-            raise UserError(
-                f"model.lr_scheduler: {type(scheduler).__name__} has an absolute rate ({attribute.removesuffix('s')} = "
-                f"{value}), which erases muP scaling. Use a schedule relative to each group's base rate: LambdaLR, "
-                "LinearLR, CosineAnnealingLR with eta_min = 0, or a SequentialLR of these"
-            )
-    if type(scheduler).__name__ in ("OneCycleLR", "CyclicLR", "SWALR"):
-        raise UserError(
-            f"model.lr_scheduler: {type(scheduler).__name__} sets absolute rates (max_lr, swa_lr), which erases muP "
-            "scaling"
-        )

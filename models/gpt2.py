@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mupscale.arguments import refuse_unless_level
 from mupscale.errors import UserError
-from mupscale.models.base import refuse_bad_counts, refuse_bad_width
+from mupscale.models.arguments import refuse_bad_counts, refuse_bad_width
 from mupscale.models.language import LanguageModel
 from mupscale.widening.readout import Readout
 

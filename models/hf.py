@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mupscale.errors import UserError, needs_extra
 from mupscale.models._lightning import is_trial_run, run_folder
-from mupscale.models.base import refuse_bad_width
+from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.checkpoint import load_weights
 from mupscale.models.language import LanguageModel
 from mupscale.widening.roles import Role

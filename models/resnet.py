@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mupscale.models.base import refuse_bad_counts
+from mupscale.models.arguments import refuse_bad_counts
 from mupscale.models.classifier import Classifier
 from mupscale.widening.readout import Readout
 

@@ -12,7 +12,8 @@ from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
 from mupscale.commands.own_optimizers import made_for
 from mupscale.data_files import LOADER
-from mupscale.models.base import WidthScalable, doubled, has_own_optimizers, refuse_bad_hyperparameters
+from mupscale.models.arguments import refuse_bad_hyperparameters
+from mupscale.models.base import WidthScalable, doubled, has_own_optimizers
 from mupscale.models.checkpoint import Width
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import Duplication, GrowthMethod

@@ -31,7 +31,8 @@ from mupscale.commands.saved_model import (
 from mupscale.commands.terminal import show
 from mupscale.commands.upscale_sharded import ShardedGrowth
 from mupscale.errors import UserError
-from mupscale.models.base import WidthScalable, refuse_bad_width
+from mupscale.models.arguments import refuse_bad_width
+from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     RUN_KEY,

@@ -12,7 +12,7 @@ from tiny_modules import mlp
 from torch import nn
 
 from mupscale.errors import UserError
-from mupscale.models.base import WidthScalable, WithoutDraws
+from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 
@@ -69,24 +69,6 @@ def test_a_method_that_is_missing_is_named() -> None:
         WithoutBuild(8, 4)
     with pytest.raises(UserError, match=r"WithoutLoss has no method `loss`: define loss\(self, batch\)"):
         WithoutLoss(8, 4).training_step((), 0)
-
-
-def test_only_the_meta_device_goes_without_random_numbers() -> None:
-    def filled() -> list[torch.Tensor]:
-        weights = [torch.empty(4, 4) for _ in range(4)]
-        weights[0].normal_()
-        nn.init.normal_(weights[1])
-        nn.init.kaiming_uniform_(tensor=weights[2])
-        nn.init.xavier_uniform_(weights[3])
-        return [*weights, *nn.Linear(3, 3).parameters()]
-
-    torch.manual_seed(0)
-    expected = filled()
-    torch.manual_seed(0)
-    with torch.device("meta"), WithoutDraws():
-        assert all(weight.is_meta for weight in filled())
-    with WithoutDraws():
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(filled(), expected, strict=True))
 
 
 def test_flops_are_counted_once_for_the_same_arguments_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
