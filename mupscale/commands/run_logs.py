@@ -162,14 +162,18 @@ class LoggedRun:
 
     @cached_property
     def steps_per_epoch(self) -> int | None:
-        """Worked out from the epochs that were logged with validations; None if they leave it open."""
+        """Worked out from the epochs that were logged with metrics; None if they leave it open."""
         trainer = self.config["trainer"]
         logged = sorted((step, int(epoch)) for step, epoch in self.log.epochs.items())
-        if logged and trainer["check_val_every_n_epoch"] and trainer["val_check_interval"] in (None, 1.0):
-            step, epoch = logged[0]  # logged at the end of an epoch
-            return step // (epoch + 1) if step % (epoch + 1) == 0 else None
         low = max((math.ceil(step / (epoch + 1)) for step, epoch in logged), default=1)
         high = min(((step - 1) // epoch for step, epoch in logged if epoch), default=None)
+        if logged and trainer["check_val_every_n_epoch"] and trainer["val_check_interval"] in (None, 1.0):
+            # validations are at the end of an epoch; a model's own metrics may be logged in the middle of one
+            validated = {step for values in self.log.validation.values() for step in values}
+            step, epoch = next((each for each in logged if each[0] in validated), logged[0])
+            steps = step // (epoch + 1)
+            if step % (epoch + 1) == 0 and low <= steps and (high is None or steps <= high):
+                return steps
         is_complete = self.result is not None and self.diverged_at is None and not self._may_stop_early
         if high is None and self.max_epochs and is_complete and self.has_loss:
             low = math.ceil(self.last_step / self.max_epochs)

@@ -175,6 +175,17 @@ def test_steps_of_an_epoch(tmp_path: Path, values: dict, epochs: dict[int, int],
     assert LoggedRun(tmp_path).steps_per_epoch == wanted
 
 
+def test_steps_of_an_epoch_if_metrics_are_logged_in_the_middle_of_epochs(tmp_path: Path):
+    """A model's own `self.log` in training logs the epoch, too."""
+    for name, validation in (("validated", {"val/loss": lambda step: 1.0}), ("not", {})):
+        write_run(tmp_path / name, lambda step: 1.0, validation=validation)
+        events = Events(tmp_path / name, "events.out.tfevents.1800000000.host.1.0")
+        for step in range(3, 200, 3):
+            events.add(NEW_TAGS.epoch, step - 1, (step - 1) // 20)
+        events.close()
+        assert LoggedRun(tmp_path / name).steps_per_epoch == 20, name
+
+
 def test_steps_of_an_epoch_of_a_finished_run_without_validation(tmp_path: Path):
     assert LoggedRun(write_run(tmp_path, lambda step: 1.0, result=1.0)).steps_per_epoch == 20
 
