@@ -117,6 +117,13 @@ def test_runs_of_one_budget_cost_the_same() -> None:
     assert costs(steps=1).steps_of_growth("flops", growth, 0.1) == (1, 2)  # a step of each at least
 
 
+def test_the_last_step_of_an_epoch_takes_the_batches_that_are_left() -> None:
+    """A validation is due after that many batches, and would be missed otherwise."""
+    known = costs(steps_per_epoch=4, batches_per_step=3, batches_per_epoch=10)
+    assert [known.batches_of(steps) for steps in (1, 3, 4, 5, 40)] == [3, 9, 10, 13, 100]
+    assert costs(steps_per_epoch=4, batches_per_step=3).batches_of(5) == 15  # a file without that number
+
+
 @pytest.mark.parametrize(
     ("trainer", "steps"),
     [

@@ -47,6 +47,14 @@ class Costs:
     """Of the start of a run and its first steps, in which it is compiled. The budget is not charged with them."""
     device: str
     timed_steps: int
+    batches_per_epoch: int | None = None
+    """None in files of version 0.2."""
+
+    def batches_of(self, steps: int) -> int:
+        """The batches of a run of so many steps: the last step of an epoch takes those that are left."""
+        in_epoch = self.batches_per_epoch or self.steps_per_epoch * self.batches_per_step
+        epochs, more = divmod(steps, self.steps_per_epoch)
+        return epochs * in_epoch + more * self.batches_per_step
 
     def per_step(self, budget: str, width: Width) -> float:
         return (self.flops if budget == "flops" else self.seconds)[folder_name(width)]
@@ -119,7 +127,7 @@ def measured(description: Description, folder: Path) -> Costs:
     for name, width in counted.items():
         cli.model.rebuild(width, meta=True)
         try:
-            flops[name] = batches_per_step * cli.model.training_flops(batch)
+            flops[name] = batches / steps_per_epoch * cli.model.training_flops(batch)
         except UserError as error:
             raise UserError(f"model: protocol midrun compares runs at equal FLOPs, but {error}") from error
     seconds, starts = {}, {}
@@ -137,6 +145,7 @@ def measured(description: Description, folder: Path) -> Costs:
         start_seconds=starts,
         device=device,
         timed_steps=keys.timing_steps if seconds else 0,
+        batches_per_epoch=batches,
     )
 
 

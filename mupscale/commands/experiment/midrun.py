@@ -155,12 +155,11 @@ class MidrunParts:
 
     def _length(self, schedule: str, steps: int) -> list[Config]:
         """What gives a run its number of steps, with a validation after the last one, and its schedule."""
-        batches = steps * self.costs.costs.batches_per_step
         length = {
             "max_steps": steps,
             "max_epochs": -1,
             "check_val_every_n_epoch": None,
-            "val_check_interval": batches,
+            "val_check_interval": self.costs.costs.batches_of(steps),
         }
         return [{"trainer": length}, stretched(self.keys.schedules[schedule], steps)]
 
