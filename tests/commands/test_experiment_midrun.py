@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import blank_figures
+import numpy as np
 import pytest
 import torch
 import yaml
 from command_line import LR, NOISE, refused, small
+from synthetic_runs import write_run
 
 from mupscale.__main__ import main
 from mupscale.commands import figures
@@ -23,7 +25,7 @@ from mupscale.commands.experiment.protocols import Experiment
 from mupscale.commands.experiment.widths import Growth
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.midrun import Arm, Comparison, Margin, Midrun, MidrunRun, edges_of, quantile
-from mupscale.commands.reporting.midrun_figures import lines_of
+from mupscale.commands.reporting.midrun_figures import draw_curves, lines_of
 from mupscale.commands.run_logs import LoggedRun
 from mupscale.commands.runs import result_of
 from mupscale.commands.tuning.results import Results
@@ -161,14 +163,17 @@ def test_a_clock_takes_the_median_of_its_stretches() -> None:
         ({"middle": 40}, "middle: give a width between 16 and 32"),
         ({"middle": 17}, "1?6 of it, is a whole number too; got 17"),
         ({"middle": "wide"}, "middle: give a width"),
+        ({"middle": 32}, "middle: give a width between 16 and 32"),
         ({"shares": [0.5, 1.0]}, "shares: give shares of the budget between 0 and 1"),
         ({"shares": [10, 50]}, "shares: give shares of the budget between 0 and 1"),
         ({"shares": [0.5, 0.5]}, "shares: a share is given twice"),
+        ({"shares": [0.1234567, 0.1234568]}, "shares: a share is given twice"),
         ({"tuned_at": []}, "tuned_at: give shares"),
         ({"noises": {}}, "noises: give a mapping by name"),
         ({"noises": {"../x": ADDITIVE}}, "noises: a name is made of letters"),
         ({"schedules": {"cosine": 3}}, "schedules.cosine: give a mapping"),
         ({"budgets": ["time"]}, "budgets: give a list of flops and seconds"),
+        ({"budgets": ["flops", "flops"]}, "budgets: give a list of flops and seconds"),
         ({"timing_steps": 2}, "timing_steps: give a whole number of at least 10"),
     ],
 )
@@ -421,6 +426,27 @@ def folder(**changes: Any) -> ExperimentFolder:
     Path("o/run/result.json").write_text('{"value": "1.0"}')
     run = {"schedule": "a", "budgets": ["flops"], "seed": 0, "folder": "run", **changes}
     return ExperimentFolder(Path("o"), {"protocol": "midrun", "runs": [run]})
+
+
+@pytest.mark.parametrize(("metric", "training"), [("last_10%", 1.0), ("val/loss", math.nan)])
+def test_a_recorded_metric_that_is_no_training_loss_is_not_called_one(metric: str, training: float) -> None:
+    experiment = folder(fixed="wide")
+    experiment.description["experiment"] = {"metric": metric}
+    values = {"trainer.max_steps": 20, "trainer.max_epochs": None}
+    write_run(Path("o/run"), lambda step: 2.0, values=values, validation={"val/loss": lambda step: 1.5})
+    (run,) = Midrun(experiment).runs
+    assert run.training == pytest.approx(training, nan_ok=True)
+    assert run.validation == 1.5
+    Path("o/run/result.json").write_text('{"value": "inf"}')
+    (diverged,) = Midrun(experiment).runs
+    assert (diverged.training, diverged.validation) == (math.inf, math.inf)
+
+
+def test_curves_of_more_shares_than_there_are_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = np.array([10.0, 100.0]), np.array([2.0, 1.0])
+    lines = {Arm(512, noise="paper", share=share / 10): curve for share in range(1, 10)}
+    monkeypatch.setattr("mupscale.commands.reporting.midrun_figures.lines_of", lambda comparison: lines)
+    assert draw_curves(Path("curves"), [compared()])
 
 
 @pytest.mark.parametrize(

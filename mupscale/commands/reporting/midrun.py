@@ -237,15 +237,16 @@ class Midrun:
         swap: Config = swaps[0]["init_args"] if swaps else {}
         noise = (swap.get("noise") or {}).get("init_args", {})
         steps, at_step = run.config["trainer"]["max_steps"], swap.get("at_step")
-        training = math.inf if run.result is None else run.result
+        diverged = run.result is None or not math.isfinite(run.result)
+        training = run.result if run.result is not None and self.metric.startswith("last_") else math.nan
         validation = run.log.validation.get("val/loss", {}).get(steps, math.nan)
         return MidrunRun(
             schedule=entry["schedule"],
             budgets=entry["budgets"],
             arm=Arm(run.end_width, entry.get("fixed", ""), entry.get("noise", ""), entry.get("share", 0.0)),
             seed=entry["seed"],
-            training=training,
-            validation=validation if math.isfinite(training) else math.inf,
+            training=math.inf if diverged else training,
+            validation=math.inf if diverged else validation,
             at_step=at_step,
             steps=steps,
             lr=run.model["init_args"]["optimizer"]["init_args"]["lr"],

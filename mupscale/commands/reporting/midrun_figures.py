@@ -1,5 +1,6 @@
 """The figures of an experiment of protocol midrun."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,7 +110,7 @@ def draw_curves(path: Path, comparisons: list[Comparison]) -> list[Path]:
     for column, (budget, lines) in enumerate(drawn, 1):
         ax = figure.add_subplot(1, len(drawn), column)
         palette = figures.LIGHT.palette
-        colours = iter(palette[place] for place in GROWN)
+        colours = cycle(palette[place] for place in GROWN)
         for arm, (x, y) in lines.items():
             if arm.fixed:
                 ax.plot(x, y, color=palette[2], linestyle=STYLES[arm.fixed], label=f"fixed {arm}")
