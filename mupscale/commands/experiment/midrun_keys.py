@@ -55,7 +55,8 @@ def midrun_keys(content: dict[str, Any], small: Growth, target: Growth) -> Midru
     noises = named("noises", content["noises"], "{paper: {class_path: mupscale.AdditiveNoise, init_args: {std: 1.0}}}")
     schedules = named("schedules", content.get("schedules", {"constant": {}}), "{constant: {}}")
     budgets = content.get("budgets", BUDGETS)
-    if not isinstance(budgets, list) or not budgets or not set(map(str, budgets)) <= set(BUDGETS):
+    known = isinstance(budgets, list) and bool(budgets) and set(map(str, budgets)) <= set(BUDGETS)
+    if not known or len(set(budgets)) < len(budgets):
         raise UserError(f"budgets: give a list of {' and '.join(BUDGETS)}, or of one of them, got {budgets!r}")
     timing_steps = content.get("timing_steps", TIMING_STEPS)
     if type(timing_steps) is not int or timing_steps < 10:
@@ -67,6 +68,8 @@ def _is_between(width: Width, growth: Growth) -> bool:
     lists = [each if isinstance(each, list) else [each] for each in (growth.before, width, growth.after)]
     if len({len(each) for each in lists}) > 1:
         return False
+    if width in (growth.before, growth.after):
+        return False  # which are compared anyway
     return all(low <= each <= high for low, each, high in zip(*lists, strict=True))
 
 
@@ -75,7 +78,7 @@ def _shares(key: str, shares: Any) -> list[float]:
     is_list = isinstance(shares, list) and bool(shares)
     if not is_list or not all(isinstance(share, float) and 0 < share < 1 for share in shares):
         raise UserError(f"{key}: give shares of the budget between 0 and 1, such as [0.1, 0.5], got {shares!r}")
-    if len(set(shares)) < len(shares):
+    if len({f"{share:g}" for share in shares}) < len(shares):  # as folders are named
         raise UserError(f"{key}: a share is given twice, got {shares}")
     return sorted(shares)
 
