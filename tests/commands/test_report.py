@@ -58,6 +58,7 @@ def test_runs_of_different_tasks(values: dict[str, Any], message: str):
         (["empty"], "empty holds no runs"),
         (["runs", "empty"], "empty holds no runs"),
         (["begun"], "there is nothing to report in begun. begun has logged no training loss"),
+        (["swept"], "there is nothing to report in swept. To show the trials of a sweep, name swept/trials."),
         (["broken"], "broken/experiment.json is not the description of an experiment"),
     ],
 )
@@ -65,6 +66,8 @@ def test_folders_that_hold_nothing(folders: list[str], message: str):
     base(epochs(1.0))
     Path("empty/inner").mkdir(parents=True)
     write_run(Path("begun"), [], steps=0)
+    write_run(Path("swept/trials/0"), epochs(1.0))
+    Path("swept/sweep.json").write_text('{"sweep": []}')
     Path("broken").mkdir()
     Path("broken/experiment.json").write_text("[]")
     with pytest.raises(SystemExit) as end:

@@ -365,6 +365,18 @@ def test_names_of_groups_are_distinct_and_short():
     assert list(names("runs")) == ["upscaled, path first/noise.json", "upscaled, path other/second/noise.json"]
 
 
+def test_groups_that_differ_in_a_class_are_named_by_it():
+    for name, noise in (("a", None), ("b", {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}})):
+        for method in ("Net2Net", "Duplication"):
+            growth = upscale(noise=noise, method={"class_path": f"mupscale.{method}", "init_args": {"seed": 0}})
+            write_run(Path("runs", name, method), epochs(1.0), values={"trainer.callbacks": [growth]})
+    assert list(names("runs")) == [
+        f"upscaled, method {method}, noise {noise}"
+        for noise in ("None", "AdditiveNoise")
+        for method in ("Duplication", "Net2Net")
+    ]
+
+
 def test_a_seed_that_is_there_twice():
     scratch(epochs(0.5))
     write_run(Path("runs/again"), epochs(0.7), values=WIDE)

@@ -179,7 +179,9 @@ def find_runs(folders: list[Path]) -> Found:
                 f"An event file of {run.folder} is damaged or cut off; it counts as far as it can be read."
             )
     if not found.runs and not found.transfers and not found.midruns:
-        raise UserError(" ".join([f"there is nothing to report in {', '.join(map(str, folders))}.", *found.notes]))
+        trials = [f"To show the trials of a sweep, name {found.sweeps[0].folder / 'trials'}."] if found.sweeps else []
+        nothing = f"there is nothing to report in {', '.join(map(str, folders))}."
+        raise UserError(" ".join([nothing, *trials, *found.notes]))
     return found
 
 

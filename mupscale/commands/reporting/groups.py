@@ -195,6 +195,10 @@ def name_groups(groups: list[Group]) -> None:
             group.name += f" ({names[: index + 1].count(group.name)})"
 
 
+CLASS = ".class_path"
+"""How the key of a class ends."""
+
+
 def distinct_names(name: str, groups: list[Group]) -> list[str]:
     """Names of groups of one role, with the values in which they differ: three, or as many as make them distinct."""
     if len(groups) <= 1:
@@ -202,18 +206,22 @@ def distinct_names(name: str, groups: list[Group]) -> list[str]:
     keys = [key for key in groups[0].settings if len({repr(group.settings.get(key)) for group in groups}) > 1]
     for group in groups[1:]:
         keys += [key for key in group.settings if key not in groups[0].settings and key not in keys]
-    keys = [key for key in keys if not key.endswith("class_path")] or keys
+    classes = [key for key in keys if key.endswith(CLASS)]
+    arguments = [key for key in keys if key not in classes]
+    # classes that differ have different arguments: their names say more
+    theirs = [key for key in arguments if key.startswith(tuple(f"{each.removesuffix(CLASS)}." for each in classes))]
+    first = [*classes, *(key for key in arguments if key not in theirs)]
 
     def names_with(keys: list[str]) -> list[str]:
         names = [name for _ in groups]
         for key in keys:
-            label = key.rpartition(".")[2]
+            label = key.removesuffix(CLASS).rpartition(".")[2]
             for index, value in enumerate(short_values(key, groups)):
                 names[index] += f", {label} {value}"
         return names
 
-    chosen = keys[:3]
-    for key in keys[3:]:
+    chosen = first[:3]
+    for key in [*first[3:], *theirs]:
         if len(set(names_with([*chosen, key]))) > len(set(names_with(chosen))):
             chosen.append(key)
     return names_with(chosen)
@@ -222,6 +230,8 @@ def distinct_names(name: str, groups: list[Group]) -> list[str]:
 def short_values(key: str, groups: list[Group]) -> list[str]:
     """Each group's value of a key. Paths are cut to what follows the folder they share: a legend has little room."""
     values = [group.settings.get(key) for group in groups]
+    if key.endswith(CLASS):
+        return [str(value).rpartition(".")[2] for value in values]
     paths = [os.path.abspath(value) for value in values if value] if key.endswith(".path") else []
     shared = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
     return [os.path.relpath(value, shared) if shared and value else brief(value) for value in values]
