@@ -15,6 +15,9 @@ SEPARATOR = "<|endoftext|>"
 BATCH = 2**20
 """Characters of text in a batch of documents, about."""
 
+UNREAD = (".xz", ".zst", ".bz2", ".lz4", ".zip", ".7z", ".tar", ".tgz")
+"""Endings of compressed files and archives that are not read."""
+
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Position = Any
@@ -59,6 +62,8 @@ class TextFiles:
         for file in files:
             if not file.is_file():
                 raise UserError(f"{file} is a folder: name its files" if file.is_dir() else f"there is no file {file}")
+            if file.name.removesuffix(".gz").endswith(UNREAD):
+                raise UserError(f"{file}: unpack it first; of packed files, only text and JSON lines in .gz are read")
         if any(file.suffix == ".parquet" for file in files):
             with needs_extra("data"):
                 import pyarrow.parquet  # noqa: F401
