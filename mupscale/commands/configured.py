@@ -12,7 +12,7 @@ from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
 from mupscale.commands.own_optimizers import made_for
 from mupscale.data_files import LOADER
-from mupscale.models.arguments import refuse_bad_hyperparameters
+from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters
 from mupscale.models.base import WidthScalable, doubled, has_own_optimizers
 from mupscale.models.checkpoint import Width
 from mupscale.mup_optimizers import apply_mup
@@ -73,7 +73,7 @@ class Growth(NamedTuple):
 
 
 def refuse_optimizers(module: WidthScalable, trainer: Trainer) -> None:
-    """Raises a UserError for optimizers that `fit` refuses."""
+    """Raises a UserError for optimizers, and a schedule of the configuration, that `fit` refuses."""
     net = module.network(module.width, meta=True)
     made = made_for(module, net) if has_own_optimizers(module) else None
     if made is not None:
@@ -83,6 +83,8 @@ def refuse_optimizers(module: WidthScalable, trainer: Trainer) -> None:
     optimizer = module.optimizer_callable(net.parameters())
     refuse_bad_hyperparameters(optimizer, trainer)
     apply_mup(optimizer)
+    if module.lr_scheduler_callable is not None:
+        refuse_absolute_rates(module.lr_scheduler_callable(optimizer))
 
 
 def growths(module: WidthScalable, trainer: Trainer) -> list[Growth]:

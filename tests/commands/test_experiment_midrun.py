@@ -182,12 +182,20 @@ def test_mistakes_name_their_key(keys: dict[str, Any], message: str) -> None:
         keys_of(**keys)
 
 
+ONE_CYCLE_RATES = {
+    "class_path": "torch.optim.lr_scheduler.OneCycleLR",
+    "init_args": {"max_lr": 0.1, "total_steps": "100%"},
+}
+ONE_CYCLE = {"model": {"init_args": {"lr_scheduler": ONE_CYCLE_RATES}}}
+
+
 @pytest.mark.slow
 def test_mistakes_are_reported_before_the_first_run() -> None:
     for keys, message in (
         ({"noises": {"loud": {"class_path": "mupscale.Loud"}}}, "Loud"),
         ({"sweep_2": {"UpscaleCallback.noise.sdt": [0.1]}}, "sweep_2, noises.paper: UpscaleCallback.noise.sdt"),
         ({"schedules": {"a": {"model": {"init_args": {"lr_sched": 1}}}}}, "lr_sched"),
+        ({"schedules": {"one": ONE_CYCLE}}, "error: schedules.one: model.lr_scheduler: OneCycleLR sets absolute rates"),
         ({"middle": None}, "protocol midrun needs the key 'middle'"),
         ({"noise": ADDITIVE}, "protocol midrun has no key 'noise'"),
     ):

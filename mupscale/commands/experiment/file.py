@@ -13,7 +13,7 @@ import torch
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
-from mupscale.commands.configured import described
+from mupscale.commands.configured import described, refuse_optimizers
 from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, named, stretched
 from mupscale.commands.experiment.widths import Growth, factors_text, growth_of
 from mupscale.commands.runs import without_announcements
@@ -275,6 +275,7 @@ def check(description: Description) -> None:
         for growth in description.growths:
             grown, cli = description.made(description.grown(growth, Path("base.ckpt")), description.upscaled)
             refuse_growth(growth, cli)
+        refuse_optimizer("config", cli)
     signal_swap(grown)
     tried = Tried()
     for name, axes in description.sweeps.items():
@@ -297,6 +298,7 @@ def checked_methods(description: Description) -> Config:
         (swap,) = callbacks_of(grown, "UpscaleCallback")
         if class_name(swap["init_args"]["method"]) != class_name(method):
             raise UserError(f"upscaled: it sets {METHOD}, which the key methods sets; leave one of the two out")
+    refuse_optimizer("config", cli)
     return grown
 
 
@@ -306,8 +308,9 @@ def check_midrun(description: Description) -> None:
     trainer = description.common["trainer"]
     if trainer["max_steps"] in (None, -1) and trainer["max_epochs"] in (None, -1):
         raise UserError("config: trainer.max_steps, trainer.max_epochs: give the length of a run of the wide width")
-    for overlay in keys.schedules.values():
-        description.config(stretched(overlay, 1000))
+    for name, overlay in keys.schedules.items():
+        _, cli = description.made(stretched(overlay, 1000))
+        refuse_optimizer(f"schedules.{name}", cli)
     tried = Tried()
     refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:", tried)
     for width in (keys.middle, keys.small_middle):
@@ -317,6 +320,15 @@ def check_midrun(description: Description) -> None:
             grown, cli = description.made(growing(growth, 1, noise))
             refuse_growth(growth, cli)
         refuse_invalid(grown, description.sweeps["sweep_2"], f"sweep_2, noises.{name}:", tried)
+
+
+def refuse_optimizer(where: str, cli: CLI) -> None:
+    """Raises a UserError, which starts with `where`, for an optimizer or a schedule that a run could not have."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            refuse_optimizers(cli.model, cli.trainer)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def refuse_width(description: Description, width: Width) -> None:
