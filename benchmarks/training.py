@@ -273,7 +273,7 @@ def quieten() -> None:
 
 def matmul_peak(device: torch.device) -> float:
     """bfloat16 TFLOP/s of an 8192³ product, sustained for a second: what the device gives in practice."""
-    size = 8192 if device.type == "cuda" else 512
+    size = 8192 if device.type == "cuda" else 128  # a CPU without bfloat16 needs seconds for a larger one
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b
