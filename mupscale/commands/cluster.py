@@ -175,8 +175,8 @@ class Cluster:
                 raise_for(self._seen)
                 submitted = {key for keys in self._tasks.values() for key in keys}
                 slots = max(1, sum(node.room(self.needs) for node in nodes()))
-                waiting_keys = [key for key in work.waiting() if key not in submitted]
-                for keys in shared_out(waiting_keys, slots, size, work.most_together):
+                left = [key for key in work.waiting() if key not in submitted]
+                for keys in shared_out(left, slots, size, work.most_together):
                     self._tasks[self._submit(keys, opened, size)] = keys
                 if not self._tasks:
                     if not waiting and not work.finished:
