@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import blank_figures
@@ -25,7 +26,7 @@ from mupscale.commands.experiment.protocols import Experiment
 from mupscale.commands.experiment.widths import Growth
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.midrun import Arm, Comparison, Margin, Midrun, MidrunRun, edges_of, quantile
-from mupscale.commands.reporting.midrun_figures import draw_curves, lines_of
+from mupscale.commands.reporting.midrun_figures import curve_of, draw_curves, lines_of
 from mupscale.commands.run_logs import LoggedRun
 from mupscale.commands.runs import result_of
 from mupscale.commands.tuning.results import Results
@@ -325,8 +326,8 @@ def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     spent = {str(arm): (round(x[0]), round(x[-1])) for arm, (x, _) in lines.items()}
     best = comparison.best(comparison.growths, "validation")
     assert best is not None
-    # windows end at the steps 4 of 20, 5 of 31 and 5 of 57; and at the first of 10 after the growth
-    assert spent == {"width 32": (20, 100), "width 24": (16, 100), "width 16": (9, 100), str(best): (55, 100)}
+    # curves begin at the first of 20, 31 and 57 steps; and at the first of 10 after the growth
+    assert spent == {"width 32": (5, 100), "width 24": (3, 100), "width 16": (2, 100), str(best): (55, 100)}
 
     # until they grow, both are one run
     at_step, steps = measured.steps_of_growth("flops", Growth(16, 32), 0.5)
@@ -448,6 +449,19 @@ def test_a_recorded_metric_that_is_no_training_loss_is_not_called_one(metric: st
     Path("o/run/result.json").write_text('{"value": "inf"}')
     (diverged,) = Midrun(experiment).runs
     assert (diverged.training, diverged.validation) == (math.inf, math.inf)
+
+
+def test_a_curve_that_begins_at_the_growth_has_no_loss_from_before_it() -> None:
+    """The wide width, 30 times dearer, has a tenth of the steps: a window of 2 % of all steps is 15 % of the budget."""
+    steps = np.arange(1.0, 1001)
+    logged = SimpleNamespace(
+        steps=steps, losses=np.where(steps > 900, 1.0, 3.0), interval=1, start_width=8, end_width=64
+    )
+    (run,) = made_up(GROWN, 1.0)
+    run = run._replace(at_step=900, steps=1000, logged=logged)  # type: ignore[arg-type]
+    x, y = curve_of(run, Comparison("constant", "flops", [run], {"8": 1.0, "64": 30.0}))
+    assert (x[0], x[-1]) == (pytest.approx(100 * 930 / 3900), 100)
+    assert set(y) == {1.0}
 
 
 def test_curves_of_more_shares_than_there_are_colours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from mupscale.commands.reporting.midrun import (
     width_name,
 )
 from mupscale.commands.reporting.numbers import Spread, spread
-from mupscale.commands.reporting.windows import running_windows
+from mupscale.commands.reporting.windows import FEWEST, SHARE, finite_losses, trailing_means
 from mupscale.commands.run_logs import FloatArray
 
 if TYPE_CHECKING:
@@ -138,17 +138,19 @@ def lines_of(comparison: Comparison) -> dict[Arm, tuple[FloatArray, FloatArray]]
 
 
 def curve_of(run: MidrunRun, comparison: Comparison) -> tuple[FloatArray, FloatArray]:
-    """The share of the budget in percent, and the running mean of the loss; of a run that grows, from then on."""
+    """The share of the budget in percent, and the running mean of the loss over the last of it.
+
+    Of a run that grows, only losses since then count: at the narrow width, a share of the budget is many more steps.
+    """
     assert run.logged is not None
-    if not run.logged.has_loss:
-        return np.empty(0), np.empty(0)
-    steps, losses = running_windows(run.steps, run.logged.interval).of(run.logged)
     start, end = (comparison.costs[width_name(width)] for width in (run.logged.start_width, run.logged.end_width))
     at_step = run.at_step or 0
+    percent = 100 / (at_step * start + (run.steps - at_step) * end)
+    steps, losses = finite_losses(run.logged)
     grown = steps > at_step
-    spent = at_step * start + (steps[grown] - at_step) * end
-    whole = at_step * start + (run.steps - at_step) * end
-    return 100 * spent / whole, losses[grown]
+    spent = percent * (at_step * start + (steps[grown] - at_step) * end)
+    fewest = (FEWEST - 0.5) * run.logged.interval * end * percent  # half an interval less, lest rounding decide
+    return trailing_means(spent, losses[grown], spent, max(100 * SHARE, fewest))
 
 
 def mean_of(curves: list[tuple[FloatArray, FloatArray]]) -> tuple[FloatArray, FloatArray]:

@@ -26,9 +26,7 @@ class Windows:
 
     def of(self, run: LoggedRun) -> tuple[FloatArray, FloatArray]:
         """The ends of a run's windows (in steps) and the mean of the losses logged in each."""
-        finite = np.isfinite(run.losses)
-        count = len(finite) if finite.all() else int(finite.argmin())
-        steps, losses = run.steps[:count], run.losses[:count]
+        steps, losses = finite_losses(run)
         if not len(steps):
             return np.empty(0), np.empty(0)
         reached = int(steps[-1])
@@ -38,16 +36,27 @@ class Windows:
         ends = np.arange(self.size, reached + 1, self.every)
         if not self.epochs and (not len(ends) or ends[-1] != reached):
             ends = np.append(ends, reached)
-        sums = np.concatenate([[0.0], np.cumsum(losses, dtype=float)])
-        last = np.searchsorted(steps, ends, side="right")
-        first = np.searchsorted(steps, ends - self.size, side="right")
-        filled = last > first
-        means = (sums[last] - sums[first])[filled] / (last - first)[filled]
-        return ends[filled].astype(float), means
+        return trailing_means(steps, losses, ends.astype(float), self.size)
 
     @property
     def length(self) -> str:
         return "an epoch" if self.epochs else f"{self.size:,} steps"
+
+
+def finite_losses(run: LoggedRun) -> tuple[FloatArray, FloatArray]:
+    """The steps and losses that a run has logged, until one that is not finite."""
+    finite = np.isfinite(run.losses)
+    count = len(finite) if finite.all() else int(finite.argmin())
+    return run.steps[:count], run.losses[:count]
+
+
+def trailing_means(x: FloatArray, y: FloatArray, ends: FloatArray, size: float) -> tuple[FloatArray, FloatArray]:
+    """The mean of the values within `size` before each end; and these ends, without those that have no value."""
+    sums = np.concatenate([[0.0], np.cumsum(y, dtype=float)])
+    last = np.searchsorted(x, ends, side="right")
+    first = np.searchsorted(x, ends - size, side="right")
+    filled = last > first
+    return ends[filled], (sums[last] - sums[first])[filled] / (last - first)[filled]
 
 
 def windows_of(runs: list[LoggedRun]) -> tuple[Windows, int | None]:
