@@ -1,4 +1,4 @@
-"""Figures: heatmaps, scatter plots, profiles and curves. Each is written as PNG and PDF."""
+"""Figures: heatmaps, scatter plots, profiles, curves and rows of dots. Each is written as PNG and PDF."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -35,6 +35,14 @@ class Band(NamedTuple):
     low: Sequence[float]
     high: Sequence[float]
     marks: Sequence[float] = ()
+
+
+class Dots(NamedTuple):
+    """A row of dots: one for each value, in each panel. `colour` is a place in the palette."""
+
+    label: str
+    colour: int
+    panels: Sequence[Sequence[float]]
 
 
 class Theme(NamedTuple):
@@ -296,6 +304,43 @@ def draw_band(ax: "Axes", band: Band, theme: Theme) -> "Line2D":
             rotation=90,
         )
     return line
+
+
+def dots(path: Path, rows: Sequence[Dots], labels: Sequence[str]) -> tuple[list[Path], Path]:
+    """Draws rows of dots, the first on top, with a stroke at their mean, in panels side by side; returns as `bands`.
+
+    Values that are not finite (diverged) are left out.
+    """
+    for theme in (DARK, LIGHT):
+        drawn, first = figure(2.0 + 3.2 * len(labels), 1.0 + 0.27 * len(rows))
+        first.remove()
+        for panel, label in enumerate(labels):
+            ax = drawn.add_subplot(1, len(labels), panel + 1)
+            shown = []
+            for place, row in enumerate(rows):
+                values = [value for value in row.panels[panel] if math.isfinite(value)]
+                colour = theme.palette[row.colour % len(theme.palette)]
+                ax.axhline(place, color=theme.grid, linewidth=0.7, zorder=0)
+                ax.scatter(values, [place] * len(values), s=26, color=colour, alpha=0.75, linewidths=0)
+                if len(values) > 1:
+                    ax.scatter([sum(values) / len(values)], [place], s=130, marker="|", color=colour, linewidths=2)
+                shown += values
+            if is_positive(shown) and max(shown) > 4 * min(shown):
+                ax.set_xscale("log")
+                plain_numbers(ax.xaxis, shown)
+            else:
+                ax.locator_params(axis="x", nbins=5)
+            ax.set_ylim(len(rows) - 0.5, -0.5)
+            names = [row.label for row in rows] if panel == 0 else []
+            ax.set_yticks(range(len(rows)) if names else [], names, parse_math=False)
+            ax.set_xlabel(label, parse_math=False)
+            ax.grid(axis="x", color=theme.grid, linewidth=0.7)
+            ax.set_axisbelow(True)
+            dress(drawn, ax, theme)
+        if theme is DARK:
+            dark = path.with_name(f"{path.name}.dark.png")
+            save_png(drawn, dark, 200)
+    return save(drawn, path, dpi=200), dark
 
 
 def plain_numbers(axis: "Axis", values: Sequence[float]) -> None:

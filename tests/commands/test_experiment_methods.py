@@ -13,9 +13,11 @@ from command_line import LR, NOISE, refused, small
 from paths import ROOT
 from synthetic_runs import Page, base, epochs, report, scratch, upscale, upscaled, write_run
 
+from mupscale.commands import figures
 from mupscale.commands.experiment.file import read
 from mupscale.commands.experiment.parts import RunPart, SweepPart
 from mupscale.commands.experiment.protocols import Experiment
+from mupscale.commands.reporting.draw import draw_ends
 from mupscale.commands.reporting.methods import compared, is_edge, ranking
 from mupscale.commands.stacks import Unit
 from mupscale.commands.tuning.results import Results
@@ -289,7 +291,7 @@ def test_the_table_of_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second[-1] == LR
     groups = [group["name"] for group in summary["groups"]]
     assert sorted(groups) == ["base", "from scratch", "upscaled, copies", "upscaled, lemon", "upscaled, pad"]
-    assert "methods.png" in summary["files"]
+    assert {"methods.png", "methods_ends.png", "methods_ends.pdf"} <= set(summary["files"])
     # a method is charged with its own tuning
     charged = {}
     for comparison in summary["comparisons"]:
@@ -300,8 +302,23 @@ def test_the_table_of_methods(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_method_without_a_best_trial_has_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
+    ends: list[tuple[list[figures.Dots], list[str]]] = []
+
+    def dots(path: Path, *drawn: Any) -> Any:
+        ends.append(drawn)  # type: ignore[arg-type]
+        return [path, path], path
+
+    def draw(folder: Path, groups: Any, numbers: Any, methods: Any) -> list[Any]:
+        draw_ends(folder, methods[0])
+        return []
+
+    monkeypatch.setattr("mupscale.commands.figures.dots", dots)
+    monkeypatch.setattr("mupscale.commands.reporting.draw_figures", draw)
     page, summary, rows = compare_methods(pad="diverged")
+    shown, labels = ends[0]
+    assert labels == ["training loss at the end", "validation loss at the end"]
+    assert [(row.label, row.colour) for row in shown] == [("lemon", 2), ("copies", 0), ("from scratch", 1)]
+    assert shown[1].panels == [pytest.approx([0.42, 0.46]), pytest.approx([0.7, 0.7])]
     assert page.table("method")[2] == ["pad", "0", *["—"] * 9, "no"]
     assert "All trials of pad diverged at the small size: it has no runs at the target size." in page.text
     assert "Not begun yet" not in page.text

@@ -1,15 +1,16 @@
 """The figures of a report: each group's mean curve, with the range over its seeds."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from mupscale.commands import figures
 from mupscale.commands.reporting.groups import Group, Role
-from mupscale.commands.reporting.methods import Methods
+from mupscale.commands.reporting.methods import VALIDATION, Methods
 from mupscale.commands.reporting.numbers import Numbers
 from mupscale.commands.reporting.words import capital, metric_name
 from mupscale.commands.run_logs import FloatArray, LoggedRun, higher_is_better
@@ -19,6 +20,9 @@ POINTS = 600
 
 PLACES: dict[Role, int] = {"upscaled": 0, "scratch": 1, "base": 2}
 """Places in the palette that the first group of each role has, in all figures."""
+
+PAPERS, OTHERS = 0, 2
+"""Places in the palette of the paper's growth method and of the others, where rows have names."""
 
 Axis = Literal["steps", "flops"]
 AXES: dict[Axis, str] = {"steps": "steps", "flops": "training FLOPs"}
@@ -55,6 +59,7 @@ def draw_figures(folder: Path, groups: list[Group], numbers: Numbers, methods: l
     drawn = []
     for index, each in enumerate(methods, 1):
         name = "methods" if len(methods) == 1 else f"methods_{index}"
+        drawn += draw_ends(folder / f"{name}_ends", each)
         drawn += draw_methods(folder / name, f"Training loss of growth methods, {mean}", each, groups)
     drawn += draw_pair(folder / "training_loss", "training loss", f"Training loss, {mean}", groups, windows.of, False)
     for metric in numbers.metrics:
@@ -98,6 +103,31 @@ def draw_methods(path: Path, title: str, methods: Methods, groups: list[Group]) 
         return []
     (png, pdf), dark = figures.bands(path, bands, AXES["steps"], "training loss")
     return [ReportFigure(title, f"{title}: means over seeds, those that end lowest first.", png, pdf, dark)]
+
+
+def draw_ends(path: Path, methods: Methods) -> list[ReportFigure]:
+    """Draws where the growth methods and from scratch end, seed by seed: training loss, and validation loss if any."""
+    rows = []
+    for method in methods.all:
+        losses = [list(table.values()) for table in (methods.finals(method), methods.validations(method))]
+        rows.append(figures.Dots(method.name, PAPERS if method.is_papers else OTHERS, losses))
+    if methods.scratch is not None:
+        runs = methods.numbers.counted(methods.scratch)
+        losses = [[run.final for run in runs], [run.last(VALIDATION) for run in runs]]
+        rows.append(figures.Dots(methods.scratch.name, PLACES["scratch"], losses))
+    rows = sorted((row for row in rows if has_finite(row.panels[0])), key=lambda row: fmean(row.panels[0]))
+    if not rows:
+        return []
+    labels = ["training loss at the end"]
+    if any(has_finite(row.panels[1]) for row in rows):
+        labels.append("validation loss at the end")
+    (png, pdf), dark = figures.dots(path, rows, labels)
+    title = "Where growth methods end"
+    return [ReportFigure(title, f"{title}: a dot for each seed, and a stroke at the mean.", png, pdf, dark)]
+
+
+def has_finite(values: Sequence[float]) -> bool:
+    return any(map(math.isfinite, values))
 
 
 def is_drawn(curve: MeanCurve, axis: Axis) -> bool:
