@@ -19,7 +19,7 @@ from synthetic_runs import write_run
 from mupscale.__main__ import main
 from mupscale.commands import figures
 from mupscale.commands.experiment.costs import BLOCKS, Costs, StepClock, budget_steps, limited, measured, read_costs
-from mupscale.commands.experiment.file import read
+from mupscale.commands.experiment.file import read, refuse_validated_schedule
 from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, stretched
 from mupscale.commands.experiment.parts import RunPart, State
 from mupscale.commands.experiment.protocols import Experiment
@@ -189,6 +189,19 @@ ONE_CYCLE_RATES = {
 }
 ONE_CYCLE = {"model": {"init_args": {"lr_scheduler": ONE_CYCLE_RATES}}}
 
+PLATEAU = {"class_path": "lightning.pytorch.cli.ReduceLROnPlateau", "init_args": {"monitor": "val/loss"}}
+
+
+def test_a_schedule_that_follows_validations_is_refused() -> None:
+    def refuse(schedule: dict[str, Any] | None) -> None:
+        refuse_validated_schedule("schedules.a", {"model": {"init_args": {"lr_scheduler": schedule}}})
+
+    for schedule in (PLATEAU, {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}):
+        with pytest.raises(UserError, match=r"^schedules.a: .* ReduceLROnPlateau monitors val/loss at the end of"):
+            refuse(schedule)
+    for schedule in (None, COSINE, PLATEAU | {"init_args": {"monitor": "train/loss"}}):
+        refuse(schedule)
+
 
 @pytest.mark.slow
 def test_mistakes_are_reported_before_the_first_run() -> None:
@@ -197,6 +210,10 @@ def test_mistakes_are_reported_before_the_first_run() -> None:
         ({"sweep_2": {"UpscaleCallback.noise.sdt": [0.1]}}, "sweep_2, noises.paper: UpscaleCallback.noise.sdt"),
         ({"schedules": {"a": {"model": {"init_args": {"lr_sched": 1}}}}}, "lr_sched"),
         ({"schedules": {"one": ONE_CYCLE}}, "error: schedules.one: model.lr_scheduler: OneCycleLR sets absolute rates"),
+        (
+            {"schedules": {"p": {"model": {"init_args": {"lr_scheduler": PLATEAU}}}}},
+            "error: schedules.p: model.lr_sche",
+        ),
         ({"middle": None}, "protocol midrun needs the key 'middle'"),
         ({"noise": ADDITIVE}, "protocol midrun has no key 'noise'"),
     ):

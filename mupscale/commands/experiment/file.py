@@ -309,8 +309,9 @@ def check_midrun(description: Description) -> None:
     if trainer["max_steps"] in (None, -1) and trainer["max_epochs"] in (None, -1):
         raise UserError("config: trainer.max_steps, trainer.max_epochs: give the length of a run of the wide width")
     for name, overlay in keys.schedules.items():
-        _, cli = description.made(stretched(overlay, 1000))
+        config, cli = description.made(stretched(overlay, 1000))
         refuse_optimizer(f"schedules.{name}", cli)
+        refuse_validated_schedule(f"schedules.{name}", config)
     tried = Tried()
     refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:", tried)
     for width in (keys.middle, keys.small_middle):
@@ -329,6 +330,20 @@ def refuse_optimizer(where: str, cli: CLI) -> None:
             refuse_optimizers(cli.model, cli.trainer)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
+
+
+def refuse_validated_schedule(where: str, config: Config) -> None:
+    """Raises a UserError for a schedule that follows validations: runs of midrun have one, at their end."""
+    schedule = config["model"]["init_args"].get("lr_scheduler")
+    if not schedule or class_name(schedule) != "ReduceLROnPlateau":
+        return
+    monitor = (schedule.get("init_args") or {}).get("monitor", "val/loss")  # torch's own has none
+    if monitor.startswith("val"):
+        raise UserError(
+            f"{where}: model.lr_scheduler: ReduceLROnPlateau monitors {monitor} at the end of every epoch, and runs of "
+            "protocol midrun validate only after their last step; use lightning.pytorch.cli.ReduceLROnPlateau with "
+            "monitor: train/loss, or another schedule"
+        )
 
 
 def refuse_width(description: Description, width: Width) -> None:
