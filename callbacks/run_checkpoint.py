@@ -114,6 +114,10 @@ class RunCheckpoint(OpenCheckpoint, Strides):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         self.keep_newest("on_validation_end", trainer, pl_module)
+        # others are logged in training, maybe later; the user should not have to wait for a checkpoint that is due
+        is_of_validations = self.monitor is not None and not self.monitor.startswith("train")
+        if is_of_validations and not trainer.sanity_checking and self.lacks_metric(trainer):
+            self.on_missing_metric(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
@@ -129,7 +133,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
             raise UserError(f"{self._without_metric(trainer)}. The last step is saved in {self.dirpath}")
 
     def on_missing_metric(self, trainer: Trainer) -> None:
-        """Waits for the metric: it may be logged at some steps only. Checkpoints for resuming do not need it."""
+        """Warns once, and waits: a metric may be logged at some steps only. Checkpoints for resuming need none."""
         if not self.has_warned:
             self.has_warned = True
             rank_zero_warn(f"{self._without_metric(trainer)}. No checkpoint is kept as the best yet", stacklevel=2)

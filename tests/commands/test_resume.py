@@ -435,10 +435,10 @@ def test_the_best_checkpoint_waits_for_a_metric_that_is_logged_at_some_steps_onl
     assert Path(best["best_model_path"]).exists()
 
 
-@pytest.mark.filterwarnings("ignore:checkpoint.monitor")
-def test_a_metric_that_is_never_logged_costs_no_checkpoint(tmp_path: Path) -> None:
-    path = config(tmp_path / "c.yaml")
-    message = refused("fit", "--config", path, "--checkpoint.monitor=val/los", "--checkpoint.every_n_train_steps=100")
+def test_a_metric_that_is_never_logged_is_named_early_and_costs_no_checkpoint(tmp_path: Path) -> None:
+    options = ["--config", config(tmp_path / "c.yaml"), "--checkpoint.every_n_train_steps=100"]
+    with pytest.warns(UserWarning, match=r"^checkpoint.monitor: val/los was not logged up to step 3; there are .*\."):
+        message = refused("fit", *options, "--checkpoint.monitor=val/los")
     assert "checkpoint.monitor: val/los was not logged" in message
     assert "there are lr-AdamW, train/loss, val/accuracy, val/loss" in message
     assert end("runs/default/version_0")["global_step"] == 12
