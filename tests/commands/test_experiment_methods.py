@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,16 @@ def test_a_method_without_a_best_trial_has_no_runs(monkeypatch: pytest.MonkeyPat
     assert {row["method"] for row in rows} == {"lemon", "copies"}
     (Path("runs/upscale/lemon/seed=1/result.json")).unlink()
     assert report("runs")[1]["methods"][0]["verdict"][-1].startswith("1 run not finished")
+    shutil.rmtree("runs/upscale/copies")
+    (unranked,) = (line for line in report("runs")[1]["methods"][0]["verdict"] if "paper" in line)
+    assert unranked == "The paper's method, copies with noise 0.5, is not ranked (no run at the target size yet)."
+    shutil.rmtree("runs/upscale/lemon")
+    assert report("runs")[1]["methods"][0]["verdict"] == [
+        "No growth method has a loss to compare: lemon, copies (no run at the target size yet); "
+        "pad (all trials diverged)."
+    ]
+    grown("lemon", 0, [*epochs(0.9), math.nan], (1.0, 1.0), math.nan)
+    assert "lemon (diverged at the target size); copies (no run" in report("runs")[1]["methods"][0]["verdict"][0]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ class Methods:
         finals = {method.name: self.finals(method) for method in self.all}
         ranked = ranking(finals)
         if not ranked:
-            return ["No growth method has a run at the target size that has not diverged."]
+            return [none_ranked(self.all, finals)]
         sentences = [f"Of {count(len(finals), 'growth method')} {lowest(ranked, finals)}."]
         papers = next((method for method in self.all if method.is_papers), None)
         if papers is not None:
@@ -219,6 +219,22 @@ def ranking(table: dict[str, Losses]) -> list[str]:
     return sorted((name for name in means if math.isfinite(means[name])), key=means.__getitem__)
 
 
+def none_ranked(methods: list[Method], finals: dict[str, Losses]) -> str:
+    """That no method can be ranked, and for which reasons, in a sentence."""
+    names: dict[str, list[str]] = {}
+    for method in methods:
+        names.setdefault(why_unranked(method, finals[method.name]), []).append(method.name)
+    reasons = [f"{', '.join(each)} ({reason})" for reason, each in names.items()]
+    return f"No growth method has a loss to compare: {'; '.join(reasons)}."
+
+
+def why_unranked(method: Method, losses: Losses) -> str:
+    """Why a method is not in the ranking."""
+    if any(map(math.isinf, losses.values())):
+        return "diverged at the target size"
+    return "all trials diverged" if method.has_no_best else "no run at the target size yet"
+
+
 def lowest(ranked: list[str], table: dict[str, Losses]) -> str:
     """Which one is the lowest, and by how much, in words."""
     first = f"{ranked[0]} ends lowest, at {ranged(spread_of(table[ranked[0]]))}"
@@ -233,7 +249,7 @@ def standing(papers: Method, ranked: list[str], finals: dict[str, Losses]) -> st
     """Where the paper's method stands, in a sentence."""
     subject = f"the paper's method, {papers.name}{papers.noise}"
     if papers.name not in ranked:
-        return f"{subject[:1].upper()}{subject[1:]}, diverged or has no runs at the target size."
+        return f"{subject[:1].upper()}{subject[1:]}, is not ranked ({why_unranked(papers, finals[papers.name])})."
     if papers.name == ranked[0]:
         return f"That is {subject}."
     place = f"number {ranked.index(papers.name) + 1} of {len(finals)}"
