@@ -62,9 +62,9 @@ class TextFiles:
         for file in files:
             if not file.is_file():
                 raise UserError(f"{file} is a folder: name its files" if file.is_dir() else f"there is no file {file}")
-            if file.name.removesuffix(".gz").endswith(UNREAD):
+            if kind_of(file)[0] in UNREAD:
                 raise UserError(f"{file}: unpack it first; of packed files, only text and JSON lines in .gz are read")
-        if any(file.suffix == ".parquet" for file in files):
+        if any(kind_of(file)[0] == ".parquet" for file in files):
             with needs_extra("data"):
                 import pyarrow.parquet  # noqa: F401
         self._sizes = [file.stat().st_size for file in files]
@@ -102,7 +102,10 @@ class TextFiles:
 
     def progress(self, position: Position) -> tuple[int, int]:
         number, offset = position or (0, 0)
-        in_bytes = number < len(self.files) and self.files[number].suffix not in (".gz", ".parquet")
+        in_bytes = False
+        if number < len(self.files):
+            kind, compressed = kind_of(self.files[number])
+            in_bytes = kind != ".parquet" and not compressed
         return sum(self._sizes[:number]) + (offset if in_bytes else 0), sum(self._sizes)
 
     def _documents(self, file: Path, offset: int) -> Iterator[tuple[str, int]]:
@@ -110,15 +113,14 @@ class TextFiles:
 
         The offset counts rows of a parquet file, and uncompressed bytes of any other.
         """
-        compressed = file.suffix == ".gz"
-        suffix = file.with_suffix("").suffix if compressed else file.suffix
+        kind, compressed = kind_of(file)
         try:
-            if suffix == ".parquet":
+            if kind == ".parquet":
                 yield from _parquet_rows(file, offset)
                 return
             with gzip.open(file) if compressed else file.open("rb") as stream:
                 stream.seek(offset)
-                if suffix in (".jsonl", ".ndjson", ".json"):
+                if kind in (".jsonl", ".ndjson", ".json"):
                     yield from _json_lines(stream, offset)
                 else:
                     yield from _separated(stream, offset, self.separator.encode())
@@ -126,6 +128,12 @@ class TextFiles:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # an error of the operating system; gzip and pyarrow set no errno for a damaged file
             raise Unusable(f"{file} cannot be read: {error}") from error
+
+
+def kind_of(file: Path) -> tuple[str, bool]:
+    """The ending of a file in small letters, without .gz, and whether it has that."""
+    name = file.name.lower()
+    return Path(name.removesuffix(".gz")).suffix, name.endswith(".gz")
 
 
 class FineWebEdu:

@@ -58,7 +58,7 @@ def _without_code(fields: Any) -> Any:
 
 def config_in(path: Path) -> PretrainedConfig:
     """The configuration of a folder with weights, or in a file such as config.json."""
-    if path.suffix != ".json":
+    if path.suffix.lower() != ".json":
         config = read_folder(path).config
         _refuse_other_models(config)
         return config

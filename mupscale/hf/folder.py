@@ -180,8 +180,8 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
         weight_map = None
         files = [SINGLE_FILE]
     else:
-        found = sorted(file.name for file in path.iterdir() if file.suffix in OTHER_WEIGHTS)
-        if any(name.endswith(".safetensors") for name in found):
+        found = sorted(file.name for file in path.iterdir() if file.suffix.lower() in OTHER_WEIGHTS)
+        if any(name.lower().endswith(".safetensors") for name in found):
             raise UserError(f"{path} has {found[0]} but no {SINGLE_FILE} and no {INDEX_FILE}; get the missing file")
         if found:
             raise UserError(

@@ -304,7 +304,7 @@ def test_files_and_folders_in_the_way(tmp_path: Path, article: Path):
     options = ["--vocab", "300", "--out"]
     assert refused("text", tmp_path / "no", *options, tmp_path / "out") == f"error: there is no file {tmp_path / 'no'}"
     assert refused("text", tmp_path, *options, tmp_path / "out") == f"error: {tmp_path} is a folder: name its files"
-    for name in ("a.txt.zst", "b.tar.gz"):
+    for name in ("a.txt.zst", "b.tar.gz", "C.TAR.GZ"):
         (tmp_path / name).write_bytes(b"x")
         assert refused("text", tmp_path / name, *options, tmp_path / "out").startswith(
             f"error: {tmp_path / name}: unpack it first"

@@ -25,7 +25,9 @@ WRITERS = {
     "a.txt.gz": write_text,
     "a.jsonl": write_jsonl,
     "a.json.gz": write_jsonl,
+    "A.JSON.GZ": write_jsonl,
     "a.parquet": write_parquet,
+    "A.PARQUET": write_parquet,
 }
 
 

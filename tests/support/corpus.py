@@ -45,7 +45,7 @@ ENTRIES = [text for split in ("train", "val") for text in texts(read_index(JARGO
 
 def write_jsonl(file: Path, content: list[str]) -> Path:
     lines = "\n\n".join(json.dumps({"id": number, "text": text}) for number, text in enumerate(content))
-    file.write_bytes(gzip.compress(lines.encode()) if file.suffix == ".gz" else lines.encode())
+    file.write_bytes(gzip.compress(lines.encode()) if file.suffix.lower() == ".gz" else lines.encode())
     return file
 
 
@@ -62,7 +62,7 @@ def write_parquet(file: Path, content: list[str | None]) -> Path:
 
 def write_text(file: Path, content: list[str]) -> Path:
     text = "\n<|endoftext|>\n".join(content).encode()
-    file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
+    file.write_bytes(gzip.compress(text) if file.suffix.lower() == ".gz" else text)
     return file
 
 
