@@ -153,6 +153,18 @@ def differences(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, An
 
 
 def _same_value(there: Any, here: Any) -> bool:
-    """Whether two values are equal, noise classes by the name of version 0.1 or by today's."""
+    """Whether two values are equal: noise classes by the name of version 0.1 or by today's, numbers also as texts."""
     names = [v.replace("mupscale.noise.", "mupscale.", 1) if isinstance(v, str) else v for v in (there, here)]
+    if isinstance(there, str) and isinstance(here, float):  # recorded as a text, 1e-3
+        names[0] = number_in(there)
     return bool(names[0] == names[1])
+
+
+def number_in(value: Any) -> Any:
+    """A value; a text such as 1e-3 as a number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

@@ -17,6 +17,13 @@ def test_noise_by_its_old_name_is_the_same_noise() -> None:
     refuse_difference(settings("mupscale.noise.AdditiveNoise"), settings("mupscale.AdditiveNoise"), "--out s")
 
 
+def test_a_number_that_was_recorded_as_a_text_is_the_same_number() -> None:
+    """Experiments whose files say 1e-3 go on."""
+    refuse_difference({"sweep_1": {"lr": ["1e-3"]}}, {"sweep_1": {"lr": [0.001]}}, "--out s")
+    with pytest.raises(UserError, match=r"lr.0 is '1e-3' there and 0.002 here"):
+        refuse_difference({"sweep_1": {"lr": ["1e-3"]}}, {"sweep_1": {"lr": [0.002]}}, "--out s")
+
+
 def test_an_argument_that_came_later_is_its_default() -> None:
     """Sweeps that began before noise could be centred go on, with plain noise only."""
     before, plain, centred, recorded = (settings("mupscale.AdditiveNoise") for _ in range(4))

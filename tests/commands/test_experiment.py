@@ -24,7 +24,7 @@ from tiers import slow_except
 from mupscale.__main__ import main
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.experiment import workers as experiment_workers
-from mupscale.commands.experiment.file import Growth, check, growths_of, read
+from mupscale.commands.experiment.file import Description, Growth, check, growths_of, read
 from mupscale.commands.experiment.parts import SweepPart
 from mupscale.commands.experiment.protocols import Experiment, spread, verdict
 from mupscale.commands.experiment.transfer import Panel, WidthCurve, draw, visible_range
@@ -32,6 +32,7 @@ from mupscale.commands.leases import Lease, lapsed
 from mupscale.commands.runs import progress, result_of
 from mupscale.commands.termination import Terminated
 from mupscale.commands.tuning.results import Results
+from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -480,6 +481,25 @@ def test_mistakes_are_reported_before_the_first_run(keys: dict[str, Any], parts:
     message = refused("experiment", file(upscale(**keys)), "--out", "o")
     assert all(part in message for part in parts), message
     assert not Path("o").exists()
+
+
+def test_numbers_are_decimal() -> None:
+    """In YAML 1.1 1e-3 is a text, 1:30 is 90 and 010 is 8."""
+    path = Path(file(upscale(sweep_1={LR: "VALUES"}, seeds="SEEDS")))
+    text = path.read_text()
+
+    def content(values: str, seeds: str = "[0, 1_000]") -> Description:
+        path.write_text(text.replace("VALUES", values).replace("SEEDS", seeds))
+        return read(path, [])
+
+    assert content("[1e-3, 2E-2, 3.5]").content["sweep_1"] == {LR: [0.001, 0.02, 3.5]}
+    whole = content("2:16:4")
+    assert (whole.sweeps["sweep_1"][0].values, whole.seeds) == ((2, 4, 8, 16), [0, 1000])
+    with pytest.raises(UserError, match=r"^sweep_1.model.optimizer.lr: 1:30 is not a value. A range LOW:HIGH:N st"):
+        content("[1:30, 2:30]")
+    for seeds in ("[010]", "[1:30]", "[1e0]", "[on]"):
+        with pytest.raises(UserError, match=r"^seeds: give a list of different whole numbers, got"):
+            content("[0.1]", seeds)
 
 
 @pytest.mark.slow

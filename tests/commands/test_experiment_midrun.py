@@ -172,6 +172,7 @@ def test_a_clock_takes_the_median_of_its_stretches() -> None:
         ({"tuned_at": []}, "tuned_at: give shares"),
         ({"noises": {}}, "noises: give a mapping by name"),
         ({"noises": {"../x": ADDITIVE}}, "noises: a name is made of letters"),
+        ({"noises": {True: ADDITIVE}}, "noises: YAML reads a name as True, which is no text; quote it"),
         ({"schedules": {"cosine": 3}}, "schedules.cosine: give a mapping"),
         ({"budgets": ["time"]}, "budgets: give a list of flops and seconds"),
         ({"budgets": ["flops", "flops"]}, "budgets: give a list of flops and seconds"),

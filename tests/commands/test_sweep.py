@@ -65,6 +65,7 @@ def test_axes() -> None:
     assert parsed_axis("a.b=0.25:4:5") == Axis("a.b", (0.25, 0.5, 1.0, 2.0, 4.0))
     assert [type(value) for value in parsed_axis("a=2:16:4").values] == [int] * 4  # hidden layers, say
     assert [type(value) for value in parsed_axis("a=2.0:16:4").values] == [float] * 4
+    assert parsed_axis("a=010,2e1").values == (10.0, 20.0)
     assert parsed_axis("a=1e-4:1e-2") == Axis("a", bounds=(1e-4, 1e-2))
     assert parsed_axis("a.betas=[0.9, 0.95],[0.9, 0.99]").values == ([0.9, 0.95], [0.9, 0.99])
     assert parsed_axis("a=true,false,null,x").values == (True, False, None, "x")

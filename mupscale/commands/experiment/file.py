@@ -20,7 +20,7 @@ from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
 from mupscale.commands.tuning.space import Axis, axis_of, refuse_seeds
 from mupscale.commands.tuning.trial import Tried, for_trials, refuse_invalid
-from mupscale.data_files import read_yaml
+from mupscale.data_files import DECIMAL, read_yaml
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
 
@@ -152,7 +152,7 @@ def content_of(path: Path) -> dict[str, Any]:
         raise UserError(
             f"there is no file {path}; name the YAML file of an experiment, such as configs/experiments/quickstart.yaml"
         )
-    content = read_yaml(path)
+    content = read_yaml(path, DECIMAL)
     protocol = content.get("protocol") if isinstance(content, dict) else content
     if not isinstance(content, dict) or protocol not in REQUIRED:
         raise UserError(f"{path}: protocol must be {' or '.join(REQUIRED)}, got {protocol!r}")

@@ -88,7 +88,9 @@ def named(key: str, table: Any, example: str) -> dict[str, Config]:
     if not isinstance(table, dict) or not table:
         raise UserError(f"{key}: give a mapping by name, such as {example}, got {table!r}")
     for name, value in table.items():
-        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+        if not isinstance(name, str):
+            raise UserError(f"{key}: YAML reads a name as {name!r}, which is no text; quote it")
+        if not re.fullmatch(r"\w[\w.-]*", name):
             raise UserError(f"{key}: a name is made of letters, digits, '-', '_' and '.', got {name!r}")
         if not isinstance(value or {}, dict):
             raise UserError(f"{key}.{name}: give a mapping, got {value!r}")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from jsonargparse import get_loader
 
-from mupscale.commands.config import Point, brief
+from mupscale.commands.config import Point, brief, number_in
+from mupscale.data_files import DECIMAL, yaml_of
 from mupscale.errors import UserError
 
 _NUMBER = r"[-+]?[\d.][\d._eE+-]*"
@@ -73,7 +73,9 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
             listed = _read(f"[{listed}]")
         except yaml.YAMLError as error:
             raise UserError(f"{where}: the values cannot be read; separate them by commas") from error
-    values = tuple(_number(value) for value in listed)
+    elif spans := [value for value in listed if isinstance(value, str) and RANGE_IN_LIST.fullmatch(value)]:
+        raise UserError(f"{where}: {spans[0]} is not a value. A range LOW:HIGH:N stands alone, without a list")
+    values = tuple(number_in(value) for value in listed)
     if not values:
         raise UserError(f"{where}: the grid is empty, give at least one value for {key}")
     _refuse_non_finite(where, values)
@@ -84,7 +86,7 @@ def axis_of(key: str, listed: str | list[Any], where: str) -> Axis:
 
 def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Axis:
     try:
-        ends = _number(_read(low)), _number(_read(high))
+        ends = number_in(_read(low)), number_in(_read(high))
     except yaml.YAMLError as error:
         raise UserError(f"{where}: the range cannot be read; give LOW:HIGH:N, or values in a list") from error
     if not all(isinstance(end, int | float) and end > 0 for end in ends) or not ends[0] < ends[1]:
@@ -101,8 +103,8 @@ def _spanned(where: str, key: str, low: str, high: str, count: str | None) -> Ax
 
 
 def _read(text: str) -> Any:
-    """A value as configuration files have it: 1e-3 is a number, and 2026-01-31 a text."""
-    return get_loader("yaml")(text)
+    """A value as in the file of an experiment: 1e-3 is a number, 2026-01-31 and 010 are texts."""
+    return yaml_of(text, DECIMAL)
 
 
 def _refuse_non_finite(where: str, values: tuple[Any, ...]) -> None:
@@ -117,16 +119,6 @@ def refuse_seeds(where: str, seeds: list[int]) -> None:
         raise UserError(f"{where}: a seed is given twice")
     if not all(0 <= seed < 2**32 for seed in seeds):
         raise UserError(f"{where}: seeds are whole numbers from 0 to {2**32 - 1}")
-
-
-def _number(value: Any) -> Any:
-    """A value, a text such as 1e-3 as a number: in the YAML file of an experiment it is a text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def grid(axes: list[Axis]) -> Iterator[Point]:
