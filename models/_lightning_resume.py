@@ -227,7 +227,7 @@ class TrainingDataSource(_DataLoaderSource):
 
     def dataloader(self) -> Any:
         trainer = self.attributes["trainer"]
-        if trainer.ckpt_path is not None and trainer.num_sanity_val_steps > 0:
+        if trainer.ckpt_path is not None and trainer.num_sanity_val_steps > 0 and trainer.enable_validation:
             # as the sanity check does, which is not repeated: the data may be made of random numbers
             with isolate_rng():
                 trainer.validating = True

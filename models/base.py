@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.cli import ReduceLROnPlateau as MonitoredPlateau
+from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -394,9 +395,11 @@ class WidthScalable(LightningModule):
                 copy_modes(before, rebuilt)
             self._renew_averages()
         assert self.net is not None
+        trainer = trainer_of(self)
+        if trainer is not None and isinstance(trainer.precision_plugin, DoublePrecision):
+            self.net.double()  # Lightning does so after it has loaded the weights, which were rounded then
         refuse_other_architecture(self.net, self.hparams, checkpoint)
         restore_mixed_widths(self.net, checkpoint[CHECKPOINT_KEY]["mixed_widths"])
-        trainer = trainer_of(self)
         for optimizer in trainer.optimizers if trainer is not None else ():
             keep_reference_units(self.net, optimizer)  # a sharded checkpoint is read after they were made
 

@@ -141,9 +141,10 @@ def fitted(
         enable_model_summary=False,
         **settings,
     )
-    validation = None if isinstance(loader, Drawn) else DataLoader(TensorDataset(*data()), 16)
+    has_none = isinstance(loader, Drawn) or kind is Unvalidated
+    validation = None if has_none else DataLoader(TensorDataset(*data()), 16)
     trainer.fit(model, loader, validation, ckpt_path=None if resumed is None else folder / f"step={resumed}.ckpt")
-    return {**model.state_dict(), "validation": trainer.callback_metrics["val/loss"]}
+    return {**model.state_dict(), **trainer.callback_metrics}
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -159,6 +160,17 @@ def test_an_epoch_after_one_that_is_over(name: str, tmp_path: Path) -> None:
     limits = {"max_steps": -1, "max_epochs": 3, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
     expected = fitted(LOADERS[name](), tmp_path, **limits)
     found = fitted(LOADERS[name](), tmp_path, 4, **limits)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+class Unvalidated(Dropping):
+    """Has a `validation_step`, but no data for it."""
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_a_run_without_data_for_validations(tmp_path: Path) -> None:
+    expected = fitted(LOADERS["shuffled"](), tmp_path, kind=Unvalidated)
+    found = fitted(LOADERS["shuffled"](), tmp_path, 7, Unvalidated)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
