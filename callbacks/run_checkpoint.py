@@ -91,10 +91,11 @@ class RunCheckpoint(OpenCheckpoint, Strides):
     def delete_later_ones(self, trainer: Trainer, since: int) -> None:
         """Deletes what other callbacks wrote after the checkpoint that the run goes on from: they will write it again,
         and would number it."""
-        others = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint) and c is not self]
+        others = others_than(self, trainer) if self.run is not None else []
         known = {path for c in others for path in (c.best_model_path, c.last_model_path, *c.best_k_models)}
-        for folder in {Path(str(c.dirpath)) for c in others if c.dirpath is not None and self.run is not None}:
-            for path in folder.glob("*.ckpt"):
+        patterns = {(Path(c.dirpath), pattern) for c in others if c.dirpath is not None for pattern in patterns_of(c)}
+        for folder, pattern in patterns:
+            for path in folder.glob(pattern):
                 run, step = run_and_step(path)
                 ours = str(path) in self.kept() | known or path.name.startswith(PRE_UPSCALE)
                 if run == self.run and step >= since and not ours and not path.is_symlink():
@@ -157,21 +158,25 @@ class RunCheckpoint(OpenCheckpoint, Strides):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state even if the folder of the run was moved or renamed."""
-        old, new = state_dict["dirpath"], self.dirpath
-
-        def moved(path: str) -> str:
-            return (
-                str(Path(str(new)) / Path(path).relative_to(old)) if path and Path(path).is_relative_to(old) else path
-            )
-
-        paths = {key: moved(state_dict[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
-        best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
-        super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": new})
+        old, new = state_dict["dirpath"], str(self.dirpath)
+        super().load_state_dict(in_folder(state_dict, new))
         if "progress" in state_dict:
             progress = state_dict["progress"]
-            written, last = [moved(path) for path in progress["written"]], moved(progress["last_path"])
+            written = [moved(path, old, new) for path in progress["written"]]
+            last = moved(progress["last_path"], old, new)
             last = last if last and Path(last).exists() else ""  # a run that goes on in a new folder has none there
             self.restore_progress({**progress, "written": written, "last_path": last})
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Lets the user's own checkpoint callbacks continue with their files if the folder of the run was moved, or is
+        named from another place: Lightning would forget which are the best."""
+        here = trainer.ckpt_path is not None and self.dirpath is not None
+        if not here or not Path(str(trainer.ckpt_path)).resolve().is_relative_to(Path(str(self.dirpath)).resolve()):
+            return  # the run goes on in a new folder, where they have no files
+        for callback in others_than(self, trainer):
+            state, new = checkpoint["callbacks"].get(callback.state_key), str(callback.dirpath)
+            if state is not None and state.get("dirpath") not in (None, new) and Path(new).is_dir():
+                checkpoint["callbacks"][callback.state_key] = in_folder(state, new)
 
     def removes(self, previous: Path, current: Path) -> bool:
         """Also the one the run was resumed from, once there is a newer one: or every interruption would leave one
@@ -194,6 +199,29 @@ class RunCheckpoint(OpenCheckpoint, Strides):
             number += 1
             free = path.with_stem(f"{path.stem}-v{number}")
         return free
+
+
+def others_than(policy: ModelCheckpoint, trainer: Trainer) -> list[ModelCheckpoint]:
+    """The checkpoint callbacks that the user added."""
+    return [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint) and c is not policy]
+
+
+def patterns_of(callback: ModelCheckpoint) -> list[str]:
+    """Where its files are in its folder: a name such as {val/loss} makes folders."""
+    return ["*/" * level + "*.ckpt" for level in range((callback.filename or "").count("/") + 1)]
+
+
+def moved(path: str, old: str, new: str) -> str:
+    """A path in the folder `old`, or one below it, after that has become `new`; other paths as they are."""
+    return str(Path(new) / Path(path).relative_to(old)) if path and Path(path).is_relative_to(old) else path
+
+
+def in_folder(state: dict[str, Any], new: str) -> dict[str, Any]:
+    """The state of a ModelCheckpoint whose folder is now `new`."""
+    old = state["dirpath"]
+    paths = {key: moved(state[key], old, new) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
+    best = {moved(path, old, new): score for path, score in state["best_k_models"].items()}
+    return {**state, **paths, "best_k_models": best, "dirpath": new}
 
 
 class ResumePoints(OpenCheckpoint):

@@ -196,10 +196,8 @@ class CLI(OpenCLI):
             self.config = parser.parse_object({command: values} if command else values, cfg_base=self.config)
             config = self.config[command] if command else self.config
         refuse_levels(config)
-        dirpath = config["checkpoint"]["dirpath"]
-        if dirpath is not None and self.folder is None and not is_remote(dirpath):
-            # in config.yaml as well: `resume` and `report` may be started elsewhere
-            config["checkpoint"]["dirpath"] = os.path.abspath(os.path.expanduser(dirpath))
+        if self.folder is None:
+            make_dirpaths_absolute(config)
         if self.pattern is not None and self.given_plainly is not None:
             self.pattern.note(self, self.given_plainly)
 
@@ -523,6 +521,17 @@ def with_callback_args(config: Any) -> list[dict[str, Any]]:
         for callback, own in zip(named, of_each, strict=True):
             callback["init_args"] = callback.get("init_args", {}) | own
     return answer
+
+
+def make_dirpaths_absolute(config: Any) -> None:
+    """Replaces relative folders for checkpoints, in config.yaml as well: `resume` and `report` may be started
+    elsewhere."""
+    given = config["trainer"]["callbacks"] or []
+    callbacks = [callback.get("init_args") for callback in (given if isinstance(given, list) else [given])]
+    for arguments in (config["checkpoint"], *(each for each in callbacks if each is not None)):
+        dirpath = arguments.get("dirpath")
+        if isinstance(dirpath, str) and not is_remote(dirpath):
+            arguments["dirpath"] = os.path.abspath(os.path.expanduser(dirpath))
 
 
 def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:

@@ -109,8 +109,12 @@ def _is_to_come(callback: Config, step: int) -> bool:
 
 
 def _are_same(there: Config, here: Config) -> bool:
-    """Whether two callbacks have one class, and the same values of the arguments that there were then."""
+    """Whether two callbacks have one class, and the same values of the arguments that there were then.
+
+    The folder of a callback's checkpoints may be another one, as `checkpoint.dirpath` may.
+    """
     then, now = there.get("init_args", {}), here.get("init_args", {})
+    then = {key: value for key, value in then.items() if key != "dirpath"}
     return class_name(there) == class_name(here) and not differences(then, _of_then(then, now))
 
 

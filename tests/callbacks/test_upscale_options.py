@@ -67,7 +67,7 @@ def test_frozen_parameters_stay_frozen(until: int | None, tmp_path: Path) -> Non
 
 @pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode at the start of training")
 def test_what_is_frozen_before_the_fit_is_frozen_in_a_resumed_one(tmp_path: Path) -> None:
-    """Also if the checkpoint is wider than the network that was frozen. That is made in float32, the run is in float64."""
+    """Also if the checkpoint is wider than the network that was frozen, which is made in float32."""
 
     def run(**settings: Any) -> Any:
         module = mlp()

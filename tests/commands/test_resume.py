@@ -245,6 +245,30 @@ def test_what_a_run_has_outside_of_its_folder_is_continued_there(
     assert end("../runs/mine/version_0")["global_step"] == 12
 
 
+@pytest.mark.parametrize("step", slow_except([3, 7], 7))  # before and after the growth
+def test_other_checkpoint_callbacks_continue_from_another_folder(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [
+        {"monitor": "val/loss", "every_n_train_steps": 3, "filename": "{step}-{val/loss:.3f}", "dirpath": "mine"},
+        {"monitor": "train/loss", "every_n_train_steps": 1, "filename": "train-{step}"},
+    ]
+    callbacks = [{"class_path": "ModelCheckpoint", "init_args": {"save_top_k": 2, **each}} for each in own]
+    for name in ("half", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "half")
+    crash(step, "fit", "--config", config(tmp_path / "c.yaml", *callbacks, upscale(4, 16)))
+    monkeypatch.chdir(tmp_path / "other")
+    run = Path("../half/runs/default/version_0")
+    main(["resume", str(run)])
+    states = [state for key, state in end(run)["callbacks"].items() if key.startswith("ModelCheckpoint")]
+    files = [Path("../half/mine").rglob("*.ckpt"), (run / "checkpoints").glob("train-*.ckpt")]
+    for state, kept in zip(states, files, strict=True):
+        assert {Path(path).resolve() for path in state["best_k_models"]} == {path.resolve() for path in kept}
+        assert float(state["best_model_score"]) == pytest.approx(min(loss for _, loss in curves(run)[state["monitor"]]))
+    assert not list(Path().iterdir())
+
+
 @pytest.mark.slow
 def test_two_runs_with_one_folder_for_checkpoints(tmp_path: Path) -> None:
     paths = [config(tmp_path / name, upscale(4, 16), upscale(8, width)) for name, width in (("a", 32), ("b", 48))]
