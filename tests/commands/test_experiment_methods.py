@@ -328,8 +328,12 @@ def test_a_method_without_a_best_trial_has_no_runs(monkeypatch: pytest.MonkeyPat
     (Path("runs/upscale/lemon/seed=1/result.json")).unlink()
     assert report("runs")[1]["methods"][0]["verdict"][-1].startswith("1 run not finished")
     shutil.rmtree("runs/upscale/copies")
-    (unranked,) = (line for line in report("runs")[1]["methods"][0]["verdict"] if "paper" in line)
+    first, unranked, *_, scratch, missing = report("runs")[1]["methods"][0]["verdict"]
+    assert first.startswith("Of 2 growth methods lemon ends lowest")  # with pad, which has diverged
     assert unranked == "The paper's method, copies with noise 0.5, is not ranked (no run at the target size yet)."
+    assert scratch.startswith("1 of 2 end below from scratch")
+    assert scratch.endswith("these do not: pad.")
+    assert missing == "3 runs not finished, among them all of copies: this is how the methods stand now."
     shutil.rmtree("runs/upscale/lemon")
     assert report("runs")[1]["methods"][0]["verdict"] == [
         "No growth method has a loss to compare: lemon, copies (no run at the target size yet); "

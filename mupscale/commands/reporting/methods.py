@@ -139,6 +139,8 @@ class Methods:
         ranked = ranking(finals)
         if not ranked:
             return [none_ranked(self.all, finals)]
+        waiting = [method.name for method in self.all if not finals[method.name] and not method.has_no_best]
+        finals = {name: losses for name, losses in finals.items() if name not in waiting}
         sentences = [f"Of {count(len(finals), 'growth method')} {lowest(ranked, finals)}."]
         papers = next((method for method in self.all if method.is_papers), None)
         if papers is not None:
@@ -152,7 +154,9 @@ class Methods:
             sentences.append(f"{text}.")
         sentences += self._against_scratch(finals)
         if self.missing:
-            sentences.append(f"{count(self.missing, 'run')} not finished: this is how the methods stand now.")
+            unbegun = f", among them all of {', '.join(waiting)}" if waiting else ""
+            text = f"{count(self.missing, 'run')} not finished{unbegun}: this is how the methods stand now."
+            sentences.append(text)
         return sentences
 
     def _against_scratch(self, finals: dict[str, Losses]) -> Iterator[str]:
@@ -249,7 +253,9 @@ def standing(papers: Method, ranked: list[str], finals: dict[str, Losses]) -> st
     """Where the paper's method stands, in a sentence."""
     subject = f"the paper's method, {papers.name}{papers.noise}"
     if papers.name not in ranked:
-        return f"{subject[:1].upper()}{subject[1:]}, is not ranked ({why_unranked(papers, finals[papers.name])})."
+        return (
+            f"{subject[:1].upper()}{subject[1:]}, is not ranked ({why_unranked(papers, finals.get(papers.name, {}))})."
+        )
     if papers.name == ranked[0]:
         return f"That is {subject}."
     place = f"number {ranked.index(papers.name) + 1} of {len(finals)}"
