@@ -1,10 +1,11 @@
 """The swap: a wide network, with its optimizers, schedules and averages, takes the place of a narrow one in a run."""
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -49,6 +50,16 @@ class RefusedSwap(UserError, RuntimeError):
     """A swap that fails because of what `configure_optimizers` returns for the wide network."""
 
 
+class Grown(NamedTuple):
+    """What a swap did."""
+
+    plan: Plan
+    notes: tuple[str, ...]
+    """What does not continue exactly."""
+    keeps_function: bool
+    """Whether the loss should be the same just after it."""
+
+
 @dataclass(frozen=True)
 class Swap:
     """One growth in the middle of a run. `UpscaleCallback` explains the fields."""
@@ -61,10 +72,9 @@ class Swap:
     rewarm_steps: int
     restart_schedule: bool
 
-    def perform(self, trainer: Trainer, module: WidthScalable) -> tuple[Plan, tuple[str, ...]]:
+    def perform(self, trainer: Trainer, module: WidthScalable) -> Grown:
         """Puts the wide network, its optimizers and its schedules in the place of the narrow ones.
 
-        Returns the plan, and notes on what does not continue exactly.
         The narrow tensors are freed one by one. Sharded, a rank holds at most its wide shard and one whole tensor.
         """
         narrow = module.net
@@ -85,6 +95,8 @@ class Swap:
             if module.device_mesh is not None or isinstance(part, nn.RNNBase):
                 part.to_empty(device=module.device, recurse=False)
         growth = self.method.plan(narrow, wide, None, None)
+        noise = self.method.noise if self.noise is None else self.noise
+        keeps_function = self.method.claim(growth, narrow).function and (noise is None or noise.centred)
         for optimizer in narrow_opts if self.state_rule != "reset" else ():
             check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
         copy_modes(narrow, wide)
@@ -118,7 +130,7 @@ class Swap:
         self.method.forget()
         for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
-        return growth, report.notes
+        return Grown(growth, report.notes, keeps_function)
 
     def _fit_method(self, trainer: Trainer, module: WidthScalable, narrow: nn.Module, wide: nn.Module) -> None:
         """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""
@@ -219,19 +231,64 @@ def keep_units_of_own_optimizers(trainer: Trainer, module: LightningModule) -> N
         keep_reference_units(module.net, optimizer)
 
 
+class Measured(NamedTuple):
+    """The loss of a batch over all ranks."""
+
+    loss: Tensor
+    random_state: Tensor
+    """That of torch's generator after it: two networks that draw equally many numbers end with the same."""
+
+
 @torch.no_grad()
-def loss_of(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
-    """The loss of a batch over all ranks, leaving buffers (running statistics) and the random state as they were."""
+def loss_of(trainer: Trainer, module: WidthScalable, batch: Any) -> Measured:
+    """The loss of a batch, leaving what the module holds and the random numbers of the run as they were."""
     assert module.net is not None
-    devices = [module.device] if module.device.type == "cuda" else []
     precision = trainer.precision_plugin.forward_context()
-    with buffers_kept(module.net), torch.random.fork_rng(devices), precision, _eager(module), without_log(module):
+    with _state_kept(module), isolate_rng(), precision, _eager(module), without_log(module):
         loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
+        is_cuda = module.device.type == "cuda"
+        random_state = torch.cuda.get_rng_state(module.device) if is_cuda else torch.get_rng_state()
     for part in module.net.modules():
         reshard: Any = getattr(part, "reshard", None)
         if reshard is not None:
             reshard()  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
-    return loss
+    return Measured(loss, random_state)
+
+
+@contextmanager
+def _state_kept(module: LightningModule) -> Iterator[None]:
+    """Restores buffers and attributes that a loss may change: statistics, counters, metrics, hidden states.
+
+    Of an attribute, also the values of a tensor, and the members of a list or a dict.
+    """
+    of_torch = "_parameters", "_buffers", "_modules"
+    held = []
+    for part in module.modules():
+        attributes = {name: value for name, value in vars(part).items() if name not in of_torch}
+        copies = [(value, _copied(value)) for value in attributes.values() if type(value) in (Tensor, list, dict)]
+        held.append((part, attributes, copies))
+    with buffers_kept(module):
+        try:
+            yield
+        finally:
+            for part, attributes, copies in held:
+                vars(part).update(attributes)
+                for value, copy in copies:
+                    _restore_(value, copy)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value.copy()
+
+
+def _restore_(value: Any, copy: Any) -> None:
+    if isinstance(value, list):
+        value[:] = copy
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(copy)
+    elif not value.is_meta and not torch.equal(value, copy):
+        value.copy_(copy)
 
 
 def _eager(module: WidthScalable) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.callbacks.own_batches import refuse_many_loaders
 from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
 from mupscale.callbacks.strides import Strides
-from mupscale.callbacks.swap import RefusedSwap, Swap, keep_units_of_own_optimizers, loss_of
+from mupscale.callbacks.swap import Grown, RefusedSwap, Swap, keep_units_of_own_optimizers, loss_of
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
@@ -292,15 +292,23 @@ class UpscaleCallback(Strides):
 
     def _swap(self, trainer: Trainer, module: WidthScalable, batch: Any) -> None:
         start = time.perf_counter()
-        loss_before, narrow_width = loss_of(trainer, module, batch), module.width
-        growth, notes = self._grow(trainer, module)
-        losses = float(loss_before), float(loss_of(trainer, module, batch))  # waits for the device
-        self._log(trainer, module, narrow_width, growth, *losses, time.perf_counter() - start)
+        before, narrow_width = loss_of(trainer, module, batch), module.width
+        grown = self._grow(trainer, module)
+        after = loss_of(trainer, module, batch)
+        losses = float(before.loss), float(after.loss)  # waits for the device
+        self._log(trainer, module, narrow_width, grown.plan, *losses, time.perf_counter() - start)
+        notes = list(grown.notes)
+        if not torch.equal(before.random_state, after.random_state):
+            notes.append(
+                "the loss draws other random numbers at the new width, as dropout does, which has a mask for each "
+                "unit: training does not continue exactly"
+            )
+        elif grown.keeps_function and _has_jumped(*losses, trainer.precision):
+            rank_zero_warn(_jump(*losses, "centred noise" if self.noise else "an upscale without noise"), stacklevel=2)
         if notes:
             rank_zero_info("\n".join(notes_by_layer(notes)))
 
-    def _grow(self, trainer: Trainer, module: WidthScalable) -> tuple[Plan, tuple[str, ...]]:
-        """Makes the swap; returns its plan and notes."""
+    def _grow(self, trainer: Trainer, module: WidthScalable) -> Grown:
         swap = Swap(
             width=self.width,
             method=self.method,
@@ -377,6 +385,20 @@ def rate_factors(growth: Plan, narrow: nn.Module, optimizer: Optimizer, method: 
                 entry = growth.parameters[names[id(parameter)]]
                 factors.add(rule.scale(group, method.mup_rate_factors(entry)).lr)
     return factors
+
+
+def _has_jumped(before: float, after: float, precision: str) -> bool:
+    """Whether two losses differ by more than rounding."""
+    allowed = 1e-3 if precision.startswith(("32", "64")) else 3e-2
+    return abs(after - before) > allowed * max(abs(before), abs(after), 1e-3)
+
+
+def _jump(before: float, after: float, growth: str) -> str:
+    return (
+        f"the loss of a batch changed from {before:.6g} to {after:.6g}, but {growth} keeps it: the model is not "
+        "widened exactly. Blocks, roles or units may be missing (mupscale.discover finds them), or `loss` depends on "
+        "the width. `python -m mupscale verify` names the module"
+    )
 
 
 def _what_is_saved(checkpoint: Path | None) -> str:

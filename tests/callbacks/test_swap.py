@@ -1,0 +1,81 @@
+"""What a swap measures: it leaves no trace in the run, and shows a growth that is not exact."""
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_modules import ADAMW
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training_runs import LIGHTNING_WARNINGS, fit, gap
+
+import mupscale
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.models.base import WidthScalable
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+
+
+class Plain(WidthScalable):
+    def __init__(self, width: int = 8, base_width: int = 4) -> None:
+        super().__init__(width, base_width, optimizer=ADAMW)
+
+    def build(self, width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, width), nn.Tanh(), mupscale.Readout(width, 3))
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class WithMemory(Plain):
+    """Its loss depends on the losses before it: by a buffer, by attributes of several kinds, by Python's generator."""
+
+    def __init__(self, width: int = 8, base_width: int = 4) -> None:
+        super().__init__(width, base_width)
+        self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
+        self.mean, self.calls, self.past = torch.zeros((), dtype=torch.float64), 0, [0.0]
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits - self.centre, batch[1]) * (1 + random.random())
+        loss = loss + self.mean + 0.1 * self.calls + self.past[-1]
+        self.centre = 0.9 * self.centre + logits.detach().mean(0)
+        self.mean += 0.1 * logits.detach().mean()
+        self.calls += 1
+        self.past.append(0.1 * float(logits.detach().mean()))
+        return loss
+
+
+def test_what_a_loss_remembers_is_not_changed_by_a_swap(tmp_path: Path) -> None:
+    narrow, wide = fit(WithMemory(), tmp_path, steps=8), fit(WithMemory(), tmp_path, UpscaleCallback(4, 16), steps=8)
+    assert gap(narrow, wide) < 1e-12
+
+
+class ScaledByWidth(Plain):
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch[0]) / self.width**0.5, batch[1])
+
+
+@pytest.mark.parametrize("noise", [None, mupscale.AdditiveNoise(0.1, centred=True)])
+def test_a_growth_that_is_not_exact_is_reported(noise: mupscale.AdditiveNoise | None, tmp_path: Path) -> None:
+    growth = "centred noise" if noise else "an upscale without noise"
+    with pytest.warns(UserWarning, match=rf"the loss of a batch changed from .* to .*, but {growth} keeps it"):
+        fit(ScaledByWidth(), tmp_path, UpscaleCallback(2, 16, noise), steps=3)
+
+
+def test_plain_noise_may_change_the_loss(tmp_path: Path) -> None:
+    fit(ScaledByWidth(), tmp_path, UpscaleCallback(2, 16, mupscale.AdditiveNoise(0.1)), steps=3)
+
+
+class Sampled(Plain):
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        hidden = self.net[:2](batch[0])
+        return F.cross_entropy(self.net[2](hidden + torch.randn_like(hidden)), batch[1])
+
+
+def test_random_numbers_for_each_unit_are_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        fit(Sampled(), tmp_path, UpscaleCallback(2, 16), steps=3)
+    assert "the loss draws other random numbers at the new width" in caplog.text
