@@ -26,7 +26,7 @@ from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
-from mupscale.models.base import WidthScalable, has_own_optimizers
+from mupscale.models.base import WidthScalable, has_own_optimizers, parameters_outside
 from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
@@ -162,6 +162,7 @@ class UpscaleCallback(Strides):
             rewarm_new_copies(optimizer)  # resumed, it has the state but not the hooks
         if is_narrower(before, self.width):
             self.refuse_one_rate(trainer, pl_module)
+            _refuse_parameters_outside(trainer, pl_module)
         self._refuse_schedules(trainer, pl_module, before)
         if self.is_due(trainer, pl_module):
             self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
@@ -385,6 +386,19 @@ def rate_factors(growth: Plan, narrow: nn.Module, optimizer: Optimizer, method: 
                 entry = growth.parameters[names[id(parameter)]]
                 factors.add(rule.scale(group, method.mup_rate_factors(entry)).lr)
     return factors
+
+
+def _refuse_parameters_outside(trainer: Trainer, module: LightningModule) -> None:
+    """Raises a UserError if an optimizer trains a parameter that is not in the network, and so cannot be carried."""
+    assert isinstance(module, WidthScalable)
+    outside = {id(parameter): name for name, parameter in parameters_outside(module)}
+    for optimizer in trainer.optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) in outside:
+                raise UserError(
+                    f"{type(module).__name__}.configure_optimizers trains {outside[id(parameter)]!r}, which is not in "
+                    "the network, so a growth cannot continue its optimizer. Make it in `build`, as a part of `net`"
+                )
 
 
 def _has_jumped(before: float, after: float, precision: str) -> bool:

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.cli import ReduceLROnPlateau as MonitoredPlateau
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -342,6 +343,13 @@ class WidthScalable(LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.net is not None
+        outside = [name for name, parameter in parameters_outside(self) if parameter.requires_grad]
+        if outside:
+            rank_zero_warn(
+                f"{outside[0]!r} of {type(self).__name__} is not in the network, so the optimizer does not train it. "
+                "Make it in `build`, or freeze it with requires_grad_(False)",
+                stacklevel=2,
+            )
         optimizer = self.optimizer_callable(self.net.parameters())
         refuse_bad_hyperparameters(optimizer, trainer_of(self))
         apply_mup(optimizer, self.net)
@@ -472,6 +480,13 @@ def without_log(module: LightningModule) -> Iterator[None]:
 def has_own_optimizers(module: LightningModule) -> bool:
     """Whether a module does not use the `configure_optimizers` of WidthScalable."""
     return type(module).configure_optimizers is not WidthScalable.configure_optimizers
+
+
+def parameters_outside(module: WidthScalable) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module that are not in its network."""
+    assert module.net is not None
+    inside = {id(parameter) for parameter in module.net.parameters()}
+    return ((name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in inside)
 
 
 def copy_modes(before: nn.Module, after: nn.Module) -> None:

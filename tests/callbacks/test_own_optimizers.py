@@ -134,3 +134,12 @@ def test_one_rate_for_two_optimizers_is_refused_before_training(tmp_path: Path) 
     with pytest.raises(UserError, match=r"UpscaleCallback.lr = 0.02: TwoOptimizersMLP has 2 optimizers"):
         fit(module, tmp_path, UpscaleCallback(5, 24, lr=0.02), steps=-1, max_epochs=1)
     assert module.trainer.global_step == 0
+
+
+def test_an_optimizer_of_a_parameter_outside_of_the_network_is_refused_at_the_start(tmp_path: Path) -> None:
+    module = own(scaled)
+    module.temperature = torch.nn.Parameter(torch.ones(()))
+    module.optimizer_of = lambda net: torch.optim.AdamW([*net.parameters(), module.temperature])
+    with pytest.raises(UserError, match=r"OwnMLP\.configure_optimizers trains 'temperature', which is not in the net"):
+        fit(module, tmp_path, UpscaleCallback(4, 16), steps=6)
+    assert fit(module, tmp_path, steps=1).steps == [1]

@@ -251,3 +251,13 @@ def test_hooks_of_a_subclass_need_not_call_super(kind: type[Own], seen: list[Any
     narrow.trainer = SimpleNamespace(ckpt_path=None)
     with pytest.raises(UserError, match=r"model\.init_from = nowhere\.ckpt"):
         narrow.on_fit_start()
+
+
+def test_a_parameter_that_no_optimizer_trains_is_reported() -> None:
+    module = mlp()
+    module.temperature = nn.Parameter(torch.ones(()))
+    module.configure_model()
+    with pytest.warns(UserWarning, match="'temperature' of MLP is not in the network, so the optimizer does not train"):
+        module.configure_optimizers()
+    module.temperature.requires_grad_(False)
+    module.configure_optimizers()
