@@ -46,6 +46,7 @@ from mupscale.stacking.stack import Losses
 from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.frozen import carry_frozen_
 from mupscale.widening.mixed_axes import keep_reference_units
+from mupscale.widening.survey import refuse_lazy
 
 
 class Scores(NamedTuple):
@@ -298,11 +299,13 @@ class WidthScalable(LightningModule):
 
     def _built(self, key: str, width: Width) -> nn.Module:
         try:
-            return self.build(width)
+            net = self.build(width)
         except (RuntimeError, TypeError) as error:
             if not is_too_large(error):
                 raise
             raise UserError(_too_wide(key, width)) from error
+        refuse_lazy(net)
+        return net
 
     def training_flops(self, batch: Any) -> float:
         """Floating-point operations of a forward and backward pass at the current width, counted on the meta device.

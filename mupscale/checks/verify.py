@@ -24,7 +24,7 @@ from mupscale.widening.clip import clip_grad_norm_
 from mupscale.widening.layout import duplicate
 from mupscale.widening.plan import Blocks
 from mupscale.widening.roles import Roles
-from mupscale.widening.survey import refuse_scripted, refuse_unless_model
+from mupscale.widening.survey import refuse_lazy, refuse_scripted, refuse_unless_model
 from mupscale.widening.units import Units
 from mupscale.widening.upscale import as_list, upscale
 
@@ -81,6 +81,7 @@ def verify(
     for name, model in (("narrow", narrow), ("wide", wide)):
         refuse_unless_model(f"verify: {name}", model)
         refuse_scripted(f"verify: {name}", model)
+        refuse_lazy(model)
     if any(tensor.is_meta for tensor in (*narrow.parameters(), *narrow.buffers())):
         raise UserError("verify: narrow is on the meta device and has no values; build it on the CPU")
     refuse_unless_whole("verify: steps", steps)

@@ -19,7 +19,7 @@ from mupscale.widening.layout import LayoutSpec
 from mupscale.widening.modules import Side
 from mupscale.widening.plan import plan
 from mupscale.widening.roles import Role
-from mupscale.widening.survey import Use, refuse_unless_model
+from mupscale.widening.survey import Use, refuse_lazy, refuse_unless_model
 from mupscale.widening.upscale import upscale
 
 TOLERANCE = 1e-9
@@ -57,6 +57,7 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
     """
     for name, model in (("narrow", narrow), ("wide", wide)):
         refuse_unless_model(f"discover: {name}", model)
+        refuse_lazy(model)
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise UserError(f"discover: {name} is on the meta device and cannot run; build it on the CPU")
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):

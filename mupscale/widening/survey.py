@@ -123,6 +123,18 @@ def refuse_unless_model(name: str, model: object) -> None:
         raise UserError(f"{name} must be a torch.nn.Module, got {shown(model)}. Pass the network itself")
 
 
+def refuse_lazy(*models: nn.Module) -> None:
+    """Raises a UserError if a tensor of a model has no shape yet."""
+    for model in models:
+        for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+            lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
+            if lazy is not None:
+                raise UserError(
+                    f"{kind} {lazy!r} is a lazy one without a shape: run a batch through both models first, or build "
+                    "them with all sizes"
+                )
+
+
 def refuse_scripted(name: str, model: nn.Module) -> None:
     """Raises a UserError if a part of a model is a script, whose module types are not known."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
@@ -167,14 +179,13 @@ def _pair_modules(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, nn.Modu
 
 
 def _pair_parameters(pairs: list[tuple[str, nn.Module, nn.Module]], narrow: nn.Module, wide: nn.Module) -> list[Use]:
+    refuse_lazy(narrow, wide)
     wide_named = dict(wide.named_parameters(remove_duplicate=False))
     narrow_named = dict(narrow.named_parameters(remove_duplicate=False))
     _same_names("parameter", narrow_named, wide_named)
     names_of: dict[int, list[str]] = {}
     for name, parameter in narrow_named.items():
         names_of.setdefault(id(parameter), []).append(name)
-        if is_lazy(parameter) or is_lazy(wide_named[name]):
-            raise UserError(f"parameter {name!r} is a lazy one without a shape: run a batch through both models first")
     owners: dict[int, list[tuple[str, nn.Module, nn.Module, str]]] = {}
     for module_name, before, after in pairs:
         for attribute, held in before.named_parameters(recurse=False, remove_duplicate=False):
@@ -206,8 +217,6 @@ def _pair_buffers(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, Tensor,
     narrow_named = dict(narrow.named_buffers())
     _same_names("buffer", narrow_named, wide_named)
     for name, buffer in narrow_named.items():
-        if is_lazy(buffer) or is_lazy(wide_named[name]):
-            raise UserError(f"buffer {name!r} is a lazy one without a shape: run a batch through both models first")
         if buffer.ndim != wide_named[name].ndim:
             raise UserError(
                 f"buffer {name!r} has shape {tuple(buffer.shape)} in the narrow model, {tuple(wide_named[name].shape)} "

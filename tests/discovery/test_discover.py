@@ -116,6 +116,9 @@ def test_bad_arguments() -> None:
         mupscale.discover(narrow, wide, lambda model: None)
     with pytest.raises(UserError, match="wide is on the meta device"):
         mupscale.discover(narrow, Decoder(16).to("meta"), lambda model: model(TOKENS))
+    lazy = nn.Sequential(nn.LazyLinear(8))
+    with pytest.raises(UserError, match="'0.weight' is a lazy one"):
+        mupscale.discover(lazy, lazy, lambda model: model(TOKENS))
 
 
 @pytest.mark.parametrize("name", ["heads side by side", "grouped queries", "tied, scaled, gain 1 + w", "convolutions"])

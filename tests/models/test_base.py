@@ -261,3 +261,12 @@ def test_a_parameter_that_no_optimizer_trains_is_reported() -> None:
         module.configure_optimizers()
     module.temperature.requires_grad_(False)
     module.configure_optimizers()
+
+
+def test_a_network_without_shapes_is_refused() -> None:
+    class Lazy(MLP):
+        def build(self, width: int) -> nn.Module:
+            return nn.Sequential(nn.LazyLinear(width), nn.LazyLinear(3))
+
+    with pytest.raises(UserError, match="parameter '0.weight' is a lazy one without a shape"):
+        Lazy(8, base_width=4, inputs=6, outputs=3).configure_model()
