@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -67,13 +68,16 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
             )
     refuse_unless_callable("discover: call", call, "lambda model: model(batch)")
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
-        search = Search(*_copies(narrow, wide), call, TOLERANCE, watch)
+        before, after = _copies(narrow, wide)
+        search = Search(before, after, call, TOLERANCE, watch)
+        search.hypothesis.survey.refuse_inexact_modules()
         _refuse_not_finite(search, narrow)
+        planned = partial(plan, before, after, roles=_unknown_roles(search.hypothesis))
         try:
-            search.run()
+            search.run(planned)
         except UserError:
             if search.has_fractions():  # a plan may know why: a norm over a fraction
-                plan(search.hypothesis.narrow, search.hypothesis.wide, roles=_unknown_roles(search.hypothesis))
+                planned()
             raise
         found = _found(search, search.decide_summed_axes())
         _refuse_unsayable(search.hypothesis, found)
@@ -217,8 +221,8 @@ def _found(search: Search, undecided: tuple[str, ...]) -> Found:
             units[name] = without_rounding(said, growth_factors(shapes, name), 1e-12)
     untested = search.without_effect()
     without_gradient = tuple(name for name in search.without_gradient() if name not in untested)
-    cuts = tuple(search.cuts)
-    return Found(roles, blocks, units, search.passes, shapes, cuts, untested, undecided, without_gradient)
+    notes = untested, undecided, without_gradient, search.differs_in_training()
+    return Found(roles, blocks, units, search.passes, shapes, tuple(search.cuts), *notes)
 
 
 def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:

@@ -52,6 +52,8 @@ class Found:
     """Parameters of which it is not known which axis is summed over: centred noise on them may change the function."""
     without_gradient: tuple[str, ...] = ()
     """Growing parameters that affect what the model returns, but have no gradient: how they train is not tested."""
+    differs_in_training: bool = False
+    """Whether the two models agree only in evaluation mode, dropout layers aside: then training is not exact."""
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class Found:
         for name in sources:
             places.setdefault(starred(name), []).append(name)
         widths = self._widths(places, sources, targets, alike)
-        notes = self.untested, self.undecided, self.without_gradient
+        notes = self.untested, self.undecided, self.without_gradient, self.differs_in_training
         answer = Found({}, {}, {}, self.passes, {}, (), *notes)
         for key, names in places.items():
             if key not in alike:
@@ -167,6 +169,11 @@ class Found:
         for text, names in notes.items():
             if names:
                 lines.append(f"{text}: {', '.join(dict.fromkeys(map(starred, names)))}")
+        if self.differs_in_training:
+            lines.append(
+                "not exact in training mode: the models draw random numbers for each unit (functional dropout, noise), "
+                "or run code there that depends on the width"
+            )
         return "\n".join(lines)
 
 

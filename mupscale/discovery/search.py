@@ -1,20 +1,24 @@
 """The search: at the first difference between the models, changes the assumptions about the modules before it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from mupscale._torch import DropoutNd
 from mupscale.checks.recording import buffers_kept
 from mupscale.discovery.changes import Change, Proposals, pairs
 from mupscale.discovery.cuts import paired
 from mupscale.discovery.hypothesis import Assumed, Axis, Hypothesis
+from mupscale.discovery.matching import match
 from mupscale.discovery.orientation import decide
 from mupscale.discovery.passes import Call, Outcome, Recording, agrees, compare, gradients, returned
 from mupscale.errors import UserError
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.layers import starred
 from mupscale.widening.layout import duplicate_
+from mupscale.widening.plan import Plan
 
 MOST_PASSES = 1500
 """Forward passes of the wide model, after which the search ends."""
@@ -49,10 +53,13 @@ class Search:
         self._furthest_state = self.hypothesis.state()
         self._proposals = Proposals(self.hypothesis, self.narrow.events, self.cuts)
 
-    def run(self) -> None:
-        """Changes what is assumed until the models agree; raises a UserError where no change helps."""
+    def run(self, planned: Callable[[], Plan]) -> None:
+        """Changes what is assumed until the models agree; raises a UserError where no change helps.
+
+        `planned` makes the plan of the two models as they are, which raises a UserError where it is not known.
+        """
         self._agreed = first = self.outcome()
-        if first.complete:
+        if first.complete or self._agrees_as_planned(planned):
             return
         for at_once in (1, 2):  # two changes at once only if one at a time do not lead to the end
             if self._is_solved(first, at_once):
@@ -64,6 +71,19 @@ class Search:
             if self._is_solved(reached, 2):
                 return
         raise self._stuck()
+
+    def _agrees_as_planned(self, planned: Callable[[], Plan]) -> bool:
+        """Whether no search is needed; otherwise everything is assumed as before."""
+        start, furthest = self.hypothesis.state(), (self.furthest, self._furthest_state)
+        try:
+            self.hypothesis.assume(planned())
+        except UserError:
+            return False
+        self._agreed = self.outcome()
+        if not self._agreed.complete:
+            self.hypothesis.restore(start)
+            self.furthest, self._furthest_state = furthest
+        return self._agreed.complete
 
     def _is_solved(self, outcome: Outcome, at_once: int) -> bool:
         if self._solved(outcome, at_once) is None:
@@ -85,6 +105,21 @@ class Search:
             outputs = returned(self.hypothesis.wide, self.call)
         rows = zip(self.narrow.outputs, outputs, self._agreed.matches[-1], strict=True)
         return all(agrees(before, after.detach(), found, self.tolerance) for before, after, found in rows)
+
+    def differs_in_training(self) -> bool:
+        """Whether the models return something else in training mode, apart from the masks of dropout layers."""
+        outputs = []
+        for model in (self.hypothesis.narrow, self.hypothesis.wide):
+            try:
+                with _training(model), torch.set_grad_enabled(self.with_graph), buffers_kept(model):
+                    outputs.append([output.detach() for output in returned(model, self.call)])
+            except Exception:  # a model may need more to train, such as labels
+                return False
+        before, after = outputs
+        if len(before) != len(after):
+            return True
+        planned = self.hypothesis.planned()
+        return any(match(a, b, self.tolerance, planned) is None for a, b in zip(before, after, strict=True))
 
     def outcome(self, base: Outcome | None = None, since: int = 0) -> Outcome:
         """How far the models agree as things are assumed; events before `since` are known to agree as in `base`."""
@@ -228,6 +263,19 @@ class Search:
             f"discover: stuck at {where}: {outcome.reason}, and no change to the modules before it helps. "
             f"If you know how it grows, give roles, blocks and units by hand. {tried}"
         )
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Training mode, but for layers that drop units, which the plan notes."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        for module in modes:
+            module.training = not isinstance(module, (DropoutNd, nn.MultiheadAttention, nn.RNNBase))
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _recorded(model: nn.Module, call: Call) -> tuple[Recording, bool]:

@@ -268,5 +268,5 @@ def test_a_network_without_shapes_is_refused() -> None:
         def build(self, width: int) -> nn.Module:
             return nn.Sequential(nn.LazyLinear(width), nn.LazyLinear(3))
 
-    with pytest.raises(UserError, match="parameter '0.weight' is a lazy one without a shape"):
+    with pytest.raises(UserError, match=r"parameter '0\.weight' is a lazy one without a shape"):
         Lazy(8, base_width=4, inputs=6, outputs=3).configure_model()
