@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import combinations_with_replacement
+from functools import partial
+from itertools import combinations_with_replacement, product
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from mupscale.discovery.cuts import PairedCut, layouts_of
 from mupscale.errors import UserError
 from mupscale.widening.layers import by_layer, starred
-from mupscale.widening.layout import Layout, LayoutSpec, narrow_length, parse_layout, wide_length
+from mupscale.widening.layout import Layout, LayoutSpec, Piece, narrow_length, parse_layout, wide_length
 from mupscale.widening.roles import Role
 
 Unit = float | tuple[float, float]
@@ -151,7 +152,31 @@ class Found:
                 )
             if axis in self.blocks.get(model, {}):
                 layout = parse_layout(self.blocks[model][axis], *small)
-                answer.blocks.setdefault(name, {})[axis] = _rescaled(name, layout, (n, w), self.cuts, cuts, widths)
+                units = partial(self._blocks_of_units, name, small[0], n)
+                carried = _rescaled(name, layout, (n, w), self.cuts, cuts, widths, units)
+                answer.blocks.setdefault(name, {})[axis] = carried
+
+    def _blocks_of_units(self, name: str, small: int, length: int) -> int:
+        """The blocks of an axis of this length whose units were repeated one by one where growth was found.
+
+        One unit may also be the whole axis there, or the whole of a section, if a width is 1. Then it is as of the
+        other axes; raises a UserError if some of these are repeated as wholes, and others unit by unit.
+        """
+        has_single = any(n == 1 < w for pair in self.shapes.values() for n, w in zip(*pair, strict=True))
+        if small == length or not has_single:
+            return 1
+        by_unit = {
+            spec == 1
+            for other, axes in self.blocks.items()
+            for axis, spec in axes.items()
+            if self.shapes[other][0][axis] > 1 and isinstance(spec, int)
+        }
+        if len(by_unit) > 1:
+            raise UserError(
+                f"an axis of {name!r} has {small} unit{'s' * (small > 1)} in the model in which growth was found, "
+                f"where a width is 1: this does not show how {length} of them grow. Compare models of larger widths"
+            )
+        return 1 if by_unit == {True} else length
 
     def __str__(self) -> str:
         lines = [f"found in {self.passes} forward pass{'es' * (self.passes != 1)} of the wide model"]
@@ -237,6 +262,7 @@ def _rescaled(
     cuts: Sequence[PairedCut],
     new_cuts: Callable[[], Sequence[PairedCut]],
     widths: Sequence["_Width"],
+    blocks_of_units: Callable[[], int],
 ) -> LayoutSpec:
     """The layout of an axis of one length for an axis of another. Of several ways to cut it, the same one is taken."""
     n, w = sizes
@@ -244,7 +270,7 @@ def _rescaled(
         (piece,) = layout
         count = piece.length // piece.block
         if piece.block == 1:
-            return 1
+            return blocks_of_units()
         axis = _Width(piece.length, piece.length * piece.factor, n, w)
         inner = _factors_of(axis, widths) if count > 1 else []
         if inner:
@@ -267,7 +293,33 @@ def _rescaled(
             after = _cut_like(layout, new_cuts(), n, w, depth)
             if len(before) == len(after):
                 return [tuple(piece) for piece in after[before.index(layout)]]
-    raise _does_not_fit(name, sizes)
+    joined = _joined(layout, sizes, widths)
+    if joined is None:
+        raise _does_not_fit(name, sizes)
+    return [tuple(piece) for piece in joined]
+
+
+def _joined(layout: Layout, sizes: tuple[int, int], widths: Sequence["_Width"]) -> Layout | None:
+    """The layout of an axis that is joined of known widths and of fixed parts; None if these do not determine it."""
+    choices: list[list[int]] = []
+    for piece in layout:
+        small = piece.length, piece.length * piece.factor
+        grown = {x.narrow for x in widths if x[:2] == small and x.wide == x.narrow * piece.factor}
+        choices.append([piece.length] if piece.factor == 1 else sorted(grown))
+    fitting = []
+    for lengths in product(*choices):
+        wide = sum(length * piece.factor for length, piece in zip(lengths, layout, strict=True))
+        if (sum(lengths), wide) == sizes:
+            fitting.append(lengths)
+    if len(fitting) != 1:
+        return None
+    answer = []
+    for length, piece in zip(fitting[0], layout, strict=True):
+        block = piece.block if piece.block == 1 < piece.length else Fraction(piece.block * length, piece.length)
+        if Fraction(block).denominator != 1:
+            return None
+        answer.append(Piece(length, int(block), piece.factor))
+    return tuple(answer)
 
 
 def _cut_like(layout: Layout, cuts: Sequence[PairedCut], narrow: int, wide: int, depth: int) -> list[Layout]:
@@ -278,7 +330,8 @@ def _cut_like(layout: Layout, cuts: Sequence[PairedCut], narrow: int, wide: int,
 
 def _does_not_fit(name: str, sizes: tuple[int, int]) -> UserError:
     return UserError(
-        f"an axis of {name!r} ({sizes[0]} → {sizes[1]}) cannot be cut as it was in the model in which growth was found"
+        f"an axis of {name!r} ({sizes[0]} → {sizes[1]}) cannot be cut as it was in the model in which growth was "
+        "found. Call discover with these models, or with others whose sizes are in the same proportions"
     )
 
 

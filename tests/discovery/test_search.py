@@ -65,3 +65,58 @@ def test_models_that_agree_in_evaluation_mode_only_are_noted(added: str) -> None
     is_noted = added != "nothing"
     assert found.differs_in_training == found.resolved(narrow, wide).differs_in_training == is_noted
     assert ("not exact in training mode" in str(found)) == is_noted
+
+
+class Heads(nn.Module):
+    """Four units for each head, and numbers for each head: a temperature alone, and two scales side by side."""
+
+    def __init__(self, width: int, scaled: bool = False) -> None:
+        super().__init__()
+        self.first, self.qkv, self.last = nn.Linear(3, width), nn.Linear(width, 3 * width), nn.Linear(width, 2)
+        self.temperature = nn.Parameter(1 + torch.rand(width // 4, 1, 1))
+        self.scales = nn.Parameter(1 + torch.rand(width // 2)) if scaled else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
+        if self.scales is not None:
+            of_queries, of_values = self.scales.chunk(2)
+            q, v = q * of_queries[:, None, None], v * of_values[:, None, None]
+        attention = (q @ k.mT * self.temperature).softmax(-1)
+        return self.last((attention @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_single_head_is_carried_over_to_many() -> None:
+    inputs = torch.randn(2, 5, 3, dtype=torch.float64)
+    found = mupscale.discover(Heads(4), Heads(8), lambda model: model(inputs))
+    narrow, wide = Heads(16).double(), Heads(32).double()
+    mupscale.upscale(narrow, wide, **found.resolved(narrow, wide).hints)
+    assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-12)
+
+
+def test_a_single_head_that_does_not_show_how_many_grow_is_refused() -> None:
+    inputs = torch.randn(2, 5, 3, dtype=torch.float64)
+    found = mupscale.discover(Heads(4, scaled=True), Heads(8, scaled=True), lambda model: model(inputs))
+    with pytest.raises(UserError, match=r"'temperature' has 1 unit in the model .* where a width is 1"):
+        found.resolved(Heads(16, scaled=True), Heads(32, scaled=True))
+
+
+class Joined(nn.Module):
+    """Reads two widths and fixed features side by side."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(5, width), nn.Linear(5, width // 2)
+        self.middle, self.last = nn.Linear(width + width // 2 + 5, width), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(torch.cat([self.first(x).tanh(), self.other(x).tanh(), x], -1)).tanh())
+
+
+def test_an_axis_that_is_joined_of_known_widths_is_carried_over() -> None:
+    inputs = torch.randn(7, 5, dtype=torch.float64)
+    found = mupscale.discover(Joined(8), Joined(16), lambda model: model(inputs))
+    narrow, wide = Joined(20).double(), Joined(40).double()
+    resolved = found.resolved(narrow, wide)
+    assert resolved.blocks["middle.weight"][1] == [(20, 20, 2), (10, 10, 2), (5, 5, 1)]
+    mupscale.upscale(narrow, wide, **resolved.hints)
+    assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-12)
