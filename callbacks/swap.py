@@ -1,8 +1,7 @@
 """The swap: a wide network, with its optimizers, schedules and averages, takes the place of a narrow one in a run."""
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.callbacks.own_batches import OwnBatches
-from mupscale.checks.recording import buffers_kept
+from mupscale.checks.recording import state_kept
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
     average_device,
@@ -244,7 +243,7 @@ def loss_of(trainer: Trainer, module: WidthScalable, batch: Any) -> Measured:
     """The loss of a batch, leaving what the module holds and the random numbers of the run as they were."""
     assert module.net is not None
     precision = trainer.precision_plugin.forward_context()
-    with _state_kept(module), isolate_rng(), precision, _eager(module), without_log(module):
+    with state_kept(module.modules()), isolate_rng(), precision, _eager(module), without_log(module):
         loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
         is_cuda = module.device.type == "cuda"
         random_state = torch.cuda.get_rng_state(module.device) if is_cuda else torch.get_rng_state()
@@ -253,42 +252,6 @@ def loss_of(trainer: Trainer, module: WidthScalable, batch: Any) -> Measured:
         if reshard is not None:
             reshard()  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
     return Measured(loss, random_state)
-
-
-@contextmanager
-def _state_kept(module: LightningModule) -> Iterator[None]:
-    """Restores buffers and attributes that a loss may change: statistics, counters, metrics, hidden states.
-
-    Of an attribute, also the values of a tensor, and the members of a list or a dict.
-    """
-    of_torch = "_parameters", "_buffers", "_modules"
-    held = []
-    for part in module.modules():
-        attributes = {name: value for name, value in vars(part).items() if name not in of_torch}
-        copies = [(value, _copied(value)) for value in attributes.values() if type(value) in (Tensor, list, dict)]
-        held.append((part, attributes, copies))
-    with buffers_kept(module):
-        try:
-            yield
-        finally:
-            for part, attributes, copies in held:
-                vars(part).update(attributes)
-                for value, copy in copies:
-                    _restore_(value, copy)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value.copy()
-
-
-def _restore_(value: Any, copy: Any) -> None:
-    if isinstance(value, list):
-        value[:] = copy
-    elif isinstance(value, dict):
-        value.clear()
-        value.update(copy)
-    elif not value.is_meta and not torch.equal(value, copy):
-        value.copy_(copy)
 
 
 def _eager(module: WidthScalable) -> AbstractContextManager[Any]:

@@ -96,3 +96,43 @@ def buffers_kept(model: nn.Module) -> Iterator[list[str]]:
                 if not buffer.is_meta and not torch.equal(buffer, value):
                     buffer.copy_(value)
                     changed.append(name)
+
+
+@contextmanager
+def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restores the buffers and attributes of modules at the end: statistics, counters, metrics, hidden states.
+
+    Of an attribute, also the values of a tensor, and the members of a list or a dict.
+    """
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    copies: list[tuple[Any, Any]] = []
+    for module in modules:
+        others = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        for owner, values in ((vars(module), others), (vars(module)["_buffers"], dict(vars(module)["_buffers"]))):
+            held.append((owner, values))
+            copies += [(value, _copied(value)) for value in values.values() if type(value) in (Tensor, list, dict)]
+    try:
+        yield
+    finally:
+        for owner, values in held:
+            owner.update(values)
+        with torch.no_grad():
+            for value, copy in copies:
+                _restore_(value, copy)
+
+
+_OF_TORCH = "_parameters", "_buffers", "_modules"
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value.copy()
+
+
+def _restore_(value: Any, copy: Any) -> None:
+    if isinstance(value, list):
+        value[:] = copy
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(copy)
+    elif not value.is_meta and not torch.equal(value, copy):
+        value.copy_(copy)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,6 +15,7 @@ from mupscale.arguments import (
 )
 from mupscale.checks.comparison import Comparison
 from mupscale.checks.float64 import Batches, computes_in_float32, copied, loss_in_float64, steps_in_float32
+from mupscale.checks.random_numbers import generators_kept, seed_generators
 from mupscale.checks.recording import Recorder
 from mupscale.checks.verdict import TOLERANCE, TOLERANCE_FLOAT32, Verdict
 from mupscale.errors import UserError
@@ -91,7 +91,7 @@ def verify(
     for name, value in (("clip", clip), ("tolerance", tolerance)):
         if value is not None:
             refuse_unless_level(f"verify: {name}", value)
-    with torch.random.fork_rng():
+    with generators_kept():
         return _verify(
             narrow, wide, optimizer, Batches(batches), loss, steps, clip, roles, blocks, units, tolerance, watch
         )
@@ -154,7 +154,7 @@ def _verify(
 
 
 def _backward(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], seed: int) -> Tensor:
-    torch.manual_seed(seed)
+    seed_generators(seed)
     model.zero_grad()
     value = loss_in_float64(loss, model, batch)
     if not isinstance(value, Tensor) or value.numel() != 1:

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from lightning.pytorch import LightningDataModule, Trainer
+from torch import Tensor, nn
 
 from mupscale.callbacks.upscale import UpscaleCallback, is_narrower
+from mupscale.checks.recording import state_kept
 from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
 from mupscale.commands.own_optimizers import made_for
@@ -105,3 +107,28 @@ def growths(module: WidthScalable, trainer: Trainer) -> list[Growth]:
     before, after, method = module.width, doubled(module.width), Duplication()
     plan = method.plan(module.network(before, meta=True), module.network(after, meta=True), None, None)
     return [Growth(before, after, method, plan)]
+
+
+class LossByWidth:
+    """The loss of networks of several widths by one module, which has the width of each, and forgets every batch."""
+
+    def __init__(self, module: WidthScalable) -> None:
+        self.module = module
+        self._widths: dict[int, Width] = {}
+        """By the number of parameters: networks are copied to be compared."""
+
+    def network(self, width: Width, *, meta: bool = False) -> nn.Module:
+        """The network at this width."""
+        net = self.module.network(width, meta=meta)
+        self._widths[_parameters(net)] = width
+        return net
+
+    def __call__(self, net: nn.Module, batch: Any) -> Tensor:
+        self.module.net, self.module.hparams["width"] = net, self._widths[_parameters(net)]
+        inside = set(net.modules())
+        with state_kept(part for part in self.module.modules() if part not in inside):
+            return self.module.loss(batch)
+
+
+def _parameters(net: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in net.parameters())

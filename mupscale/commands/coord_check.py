@@ -8,7 +8,6 @@ import csv
 import math
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +76,7 @@ def numbers(text: str) -> list[int]:
 
 def checked(command: str, configuration: list[str], options: argparse.Namespace) -> CoordCheck:
     """The check of the configured model, with its optimizer, its data, and the noise of its first upscale."""
-    from mupscale.commands.configured import configured, first_batches, upscales
+    from mupscale.commands.configured import LossByWidth, configured, first_batches, upscales
     from mupscale.models._lightning import optimizers_of
 
     module, data, trainer = configured(command, configuration, __doc__)
@@ -97,13 +96,10 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
                 group["lr"] = group.get("initial_lr", group["lr"])  # a schedule may begin with a rate of zero
         return made
 
-    def loss(net: nn.Module, batch: Any) -> Tensor:
-        module.net = net
-        return module.loss(batch)
-
+    loss = LossByWidth(module)
     with Status() as status:
         return coord_check(
-            module.network,
+            loss.network,
             options.widths,
             optimizer=optimizers,
             loss=loss,

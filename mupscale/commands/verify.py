@@ -8,12 +8,12 @@ the paper's, checks whether it keeps what it claims.
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from mupscale.checks.claims import check_claim
 from mupscale.checks.verify import verify
-from mupscale.commands.configured import configured, first_batches, growths
+from mupscale.commands.configured import LossByWidth, configured, first_batches, growths
 from mupscale.commands.own_optimizers import moved_optimizers, refuse_own_rates
 from mupscale.commands.status import Status
 from mupscale.commands.terminal import columns, paint
@@ -31,16 +31,14 @@ def main(command: str, arguments: list[str]) -> int:
     scheduled = growths(module, trainer)
     batches = first_batches(module, data, BATCHES)
 
-    def loss(net: nn.Module, batch: Any) -> Tensor:
-        module.net = net
-        return module.loss(batch)
+    loss = LossByWidth(module)
 
     def configured_optimizer(params: list[nn.Parameter]) -> Optimizer:
         return apply_mup(module.optimizer_callable(params))
 
     passed = True
     for before, after, method, plan in scheduled:
-        narrow, wide = module.network(before), module.network(after, meta=True)
+        narrow, wide = loss.network(before), loss.network(after, meta=True)
         optimizer: Callable[[list[nn.Parameter]], Any] = configured_optimizer
         if has_own_optimizers(module):
             refuse_own_rates(module, narrow, wide, plan, method)

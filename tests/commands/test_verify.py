@@ -38,6 +38,19 @@ def test_an_own_configure_optimizers_is_looked_at(capsys: pytest.CaptureFixture[
     assert "width 8 → 16: exact" in printed
 
 
+def test_a_loss_that_depends_on_the_width_is_not_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", "--model"]
+    with pytest.raises(SystemExit):
+        main([*command, "extensions.ScaledByWidthMLP"])
+    assert "NOT exact: (the loss) diverges first" in capsys.readouterr().out
+
+
+def test_a_loss_with_a_memory_and_numbers_of_other_generators_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", "--model"]
+    main([*command, "extensions.RememberingMLP"])
+    assert "width 8 → 16: exact" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_claim_of_a_method(
     broken: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -1,9 +1,11 @@
 """Classes of a user's own, which configurations in tests name by `class_path`."""
 
+import random
 import time
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
@@ -51,6 +53,24 @@ class UnscaledMLP(MLP):
     def configure_optimizers(self) -> Any:
         assert self.net is not None
         return self.optimizer_callable(self.net.parameters())
+
+
+class ScaledByWidthMLP(MLP):
+    """A loss with a constant that depends on the width."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) / self.width**0.5
+
+
+class RememberingMLP(MLP):
+    """A loss that depends on the losses before it, and on random numbers of Python and numpy."""
+
+    past = 1.0
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch) * (1 + self.past + random.random() + np.random.random())
+        self.past = float(loss.detach())
+        return loss
 
 
 class OneGroupMLP(UnscaledMLP):
