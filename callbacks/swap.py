@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.callbacks.own_batches import OwnBatches
+from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.recording import state_kept
 from mupscale.errors import UserError
 from mupscale.models._lightning import (
@@ -87,7 +88,7 @@ class Swap:
         if module.hparams["compile"]:
             torch.compiler.reset()
         # building must not move the run's random numbers
-        with torch.random.fork_rng(devices=[]), init_contexts(trainer):
+        with generators_kept([]), init_contexts(trainer):
             wide = module.rebuild(self.width, meta=True)
         for part in wide.modules():
             # these cannot be given memory weight by weight
@@ -243,7 +244,8 @@ def loss_of(trainer: Trainer, module: WidthScalable, batch: Any) -> Measured:
     """The loss of a batch, leaving what the module holds and the random numbers of the run as they were."""
     assert module.net is not None
     precision = trainer.precision_plugin.forward_context()
-    with state_kept(module.modules()), isolate_rng(), precision, _eager(module), without_log(module):
+    kept = generators_kept([module.device] if module.device.type == "cuda" else [])
+    with state_kept(module.modules()), kept, precision, _eager(module), without_log(module):
         loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
         is_cuda = module.device.type == "cuda"
         random_state = torch.cuda.get_rng_state(module.device) if is_cuda else torch.get_rng_state()
@@ -261,7 +263,7 @@ def _eager(module: WidthScalable) -> AbstractContextManager[Any]:
 
 def _built(trainer: Trainer, module: WidthScalable, width: Width) -> nn.Module:
     """A network of this width, in the precision of the run."""
-    with init_contexts(trainer):
+    with generators_kept([]), init_contexts(trainer):
         return module.network(width)
 
 

@@ -22,6 +22,7 @@ from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
 from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.swap import Grown, RefusedSwap, Swap, keep_units_of_own_optimizers, loss_of
 from mupscale.callbacks.tensorboard import tag_in
+from mupscale.checks.random_numbers import generators_kept
 from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
@@ -222,7 +223,7 @@ class UpscaleCallback(Strides):
 
     def planned(self, module: WidthScalable, before: Width) -> Plan:
         """The plan of the swap. Raises a UserError if the width before it, or the noise, does not fit."""
-        with torch.random.fork_rng(devices=[]):  # building a network must not move the run's random numbers
+        with generators_kept([]):  # building a network must not move the run's random numbers
             try:
                 narrow, wide = (module.network(width, meta=True) for width in (before, self.width))
                 growth = self.method.plan(narrow, wide, None, None)

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import is_too_large, tree_map
 from mupscale.base_shapes import Init, set_base_shapes
+from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.structures import leaves_of, map_leaves
 from mupscale.cuda_graph import use_fused
 from mupscale.device_memory import bytes_of, physical_memory
@@ -323,7 +324,7 @@ class WidthScalable(LightningModule):
 
     def _counted_flops(self, batch: Any) -> float:
         with (
-            torch.random.fork_rng(devices=[]),
+            generators_kept([]),
             torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False),  # which looks at values: the meta device has none
             FlopCounterMode(display=False) as counter,
@@ -398,8 +399,8 @@ class WidthScalable(LightningModule):
         before = self.net
         if before is None or width != self.width:
             # without moving the run's random numbers, of which its data may be made
-            forked = torch.random.fork_rng(devices=[]) if before is not None else nullcontext()
-            with forked, init_contexts(trainer_of(self)):
+            kept = generators_kept([]) if before is not None else nullcontext()
+            with kept, init_contexts(trainer_of(self)):
                 rebuilt = self.rebuild(width)
             if before is not None:  # it may have been frozen outside of configure_model
                 carry_frozen_(before, rebuilt)

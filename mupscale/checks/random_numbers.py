@@ -1,7 +1,7 @@
 """The generators of torch, Python and numpy: seeded alike for two models, and restored."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,11 +16,11 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restores all of them at the end."""
+def generators_kept(devices: Iterable[torch.device] | None = None) -> Iterator[None]:
+    """Restores all of them at the end; of those of CUDA devices the given ones, by default all."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(of_python)

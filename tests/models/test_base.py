@@ -1,11 +1,13 @@
 """What every width-scalable module refuses when it is made, and does whatever a subclass overrides."""
 
+import random
 import re
 from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_modules import mlp
@@ -270,3 +272,14 @@ def test_a_network_without_shapes_is_refused() -> None:
 
     with pytest.raises(UserError, match=r"parameter '0\.weight' is a lazy one without a shape"):
         Lazy(8, base_width=4, inputs=6, outputs=3).configure_model()
+
+
+def test_counting_flops_moves_no_generator() -> None:
+    class Drawing(MLP):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return super().loss(batch) * (random.random() + np.random.random() + torch.rand(()).item())
+
+    module = Drawing(8, base_width=4, inputs=3, outputs=2)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    module.training_flops((torch.zeros(5, 3), torch.zeros(5, dtype=torch.long)))
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
