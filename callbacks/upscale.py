@@ -305,7 +305,7 @@ class UpscaleCallback(Strides):
                 "the loss draws other random numbers at the new width, as dropout does, which has a mask for each "
                 "unit: training does not continue exactly"
             )
-        elif grown.keeps_function and _has_jumped(*losses, trainer.precision):
+        elif grown.keeps_function and _has_jumped(*losses, trainer):
             rank_zero_warn(_jump(*losses, "centred noise" if self.noise else "an upscale without noise"), stacklevel=2)
         if notes:
             rank_zero_info("\n".join(notes_by_layer(notes)))
@@ -402,9 +402,15 @@ def _refuse_parameters_outside(trainer: Trainer, module: LightningModule) -> Non
                 )
 
 
-def _has_jumped(before: float, after: float, precision: str) -> bool:
-    """Whether two losses differ by more than rounding."""
-    allowed = 1e-3 if precision.startswith(("32", "64")) else 3e-2
+def _has_jumped(before: float, after: float, trainer: Trainer) -> bool:
+    """Whether two losses differ by more than rounding.
+
+    With TF32, on by default in convolutions on a GPU, and strong centred noise, they differ by up to 0.2 %; in half
+    precision by more.
+    """
+    on_gpu = trainer.strategy.root_device.type == "cuda"
+    is_fine = trainer.precision.startswith("64") or (trainer.precision.startswith("32") and not on_gpu)
+    allowed = 1e-3 if is_fine else 5e-2
     return abs(after - before) > allowed * max(abs(before), abs(after), 1e-3)
 
 
