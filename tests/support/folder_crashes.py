@@ -18,6 +18,8 @@ from kill_points import Point, Watch
 from transformers import LlamaForCausalLM  # noqa: F401  once, before the forks
 
 from mupscale.hf import streaming, widened_folder
+from mupscale.hf.config import wide_config
+from mupscale.hf.family import found_for
 from mupscale.hf.folder import read_folder
 from mupscale.hf.widened_folder import upscale_folder
 
@@ -26,7 +28,9 @@ def main(narrow: Path, folder: Path, moments: int) -> None:
     streaming.CHUNK_BYTES = 4096
     widened_folder.MOST_SHARD_BYTES = 40_000
     expected, counts = folder / "expected", folder / "counts.json"
-    read_folder(narrow)
+    source = read_folder(narrow)
+    # a search of seconds, which each fork would repeat
+    found_for(source.config, wide_config(source.config, 2), model_class=source.model_class)
     assert run(narrow, expected / "wide", None, counts) == 0
     reference = contents(expected / "wide")
     found = json.loads(counts.read_text())
