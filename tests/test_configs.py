@@ -154,7 +154,7 @@ EXPERIMENTS = {
             "upscale": PaperRun(128, 0.003, 256, (RecordedNoise, Path("runs/resnet/noise.json")), "base"),
         },
         (4, 8),
-        ["--data.batch_size=8"],
+        ["--data.batch_size=2"],
     ),
     "gpt2": GPT2_PAPER._replace(
         name="gpt2",

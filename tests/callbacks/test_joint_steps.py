@@ -119,7 +119,7 @@ def test_in_float32_they_differ_as_sums_in_another_order_do(tmp_path: Path) -> N
 
         return build
 
-    settings: dict[str, Any] = {"precision": "32-true", "steps": 160}
+    settings: dict[str, Any] = {"precision": "32-true", "steps": 60}
     ours, reordered = 0.0, 0.0
     for rate, run in zip(RATES, together(mlp, 24, tmp_path, **settings), strict=True):
         alone = [fitted(shifted(first), 24, rate, tmp_path, **settings).losses for first in range(4)]

@@ -79,7 +79,7 @@ def test_resume_from_every_checkpoint(limits: str, swap: int, tmp_path: Path, py
     run = tmp_path / "run" / "version_0"
     checkpoints = sorted([*(tmp_path / "hooks").glob("*.ckpt"), *run.rglob("*.ckpt")])
     assert len(checkpoints) > 10
-    every = 1 if pytestconfig.getoption("--all") else 2
+    every = 1 if pytestconfig.getoption("--all") else 3
     for checkpoint in checkpoints[::every]:
         copy = tmp_path / "copies" / checkpoint.stem
         shutil.copytree(run, copy, ignore=shutil.ignore_patterns("*.ckpt"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_run import Data, learned
+from distributed_run import SAVED, STEPS, Data, learned
 from lightning.pytorch import Trainer, seed_everything
 from paths import SUPPORT
 from tiny_modules import ADAMW, mlp
@@ -42,7 +42,7 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
 def test_on_two_processes(model: str, kind: str, distributed: list[dict[Any, Any]]) -> None:
     mine, other = distributed
     narrow, wide = mine[kind, model, "narrow"], mine[kind, model, "wide"]
-    assert wide["steps"] == list(range(1, 17))
+    assert wide["steps"] == list(range(1, STEPS + 1))
     assert wide["width"] > narrow["width"]
     assert float((narrow["losses"] - wide["losses"]).abs().max()) < 1e-4
     for part in ("weights", "state"):
@@ -66,7 +66,7 @@ def test_on_two_processes_checkpoints_resume_exactly(distributed: list[dict[Any,
     for rank in distributed:
         for kind in ("ddp", "fsdp", "fsdp, whole checkpoints"):
             whole = rank[kind, "mlp", "noisy"]
-            for name, steps in (("pre-upscale-6", 10), ("step=11", 5)):
+            for name, steps in (("pre-upscale-6", STEPS - 6), (f"step={SAVED}", STEPS - SAVED)):
                 resumed = rank[kind, "mlp", name]
                 assert torch.equal(resumed["losses"], whole["losses"][-steps:])
                 for part in ("weights", "state"):
@@ -80,7 +80,7 @@ def test_on_two_processes_by_a_fraction(distributed: list[dict[Any, Any]]) -> No
             wide, resumed = (rank[kind, "mlp", name] for name in ("fraction", "fraction, resumed"))
             assert wide["width"] == 20
             assert float((narrow["losses"] - wide["losses"]).abs().max()) < 1e-6
-            assert torch.equal(resumed["losses"], wide["losses"][-5:])
+            assert torch.equal(resumed["losses"], wide["losses"][SAVED:])
             for part in ("weights", "state"):
                 assert_identical(resumed[part], wide[part])
 
@@ -102,7 +102,7 @@ def test_a_method_that_learns_on_two_processes(distributed: list[dict[Any, Any]]
     seed_everything(1, verbose=False)
     module, record = mlp(optimizer=ADAMW), Record()
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=16, gradient_clip_val=0.05, default_root_dir=tmp_path, logger=False,
+        accelerator="cpu", devices=1, max_steps=STEPS, gradient_clip_val=0.05, default_root_dir=tmp_path, logger=False,
         callbacks=[record, UpscaleCallback(6, 24, method=learned())],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

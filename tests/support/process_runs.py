@@ -1,4 +1,4 @@
-"""A program that trains on 2, 4 and 1 processes in turn, across a growth: `python process_runs.py FOLDER`.
+"""A program that trains on 2, 4 and 1 processes in turn, across a growth: `python process_runs.py FOLDER CASE …`.
 
 Torch's launcher forks the processes of each part, so that none has to import anything. FOLDER/answers.pt has what
 every rank of every part reports.
@@ -111,11 +111,12 @@ def launched(processes: int, *arguments: Any) -> list[dict[str, Any]]:
     return [answers[rank] for rank in range(processes)]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     answers: dict[Any, Any] = {}
-    for name, (model, noise, precision, kinds) in CASES.items():
+    for name in names:
+        model, noise, precision, kinds = CASES[name]
         case = model, noise, precision
         if (*case, "whole") not in answers:
             answers[*case, "whole"] = launched(1, *case, "auto", folder / name / "whole", (1, 0, STEPS, None))
@@ -133,4 +134,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     collector.begin()
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
