@@ -154,7 +154,9 @@ def test_the_coefficients_go_on_under_equal_noise_on_both_ends_only():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["three layers", pytest.param("four layers", marks=pytest.mark.exhaustive)])
-def test_finite_networks_approach_the_limit_as_one_over_the_root_of_the_width(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_finite_networks_approach_the_limit_as_one_over_the_root_of_the_width(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     fewer = {32: 48, 64: 48, 128: 48, 256: 48, 512: 24}  # than the figure has: the widest take most of the time
     monkeypatch.setitem(THEORY["errors"].__globals__, "SEEDS", fewer)
     before, after = THEORY["errors"](THEORY["examples"]()[name])

@@ -22,7 +22,7 @@ import mupscale
 
 VOCABULARY = 32
 CLASSES = 5
-STEPS = 30
+STEPS = 15
 
 
 def adamw(params):

@@ -86,18 +86,18 @@ def together(
     slow_except([*((name, None) for name in OPTIMIZERS), ("adamw", 0.05), ("sgd", 0.05)], ("adamw", 0.05)),
 )
 def test_the_mlp_trains_as_alone(optimizer: str, clip: float | None) -> None:
-    alone = separately("mlp", optimizer, 4, 200, 100, clip)
+    alone = separately("mlp", optimizer, 4, 80, 40, clip)
     for kernel in (True, False):
-        ours = together("mlp", optimizer, 4, 200, 100, clip, kernel)
+        ours = together("mlp", optimizer, 4, 80, 40, clip, kernel)
         assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "grow_at"), [("adamw", 40), ("adam", 40), ("sgd", 0), ("sgd", 40), ("plain sgd", 40)]
+    ("optimizer", "grow_at"), [("adamw", 20), ("adam", 20), ("sgd", 0), ("sgd", 20), ("plain sgd", 20)]
 )
 def test_new_copies_with_a_count_of_their_own_train_as_alone(optimizer: str, grow_at: int) -> None:
-    alone = separately("mlp", optimizer, 4, 100, grow_at, None, MIXED)
-    ours = together("mlp", optimizer, 4, 100, grow_at, None, rules=MIXED)
+    alone = separately("mlp", optimizer, 4, 60, grow_at, None, MIXED)
+    ours = together("mlp", optimizer, 4, 60, grow_at, None, rules=MIXED)
     assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 

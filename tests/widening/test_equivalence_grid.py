@@ -1,4 +1,6 @@
-"""Dynamic equivalence in float64: architectures × optimizers, widened mid-training and followed for 50 steps."""
+"""Dynamic equivalence in float64: architectures × optimizers, widened mid-training and followed for 20 steps, or 50."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +11,10 @@ from torch import nn
 
 import mupscale
 
-STEPS = 50
+
+@pytest.fixture
+def steps(pytestconfig: pytest.Config) -> int:
+    return 50 if pytestconfig.getoption("--all") else 20
 
 
 def mup_model(case: Case, size) -> nn.Module:
@@ -17,11 +22,11 @@ def mup_model(case: Case, size) -> nn.Module:
     return mupscale.set_base_shapes(case.build(size), case.build(case.base), case.build(delta), init=case.init)
 
 
-def check(case: Case, make_optimizer, *, mup: bool, clip: float = 0.05) -> mupscale.Verdict:
+def check(case: Case, make_optimizer, steps: int, *, mup: bool, clip: float = 0.05) -> mupscale.Verdict:
     torch.manual_seed(0)
     narrow, wide = ((mup_model(case, size) if mup else case.build(size)) for size in (case.narrow, case.wide))
     return mupscale.verify(
-        narrow, wide, optimizer=make_optimizer, batches=case.batches(), loss=cross_entropy, steps=STEPS, clip=clip,
+        narrow, wide, optimizer=make_optimizer, batches=case.batches(), loss=cross_entropy, steps=steps, clip=clip,
         roles=None if mup else case.plain_roles,
     )  # fmt: skip
 
@@ -57,9 +62,9 @@ FAST = [
 
 
 @pytest.mark.parametrize(("case", "optimizer_name"), slow_except(GRID, *FAST, kept=KEPT))
-def test_plain_model_with_clipping(case: str, optimizer_name: str, monkeypatch: pytest.MonkeyPatch):
+def test_plain_model_with_clipping(case: str, optimizer_name: str, steps: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", float64_newton_schulz)
-    assert_exact(check(CASES[case], GRID_OPTIMIZERS[optimizer_name], mup=False))
+    assert_exact(check(CASES[case], GRID_OPTIMIZERS[optimizer_name], steps, mup=False))
 
 
 MUP_GRID = [(case, make) for case in CASES for make in (mupscale.MuSGD, mupscale.MuAdam, mupscale.MuAdamW)]
@@ -73,9 +78,10 @@ MUP_KEPT = [
     ("case", "make_optimizer"),
     slow_except(MUP_GRID, ("mlp", mupscale.MuAdamW), ("gpt2_tied", mupscale.MuAdamW), kept=MUP_KEPT),
 )
-def test_mup_model(case: str, make_optimizer):
+def test_mup_model(case: str, make_optimizer, steps: int):
     settings = {"lr": 0.02, "momentum": 0.9} if make_optimizer is mupscale.MuSGD else {"lr": 0.003, "eps": 1e-3}
-    assert_exact(check(CASES[case], lambda params: make_optimizer(params, weight_decay=0.1, **settings), mup=True))
+    make = partial(make_optimizer, weight_decay=0.1, **settings)
+    assert_exact(check(CASES[case], make, steps, mup=True))
 
 
 def test_clipping_was_active():
@@ -87,19 +93,19 @@ def test_clipping_was_active():
 
 
 @pytest.mark.slow
-def test_muon_as_shipped_agrees_to_its_own_precision():
+def test_muon_as_shipped_agrees_to_its_own_precision(steps: int):
     """torch's Newton–Schulz computes in bfloat16."""
     torch.manual_seed(0)
     case = CASES["gpt2_untied"]
     verdict = mupscale.verify(
-        case.build(8), case.build(16), optimizer=muon_and_adamw, batches=case.batches(), loss=cross_entropy, steps=STEPS
+        case.build(8), case.build(16), optimizer=muon_and_adamw, batches=case.batches(), loss=cross_entropy, steps=steps
     )
     assert verdict.loss_drift <= 1e-2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [2, 3, 4])
-def test_factors(factor: int):
+def test_factors(factor: int, steps: int):
     case = CASES["vit"]
     torch.manual_seed(0)
     verdict = mupscale.verify(
@@ -108,6 +114,6 @@ def test_factors(factor: int):
         optimizer=GRID_OPTIMIZERS["adamw"],
         batches=case.batches(),
         loss=cross_entropy,
-        steps=STEPS,
+        steps=steps,
     )
     assert_exact(verdict)
