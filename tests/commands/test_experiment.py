@@ -18,7 +18,7 @@ from command_line import LR, NOISE, refused, small
 from command_line import trials as table
 from logged import losses
 from paths import ROOT
-from program_server import CORE_ONLY, Server
+from program_server import CORE_ONLY, WITHOUT_FIGURES, Server
 from tiers import slow_except
 
 from mupscale.__main__ import main
@@ -167,12 +167,11 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_a_report", "_without_figures_of_sweeps")
 def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     content = upscale({"max_steps": 120, "val_check_interval": 60, "check_val_every_n_epoch": None})
     content |= {"seeds": [3], "metric": "last_100%", "sweep_1": {LR: [0.02]}, "sweep_2": {NOISE: [0.05]}}
     arguments = ["experiment", file(content), "--checkpoint.every_n_train_steps=20", "--out"]
-    server = Server(tmp_path, **CORE_ONLY)
+    server = Server(tmp_path, **WITHOUT_FIGURES)
     for role in ("sweep_2", "upscale"):  # each killed in its turn
         process = server.start(*arguments, "killed")
         while not list(Path("killed", role).glob("**/checkpoints/*step=[2-9]?.ckpt")):

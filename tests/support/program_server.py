@@ -13,6 +13,10 @@ CORE_ONLY = {"PYTHONPATH": f"{SUPPORT / 'ray_node'}{os.pathsep}{SUPPORT}"}
 """Variables of a server that needs none of the libraries that ray_node/sitecustomize.py hides: it starts sooner."""
 
 
+WITHOUT_FIGURES = {**CORE_ONLY, "INTERRUPTED_IMPORTS": "without_figures"}
+"""Variables of such a server whose sweeps and experiments draw no figures, which take seconds."""
+
+
 class Server:
     """A process that has imported everything and forks for each command line.
 
