@@ -278,29 +278,34 @@ def test_a_diverged_run_is_not_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_without_figures")
-def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
     config = small(
         tmp_path / "c.yaml", upscale(40, 16), max_steps=120, val_check_interval=60, check_val_every_n_epoch=None
     )
     axes = ["--sweep", f"{LR}=0.003,0.01", "--sweep", f"{NOISE}=0.1,0.5"]
     arguments = ["--config", config, *axes, "--out", "s", "--metric", "last_100%", "--stack", "off"]
-    server = Server(tmp_path, **WITHOUT_FIGURES)
-    process = server.start("sweep", *arguments)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    servers = [Server(folder, **WITHOUT_FIGURES) for folder in folders]
+    process = servers[0].start("sweep", *arguments)
     while not list(Path("s/trials").glob("*/checkpoints/*step=[5-9]?.ckpt")):
         os.kill(process, 0)  # it lives
         time.sleep(0.01)
     os.kill(process, signal.SIGKILL)
-    assert server.answer() == -signal.SIGKILL
+    assert servers[0].answer() == -signal.SIGKILL
     (killed,) = Path("s/trials").iterdir()
     assert not (killed / "result.json").exists()
 
-    server.start("sweep", *arguments)
-    main(["sweep", *arguments])
-    assert server.answer() == 0, server.log.read_text()[-3000:]
-    output = [server.log.read_text(), capfd.readouterr().out]
+    for server in servers:
+        server.start("sweep", *arguments)
+    codes = [server.answer() for server in servers]
+    output = [server.log.read_text() for server in servers]
+    assert codes == [0, 0], output
     again = ["--sweep", f"{LR}=0.003", "--sweep", f"{NOISE}=0.1", "--out", "uninterrupted"]
-    main(["sweep", "--config", config, *again, "--metric", "last_100%", "--stack", "off"])
-    server.process.communicate()
+    servers[0].run("sweep", "--config", config, *again, "--metric", "last_100%", "--stack", "off")
+    for server in servers:
+        server.process.communicate()
     study = sweep_study.optuna.load_study(study_name="sweep", storage=sweep_study.store(Path("s"), None))
     states = Counter((trial.user_attrs["cell"], trial.state.name) for trial in study.trials)
     assert states == {**{(cell, "COMPLETE"): 1 for cell in range(4)}, (0, "FAIL"): 1}
