@@ -243,12 +243,11 @@ class Measured(NamedTuple):
 def loss_of(trainer: Trainer, module: WidthScalable, batch: Any) -> Measured:
     """The loss of a batch, leaving what the module holds and the random numbers of the run as they were."""
     assert module.net is not None
-    precision = trainer.precision_plugin.forward_context()
-    kept = generators_kept([module.device] if module.device.type == "cuda" else [])
+    on_gpu = module.device.type == "cuda"
+    precision, kept = trainer.precision_plugin.forward_context(), generators_kept([module.device] if on_gpu else [])
     with state_kept(module.modules()), kept, precision, _eager(module), without_log(module):
         loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
-        is_cuda = module.device.type == "cuda"
-        random_state = torch.cuda.get_rng_state(module.device) if is_cuda else torch.get_rng_state()
+        random_state = torch.cuda.get_rng_state(module.device) if on_gpu else torch.get_rng_state()
     for part in module.net.modules():
         reshard: Any = getattr(part, "reshard", None)
         if reshard is not None:

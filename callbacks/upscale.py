@@ -302,8 +302,8 @@ class UpscaleCallback(Strides):
         notes = list(grown.notes)
         if not torch.equal(before.random_state, after.random_state):
             notes.append(
-                "the loss draws other random numbers at the new width, as dropout does, which has a mask for each "
-                "unit: training does not continue exactly"
+                "the loss draws other random numbers at the new width (dropout, or noise for each unit): training does "
+                "not continue exactly"
             )
         elif grown.keeps_function and _has_jumped(*losses, trainer):
             rank_zero_warn(_jump(*losses, "centred noise" if self.noise else "an upscale without noise"), stacklevel=2)

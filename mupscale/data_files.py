@@ -20,7 +20,8 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _WHOLE = re.compile(r"[-+]?(?:0|[1-9][\d_]*)$")
 _REAL = re.compile(
-    r"[-+]?(?:(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+    r"[-+]?(?:(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+)$"
+    r"|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
 )
 
 

@@ -1,4 +1,4 @@
-"""Dynamic equivalence in float64: architectures × optimizers, widened mid-training and followed for 20 steps, or 50."""
+"""Dynamic equivalence in float64: architectures × optimizers, widened mid-training, followed for 20 steps, --all 50."""
 
 from functools import partial
 
