@@ -5,19 +5,19 @@
 A GPT-2 doubles its width in the middle of a fit under `torchrun`. "shard" is what a rank holds afterwards: its part of
 the weights and of both moments of AdamW. "whole" is the largest tensor of the wide model. "peak" is the peak memory of
 a rank between the last step of the narrow model and the first of the wide one, without the two evaluations of the loss
-(which need less than a step). On the CPU it is resident memory minus that of the interpreter, and includes gloo's
-buffers; on GPUs it is what torch has allocated. "over" is peak minus shard, in units of the whole tensor. "seconds" is
-the time of the growth, without the evaluations of the loss and the checkpoint before it.
+(which need less than a step). It is what torch has allocated. "over" is peak minus shard, in units of the whole tensor.
+"seconds" is the time of the growth, without the evaluations of the loss and the checkpoint before it; on the CPU it
+includes the profiler that counts the bytes.
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import os
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict  # noqa: F401  before the processes are forked
 from torch.distributed.fsdp import fully_shard  # noqa: F401
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import mupscale
 from benchmarks.training import quieten
@@ -38,6 +39,7 @@ from mupscale.models.gpt2 import GPT2
 from mupscale.widening.noise import Noise
 from mupscale.widening.sharding import local_part
 
+GROWTH = "growth"
 LAYERS, HEADS, VOCABULARY, CONTEXT = 4, 8, 4096, 32
 
 NOISE: dict[str, Noise | None] = {
@@ -46,17 +48,6 @@ NOISE: dict[str, Noise | None] = {
     "centred": mupscale.AdditiveNoise(0.1, centred=True),
     "signal": mupscale.SignalNoise(0.1),
 }
-
-
-def resident_bytes(key: str = "VmRSS") -> int:
-    """Memory of this process on the CPU; "VmHWM" is the peak since `reset_peak`."""
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith(f"{key}:"))
-    return int(line.split()[1]) * 1024
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
@@ -73,33 +64,56 @@ def held(trainer: Trainer, module: WidthScalable) -> int:
     return local_bytes([*module.parameters(), *gradients, *states])
 
 
+def alive() -> int:
+    """Bytes of all tensors that anything in Python still refers to on this rank."""
+    tensors = [local_part(thing) for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
 class Weighed(UpscaleCallback):
     """An upscale that records the memory of its rank."""
 
     def _grow(self, trainer: Trainer, module: WidthScalable) -> Any:
         gc.collect()
-        before, on_cpu = held(trainer, module), module.device.type == "cpu"
-        if on_cpu:
-            interpreter = resident_bytes() - before
-            reset_peak()
-        else:
-            torch.cuda.empty_cache()
-            interpreter = torch.cuda.memory_allocated() - before  # the batch
+        before, on_gpu = held(trainer, module), module.device.type == "cuda"
+        if on_gpu:
+            batch = torch.cuda.memory_allocated() - before
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        answer = super()._grow(trainer, module)
-        if not on_cpu:
+        with record_function(GROWTH):
+            answer = super()._grow(trainer, module)
+        if on_gpu:
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        peak = resident_bytes("VmHWM") if on_cpu else torch.cuda.max_memory_allocated()
         self.row = {
             "narrow": before,
             "shard": held(trainer, module),
             "whole": max(parameter.numel() * parameter.element_size() for parameter in module.parameters()),
-            "peak": peak - interpreter,
-            "seconds": seconds,
+            "seconds": time.perf_counter() - start,
         }
+        self.left = alive()
+        if on_gpu:
+            self.row["peak"] = torch.cuda.max_memory_allocated() - batch
         return answer
+
+
+def peak_on_cpu(recorded: profile, left: int) -> int:
+    """Most bytes of tensors at one moment of the growth, after which `left` bytes are left.
+
+    torch does not count bytes on the CPU, and resident memory says little: an allocator keeps what was freed, and
+    more of it on some runs than on others. The profiler misses what gloo's threads free, so that its sum is too large
+    from then on; it is corrected by what it is too large at the end.
+    """
+    events = sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    growth = next(event for event in events if event.name() == GROWTH)
+    totals, total = [], 0
+    for event in events:
+        if event.start_ns() > growth.end_ns():
+            break
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            totals += [total] if event.start_ns() >= growth.start_ns() else []
+    return max(totals) - (total - left)
 
 
 def measure(noise: str, width: int, device: str) -> dict[str, Any]:
@@ -116,7 +130,11 @@ def measure(noise: str, width: int, device: str) -> dict[str, Any]:
             callbacks=[swap], logger=False, default_root_dir=folder, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(module, ResidentLoader((tokens,), ranks, shuffle=False, drop_last=True, **share))
+        on_cpu = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if device == "cpu" else nullcontext()
+        with on_cpu as recorded:
+            trainer.fit(module, ResidentLoader((tokens,), ranks, shuffle=False, drop_last=True, **share))
+    if recorded is not None:
+        swap.row["peak"] = peak_on_cpu(recorded, swap.left)
     return swap.row
 
 
@@ -142,12 +160,6 @@ def launched(processes: int, noises: list[str], width: int, device: str) -> list
     return rows
 
 
-def give_back_large_blocks() -> None:
-    """Makes malloc return blocks to the system when they are freed, so that resident memory is what is in use."""
-    threshold = -3  # M_MMAP_THRESHOLD
-    ctypes.CDLL(None).mallopt(threshold, 65536)
-
-
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -161,7 +173,6 @@ def main(arguments: list[str]) -> None:
     unknown = set(noises) - set(NOISE)
     if unknown:
         parser.error(f"--noise: there is no {', '.join(sorted(unknown))}; there are {', '.join(NOISE)}")
-    give_back_large_blocks()
     rows = []
     titles = " ".join(f"{title:>10}" for title in ("narrow", "shard", "whole", "peak"))
     print(f"{'processes':>9} {'noise':>9} {titles} {'over':>6} {'seconds':>8}")

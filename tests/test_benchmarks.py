@@ -95,9 +95,8 @@ def test_folders_beside_cp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
-def test_a_rank_grows_within_its_shard_and_one_tensor(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """A wide tensor made whole would take one and a quarter of it, narrow weights that stay alive one more."""
+def test_a_rank_grows_within_its_shard_and_half_a_tensor(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """It takes 0.31 of the largest tensor; wide tensors made whole take 0.81, narrow weights that stay alive 1.32."""
     rows = tmp_path / "rows.json"
     processes = "2,4" if pytestconfig.getoption("--all") else "2"
     command = ["-m", "benchmarks", "swap_memory", "--processes", processes, "--width", "512", "--noise", "none"]
@@ -106,5 +105,4 @@ def test_a_rank_grows_within_its_shard_and_one_tensor(tmp_path: Path, pytestconf
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     for row in json.loads(rows.read_text())["rows"]:
-        assert row["shard"] > 4 * row["whole"], "the tensor must not hide what else is held"
-        assert row["peak"] <= row["shard"] + row["whole"], run.stdout
+        assert row["shard"] < row["peak"] <= row["shard"] + row["whole"] / 2, run.stdout
