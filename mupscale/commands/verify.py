@@ -30,7 +30,7 @@ def main(command: str, arguments: list[str]) -> int:
     module, data, trainer = configured(command, arguments, __doc__)
     scheduled = growths(module, trainer)
     batches = first_batches(module, data, BATCHES)
-
+    module.double()  # what it has beside its network, like a teacher, computes with the copies
     loss = LossByWidth(module)
 
     def configured_optimizer(params: list[nn.Parameter]) -> Optimizer:
