@@ -310,10 +310,10 @@ def test_a_swap_peaks_at_the_final_footprint_and_leaves_nothing_behind(precision
     would.
     """
     live = LiveBytes()
-    swap = Weighed(live, 4, 256)
+    swap = Weighed(live, 2, 256)
     module = GPT2(128, base_width=8, layers=4, heads=4, vocabulary=11, context=8, optimizer=ADAMW)
     with live:
-        fit(module, tmp_path, FastLoop(), swap, steps=6, precision=precision)
+        fit(module, tmp_path, FastLoop(), swap, steps=3, precision=precision)
     assert swap.before > 0.3 * swap.footprint, "narrow weights, moments and gradients"
     assert swap.peak <= 1.05 * swap.footprint
     assert swap.after <= 1.005 * swap.footprint  # and the data
