@@ -27,7 +27,12 @@ from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
-from mupscale.models.base import WidthScalable, has_own_optimizers, parameters_outside
+from mupscale.models.base import (
+    WidthScalable,
+    has_own_optimizers,
+    hint_of_parameters_outside,
+    parameters_outside,
+)
 from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
@@ -181,12 +186,14 @@ class UpscaleCallback(Strides):
             try:
                 self._swap(trainer, pl_module, batch)
             except Exception as error:
+                is_of_shapes = type(error) is RuntimeError and pl_module.width == self.width
+                hint = hint_of_parameters_outside(pl_module) if is_of_shapes else None
                 # it may be neither narrow nor wide: Lightning would fail on it before it reports this error
                 pl_module.net = None
                 kind = RefusedSwap if isinstance(error, RefusedSwap) else RuntimeError
                 raise kind(
                     f"upscaling to width {self.width} at step {trainer.global_step} failed "
-                    f"({type(error).__name__}: {error}). {_what_is_saved(self.checkpoint)}"
+                    f"({type(error).__name__}: {error}). {f'{hint}. ' if hint else ''}{_what_is_saved(self.checkpoint)}"
                 ) from error
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:

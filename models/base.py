@@ -493,6 +493,17 @@ def parameters_outside(module: WidthScalable) -> Iterator[tuple[str, nn.Paramete
     return ((name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in inside)
 
 
+def hint_of_parameters_outside(module: WidthScalable) -> str | None:
+    """For an error at another width: what does not grow with the network, if there is anything."""
+    name = next((name for name, _ in parameters_outside(module)), None)
+    if name is None:
+        return None
+    return (
+        f"{name!r} of {type(module).__name__} is not in the network, so it does not grow; if its size depends on the "
+        "width, make it in `build`"
+    )
+
+
 def copy_modes(before: nn.Module, after: nn.Module) -> None:
     """What was set to evaluate stays so."""
     modules = dict(before.named_modules())

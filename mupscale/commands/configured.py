@@ -14,8 +14,9 @@ from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
 from mupscale.commands.own_optimizers import made_for
 from mupscale.data_files import LOADER
+from mupscale.errors import UserError
 from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters
-from mupscale.models.base import WidthScalable, doubled, has_own_optimizers
+from mupscale.models.base import WidthScalable, doubled, has_own_optimizers, hint_of_parameters_outside
 from mupscale.models.checkpoint import Width
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import Duplication, GrowthMethod
@@ -114,6 +115,7 @@ class LossByWidth:
 
     def __init__(self, module: WidthScalable) -> None:
         self.module = module
+        self._own_width = module.width
         self._widths: dict[int, Width] = {}
         """By the number of parameters: networks are copied to be compared."""
 
@@ -127,7 +129,15 @@ class LossByWidth:
         self.module.net, self.module.hparams["width"] = net, self._widths[_parameters(net)]
         inside = set(net.modules())
         with state_kept(part for part in self.module.modules() if part not in inside):
-            return self.module.loss(batch)
+            try:
+                return self.module.loss(batch)
+            except RuntimeError as error:
+                hint = hint_of_parameters_outside(self.module)
+                if hint is None or self.module.width == self._own_width:
+                    raise
+                raise UserError(
+                    f"the loss cannot be computed at width {self.module.width} ({error}). {hint}"
+                ) from error
 
 
 def _parameters(net: nn.Module) -> int:

@@ -57,6 +57,15 @@ def test_a_frozen_network_beside_the_own_is_compared_in_float64_too(capsys: pyte
     assert "width 8 → 16: exact" in capsys.readouterr().out
 
 
+def test_a_layer_of_the_width_that_is_not_in_the_network() -> None:
+    command = ["--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50"]
+    message = refused("verify", *command, "--model", "extensions.HeadOutsideMLP")
+    assert "the loss cannot be computed at width 16 (mat1" in message
+    assert "'head.weight' of HeadOutsideMLP is not in the network, so it does not grow; if its size" in message
+    with pytest.raises(RuntimeError, match=r"'head.weight' of HeadOutsideMLP is not in .*`build`\. Nothing is lost"):
+        main(["fit", *command, "--model", "extensions.HeadOutsideMLP"])
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_claim_of_a_method(
     broken: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

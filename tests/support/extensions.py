@@ -85,6 +85,20 @@ class StudentMLP(MLP):
         return super().loss(batch) + lesson
 
 
+class HeadOutsideMLP(MLP):
+    """Has a layer of its width that is not in its network."""
+
+    def __init__(self, width: int, **kwargs: Any) -> None:
+        super().__init__(width, **kwargs)
+        self.head = nn.Linear(width, 7).requires_grad_(False)
+
+    def build(self, width: Any) -> nn.Module:
+        return nn.Sequential(nn.Linear(54, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x))
+
+
 class OneGroupMLP(UnscaledMLP):
     """Has a schedule that needs a run."""
 
