@@ -495,7 +495,7 @@ def parameters_outside(module: WidthScalable) -> Iterator[tuple[str, nn.Paramete
 
 def hint_of_parameters_outside(module: WidthScalable) -> str | None:
     """For an error at another width: what does not grow with the network, if there is anything."""
-    name = next((name for name, _ in parameters_outside(module)), None)
+    name = next((name for name, _ in parameters_outside(module)), None) if module.net is not None else None
     if name is None:
         return None
     return (
