@@ -85,24 +85,26 @@ class Weighed(UpscaleCallback):
             answer = super()._grow(trainer, module)
         if on_gpu:
             torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
         self.row = {
             "narrow": before,
             "shard": held(trainer, module),
             "whole": max(parameter.numel() * parameter.element_size() for parameter in module.parameters()),
-            "seconds": time.perf_counter() - start,
+            "seconds": seconds,
         }
-        self.left = alive()
         if on_gpu:
             self.row["peak"] = torch.cuda.max_memory_allocated() - batch
+        else:
+            self.left = alive()
         return answer
 
 
 def peak_on_cpu(recorded: profile, left: int) -> int:
     """Most bytes of tensors at one moment of the growth, after which `left` bytes are left.
 
-    torch does not count bytes on the CPU, and resident memory says little: an allocator keeps what was freed, and
-    more of it on some runs than on others. The profiler misses what gloo's threads free, so that its sum is too large
-    from then on; it is corrected by what it is too large at the end.
+    torch keeps no count on the CPU, and resident memory says little: allocators keep what was freed, in some runs more
+    than in others. The profiler misses what gloo's threads free, so that its sum becomes too large. What it is too
+    large by at the end is subtracted everywhere: exact if the peak comes last, as it does; too small before.
     """
     events = sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     growth = next(event for event in events if event.name() == GROWTH)

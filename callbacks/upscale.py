@@ -27,12 +27,7 @@ from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
-from mupscale.models.base import (
-    WidthScalable,
-    has_own_optimizers,
-    hint_of_parameters_outside,
-    parameters_outside,
-)
+from mupscale.models.base import WidthScalable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
 from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod

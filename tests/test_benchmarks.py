@@ -105,4 +105,5 @@ def test_a_rank_grows_within_its_shard_and_half_a_tensor(tmp_path: Path, pytestc
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     for row in json.loads(rows.read_text())["rows"]:
+        assert row["shard"] > 4 * row["whole"], "the tensor must not hide what else is held"
         assert row["shard"] < row["peak"] <= row["shard"] + row["whole"] / 2, run.stdout

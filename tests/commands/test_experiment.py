@@ -369,7 +369,7 @@ def test_a_worker_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"worker 1 failed.*the same command again"):
         experiment_workers.supervise([], 2, ["0", "1"])
-    assert time.monotonic() - start < 30  # the other would sleep for 60
+    assert time.monotonic() - start < 5
     with pytest.raises(ProcessLookupError):
         os.kill(int(Path("other").read_text()), 0)
 

@@ -74,7 +74,7 @@ class RememberingMLP(MLP):
 
 
 class StudentMLP(MLP):
-    """Learns from a frozen network that is not its own, too."""
+    """Also learns from a frozen network."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
