@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.nn.utils.parametrizations import _WeightNorm as WeightNormParametrization
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
@@ -20,6 +21,7 @@ __all__ = [
     "ConvTransposeNd",
     "DropoutNd",
     "TorchDispatchMode",
+    "WeightNormParametrization",
     "foreach_mul",
     "foreach_norm",
     "forward_pre_hooks",

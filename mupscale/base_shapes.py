@@ -63,7 +63,7 @@ def set_base_shapes(
         )
     axes = _width_axes(base, model if delta is None else delta)
     survey = Survey(base, model, width_axes=axes)
-    survey.refuse_reparametrised()
+    survey.refuse_reparametrised(weight_norm=False)
     unit_of = match_units(survey, units)
     sides_of = all_sides(survey, match_roles(survey, roles), averaging=True)
     widths: dict[str, WidthFactors] = {}

@@ -26,13 +26,19 @@ class Call:
 class Recorder:
     """Records what goes in and out of modules, in the order in which they finish; of all modules, or of those wanted.
 
+    What makes the weights of a layer (`torch.nn.utils.parametrize`) is not recorded.
+
     with Recorder(model) as recorder:
         model(batch)
     print([call.name for call in recorder.calls])
     """
 
     def __init__(self, model: nn.Module, wanted: Callable[[nn.Module], bool] = lambda module: True) -> None:
-        self.modules = {name: module for name, module in model.named_modules() if wanted(module)}
+        self.modules = {
+            name: module
+            for name, module in model.named_modules()
+            if wanted(module) and "parametrizations" not in name.split(".")
+        }
         self.calls: list[Call] = []
         self._handles: list[Any] = []
         self._inputs: list[list[Tensor]] = []

@@ -22,6 +22,7 @@ from mupscale.widening.plan import plan
 from mupscale.widening.roles import Role
 from mupscale.widening.survey import Use, refuse_lazy, refuse_unless_model
 from mupscale.widening.upscale import upscale
+from mupscale.widening.weight_norm import fold_weight_norms_
 
 TOLERANCE = 1e-9
 
@@ -118,7 +119,9 @@ def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        return float64_copy(model).cpu().eval()
+        answer = float64_copy(model).cpu().eval()
+        fold_weight_norms_(answer)
+        return answer
     except UserError:
         raise
     except Exception as error:  # whatever an attribute of a model does when it is copied

@@ -15,6 +15,7 @@ from mupscale.errors import UserError
 from mupscale.widening.layers import by_layer, starred
 from mupscale.widening.layout import Layout, LayoutSpec, Piece, narrow_length, parse_layout, wide_length
 from mupscale.widening.roles import Role
+from mupscale.widening.weight_norm import named_weights
 
 Unit = float | tuple[float, float]
 Shape = tuple[int, ...]
@@ -75,8 +76,8 @@ class Found:
             known = [*cuts()] if known is None else known
             return known
 
-        targets = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
-        sources = {**dict(narrow.named_parameters()), **dict(narrow.named_buffers())}
+        targets = {**named_weights(wide), **dict(wide.named_buffers())}
+        sources = {**named_weights(narrow), **dict(narrow.named_buffers())}
         alike: dict[str, list[str]] = {}
         for name in self.shapes:
             alike.setdefault(starred(name), []).append(name)

@@ -11,9 +11,8 @@ from typing import Literal
 from mup import MuReadout
 from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
-from torch.nn.utils import parametrize
 
-from mupscale._torch import BatchNormBase, ConvNd, ConvTransposeNd, DropoutNd, forward_pre_hooks
+from mupscale._torch import BatchNormBase, ConvNd, ConvTransposeNd, DropoutNd
 from mupscale.widening.layout import LayoutSpec
 from mupscale.widening.readout import Readout
 
@@ -49,14 +48,14 @@ def axis_sides(module: nn.Module, attribute: str, parameter: Tensor) -> tuple[Si
         return None
     if "bias" in attribute:
         return ("out",)
-    reparametrised = attribute.endswith(("_orig", "_g", "_v"))  # by pruning and the like: not the layer's own weight
-    if "weight" not in attribute or reparametrised:
+    if "weight" not in attribute or attribute.endswith("_orig"):  # by pruning: not the layer's own weight
         return None
+    sides: tuple[Side, ...] = ("out", "in", *rest)
     if isinstance(module, nn.Bilinear):
-        return ("out", "in", "in")
-    if isinstance(module, ConvTransposeNd) or is_conv1d(module):
-        return ("in", "out", *rest)
-    return ("out", "in", *rest)
+        sides = ("out", "in", "in")
+    elif isinstance(module, ConvTransposeNd) or is_conv1d(module):
+        sides = ("in", "out", *rest)
+    return sides[: parameter.ndim]  # the gain of a weight norm may have no axis
 
 
 def all_produced(parameter: Tensor) -> tuple[Side, ...]:
@@ -67,7 +66,7 @@ def kind_of(module: nn.Module, attribute: str, parameter: Tensor) -> Kind:
     """A bias, a gain (norm weights, PReLU slopes, LayerScale: what multiplies or shifts unit by unit), or a weight."""
     if "bias" in attribute and not attribute.startswith("bias_k") and not attribute.startswith("bias_v"):
         return "bias"
-    if isinstance(module, (*_NORMS, nn.PReLU)) or parameter.ndim <= 1:
+    if isinstance(module, (*_NORMS, nn.PReLU)) or parameter.ndim <= 1 or attribute.endswith("_g"):
         return "gain"
     if axis_sides(module, attribute, parameter) is None and all(size == 1 for size in parameter.shape[1:]):
         return "gain"  # a LayerScale of (channels, 1, 1)
@@ -151,19 +150,6 @@ def _group_channels(module: nn.Module) -> tuple[int, int]:
     if isinstance(module, ConvNd):
         return module.in_channels // module.groups, module.out_channels // module.groups
     return (channels_of_a_group(module),) * 2
-
-
-def why_reparametrised(name: str, module: nn.Module) -> str | None:
-    """Why the parameters of this module are not its weights, with the remedy; None where they are."""
-    hooks = {type(hook).__name__ for hook in forward_pre_hooks(module)}
-    if parametrize.is_parametrized(module) or hooks & {"WeightNorm", "SpectralNorm"}:
-        return (
-            f"module {name!r} ({type(module).__name__}) is reparametrised (weight_norm, spectral_norm, ...): a norm "
-            "over the width "
-            "does not survive duplication. Remove it first: torch.nn.utils.parametrize.remove_parametrizations, "
-            "torch.nn.utils.remove_weight_norm or remove_spectral_norm"
-        )
-    return None
 
 
 QUANTISERS = ("torchao", "bitsandbytes", "hqq", "quanto", "optimum", "auto_gptq", "gptqmodel", "awq")

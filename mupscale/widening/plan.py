@@ -37,6 +37,7 @@ from mupscale.widening.summed_axes import may_be_summed
 from mupscale.widening.survey import Survey, Use, refuse_scripted, some_names, unsaved_buffers
 from mupscale.widening.tensor_plan import TensorPlan
 from mupscale.widening.units import NO_UNIT, Unit, Units, match_units
+from mupscale.widening.weight_norm import unit_of_gain
 
 Blocks = Mapping[str, Mapping[int, LayoutSpec]]
 
@@ -123,12 +124,14 @@ def plan(
     role_of = match_roles(survey, roles)
     implied = _implied_blocks(survey)
     block_of = _given_blocks(survey, blocks)
-    unit_of = match_units(survey, units)
+    given_units = match_units(survey, units)
     sides = all_sides(survey, role_of)
+    unit_of = given_units | _units_of_gains(survey, sides, given_units)
+    directions = {survey.parameter_names()[norm.direction] for norm in survey.weight_norms}
     entries: dict[str, TensorPlan] = {}
     layouts: dict[str, tuple[Layout, ...]] = {}
     in_pieces: dict[str, set[int]] = {}
-    weights_first = sorted(survey.uses, key=lambda use: "bias" in use.owners[0][3])
+    weights_first = sorted(survey.uses, key=lambda use: _follows_a_weight(use.owners[0][3]))
     for use in weights_first:  # a bias follows the layout of its weight
         given = _merge(block_of, use.names)
         spec = {**_merge(implied, use.names), **_inherited(survey, layouts, sides, use), **given}
@@ -136,7 +139,7 @@ def plan(
         in_pieces[use.name] = {axis for axis, row in spec.items() if not isinstance(row, int)}
     for use in survey.uses:
         unit = unit_of.get(use.name, NO_UNIT)
-        entries[use.name] = _entry(use, *sides[use.name], layouts[use.name], unit)
+        entries[use.name] = _entry(use, *sides[use.name], layouts[use.name], unit, use.name in directions)
     fractional_growth.refuse_averages(survey, entries, in_pieces)
     for use in survey.uses:
         _refuse_tied(use, entries[use.name])
@@ -163,7 +166,7 @@ def plan(
         buffers[name] = TensorPlan((name,), *shapes, "buffer", "buffer", (None,) * source.ndim, own, 1, None)
         fractional_growth.refuse_buffer(buffers[name], entries, given)
     in_blocks = [name for name, entry in entries.items() if entry.in_blocks]
-    in_units = [name for entry in entries.values() if entry.unit != NO_UNIT for name in entry.names]
+    in_units = [name for use in survey.uses if given_units.get(use.name, NO_UNIT) != NO_UNIT for name in use.names]
     return Plan(entries, buffers, (*survey.caveats(in_blocks, in_units), *_guesses(survey, role_of)))
 
 
@@ -195,7 +198,28 @@ def _may_be_summed(survey: Survey, use: Use) -> bool:
     return False
 
 
-def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout, ...], unit: Unit) -> TensorPlan:
+def _units_of_gains(
+    survey: Survey, sides: Mapping[str, tuple[Role, tuple[Side, ...]]], given: Mapping[str, Unit]
+) -> dict[str, Unit]:
+    """The units of the gains of normalised weights, times those given."""
+    names, uses = survey.parameter_names(), {use.name: use for use in survey.uses}
+    answer = {}
+    for norm in survey.weight_norms:
+        direction, unit = uses[names[norm.direction]], given.get(names[norm.gain], NO_UNIT)
+        shapes = zip(direction.narrow_shape, direction.wide_shape, strict=True)
+        own = unit_of_gain(norm, sides[direction.name][1], [wide / max(narrow, 1) for narrow, wide in shapes])
+        answer[names[norm.gain]] = unit._replace(scale=unit.scale * own)
+    return answer
+
+
+def _follows_a_weight(attribute: str) -> bool:
+    """Whether a parameter has the layout of another of its layer: a bias, or the gain of a normalised weight."""
+    return "bias" in attribute or attribute.endswith("_g")
+
+
+def _entry(
+    use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout, ...], unit: Unit, normed: bool
+) -> TensorPlan:
     _, before, _, attribute = use.owners[0]
     known = modules.axis_sides(before, attribute, use.narrow)
     axes = next(
@@ -215,6 +239,7 @@ def _entry(use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout,
         zero_initialised=any(getattr(owner, "readout_zero_init", False) for _, owner, _, _ in use.owners),
         summed_axes=_summed_axes(use, role, sides),
         unit=unit,
+        normed=normed,
     )
 
 
@@ -258,6 +283,11 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
             f"{entry.unit.scale:g}. Give both models floating-point weights"
         )
     refuse_uneven_shift(entry)
+    if entry.normed and entry.mixed:
+        raise UserError(
+            f"{use.name!r} {use.narrow_shape} → {use.wide_shape} is divided by its norm (weight_norm), and its units "
+            "grow by different factors, which changes the norm. Grow this width by a whole factor, or remove the norm"
+        )
     if entry.grows and (use.narrow.is_quantized or use.narrow.dtype in (torch.int8, torch.uint8)):
         raise UserError(
             f"{use.name!r} {use.narrow_shape} → {use.wide_shape} is quantised ({use.narrow.dtype}): its scales lie "
@@ -326,11 +356,15 @@ def _inherited(
     sides: Mapping[str, tuple[Role, tuple[Side, ...]]],
     use: Use,
 ) -> dict[int, LayoutSpec]:
-    """A bias, or a norm's shift, is duplicated as the rows of the weight beside it."""
+    """A bias, or a norm's shift, is duplicated as the rows of the weight beside it; a weight norm's gain, as its v."""
     module_name, _, _, attribute = use.owners[0]
+    for norm in survey.weight_norms:
+        if use.growing and use.name == survey.parameter_names()[norm.gain]:
+            layout = layouts[survey.parameter_names()[norm.direction]]
+            return {axis: [tuple(piece) for piece in layout[axis]] for axis in use.growing}
     if "bias" not in attribute or len(use.narrow_shape) != 1:
         return {}
-    weight = survey.parameter_names().get(f"{module_name}." * bool(module_name) + attribute.replace("bias", "weight"))
+    weight = survey.names_of_weights().get(f"{module_name}." * bool(module_name) + attribute.replace("bias", "weight"))
     if weight is None or weight not in layouts:
         return {}
     return _like(layouts[weight], sides[weight][1], use.narrow_shape, use.wide_shape)
@@ -357,9 +391,11 @@ def _merge(block_of: Mapping[str, Mapping[int, LayoutSpec]], names: Iterable[str
 def _implied_blocks(survey: Survey) -> dict[str, dict[int, LayoutSpec]]:
     """What module types imply, by tensor name."""
     answer: dict[str, dict[int, LayoutSpec]] = {}
+    names = survey.names_of_weights()
     for prefix, before, after in survey.modules:
         for attribute, spec in modules.own_blocks(before, after).items():
-            answer.setdefault(f"{prefix}.{attribute}" if prefix else attribute, {}).update(spec)
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            answer.setdefault(names.get(name, name), {}).update(spec)
     return answer
 
 
@@ -367,6 +403,8 @@ def _given_blocks(survey: Survey, given: Blocks | None) -> dict[str, dict[int, L
     """Blocks by tensor name: what model classes declare, then what the caller gives."""
     shapes = {name: use.narrow_shape for use in survey.uses for name in use.names}
     shapes |= {name: tuple(buffer.shape) for name, buffer, _ in survey.buffers}
+    meant = {norm.weight: norm.direction for norm in survey.weight_norms}
+    shapes |= {name: shapes[direction] for name, direction in meant.items()}
     answer: dict[str, dict[int, LayoutSpec]] = {}
     for pattern, axes in [*declared(survey, "width_blocks"), *given_pairs("blocks", given)]:
         if not isinstance(axes, Mapping) or not all(isinstance(axis, int) for axis in axes):
@@ -384,7 +422,7 @@ def _given_blocks(survey: Survey, given: Blocks | None) -> dict[str, dict[int, L
                     f"{shapes[matched[0]]}"
                 )
             for name in holders:
-                answer.setdefault(name, {})[axis % len(shapes[name])] = spec
+                answer.setdefault(meant.get(name, name), {})[axis % len(shapes[name])] = spec
     return answer
 
 

@@ -35,7 +35,7 @@ produced."""
 
 def match_roles(survey: Survey, given: Roles | None) -> dict[str, Role]:
     """Roles by parameter name: what model classes declare, overridden by what the caller gives; the last match wins."""
-    names = survey.parameter_names()
+    names = survey.names_of_weights()
     answer: dict[str, Role] = {}
     for pattern, role in [*declared(survey, "width_roles"), *given_pairs("roles", given)]:
         if role not in get_args(Role):
@@ -149,7 +149,7 @@ def _sides_of_module(
         known = modules.all_produced(use.narrow)
     elif modules.group_count(before) != modules.group_count(after):
         # a group reads its own channels only: whichever axis counts the groups is produced, and nothing more is summed
-        known = ("out", *known[1:])
+        known = ("out", *known[1:])[: len(known)]
     for axis in use.growing:
         if known[axis] is None:
             raise UserError(

@@ -12,6 +12,7 @@ from mupscale.arguments import shown
 from mupscale.errors import UserError
 from mupscale.widening import modules
 from mupscale.widening.constants import buffer_caveats, constant_caveats
+from mupscale.widening.weight_norm import WeightNorm, weight_norms, why_reparametrised
 from mupscale.widening.width_table import merged_table
 
 
@@ -53,7 +54,8 @@ class Survey:
         refuse_unless_model("narrow", narrow)
         refuse_unless_model("wide", wide)
         self.modules = _pair_modules(narrow, wide)
-        self.uses = _pair_parameters(self.modules, narrow, wide)
+        self.weight_norms = weight_norms({name: module for name, module, _ in self.modules})
+        self.uses = _pair_parameters(self.modules, self.weight_norms, narrow, wide)
         self._first_names = {alias: use.name for use in self.uses for alias in use.names}
         self.buffers = _pair_buffers(narrow, wide)
         self.width_axes = {**_known_width_axes(narrow), **_known_width_axes(wide), **(width_axes or {})}
@@ -62,14 +64,23 @@ class Survey:
         """Every name a parameter goes by, and the first of them."""
         return self._first_names
 
+    def names_of_weights(self, *, scaled: bool = False) -> dict[str, str]:
+        """These, and the names that normalised weights would have without the norm.
+
+        Such a name means the parameter that has the axes of the weight, or the one that scales it.
+        """
+        of_norms = {norm.weight: norm.gain if scaled else norm.direction for norm in self.weight_norms}
+        return self._first_names | {name: self._first_names[meant] for name, meant in of_norms.items()}
+
     def width_of(self, use: Use) -> list[int]:
         """The width axes of a parameter: those that grow, and those in the muP table."""
         known = self.width_axes.get(use.name) or (False,) * use.narrow.ndim
         return [axis for axis in range(use.narrow.ndim) if axis in use.growing or known[axis]]
 
-    def refuse_reparametrised(self) -> None:
+    def refuse_reparametrised(self, *, weight_norm: bool) -> None:
+        """Raises a UserError where parameters are not the weights, other than by an allowed `weight_norm`."""
         for name, module, _ in self.modules:
-            reason = modules.why_reparametrised(name or "(the model)", module)
+            reason = why_reparametrised(name or "(the model)", module, weight_norm=weight_norm)
             if reason:
                 raise UserError(reason)
 
@@ -85,7 +96,7 @@ class Survey:
                 )
 
     def refuse_inexact_modules(self) -> None:
-        self.refuse_reparametrised()
+        self.refuse_reparametrised(weight_norm=True)
         self.refuse_unsaved_parameters()
         for name, before, after in self.modules:
             reason = modules.why_quantised(name or "(the model)", before)
@@ -178,7 +189,9 @@ def _pair_modules(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, nn.Modu
     return pairs
 
 
-def _pair_parameters(pairs: list[tuple[str, nn.Module, nn.Module]], narrow: nn.Module, wide: nn.Module) -> list[Use]:
+def _pair_parameters(
+    pairs: list[tuple[str, nn.Module, nn.Module]], norms: Sequence[WeightNorm], narrow: nn.Module, wide: nn.Module
+) -> list[Use]:
     refuse_lazy(narrow, wide)
     wide_named = dict(wide.named_parameters(remove_duplicate=False))
     narrow_named = dict(narrow.named_parameters(remove_duplicate=False))
@@ -190,6 +203,10 @@ def _pair_parameters(pairs: list[tuple[str, nn.Module, nn.Module]], narrow: nn.M
     for module_name, before, after in pairs:
         for attribute, held in before.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(held), []).append((module_name, before, after, attribute))
+    paired = {module_name: (module_name, before, after) for module_name, before, after in pairs}
+    for norm in norms:  # its parameters belong to the layer, however torch holds them
+        for part, letter in ((norm.gain, "g"), (norm.direction, "v")):
+            owners[id(narrow_named[part])] = [(*paired[norm.layer], f"{norm.attribute}_{letter}")]
     wide_ids = {id(parameter) for parameter in wide_named.values()}
     uses = []
     for key, names in names_of.items():

@@ -36,6 +36,8 @@ class TensorPlan:
     equal one, 1 / copies)."""
     unit: Unit = NO_UNIT
     """What the weight is multiplied by beyond its role."""
+    normed: bool = False
+    """Whether its layer divides it by its norm (`weight_norm.py`)."""
     kept: bool = False
     """Of a buffer that is not saved: the wide model keeps its own."""
 
@@ -91,7 +93,12 @@ class TensorPlan:
 
     @property
     def copies_summed(self) -> int:
-        """The largest number of copies of one input unit that the layer adds up; 1 where it adds up none."""
+        """The largest number of copies of one input unit that the layer adds up; 1 where it adds up none.
+
+        1, too, under a norm: there the sum does not depend on what the copies have in common alone.
+        """
+        if self.normed:
+            return 1
         return math.prod(max(piece.factor for piece in self.layouts[axis]) for axis in self.summed_axes)
 
     @property

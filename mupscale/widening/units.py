@@ -32,7 +32,7 @@ NO_UNIT = Unit()
 
 def match_units(survey: Survey, given: Units | None) -> dict[str, Unit]:
     """Units by parameter name: what model classes declare, overridden by what the caller gives; the last match wins."""
-    names = survey.parameter_names()
+    names = survey.names_of_weights(scaled=True)
     answer: dict[str, Unit] = {}
     for pattern, value in [*declared(survey, "width_units"), *given_pairs("units", given)]:
         unit = _parse(pattern, value)

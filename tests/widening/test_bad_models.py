@@ -132,14 +132,20 @@ def head_dim_growth_in_multihead_attention() -> Input:
     return nn.Sequential(nn.MultiheadAttention(8, 2)), nn.Sequential(nn.MultiheadAttention(16, 2)), {}
 
 
-@bad("'1'", "Linear", "reparametrised", "remove_parametrizations")
-def weight_norm() -> Input:
-    return *(nn.Sequential(nn.Linear(3, w), nn.utils.parametrizations.weight_norm(nn.Linear(w, w))) for w in (4, 8)), {}
+@bad("'1'", "LSTM", "reparametrised", "remove_parametrizations")
+def weight_norm_of_a_recurrent_layer() -> Input:
+    def lstm(w: int) -> nn.Module:
+        return nn.utils.parametrizations.weight_norm(nn.LSTM(w, w), "weight_hh_l0")
+
+    return *(nn.Sequential(nn.Linear(3, w), lstm(w)) for w in (4, 8)), {}
 
 
-@bad("'0'", "reparametrised", "remove_weight_norm")
-def old_weight_norm() -> Input:
-    return *(quietly(lambda w=w: nn.Sequential(nn.utils.weight_norm(nn.Linear(3, w)))) for w in (4, 8)), {}
+@bad("'0'", "Linear", "reparametrised", "remove_parametrizations")
+def weight_norm_of_a_spectral_norm() -> Input:
+    def layer(w: int) -> nn.Module:
+        return nn.utils.parametrizations.spectral_norm(nn.utils.parametrizations.weight_norm(nn.Linear(3, w)))
+
+    return *(nn.Sequential(layer(w)) for w in (4, 8)), {}
 
 
 @bad("'0'", "reparametrised", "remove_parametrizations")

@@ -59,6 +59,8 @@ class GrowthMethod(ABC):
     """A perturbation that belongs to the method."""
     state_to_copies: bool = True
     """Whether optimizer state is carried to all copies, or only to the first copy of each unit."""
+    grows_weight_norms: bool = False
+    """Whether all copies of a weight are equal, as `weight_norm.py` requires."""
     needs_batches: bool = False
     """Whether `fit` must run before the weights can be written."""
 
@@ -105,8 +107,14 @@ class GrowthMethod(ABC):
     def forget(self) -> None:  # noqa: B027
         """Drops what `fit` learned, once the weights are written."""
 
-    def check(self, plan: Plan) -> None:  # noqa: B027  most methods are always ready
-        """Raises a UserError if the weights of this plan cannot be written yet; runs before anything is written."""
+    def check(self, plan: Plan) -> None:
+        """Raises a UserError if the weights of this plan cannot be written, or not yet; runs before anything is."""
+        normed = next((name for name, entry in plan.parameters.items() if entry.normed and entry.grows), None)
+        if normed is not None and not self.grows_weight_norms:
+            raise UserError(
+                f"{type(self).__name__}: the layer of {normed!r} divides it by its norm (weight_norm), which is exact "
+                "only if all copies are equal. Use Duplication(), or remove the norm"
+            )
 
     def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
         """Writes the widened weight into `target`."""

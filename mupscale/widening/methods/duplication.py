@@ -29,6 +29,8 @@ class Duplication(GrowthMethod):
         True
     """
 
+    grows_weight_norms = True
+
     def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
         return Claim(True, self._follows_the_rules())
 
@@ -74,6 +76,7 @@ class HyperCloning(GrowthMethod):
         if variant not in get_args(Variant):
             raise UserError(f"HyperCloning: variant must be one of {', '.join(get_args(Variant))}; got {variant!r}")
         self.variant = variant
+        self.grows_weight_norms = variant != "diagonal"
         self.noise = _BelowTheWeights(decibels) if variant == "noisy" else None
 
     def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:

@@ -153,6 +153,7 @@ class LiGO(GrowthMethod):
         self._maps, self._axes = {}, {}
 
     def check(self, plan: Plan) -> None:
+        super().check(plan)
         if not self._maps:
             raise UserError(
                 "LiGO: its maps are not learned yet. Call method.fit(narrow, wide, batches, loss) first, or use "
