@@ -204,9 +204,12 @@ def _pair_parameters(
         for attribute, held in before.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(held), []).append((module_name, before, after, attribute))
     paired = {module_name: (module_name, before, after) for module_name, before, after in pairs}
+    of_norms: dict[int, list[tuple[str, nn.Module, nn.Module, str]]] = {}
     for norm in norms:  # its parameters belong to the layer, however torch holds them
         for part, letter in ((norm.gain, "g"), (norm.direction, "v")):
-            owners[id(narrow_named[part])] = [(*paired[norm.layer], f"{norm.attribute}_{letter}")]
+            holder = (*paired[norm.layer], f"{norm.attribute}_{letter}")
+            of_norms.setdefault(id(narrow_named[part]), []).append(holder)
+    owners |= of_norms
     wide_ids = {id(parameter) for parameter in wide_named.values()}
     uses = []
     for key, names in names_of.items():

@@ -51,12 +51,14 @@ def _norms_of(name: str, module: nn.Module) -> list[WeightNorm]:
         norm = inner[0]
         if len(inner) == 1 and isinstance(norm, WeightNormParametrization):
             stem = f"{inside}parametrizations.{attribute}.original"
-            answer.append(WeightNorm(name, attribute, f"{stem}0", f"{stem}1", _axis(norm.dim)))
+            axis = _axis(norm.dim, inner.get_parameter("original1"))
+            answer.append(WeightNorm(name, attribute, f"{stem}0", f"{stem}1", axis))
     for hook in forward_pre_hooks(module):
         if isinstance(hook, WeightNormHook):
             stem = f"{inside}{hook.name}"
-            answer.append(WeightNorm(name, hook.name, f"{stem}_g", f"{stem}_v", _axis(hook.dim)))
-    return answer
+            axis = _axis(hook.dim, module.get_parameter(f"{hook.name}_v"))
+            answer.append(WeightNorm(name, hook.name, f"{stem}_g", f"{stem}_v", axis))
+    return [norm for norm in answer if "weight" in norm.attribute]
 
 
 def _parametrisations(module: nn.Module) -> dict[str, parametrize.ParametrizationList]:
@@ -64,8 +66,8 @@ def _parametrisations(module: nn.Module) -> dict[str, parametrize.Parametrizatio
     return dict(held.items()) if isinstance(held, nn.ModuleDict) else {}  # type: ignore[arg-type]
 
 
-def _axis(dim: int) -> int | None:
-    return None if dim == -1 else dim  # as torch writes "over all axes"
+def _axis(dim: int, direction: Tensor) -> int | None:
+    return None if dim == -1 else dim % direction.ndim  # torch means "over all axes" by -1
 
 
 def _has_only_weight_norms(module: nn.Module) -> bool:

@@ -39,6 +39,7 @@ def network(width, norm=parametrizations.weight_norm, dim=0):
         norm(nn.Conv1d(width, width, 3, padding=1, groups=2, bias=False), dim=dim),
         nn.Tanh(),
         norm(nn.ConvTranspose1d(width, width, 3, padding=1), dim=dim),
+        norm(nn.ConvTranspose1d(width, width, 3, padding=1, groups=width), dim=dim),
         OverTime(),
         norm(nn.Linear(width, width), dim=of_matrices),
         nn.GELU(),
@@ -64,7 +65,7 @@ def trained(model, optimizer, steps=3):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("dim", [0, 1, 2, None])
+@pytest.mark.parametrize("dim", [0, 1, 2, -2, None])
 @pytest.mark.parametrize("api", APIS)
 def test_training_goes_on_as_before(api, dim, optimizer):
     torch.manual_seed(0)
