@@ -223,8 +223,13 @@ class Proposals:
 
 
 def pairs(changes: list[Change]) -> Iterator[tuple[Change, Change]]:
-    """Two changes at once: of two layouts, or of a layout and units."""
-    layouts = [change for change in changes if change.layout is not None][:_MOST_PAIRED]
+    """Two changes at once: of two axes cut into the same sections, of any two layouts, or of a layout and units."""
+    layouts = [change for change in changes if change.layout is not None]
+    in_sections = [change for change in layouts if change.layout is not None and len(change.layout[1]) > 1]
+    for one, other in combinations(in_sections, 2):
+        if one.layout and other.layout and one.layout[0] != other.layout[0] and one.layout[1] == other.layout[1]:
+            yield one, other
+    layouts = layouts[:_MOST_PAIRED]
     others = [change for change in changes if change.units is not None]
     for one, other in combinations(layouts, 2):
         if one.layout and other.layout and one.layout[0] != other.layout[0]:
