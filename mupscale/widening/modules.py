@@ -66,8 +66,10 @@ def kind_of(module: nn.Module, attribute: str, parameter: Tensor) -> Kind:
     """A bias, a gain (norm weights, PReLU slopes, LayerScale: what multiplies or shifts unit by unit), or a weight."""
     if "bias" in attribute and not attribute.startswith("bias_k") and not attribute.startswith("bias_v"):
         return "bias"
-    if isinstance(module, (*_NORMS, nn.PReLU)) or parameter.ndim <= 1 or attribute.endswith("_g"):
+    if isinstance(module, (*_NORMS, nn.PReLU)) or parameter.ndim <= 1:
         return "gain"
+    if isinstance(module, _MATRIX_TYPES) and attribute.endswith("_g") and max(parameter.shape) == parameter.numel():
+        return "gain"  # of a weight norm
     if axis_sides(module, attribute, parameter) is None and all(size == 1 for size in parameter.shape[1:]):
         return "gain"  # a LayerScale of (channels, 1, 1)
     return "weight"

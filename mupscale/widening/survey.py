@@ -65,9 +65,9 @@ class Survey:
         return self._first_names
 
     def names_of_weights(self, *, scaled: bool = False) -> dict[str, str]:
-        """These, and the names that normalised weights would have without the norm.
+        """`parameter_names`, and the names that normalised weights would have without the norm.
 
-        Such a name means the parameter that has the axes of the weight, or the one that scales it.
+        Such a name means v, which has the axes of the weight, or g, by which it is `scaled`.
         """
         of_norms = {norm.weight: norm.gain if scaled else norm.direction for norm in self.weight_norms}
         return self._first_names | {name: self._first_names[meant] for name, meant in of_norms.items()}

@@ -95,7 +95,7 @@ class TensorPlan:
     def copies_summed(self) -> int:
         """The largest number of copies of one input unit that the layer adds up; 1 where it adds up none.
 
-        1, too, under a norm: there the sum does not depend on what the copies have in common alone.
+        1, too, under a norm, which noise changes even where it cancels out in the sum.
         """
         if self.normed:
             return 1

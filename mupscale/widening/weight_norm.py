@@ -1,7 +1,7 @@
 """Weight normalisation, W = g · v / ‖v‖, with a norm over all axes but one: how the two parameters of a weight grow.
 
-v grows as any weight does; its size cancels out. Copies make its norm larger than that of the narrow v by the root of
-the factors of the axes that the norm is taken over. The gain g compensates for it, and is divided by k_in, as W is.
+v grows as any weight does; its size cancels out. With copies, v / ‖v‖ is smaller than that of the narrow v, by the root
+of the factors of the axes that the norm is taken over. The gain g compensates for it, and is divided by k_in, as W is.
 That is a unit (`units.py`), from which rates, decay and optimizer state follow, so that training is preserved too.
 """
 

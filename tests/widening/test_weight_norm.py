@@ -167,3 +167,13 @@ def test_units_with_unequal_numbers_of_copies_are_refused():
 def test_mup_is_refused():
     with pytest.raises(UserError, match=r"'0' .*weight_norm, for which muP's rates are not known"):
         mupscale.set_base_shapes(network(8), network(4))
+
+
+def test_a_weight_that_is_only_named_like_a_gain_gets_noise():
+    class Gated(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.w_g = nn.Parameter(torch.randn(width, width))
+
+    entry = mupscale.plan(Gated(4), Gated(8), roles={"w_g": "matrix"}).parameters["w_g"]
+    assert entry.kind == "weight"
