@@ -42,6 +42,7 @@ def test_the_exponent_and_its_error_of_the_seeds() -> None:
     assert drift.error_from == "2 seeds"
     assert drift.at_edge == 0
     assert str(drift._replace(exponent=-0.4, error=0.1)) == "width^(-0.40 ± 0.10), by 2 seeds"
+    assert drift._replace(exponent=-0.0004, error=0.1).power == "width^(0.00 ± 0.10)"
 
 
 def test_one_seed_has_the_error_of_the_fit_if_there_are_three_widths() -> None:
@@ -60,6 +61,7 @@ def test_the_sentence_and_the_table(tmp_path) -> None:
     curves = [WidthCurve(Growth(64, 128), values), WidthCurve(Growth(128, 256), values)]
     panel = Panel("lr", "model.optimizer.lr", LEVELS, curves)
     assert "goes as width^0.00, of unknown error; at 2 of 2 widths it is at the edge" in panel.drift_sentence()
+    assert panel.title.endswith("\nits optimum is at the edge of the grid at 2 of 2 widths")
     write_drifts(tmp_path / "drift.csv", [panel])
     head, first, _ = (tmp_path / "drift.csv").read_text().splitlines()
     assert head == "sweep,key,before,after,optimum,at edge,exponent,error,error from"

@@ -332,7 +332,11 @@ def test_the_verdict_of_transfer() -> None:
     assert "moves by 2 cells of the grid (0.2 at 1 → 2, 0.8 at 2 → 4): it does not transfer" in panel(1, 3).verdict()
     assert "edge" not in panel(1, 3).verdict()
     assert "at 1 of 2 widths it is at the edge of the grid" in panel(0, 1).verdict()
+    assert "with the optimum" not in panel(1, 3, 1).verdict()
+    assert "; with the optimum of 1 → 2, 2 → 4 ends 182 % above its best" in panel(1, 3).verdict()  # 3.1 against 1.1
     moving = panel(1, 3)
+    moving.curves[1].values[0.2] = [math.inf]
+    assert "; with the optimum of 1 → 2, 2 → 4 diverges" in moving.verdict()
     moving.curves[0].values[1.6] = [math.inf]
     moving.curves[1].values[0.1] = [1000.0, 1000.0]
     assert [curve.optimum for curve in moving.curves] == [0.2, 0.8]

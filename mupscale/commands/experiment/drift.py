@@ -24,9 +24,12 @@ class Drift(NamedTuple):
     """By width."""
 
     def __str__(self) -> str:
-        if math.isnan(self.error):
-            return f"width^{self.exponent:.2f}, of unknown error"
-        return f"width^({self.exponent:.2f} ± {self.error:.2f}), by {self.error_from}"
+        return f"{self.power}, {'of unknown error' if math.isnan(self.error) else f'by {self.error_from}'}"
+
+    @property
+    def power(self) -> str:
+        exponent = f"{round(self.exponent, 2) + 0.0:.2f}"  # never -0.00
+        return f"width^{exponent}" if math.isnan(self.error) else f"width^({exponent} ± {self.error:.2f})"
 
     @property
     def at_edge(self) -> int:

@@ -70,6 +70,16 @@ class Panel:
         return drift_of(widths, self.levels, [curve.of_seeds(self.levels, seeds) for curve in self.curves])
 
     @property
+    def price(self) -> str:
+        """What tuning at the first growth costs at the last one, in words; empty if they have the same optimum."""
+        first, last = self.curves[0], self.curves[-1]
+        got, best = last.mean(first.optimum), last.mean(last.optimum)
+        if first.optimum == last.optimum or not best:
+            return ""
+        end = f"ends {100 * (got - best) / abs(best):.3g} % above its best" if math.isfinite(got) else "diverges"
+        return f"; with the optimum of {first.growth}, {last.growth} {end}"
+
+    @property
     def word(self) -> str:
         return "transfers" if self.moved <= STAYS else "does not transfer"
 
@@ -84,7 +94,16 @@ class Panel:
         if at_edge:
             widths = f"{len(at_edge)} of {len(self.curves)} widths"
             warning = f"; at {widths} it is at the edge of the grid, so make the grid wider"
-        return f"{self.name}: the optimum of {self.key} {move} ({optima}): it {self.word}{warning}"
+        return f"{self.name}: the optimum of {self.key} {move} ({optima}): it {self.word}{self.price}{warning}"
+
+    @property
+    def title(self) -> str:
+        if self.drift is None:
+            return f"{self.name} {self.word}"
+        goes = f"its optimum goes as {self.drift.power}"
+        if self.drift.at_edge:
+            goes = f"its optimum is at the edge of the grid at {self.drift.at_edge} of {len(self.curves)} widths"
+        return f"{self.name} {self.word}\n{goes}"
 
     def drift_sentence(self) -> str:
         if self.drift is None:
@@ -154,7 +173,7 @@ def draw(path: Path, panels: list[Panel], label: str) -> list[Path]:
 
     Each optimum is starred.
     """
-    figure, first = figures.figure(5.2 * len(panels), 4.0)
+    figure, first = figures.figure(5.2 * len(panels), 4.5)
     first.remove()
     for column, each in enumerate(panels):
         ax = figure.add_subplot(1, len(panels), column + 1)
@@ -162,9 +181,12 @@ def draw(path: Path, panels: list[Panel], label: str) -> list[Path]:
         ax.set_ylim(*visible_range(each))
         ax.set_xlabel(each.key)
         ax.set_ylabel(label)
-        ax.set_title(f"the optimum {each.word}" + (f", as {each.drift}" if each.drift else ""), fontsize=9)
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
+        ax.set_title(each.title, fontsize=10, parse_math=False)
+        ax.grid(color=figures.LIGHT.grid, linewidth=0.7)
+        ax.set_axisbelow(True)
+        figures.dress(figure, ax, figures.LIGHT)
+    lines, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False, fontsize=10)
     return figures.save(figure, path)
 
 
