@@ -132,9 +132,18 @@ class Comparison:
         where = f"At {BUDGETS[self.budget]}, schedule {self.schedule}"
         margins = {loss: margin for loss in LOSSES if self.has(loss) and (margin := self.margin(loss)) is not None}
         if not margins:
-            return [f"{where}: there is nothing to compare, because all runs of one side diverged or are missing."]
+            return [f"{where}: there is nothing to compare, because {self._hindrance()}."]
         outcomes = ", ".join(f"by {loss} loss {margin.outcome}" for loss, margin in margins.items())
         return [f"{where}: {outcomes}.", *(self._sentence(loss, margin) for loss, margin in margins.items())]
+
+    def _hindrance(self) -> str:
+        """Why there is no margin."""
+        for side, arms in {"that grows": self.growths, "of a fixed width": self.fixed}.items():
+            if not arms:
+                return f"no run {side} has finished"
+            if self.best(arms, "training") is None:
+                return f"every one {side} diverged"  # or each of its arms has a seed that did
+        return "not all runs have logged a loss"
 
     def _sentence(self, loss: Loss, margin: "Margin") -> str:
         grown, fixed = (ranged(spread(self.values(arm, loss)), False) for arm in (margin.growth, margin.fixed))
