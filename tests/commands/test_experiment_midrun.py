@@ -413,11 +413,13 @@ def test_the_best_growth_is_compared_and_a_diverged_one_is_not() -> None:
     margin = comparison.margin("training")
     assert margin is not None
     assert margin.growth == OTHER
-    assert compared(made_up(WIDE, math.inf), made_up(GROWN, 1.0)).verdict()[0].endswith("of a fixed width diverged.")
-    assert compared(made_up(WIDE, 1.0), made_up(GROWN, math.inf)).verdict()[0].endswith("one that grows diverged.")
-    assert compared(made_up(WIDE, 1.0)).verdict()[0].endswith("because no run that grows has finished.")
-    unlogged = compared(made_up(WIDE, 1.0), made_up(GROWN, 1.0), made_up(OTHER, math.nan))
-    assert unlogged.verdict()[0].endswith("because not all runs have logged a loss.")
+    for runs, reason in (
+        ([made_up(WIDE, math.inf), made_up(GROWN, 1.0)], "each fixed width has a run that diverged"),
+        ([made_up(WIDE, 1.0), made_up(GROWN, math.inf)], "each growth has a run that diverged"),
+        ([made_up(WIDE, 1.0)], "no growth has finished"),
+        ([made_up(WIDE, 1.0), made_up(GROWN, 1.0), made_up(OTHER, math.nan)], "not all runs have logged a loss"),
+    ):
+        assert compared(*runs).verdict()[0].endswith(f"there is nothing to compare, because {reason}.")
     without = compared(made_up(WIDE, 3.6, validation=math.nan), made_up(GROWN, 3.5)).verdict()
     assert "validation" not in without[0]
     assert list(comparison.arms) == [WIDE, OTHER, GROWN]

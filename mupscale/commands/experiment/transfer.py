@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STAYS = 1
-"""By how many grid cells an optimum may move and still count as stable: its neighbours are as good, within noise."""
+"""By how many grid cells an optimum may move and still count as stable: the true one may lie between two cells."""
 
 ABOVE = 3
 """The figure is cut off at this multiple of the worst optimum."""

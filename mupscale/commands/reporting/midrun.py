@@ -138,11 +138,11 @@ class Comparison:
 
     def _hindrance(self) -> str:
         """Why there is no margin."""
-        for side, arms in {"that grows": self.growths, "of a fixed width": self.fixed}.items():
+        for kind, arms in {"growth": self.growths, "fixed width": self.fixed}.items():
             if not arms:
-                return f"no run {side} has finished"
+                return f"no {kind} has finished"
             if self.best(arms, "training") is None:
-                return f"every one {side} diverged"  # or each of its arms has a seed that did
+                return f"each {kind} has a run that diverged"
         return "not all runs have logged a loss"
 
     def _sentence(self, loss: Loss, margin: "Margin") -> str:
