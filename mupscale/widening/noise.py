@@ -1,9 +1,10 @@
 """Symmetry-breaking noise (Step 2 of the paper's meta-algorithm), and its signal-normalised variant.
 
 Noise N(0, (σ̄ · scale)²) is added to an entry after its weight was rescaled. `scale` is the muP initialisation scale of
-the role at the wide width: 1 with one width axis, N_in^-1/2 for a matrix, where N_in counts the summed width axis only
-(input channels, not channels × kernel). A unit multiplies the noise on its parameter, and does not change σ̄. σ̄
-transfers between widths: it is one number, or one per weight (per kernel position of a convolution).
+the role at the wide width: N_in^-1/2 for a matrix, where N_in counts the summed width axis only (input channels, not
+channels × kernel), and 1 with one width axis. Under base shapes, a plain readout has base width / N_in: the multiplier
+that it lacks, so that its noise acts as that of a `Readout`. A unit multiplies the noise on its parameter, and does not
+change σ̄. σ̄ transfers between widths: it is one number, or one per weight (per kernel position of a convolution).
 
 By default noise is added to weights and embeddings, but not to biases, gains (norms, PReLU, LayerScale), parameters
 without a width axis, or readouts that are initialised at zero (`is_noisy`). `where={"pattern": True or False}`
@@ -297,8 +298,13 @@ def is_noisy(entry: TensorPlan, where: Mapping[str, bool] | None = None, centred
 
 
 def init_scale(entry: TensorPlan) -> float:
-    """The muP initialisation scale of the role: N_in^-1/2 with two width axes, 1 with one."""
-    return entry.fan_in**-0.5 if "out" in entry.sides and "in" in entry.sides else 1.0
+    """The muP initialisation scale of the role: N_in^-1/2 with two width axes, base / N_in for a readout, 1 otherwise.
+
+    A plain model has no base width: its own counts as one, so that the scale of a readout is 1.
+    """
+    if "in" in entry.sides and "out" in entry.sides:
+        return entry.fan_in**-0.5
+    return 1.0 if entry.base is None else entry.base / entry.fan_in
 
 
 def may_overflow(level: float, dtype: torch.dtype) -> bool:

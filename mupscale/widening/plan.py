@@ -38,6 +38,7 @@ from mupscale.widening.survey import Survey, Use, refuse_scripted, some_names, u
 from mupscale.widening.tensor_plan import TensorPlan
 from mupscale.widening.units import NO_UNIT, Unit, Units, match_units
 from mupscale.widening.weight_norm import unit_of_gain
+from mupscale.widening.width_table import merged_table
 
 Blocks = Mapping[str, Mapping[int, LayoutSpec]]
 
@@ -137,9 +138,11 @@ def plan(
         spec = {**_merge(implied, use.names), **_inherited(survey, layouts, sides, use), **given}
         layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec, given)
         in_pieces[use.name] = {axis for axis, row in spec.items() if not isinstance(row, int)}
+    widths = merged_table(narrow, mup_only=True) | merged_table(wide, mup_only=True)
     for use in survey.uses:
         unit = unit_of.get(use.name, NO_UNIT)
-        entries[use.name] = _entry(use, *sides[use.name], layouts[use.name], unit, use.name in directions)
+        base = widths[use.name].base if use.name in widths else ()
+        entries[use.name] = _entry(use, *sides[use.name], layouts[use.name], unit, use.name in directions, base)
     fractional_growth.refuse_averages(survey, entries, in_pieces)
     for use in survey.uses:
         _refuse_tied(use, entries[use.name])
@@ -218,14 +221,21 @@ def _follows_a_weight(attribute: str) -> bool:
 
 
 def _entry(
-    use: Use, role: Role, sides: tuple[Side, ...], layouts: tuple[Layout, ...], unit: Unit, normed: bool
+    use: Use,
+    role: Role,
+    sides: tuple[Side, ...],
+    layouts: tuple[Layout, ...],
+    unit: Unit,
+    normed: bool,
+    base: tuple[int | None, ...],
 ) -> TensorPlan:
     _, before, _, attribute = use.owners[0]
     known = modules.axis_sides(before, attribute, use.narrow)
     axes = next(
         ((s.index("out"), s.index("in")) for s in (known, sides) if s and s.count("in") == 1 and "out" in s), None
     )
-    fan_in = math.prod(size for size, side in zip(use.wide_shape, sides, strict=True) if side == "in")
+    summed = [axis for axis, side in enumerate(sides) if side == "in"]
+    fan_in = math.prod(use.wide_shape[axis] for axis in summed)
     return TensorPlan(
         names=use.names,
         narrow_shape=use.narrow_shape,
@@ -235,6 +245,7 @@ def _entry(
         sides=sides,
         layouts=layouts,
         fan_in=fan_in,
+        base=math.prod(base[axis] or use.wide_shape[axis] for axis in summed) if base else None,
         matrix_axes=axes,
         zero_initialised=any(getattr(owner, "readout_zero_init", False) for _, owner, _, _ in use.owners),
         summed_axes=_summed_axes(use, role, sides),

@@ -28,6 +28,8 @@ class TensorPlan:
     matrix_axes: tuple[int, int] | None
     """The two axes that make a matrix, the others counting kernel positions; None means flatten to width × rest."""
     zero_initialised: bool = False
+    base: int | None = None
+    """`fan_in` at the base width of muP; None without base shapes."""
     summed_axes: tuple[int, ...] = ()
     """The width axes that every use of the parameter sums over. A muP readout's counts; that of an embedding which is
     tied to it does not."""

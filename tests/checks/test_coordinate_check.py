@@ -153,10 +153,7 @@ def test_updates_of_a_right_network_may_fall_towards_their_limit(optimizer: Call
 
 
 class PlainMLP(MLP):
-    """With an ordinary linear layer as readout.
-
-    muP draws and trains it rightly, but noise on it is as large as on one that averages.
-    """
+    """With an ordinary linear layer as readout."""
 
     def build(self, width: Any) -> nn.Module:
         net = MLPNet(20, [width] * 3, 7)
@@ -186,6 +183,11 @@ class PartlyUnscaledMLP(MLP):
         return optimizer
 
 
+def unaveraged_readout_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = noise.init_scale
+    monkeypatch.setattr(noise, "init_scale", lambda entry: original(replace(entry, base=None)))
+
+
 def test_a_readout_that_sums_is_named() -> None:
     answer = check_mlp(SummingMLP)
     assert list(answer.failing) == ["readout"]
@@ -195,7 +197,9 @@ def test_a_readout_that_sums_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_plain_readout_is_named_once_noise_is_on_it() -> None:
+def test_a_plain_readout_is_named_if_noise_on_it_is_as_on_one_that_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_mlp(PlainMLP).passed
+    unaveraged_readout_noise(monkeypatch)
     answer = check_mlp(PlainMLP)
     assert failing(answer, "fresh") == []
     assert failing(answer, "doubled") == failing(answer, "grown") == ["readout"]
@@ -204,8 +208,9 @@ def test_a_plain_readout_is_named_once_noise_is_on_it() -> None:
 
 
 @pytest.mark.slow
-def test_the_layer_to_look_at_is_where_outputs_go_wrong() -> None:
+def test_the_layer_to_look_at_is_where_outputs_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGD's updates depend on the size of gradients, so that those before a wrong readout fail with it."""
+    unaveraged_readout_noise(monkeypatch)
     answer = check_mlp(PlainMLP, sgd)
     assert next(iter(answer.failing)) == "layers.0"
     assert answer.first == "readout"

@@ -71,6 +71,30 @@ def test_std_per_role_gpt2_embeddings_do_not_grow_with_width():
     assert_std(noise["blocks.0.mlp.2.weight"], 0.1 / math.sqrt(256))
 
 
+def with_head(head: type[nn.Linear], width: int) -> nn.Module:
+    def build(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, width), nn.ReLU(), head(width, 4))
+
+    torch.manual_seed(0)
+    return mupscale.set_base_shapes(build(width), build(16), build(32)).double()
+
+
+@pytest.mark.parametrize("width", [32, 128])
+def test_noise_on_a_plain_readout_with_base_shapes_acts_as_on_a_muP_readout(width: int):
+    x, changes = torch.randn(64, 6, dtype=torch.float64), []
+    for head in (nn.Linear, mupscale.Readout):
+        narrow, wide = with_head(head, width), with_head(head, 2 * width)
+        mupscale.upscale(narrow, wide, noise=mupscale.AdditiveNoise(0.1, where={"0.*": False}))
+        changes.append(wide(x) - narrow(x))
+    assert changes[0].std() > 0.01
+    torch.testing.assert_close(*changes, rtol=0, atol=1e-14)
+
+
+def test_std_of_a_plain_readout_is_that_of_its_initialisation():
+    narrow, *wides = (with_head(nn.Linear, width) for width in (256, 512, 512))
+    assert_std(added(narrow, tuple(wides), mupscale.AdditiveNoise(0.3))["2.weight"], 0.3 * 16 / 512)
+
+
 def test_the_muP_table_tells_a_matrix_from_a_readout_when_one_side_does_not_grow():
     build = [
         mupscale.set_base_shapes(MLPNet(4, h, 3), MLPNet(4, (2, 2), 3), MLPNet(4, (4, 4), 3))
