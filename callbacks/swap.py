@@ -28,6 +28,7 @@ from mupscale.models._lightning import (
 )
 from mupscale.models.base import WidthScalable, copy_modes, has_own_optimizers, init_contexts, without_log
 from mupscale.models.checkpoint import Width
+from mupscale.widening.grow import UpscaleReport, grow
 from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.new_copies import StateRule
@@ -43,7 +44,6 @@ from mupscale.widening.optimizer_state import (
 )
 from mupscale.widening.plan import Plan
 from mupscale.widening.schedule import Source, continue_schedule
-from mupscale.widening.upscale import UpscaleReport, upscale
 
 
 class RefusedSwap(UserError, RuntimeError):
@@ -102,7 +102,7 @@ class Swap:
         copy_modes(narrow, wide)
         if self.method.needs_batches:
             self._fit_method(trainer, module, narrow, wide)
-        report = upscale(
+        report = grow(
             narrow,
             wide,
             noise=self.noise,
@@ -217,7 +217,7 @@ class Swap:
             dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
             narrow.to(module.device, dtype)
             wide.to(module.device, dtype)
-            upscale(narrow, wide, noise=report.same_noise(), seed=seed, plan=report.plan, method=self.method)
+            grow(narrow, wide, noise=report.same_noise(), seed=seed, plan=report.plan, method=self.method)
             wide.to(average_device(callback, module), kept)
             new.n_averaged.copy_(old.n_averaged)
             set_average(callback, new)

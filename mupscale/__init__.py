@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from mupscale.checks.verify import verify
     from mupscale.discovery.discover import discover
     from mupscale.discovery.found import Found
+    from mupscale.growing.upscale import upscale
     from mupscale.mup_optimizers import MuAdam, MuAdamW, MuSGD, apply_mup
     from mupscale.schedules import WarmupCosine, WarmupStableDecay
     from mupscale.widening.clip import clip_grad_norm_
+    from mupscale.widening.grow import UpscaleReport
     from mupscale.widening.methods import (
         AKI,
         FPI,
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from mupscale.widening.plan import Plan, plan
     from mupscale.widening.readout import Readout
     from mupscale.widening.rules import register_optimizer
-    from mupscale.widening.upscale import UpscaleReport, upscale
 
     __version__: str
 
@@ -53,7 +54,7 @@ _HOME = {
     "RecordedNoise": "widening.noise",
     "ShrinkAndPad": "widening.methods",
     "SignalNoise": "widening.noise",
-    "UpscaleReport": "widening.upscale",
+    "UpscaleReport": "widening.grow",
     "Verdict": "checks.verdict",
     "WarmupCosine": "schedules",
     "WarmupStableDecay": "schedules",
@@ -65,7 +66,7 @@ _HOME = {
     "plan": "widening.plan",
     "register_optimizer": "widening.rules",
     "set_base_shapes": "base_shapes",
-    "upscale": "widening.upscale",
+    "upscale": "growing.upscale",
     "verify": "checks.verify",
 }
 

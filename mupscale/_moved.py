@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from importlib.abc import Loader  # which takes a while to import
 
 MOVED = {
-    "algorithm": "widening.upscale",
+    "algorithm": "growing.upscale",
     "clip": "widening.clip",
     "coord": "checks.coordinate_check",
     "equivalence": "checks.verify",

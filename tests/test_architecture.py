@@ -27,7 +27,9 @@ LEAVES = {
 }  # fmt: skip
 """Anybody may import these."""
 
-LAYERS = ("leaves", "widening", "stacking", "root", "checks", "discovery", "hf", "models", "callbacks", "commands")
+LAYERS = (
+    "leaves", "widening", "stacking", "root", "checks", "discovery", "growing", "hf", "models", "callbacks", "commands",
+)  # fmt: skip
 """From the bottom to the top: a module imports from its own layer and from those below it."""
 
 ABOVE_DATA = ("datamodules", "callbacks", "commands")

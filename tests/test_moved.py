@@ -23,7 +23,7 @@ def test_an_old_name_is_the_new_module(old: str):
 @pytest.mark.parametrize(
     ("path", "new"),
     [
-        ("mupscale.algorithm.upscale", "mupscale.widening.upscale"),
+        ("mupscale.algorithm.upscale", "mupscale.growing.upscale"),
         ("mupscale.equivalence.verify", "mupscale.checks.verify"),
         ("mupscale.noise.AdditiveNoise", "mupscale.widening.noise"),
         ("mupscale.optim.MuAdamW", "mupscale.mup_optimizers"),

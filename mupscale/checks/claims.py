@@ -14,10 +14,10 @@ from mupscale.checks.recording import buffers_kept
 from mupscale.checks.verify import WARM_UP
 from mupscale.errors import UserError
 from mupscale.text_tables import Paint, folded, unpainted
+from mupscale.widening.grow import grow
 from mupscale.widening.methods.base import Claim, GrowthMethod, Loss
 from mupscale.widening.plan import Blocks
 from mupscale.widening.roles import Roles
-from mupscale.widening.upscale import upscale
 
 PRESERVED = 1e-12
 """The largest relative deviation of a loss, in float64, that is rounding."""
@@ -94,7 +94,7 @@ def check_claim(
         _step(narrow, before, batches[step % len(batches)], loss)
     method = copy.deepcopy(method)
     method.fit(narrow, wide, batches, loss, roles=roles, blocks=blocks)
-    report = upscale(narrow, wide, before, method=method, roles=roles, blocks=blocks)
+    report = grow(narrow, wide, before, method=method, roles=roles, blocks=blocks)
     after = report.optimizer
     assert isinstance(after, Optimizer)
     static = max(_deviation(_value(wide, batch, loss), _value(narrow, batch, loss)) for batch in batches)

@@ -31,10 +31,10 @@ from mupscale.errors import UserError
 from mupscale.text_tables import Paint, Style, folded, table, unpainted
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.clip import clip_grad_norm_
+from mupscale.widening.grow import as_list, grow
 from mupscale.widening.noise import AdditiveNoise, Noise
 from mupscale.widening.readout import Readout
 from mupscale.widening.survey import refuse_unless_model
-from mupscale.widening.upscale import as_list, upscale
 
 FACTORS = (2, 4, 8)
 """The factors by which the narrowest network is upscaled; the others are upscaled by the first."""
@@ -230,7 +230,7 @@ def coord_check(
                 watch("networks trained", done, total)
                 for factor in FACTORS if width == widths[0] else FACTORS[:1]:
                     wide = network(factor * width)
-                    report = upscale(narrow, wide, narrow_opts, noise=noise, seed=seed)
+                    report = grow(narrow, wide, narrow_opts, noise=noise, seed=seed)
                     assert isinstance(report.optimizer, list)
                     train = _Training(batches, loss, steps, clip, f"width {width} upscaled to {factor * width}")
                     sizes = train(wide, report.optimizer, first=steps)

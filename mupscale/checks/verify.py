@@ -21,12 +21,12 @@ from mupscale.checks.verdict import TOLERANCE, TOLERANCE_FLOAT32, Verdict
 from mupscale.errors import UserError
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.clip import clip_grad_norm_
+from mupscale.widening.grow import as_list, grow
 from mupscale.widening.layout import duplicate
 from mupscale.widening.plan import Blocks
 from mupscale.widening.roles import Roles
 from mupscale.widening.survey import refuse_lazy, refuse_scripted, refuse_unless_model
 from mupscale.widening.units import Units
-from mupscale.widening.upscale import as_list, upscale
 
 WARM_UP = 10
 """Training steps of the narrow copy before it is widened, so that the move of optimizer state is tested too."""
@@ -125,7 +125,7 @@ def _verify(
         _backward(narrow, batches[step], loss, step)
         _flush(narrow, _vanishing(narrow))
         _step(narrow, narrow_opts, clip)
-    report = upscale(narrow, wide, narrow_opts, roles=roles, blocks=blocks, units=units)
+    report = grow(narrow, wide, narrow_opts, roles=roles, blocks=blocks, units=units)
     assert isinstance(report.optimizer, list)
 
     comparison = Comparison(report.plan, tolerance)

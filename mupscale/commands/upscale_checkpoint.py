@@ -43,9 +43,9 @@ from mupscale.models.checkpoint import (
     restore_mixed_widths,
 )
 from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
+from mupscale.widening.grow import UpscaleReport, grow
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.noise import Noise
-from mupscale.widening.upscale import UpscaleReport, upscale
 
 
 def widen_checkpoint(arguments: list[str]) -> None:
@@ -136,7 +136,7 @@ def upscale_checkpoint(
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         continue_groups(plan, narrow, before, wide, after, method)
     rebuild = partial(module.network, width)
-    report = upscale(
+    report = grow(
         narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, plan=plan, method=method, rebuild=rebuild
     )
     _store(checkpoint[key], wide)
@@ -144,7 +144,7 @@ def upscale_checkpoint(
         # the draw depends on the precision, and the average may have a lower one than the weights
         precision = next(narrow.parameters()).dtype
         average, wide_average = _networks(module, width, checkpoint.get("state_dict", {}), at_least=precision)
-        upscale(
+        grow(
             average,
             wide_average,
             noise=report.same_noise(),

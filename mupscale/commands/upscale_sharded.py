@@ -24,6 +24,7 @@ from mupscale.models.checkpoint import (
 )
 from mupscale.models.sharded import WEIGHTS, Keys, ShardedCheckpoint, ShardWriter
 from mupscale.widening.finite import first_non_finite
+from mupscale.widening.grow import UpscaleReport
 from mupscale.widening.layout import duplicate_
 from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.new_copies import NEW_COPIES
@@ -32,7 +33,6 @@ from mupscale.widening.optimizer_state import check_transfer
 from mupscale.widening.plan import Plan
 from mupscale.widening.rules import rule_of
 from mupscale.widening.tensor_plan import TensorPlan
-from mupscale.widening.upscale import UpscaleReport
 from mupscale.widening.weights import refuse_other_units, remember_widths, widen_
 
 Rows = Callable[[slice], Tensor]

@@ -16,12 +16,12 @@ from mupscale.discovery.passes import Call, Recording
 from mupscale.discovery.search import Search
 from mupscale.errors import UserError
 from mupscale.watching import Watch, unwatched
+from mupscale.widening.grow import grow
 from mupscale.widening.layout import LayoutSpec
 from mupscale.widening.modules import Side
 from mupscale.widening.plan import plan
 from mupscale.widening.roles import Role
 from mupscale.widening.survey import Use, refuse_lazy, refuse_unless_model
-from mupscale.widening.upscale import upscale
 from mupscale.widening.weight_norm import fold_weight_norms_
 
 TOLERANCE = 1e-9
@@ -231,7 +231,7 @@ def _found(search: Search, undecided: tuple[str, ...]) -> Found:
 def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
     """Raises a UserError unless `upscale` with these findings writes the weights that agreed, with exact rates."""
     written = {name: tensor.detach().clone() for name, tensor in _saved_tensors(hypothesis.wide)}
-    report = upscale(hypothesis.narrow, hypothesis.wide, **found.hints)
+    report = grow(hypothesis.narrow, hypothesis.wide, **found.hints)
     for name, tensor in _saved_tensors(hypothesis.wide):
         size = float(written[name].abs().max()) if tensor.numel() and not tensor.is_complex() else 1.0
         if not torch.allclose(tensor, written[name], rtol=1e-9, atol=1e-9 * size):

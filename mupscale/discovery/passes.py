@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from mupscale._torch import is_under_transform, tree_map
+from mupscale.checks.double_precision import DoublePrecision, Operation
+from mupscale.checks.matching import MASKED, Match, Planned, match
 from mupscale.checks.recording import buffers_kept, real_floats
 from mupscale.checks.structures import leaves_of
-from mupscale.discovery.cuts import Cut
-from mupscale.discovery.double_precision import DoublePrecision
+from mupscale.discovery.cuts import Cut, cuts_of
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
-from mupscale.discovery.matching import MASKED, Match, Planned, match
 from mupscale.errors import UserError
 from mupscale.widening.layout import Layout, duplicate, duplicate_, narrow_length, wide_length
 
@@ -73,12 +73,15 @@ class Recording:
         """Into which sections the model cuts axes."""
         self._made: list[Tensor] = []
         with buffers_kept(model):
-            outputs = _watched(model, call, self._note, self._made.append, self.cuts.append)
+            outputs = _watched(model, call, self._note, self._made.append, self._note_cuts)
             self._note("", "returns", outputs)
 
     @property
     def outputs(self) -> list[Tensor]:
         return self.events[-1].tensors
+
+    def _note_cuts(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+        self.cuts += cuts_of(func, args, result)
 
     def _note(self, name: str, kind: Kind, values: Any) -> None:
         self.events.append(Event(name, kind, _copies(values), [*self._made]))
@@ -247,14 +250,14 @@ def _watched(
     call: Call,
     note: Callable[[str, Kind, Any], None],
     made: Callable[[Tensor], None],
-    cut: Callable[[Cut], None] = lambda lengths: None,
+    ran: Operation = lambda func, args, result: None,
 ) -> list[Tensor]:
     """Runs the model, and calls `note` where each module begins and ends, `made` with what each operation makes.
 
     Returns the outputs: what the model's own forward pass returned last, and what else `call` returns.
     """
     device = next((parameter.device for parameter in model.parameters()), None)
-    mode = DoublePrecision(made, cut, device)
+    mode = DoublePrecision(made, ran, device)
     outputs: list[Tensor] = []
 
     def begins(name: str) -> Callable[[nn.Module, Any, Any], None]:

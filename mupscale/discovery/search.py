@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from mupscale._torch import DropoutNd
+from mupscale.checks.matching import match
 from mupscale.checks.recording import buffers_kept
 from mupscale.discovery.changes import Change, Proposals, pairs
 from mupscale.discovery.cuts import paired
 from mupscale.discovery.hypothesis import Assumed, Axis, Hypothesis
-from mupscale.discovery.matching import match
 from mupscale.discovery.orientation import decide
 from mupscale.discovery.passes import Call, Outcome, Recording, agrees, compare, gradients, returned
 from mupscale.errors import UserError

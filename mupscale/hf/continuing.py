@@ -13,11 +13,11 @@ from torch import nn
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
 from mupscale.hf.folder import GROWTH_FILE
+from mupscale.widening.grow import UpscaleReport
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.plan import Plan
 from mupscale.widening.roles import matches
 from mupscale.widening.rules import rule_of
-from mupscale.widening.upscale import UpscaleReport
 from mupscale.widening.weights import remember_widths
 from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
 

@@ -15,10 +15,9 @@ from mupscale.hf.growth import Growth
 from mupscale.hf.inputs import Call, default_call
 from mupscale.hf.outputs import quiet
 from mupscale.watching import Watch, unwatched
+from mupscale.widening.grow import Optimizers, UpscaleReport, grow
 from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.noise import Noise
-from mupscale.widening.upscale import Optimizers, UpscaleReport
-from mupscale.widening.upscale import upscale as upscale_model
 
 MOST_PARAMETERS = 100_000_000
 """Of a wide model that is itself run to find how it grows."""
@@ -73,7 +72,7 @@ def upscale(
     growth = Growth(factor, keep_heads, only, fields)
     wide = _wide_model(narrow, growth.wide(narrow.config))
     found = _found(narrow, wide, call, watch)
-    report = upscale_model(narrow, wide, optimizer, noise=noise, seed=seed, method=method, **found.hints)
+    report = grow(narrow, wide, optimizer, noise=noise, seed=seed, method=method, **found.hints)
     wide.train(narrow.training)
     return wide, report
 

@@ -270,7 +270,7 @@ def test_weights_not_divided_by_the_fan_in_factor(monkeypatch: pytest.MonkeyPatc
 
 
 def test_buffers_left_behind(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.upscale.widen_buffers_", lambda *_: None)
+    monkeypatch.setattr("mupscale.widening.grow.widen_buffers_", lambda *_: None)
     case = CASES["resnet18"]
     torch.manual_seed(0)
     narrow, wide = case.build(2).eval(), case.build(4).eval()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
+from mupscale.growing.upscale import upscale
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
@@ -25,7 +26,6 @@ from mupscale.models.checkpoint import (
     refuse_other_architecture,
     restore_mixed_widths,
 )
-from mupscale.widening.upscale import upscale
 from mupscale.widening.width_table import merged_table
 
 

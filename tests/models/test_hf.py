@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.checks.double_precision import DoublePrecision
 from mupscale.commands.tuning.trial import drop_checkpoints
-from mupscale.discovery.double_precision import DoublePrecision
 from mupscale.errors import UserError
 from mupscale.hf.causal_lm import config_of, save
 from mupscale.models.checkpoint import load_checkpoint

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import mupscale
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
+from mupscale.widening.grow import UpscaleReport
 from mupscale.widening.layout import centre_, duplicate, interleaved, parse_layout
 from mupscale.widening.noise import Noise, save_constants
-from mupscale.widening.upscale import UpscaleReport
 
 NOISES: dict[str, Callable[[], Noise]] = {
     "additive": lambda: mupscale.AdditiveNoise(0.1, centred=True),

@@ -269,7 +269,7 @@ def test_every_optimizer_goes_on_exactly(optimizer: str):
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "grouped queries"])
 def test_the_optimizer_needs_its_rates_by_entry(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.upscale.keep_reference_units", lambda *_: None)
+    monkeypatch.setattr("mupscale.widening.grow.keep_reference_units", lambda *_: None)
     for optimizer in (ADAMW, SGD):
         assert Grown(name, optimizer, is_mup=True).drift() > 1e-5
 

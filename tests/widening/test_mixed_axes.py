@@ -131,7 +131,7 @@ def test_a_readout_of_unlike_pieces_is_exact(is_mup: bool):
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_unlike_pieces_need_their_hooks(optimizer_name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.upscale.keep_reference_units", lambda *_: None)
+    monkeypatch.setattr("mupscale.widening.grow.keep_reference_units", lambda *_: None)
     assert follow(Concat, OPTIMIZERS[optimizer_name], is_mup=False) > 1e-6
     assert follow(MultiQuery, OPTIMIZERS[optimizer_name], is_mup=False) > 1e-6
 

@@ -195,7 +195,7 @@ def test_without_their_units_the_models_drift(kind: type):
 
 
 def test_an_affine_unit_under_decay_needs_its_hooks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.upscale.keep_reference_units", lambda *_: None)
+    monkeypatch.setattr("mupscale.widening.grow.keep_reference_units", lambda *_: None)
     for make_optimizer in OPTIMIZERS.values():
         assert drift(Gemma, make_optimizer, (8, 16)) > 1e-6
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mupscale.discovery.matching import as_layout, match
+from mupscale.checks.matching import as_layout, match
 from mupscale.widening.layout import Piece, duplicate, evenly, parse_layout, source_index
 
 LAYOUTS = [

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mupscale._torch import is_under_transform
-from mupscale.discovery.cuts import Cut, cuts_of
+
+Operation = Callable[[Callable[..., Any], tuple[Any, ...], Any], None]
+"""Reads an operation, its arguments and its result."""
 
 
 class DoublePrecision(TorchFunctionMode):
@@ -19,17 +21,18 @@ class DoublePrecision(TorchFunctionMode):
     A request for float32 becomes one for float64. What is read in float32, or from another device, is converted, and so
     is what is made in float32 because no dtype is named: `torch.zeros(n)`.
 
-    `seen` is called with every tensor that an operation makes, `cut` with the sections into which one cuts an axis.
+    `seen` is called with every tensor that an operation makes, `ran` with every operation,
+    its arguments and its result.
     """
 
     def __init__(
         self,
         seen: Callable[[Tensor], None] = lambda tensor: None,
-        cut: Callable[[Cut], None] = lambda lengths: None,
+        ran: Operation = lambda func, args, result: None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.seen, self.cut, self.device = seen, cut, device
+        self.seen, self.ran, self.device = seen, ran, device
         self._paused = False
 
     @contextmanager
@@ -54,8 +57,7 @@ class DoublePrecision(TorchFunctionMode):
         result = func(*args, **{name: self._converted(value, makes_new) for name, value in kwargs.items()})
         if makes_new and isinstance(result, Tensor) and result.dtype is torch.float32:
             result = result.detach().double().requires_grad_() if _is_source(result) else result.double()
-        for lengths in cuts_of(func, args, result):
-            self.cut(lengths)
+        self.ran(func, args, result)
         if isinstance(result, Tensor) and result.is_floating_point() and not is_under_transform(result):
             self.seen(result.detach())
         return result
