@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mupscale.checksums import damage_in
-from mupscale.commands.run_folder import identity_of
+from mupscale.commands.run_folder import RUN, read_run
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
 from mupscale.sharded_checkpoints import METADATA, check_sharded, damage_in_shards
@@ -22,15 +22,19 @@ def newest_checkpoint(
     checkpoint that was written by another callback, or on an error in the middle of a step, counts if there is no
     other.
     """
-    from mupscale.models.checkpoint import peek
+    from mupscale.models.checkpoint import peek, run_in
 
     found: list[tuple[tuple[bool, int, bool, float], Path, dict[str, Any]]] = []
+    identity = identity_of(folder)
     for path in checkpoints_of(folder):
         checkpoint = peek(path)
         if checkpoint is None:
             if not path.is_dir():  # a folder without its last file was never finished
                 tell(f"{path} is damaged")
-        elif "optimizer_states" in {*checkpoint, *sharded(path)} and _is_of(folder, path, checkpoint):
+            continue
+        theirs = run_in(checkpoint).get("id")
+        is_of_run = theirs == identity if theirs is not None else _is_in(folder, path)
+        if is_of_run and "optimizer_states" in {*checkpoint, *sharded(path)}:
             rank = _counts(path, checkpoint), checkpoint["global_step"], _is_for_resuming(path), path.stat().st_mtime
             found.append((rank, path, checkpoint))
     for _, path, checkpoint in sorted(found, key=lambda entry: entry[0], reverse=True):
@@ -162,12 +166,33 @@ def _is_for_resuming(path: Path) -> bool:
     return path.name.startswith("step=") and path.parent.name.partition("-")[0] == RESUME
 
 
-def _is_of(folder: Path, path: Path, checkpoint: dict[str, Any]) -> bool:
-    """Whether a checkpoint is of the run in a folder. One without an identity is, if it lies there."""
-    from mupscale.models.checkpoint import run_in
+def identity_of(folder: Path) -> str | None:
+    """The identity of the run in a folder, from run.json, or from its checkpoints where that is missing or damaged.
 
-    theirs = run_in(checkpoint).get("id")
-    return theirs == identity_of(folder) or (theirs is None and folder.resolve() in path.resolve().parents)
+    None if neither has one. A folder for checkpoints that the user named may be that of several runs: each checkpoint
+    names the folder of its run. Raises a UserError if the checkpoints in the folder are of several runs.
+    """
+    from mupscale.models.checkpoint import peek, run_in
+
+    identity = read_run(folder).get("id")
+    if isinstance(identity, str):
+        return identity
+    found: dict[str, list[Path]] = {}
+    for path in checkpoints_of(folder):
+        run = run_in(peek(path) or {})
+        if isinstance(run.get("id"), str) and (_is_in(folder, path) or run.get("folder") == str(folder.resolve())):
+            found.setdefault(run["id"], []).append(path)
+    if len(found) > 1:
+        examples = ", ".join(str(paths[0]) for paths in found.values())
+        raise UserError(
+            f"{folder / RUN} is missing or damaged, and there are checkpoints of {len(found)} runs ({examples}). Move "
+            "those of the others elsewhere, or continue from one of them in a new folder: fit --ckpt_path CHECKPOINT"
+        )
+    return next(iter(found), None)
+
+
+def _is_in(folder: Path, path: Path) -> bool:
+    return folder.resolve() in path.resolve().parents
 
 
 def dictionary(value: Any) -> dict[Any, Any]:

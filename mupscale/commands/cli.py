@@ -335,10 +335,10 @@ class CLI(OpenCLI):
         trainer = self.trainer
         if not trainer.is_global_zero or is_trial_run(trainer):
             return
-        identity = self.start.claim(trainer, takes_next=self._takes_next_version())
+        claimed = self.start.claim(trainer, takes_next=self._takes_next_version())
         saved = yaml.load(self.text, LOADER) if self.saved is None else self.saved
         for callback in callbacks_in(trainer, ExactResume):
-            callback.run = {"id": identity, "config": saved, "log_folders": log_files.folders(trainer)}
+            callback.run = {**claimed, "config": saved, "log_folders": log_files.folders(trainer)}
         log_files.keep_tables(trainer)
 
     def after_fit(self) -> None:

@@ -1,16 +1,21 @@
-"""The folder of a run: its identity, and the lock by which one process at a time writes to it."""
+"""The folder of a run: what identifies the run, and the lock by which one process at a time writes to it."""
 
 import fcntl
+import json
 import os
 import platform
-import uuid
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from mupscale.atomic import write_durably
+from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
+RUN = "run.json"
+"""In the folder of a run: a JSON object with the identity of the run (`id`). Its checkpoints have the identity too."""
+
 LOCK = "run.lock"
-"""In the folder of a run: the identity of the run, and the machine and the number of the process that last wrote."""
+"""In a folder that a run writes to: the machine and the number of the process that last wrote. It may be deleted."""
 
 _held: dict[Path, "Claim"] = {}
 
@@ -28,32 +33,33 @@ class Claim:
         if self.folder in _held:
             raise Taken(f"{folder} is already in use by this process")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = open(self.folder / LOCK, "a+")  # noqa: SIM115
+        self._file: IO[str] = open(self.folder / LOCK, "a+", errors="replace")  # noqa: SIM115
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            owner = " ".join(_words(self._file)[1:]) or "another process"
+            self._file.seek(0)
+            owner = self._file.read().strip() or "another process"
             self._file.close()
             raise Taken(f"{folder} is in use: {owner} writes to it. Wait until that ends, or stop it") from error
         except OSError:
             pass  # a file system without locks
-        self.identity = next(iter(_words(self._file)), None)
         _held[self.folder] = self
 
-    def begin(self, identity: str | None = None) -> str:
-        """Notes that this process writes to the folder, for the run of this identity, or else for a new one."""
-        self.identity = identity or uuid.uuid4().hex
+    def begin(self) -> None:
+        """Notes that this process writes to the folder."""
         self._file.truncate(0)
-        self._file.write(f"{self.identity} process {os.getpid()} on {platform.node()}\n")
+        self._file.write(f"process {os.getpid()} on {platform.node()}\n")
         self._file.flush()
-        return self.identity
 
     def release(self) -> None:
         """Gives it back; folders that it made, and in which nothing else was written, are deleted."""
         if _held.pop(self.folder, None) is None:
             return
         lock = self.folder / LOCK
-        if lock.exists() and (not lock.stat().st_size or (self._made and os.listdir(self.folder) == [LOCK])):
+        if self._made and self.folder.exists() and set(os.listdir(self.folder)) <= {LOCK, RUN}:
+            (self.folder / RUN).unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
+        elif lock.exists() and not lock.stat().st_size:
             lock.unlink()
         for folder in self._made:
             if folder.exists():
@@ -67,20 +73,18 @@ class Taken(UserError):
     """Another process writes to the folder."""
 
 
-def identity_of(folder: Path) -> str | None:
-    """The identity of the run in a folder; None if it has none, being of an older version."""
-    if folder.absolute() in _held:
-        return _held[folder.absolute()].identity  # closing another handle of the file would give the lock back
+def read_run(folder: Path) -> dict[str, Any]:
+    """What run.json says of the run in a folder; empty if it is missing or damaged."""
     try:
-        with open(folder / LOCK) as file:
-            return next(iter(_words(file)), None)
-    except OSError:
-        return None
+        content = json_of((folder / RUN).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
-def _words(file: IO[str]) -> list[str]:
-    file.seek(0)
-    return file.read().split()
+def write_run(folder: Path, **fields: Any) -> None:
+    """Writes fields to run.json, and keeps its others."""
+    write_durably(folder / RUN, (json.dumps({**read_run(folder), **fields}, indent=1) + "\n").encode())
 
 
 def _missing(folder: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """The start of a run: finds its folder, claims it, and writes the first files."""
 
 import itertools
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from mupscale.atomic import write_durably
 from mupscale.callbacks import log_files
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.commands.checkpoints import newest_checkpoint
+from mupscale.commands.checkpoints import identity_of, newest_checkpoint
 from mupscale.commands.leftovers import Leftovers
 from mupscale.commands.outputs import refuse_output_folder
-from mupscale.commands.run_folder import LOCK, Claim, Taken
+from mupscale.commands.run_folder import LOCK, RUN, Claim, Taken, write_run
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, forget_version, is_remote, is_trial_run
 
@@ -37,8 +38,8 @@ class RunStart:
         refuse_output_folder("trainer.default_root_dir", place)
         for folder in itertools.chain([place], (place / f"version_{number}" for number in itertools.count())):
             # an attempt that died before its first checkpoint is none
-            is_attempt = (folder / LOCK).exists() and newest_checkpoint(folder)[0] is None
-            if not is_attempt and any((folder / name).exists() for name in ("config.yaml", "checkpoints", LOCK)):
+            is_attempt = (folder / RUN).exists() and newest_checkpoint(folder)[0] is None
+            if not is_attempt and any((folder / name).exists() for name in ("config.yaml", "checkpoints", RUN, LOCK)):
                 continue
             leftovers = Leftovers()
             if not folder.exists():
@@ -51,18 +52,20 @@ class RunStart:
             return folder
         raise AssertionError
 
-    def claim(self, trainer: Trainer, *, takes_next: bool) -> str:
-        """Claims the run's folder, and that of its checkpoints; returns the identity of the run.
+    def claim(self, trainer: Trainer, *, takes_next: bool) -> dict[str, Any]:
+        """Claims the run's folder, and that of its checkpoints; returns the identity of the run and its folder.
 
         A logger that `takes_next` finds its version itself: where another process was faster, it looks again.
         """
         folder = self._claims[0].folder if self._claims else self._claimed(trainer, takes_next)
-        identity = self._claims[0].begin(None if self.resumed is None else self._claims[0].identity)
+        identity = (None if self.resumed is None else identity_of(self.resumed)) or uuid.uuid4().hex
+        self._claims[0].begin()
+        write_run(folder, id=identity)
         for policy in callbacks_of(trainer):
             if isinstance(policy, RunCheckpoint):
                 policy.run = identity
-                self._claim_checkpoints(policy.dirpath, folder, identity)
-        return identity
+                self._claim_checkpoints(policy.dirpath, folder)
+        return {"id": identity, "folder": str(folder.resolve())}
 
     def release(self) -> None:
         for claim in reversed(self._claims):
@@ -97,13 +100,13 @@ class RunStart:
             assert isinstance(logger, TensorBoardLogger | CSVLogger)
             forget_version(logger)
 
-    def _claim_checkpoints(self, dirpath: Any, folder: Path, identity: str) -> None:
+    def _claim_checkpoints(self, dirpath: Any, folder: Path) -> None:
         if dirpath is None or is_remote(dirpath) or Path(dirpath).resolve() == folder.resolve():
             return
         refuse_output_folder("checkpoint.dirpath", Path(dirpath))
         claim = Claim(Path(dirpath))
         self._claims.append(claim)
-        claim.begin(identity)
+        claim.begin()
 
 
 class SaveConfig(Callback):

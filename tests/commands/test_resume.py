@@ -1,5 +1,6 @@
 """resume goes on with the run in a folder, and with no other; what it cannot do it refuses, and touches nothing."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -323,7 +324,7 @@ import sys
 from pathlib import Path
 from mupscale.commands.run_folder import Claim
 claim = Claim(Path(sys.argv[1]))
-claim.begin(claim.identity)
+claim.begin()
 print("ready", flush=True)
 input()
 """
@@ -366,6 +367,59 @@ def test_a_folder_for_checkpoints_has_one_writer(tmp_path: Path) -> None:
         assert "shared is in use" in refused("fit", "--config", path, "--checkpoint.dirpath=shared")
         process.kill()
     assert not Path("runs").exists()
+
+
+# --- identity
+
+DAMAGES = {
+    "deleted": lambda path: path.unlink(),
+    "emptied": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:7]),
+    "random": lambda path: path.write_bytes(b"\xff\x00\x80"),
+    "another kind": lambda path: path.write_text("[1]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_identity_of_a_run_survives_lost_files(damage: str, half_a_run: Path) -> None:
+    names = ("run.json", "run.lock")
+    assert json.loads((half_a_run / "run.json").read_text()).keys() == {"id"}
+    path, checkpoint = newest_checkpoint(half_a_run)
+    assert checkpoint["global_step"] == 8
+    for name in names:
+        DAMAGES[damage](half_a_run / name)
+        assert newest_checkpoint(half_a_run)[0] == path
+    message = refused("fit", "--config", "c.yaml", "--trainer.logger.version=version_0")
+    assert "version_0 has a run already" in message
+    main(["resume", str(half_a_run)])
+    after = json.loads((half_a_run / "run.json").read_text())
+    assert after == {"id": checkpoint["mupscale_run"]["id"]}
+    assert end(half_a_run)["mupscale_run"]["id"] == after["id"]
+
+
+def test_what_else_is_in_run_json_is_kept(half_a_run: Path) -> None:
+    before = json.loads((half_a_run / "run.json").read_text())
+    (half_a_run / "run.json").write_text(json.dumps({**before, "tags": {"arm": "upscaled"}}))
+    main(["resume", str(half_a_run)])
+    assert json.loads((half_a_run / "run.json").read_text()) == {**before, "tags": {"arm": "upscaled"}}
+
+
+def test_lost_identities_of_two_runs_with_one_folder_for_checkpoints(tmp_path: Path) -> None:
+    shared = ["fit", "--config", config(tmp_path / "c.yaml"), "--checkpoint.dirpath=shared"]
+    for step in (5, 9):
+        crash(step, *shared)
+    runs = [Path(f"runs/default/version_{number}") for number in (0, 1)]
+    for run in runs:
+        (run / "run.json").unlink()
+    assert [newest_checkpoint(run)[1]["global_step"] for run in runs] == [4, 8]
+    for run in runs:  # a second copy, of which the folder has no checkpoints that are its own
+        (run / "moved").mkdir()
+        shutil.copy(run / "config.yaml", run / "moved")
+        assert newest_checkpoint(run / "moved") == (None, {})
+    for path in Path("shared").rglob("*.ckpt"):
+        if not path.is_symlink():
+            shutil.copy(path, runs[0] / f"{path.parent.name}-{path.name}")
+    assert "run.json is missing or damaged, and there are checkpoints of 2 runs" in refused("resume", str(runs[0]))
 
 
 # --- damage

@@ -14,9 +14,11 @@ from torch import Tensor
 END = "the state in memory"
 """The name of a checkpoint that is written after a fit; a run that was finished when it was killed has none."""
 
-CLOCKS = re.compile(r"/UpscaleCallback\[.*\]/seconds$|/Curves/events$|/mupscale_run/id$|/progress/written($|/)")
-"""What a clock decides, the names of event files, which hold the time and the process, the identity of a run, and which
-other files there were when a checkpoint was written."""
+CLOCKS = re.compile(
+    r"/UpscaleCallback\[.*\]/seconds$|/Curves/events$|/mupscale_run/(id|folder)$|/progress/written($|/)"
+)
+"""What a clock decides, the names of event files, which hold the time and the process, the identity and the folder of a
+run, and which other files there were when a checkpoint was written."""
 
 
 def observed(folder: Path) -> dict[str, Any]:
