@@ -56,7 +56,7 @@ class UpscaleCallback(Strides):
         width: Width,
         noise: Noise | None = None,
         lr: float | None = None,
-        transfer_state: bool | StateRule | None = None,
+        transfer_state: StateRule | None = None,
         restart_schedule: bool = False,
         rewarm_steps: int = 0,
         method: GrowthMethod | None = None,
@@ -68,9 +68,9 @@ class UpscaleCallback(Strides):
                 multiple of the current width.
             noise: Noise that breaks the symmetry of copies. Without it, training continues exactly as before.
             lr: The base learning rate after the swap, of a module with one optimizer; by default unchanged.
-            transfer_state: What happens to the optimizer state. `true` or `carry` moves it; `false` or `reset` drops
-                it; `reset_new_copies` moves it for the first copy of each unit only. The default depends on `method`;
-                the paper's duplication moves it.
+            transfer_state: What happens to the optimizer state. `carry` moves it; `reset` drops it;
+                `reset_new_copies` moves it for the first copy of each unit only. The default depends on `method`; the
+                paper's duplication moves it.
             restart_schedule: Restart the learning-rate schedule from its beginning.
             rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
             method: The growth method; by default the paper's duplication.
@@ -93,8 +93,7 @@ class UpscaleCallback(Strides):
                 f"UpscaleCallback.noise: {type(self.method).__name__} has noise of its own. Give none, or use another "
                 "method"
             )
-        named: StateRule = "carry" if transfer_state else "reset"
-        state_rule = named if isinstance(transfer_state, bool) else transfer_state or self.method.state
+        state_rule = self.method.state if transfer_state is None else transfer_state
         try:
             check_state_rule(state_rule, rewarm_steps)
         except UserError as error:

@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mupscale import _moved as _moved
 from mupscale import _torchvision as _torchvision
 
 if TYPE_CHECKING:

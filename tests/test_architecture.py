@@ -21,7 +21,7 @@ FOLDERS = {
 LEAVES = {
     f"mupscale.{name}"
     for name in (
-        "_moved", "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops", "text_tables",
+        "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops", "text_tables",
         "watching",
     )
 }  # fmt: skip

@@ -22,9 +22,6 @@ Point = dict[str, Any]
 MOST_DIFFERENCES = 4
 """How many differences a message lists."""
 
-LATER_ARGUMENTS = {"centred": False, "heads": 12, "rewarm_steps": 0, "transfer_state": True}
-"""Arguments that configurations of version 0.1 and of today may leave out or null, and what they then mean."""
-
 
 # --- keys
 
@@ -140,24 +137,13 @@ def differences(there: Any, here: Any, key: str = "") -> list[tuple[str, Any, An
     found: list[tuple[str, Any, Any]] = []
     if isinstance(there, dict) and isinstance(here, dict):
         for name in {**there, **here}:
-            one, other = (side.get(name) for side in (there, here))
-            if name in LATER_ARGUMENTS:
-                one, other = (LATER_ARGUMENTS[name] if value is None else value for value in (one, other))
-            found += differences(one, other, f"{key}.{name}".removeprefix("."))
+            found += differences(there.get(name), here.get(name), f"{key}.{name}".removeprefix("."))
         return found
     if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
         for index, (a, b) in enumerate(zip(there, here, strict=True)):
             found += differences(a, b, f"{key}.{index}")
         return found
-    return [] if _same_value(there, here) else [(key, there, here)]
-
-
-def _same_value(there: Any, here: Any) -> bool:
-    """Whether two values are equal: noise classes by the name of version 0.1 or by today's, numbers also as texts."""
-    names = [v.replace("mupscale.noise.", "mupscale.", 1) if isinstance(v, str) else v for v in (there, here)]
-    if isinstance(there, str) and isinstance(here, float):  # recorded as a text, 1e-3
-        names[0] = number_in(there)
-    return bool(names[0] == names[1])
+    return [] if there == here else [(key, there, here)]
 
 
 def number_in(value: Any) -> Any:

@@ -21,14 +21,14 @@ from mupscale.flops import LOGGED
 
 LOSS = "train/loss"
 VALIDATION = "val/"
-FLOPS = ("x_axis_flops/train/loss", "by_flops/train/loss")
-WIDTHS = ("widening/width", "upscale/width")
-PAUSES = ("widening/pause_seconds", "upscale/pause_seconds")
-LOSSES_BEFORE = ("widening/loss_before", "upscale/loss_before")
-LOSSES_AFTER = ("widening/loss_after", "upscale/loss_after")
-EPOCHS = ("x_epoch", "epoch")
-SAMPLES = ("x_axis_samples/", "by_samples/")
-"""TensorBoard tags, and beginnings of tags. Where there are two, runs of version 0.1 have logged the second."""
+FLOPS = "x_axis_flops/train/loss"
+WIDTH = "widening/width"
+PAUSE = "widening/pause_seconds"
+LOSS_BEFORE = "widening/loss_before"
+LOSS_AFTER = "widening/loss_after"
+EPOCH = "x_epoch"
+SAMPLES = "x_axis_samples/"
+"""TensorBoard tags, and beginnings of tags."""
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -275,17 +275,17 @@ def read_file(path: Path) -> Log:
             if tag == LOSS:
                 step = at + 1
                 log.loss[step] = value
-            elif tag in FLOPS and step is not None:  # logged right after the loss, at the FLOPs of its step
+            elif tag == FLOPS and step is not None:  # logged right after the loss, at the FLOPs of its step
                 log.flops[step] = float(at * LOGGED)
-            elif tag in WIDTHS:
+            elif tag == WIDTH:
                 log.widths[at + 1] = value
-            elif tag in PAUSES:
+            elif tag == PAUSE:
                 log.pauses[at + 1] = value
-            elif tag in LOSSES_BEFORE:
+            elif tag == LOSS_BEFORE:
                 log.losses_before[at + 1] = value
-            elif tag in LOSSES_AFTER:
+            elif tag == LOSS_AFTER:
                 log.losses_after[at + 1] = value
-            elif tag in EPOCHS:
+            elif tag == EPOCH:
                 log.epochs[at + 1] = value
             elif tag.startswith(VALIDATION):
                 log.validation.setdefault(tag, {})[at + 1] = value
@@ -309,9 +309,7 @@ def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     # the tags of FLOPs contain LOSS
-    names = (LOSS, VALIDATION, *WIDTHS, *PAUSES, *LOSSES_BEFORE, *LOSSES_AFTER, *EPOCHS)
-    wanted = [tag.encode() for tag in names]
-    unwanted = [tag.encode() for tag in SAMPLES]
+    wanted = [tag.encode() for tag in (LOSS, VALIDATION, WIDTH, PAUSE, LOSS_BEFORE, LOSS_AFTER, EPOCH)]
     content = path.read_bytes()
     at = 0
     while at < len(content):
@@ -322,7 +320,7 @@ def scalars(path: Path) -> Iterator[tuple[str, int, float]]:
         if end + 4 > len(content):
             raise DamagedError
         record = content[at + 12 : end]
-        if any(tag in record for tag in wanted) and not any(tag in record for tag in unwanted):
+        if any(tag in record for tag in wanted) and SAMPLES.encode() not in record:
             if struct.unpack_from("<I", content, end)[0] != masked_crc32c(record):
                 raise DamagedError
             try:

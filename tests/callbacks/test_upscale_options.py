@@ -182,7 +182,7 @@ def test_a_warm_up_goes_on_through_a_second_upscale(tmp_path: Path) -> None:
         ({"transfer_state": "keep"}, "the state rule must be one of carry, reset, reset_new_copies; got 'keep'"),
         ({"rewarm_steps": 5}, "rewarm_steps = 5 needs the state rule reset_new_copies, got 'carry'"),
         (
-            {"transfer_state": False, "rewarm_steps": 5},
+            {"transfer_state": "reset", "rewarm_steps": 5},
             "rewarm_steps = 5 needs the state rule reset_new_copies, got 'reset'",
         ),
     ],
@@ -242,7 +242,7 @@ def test_an_optimizer_that_cannot_start_anew_in_part_is_refused_before_training(
 def test_without_transfer_of_state_the_optimizer_starts_anew(tmp_path: Path) -> None:
     for optimizer in OPTIMIZERS.values():
         narrow = fit(mlp(optimizer=optimizer), tmp_path, steps=40)
-        wide = fit(mlp(optimizer=optimizer), tmp_path, UpscaleCallback(20, 24, transfer_state=False), steps=40)
+        wide = fit(mlp(optimizer=optimizer), tmp_path, UpscaleCallback(20, 24, transfer_state="reset"), steps=40)
         assert torch.equal(narrow.losses[:20], wide.losses[:20])
         assert float((narrow.losses - wide.losses)[20].abs()) < 1e-12
         assert gap(narrow, wide) > 1e-3

@@ -182,48 +182,6 @@ def test_a_resumed_run_keeps_the_order_of_its_seed(tmp_path: Path) -> None:
     assert_same_end("runs/default/version_1", "runs/default/version_0")
 
 
-@pytest.fixture(scope="module")
-def of_old_default(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs as version 0.1 left them, in which data.seed was 0 by default and config.yaml says so.
-
-    version_0 ended; version_1 crashed, and so did version_2, whose seed is 5.
-    """
-    folder = tmp_path_factory.mktemp("old")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        command = ["fit", "--config", config(folder / "c.yaml"), "--data.seed=0"]
-        main(command)
-        crash(9, *command)
-        crash(9, *command, "--seed_everything=5")
-    return folder
-
-
-@pytest.fixture
-def old_runs(of_old_default: Path, tmp_path: Path) -> Path:
-    shutil.copytree(of_old_default, tmp_path, symlinks=True, dirs_exist_ok=True)
-    return Path("runs/default")
-
-
-@pytest.mark.slow
-def test_fit_from_a_checkpoint_of_the_old_default(old_runs: Path) -> None:
-    path, _ = newest_checkpoint(old_runs / "version_1")
-    main(["fit", "--config", "c.yaml", "--ckpt_path", str(path)])
-    assert_same_end(old_runs / "version_3", old_runs / "version_0")
-    path, _ = newest_checkpoint(old_runs / "version_2")
-    command = ["fit", "--config", "c.yaml", "--seed_everything=5", "--ckpt_path", str(path)]
-    assert "data.seed is 0 in the run and None here" in refused(*command)
-    main([*command, "--data.seed=0"])
-    assert data_seed(old_runs / "version_4") == 0
-
-
-@pytest.mark.slow
-def test_resume_of_a_run_of_the_old_default(old_runs: Path) -> None:
-    for crashed in ("version_1", "version_2"):
-        main(["resume", str(old_runs / crashed)])
-        assert data_seed(old_runs / crashed) == 0
-    assert_same_end(old_runs / "version_1", old_runs / "version_0")
-
-
 # --- folders
 
 

@@ -2,13 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-from synthetic_runs import NEW_TAGS, OLD_TAGS, Events, Tags, upscale, write_run
+from synthetic_runs import Events, upscale, write_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mupscale.commands.run_logs import LoggedRun, read_log, scalars
+from mupscale.commands.run_logs import EPOCH, FLOPS, WIDTH, LoggedRun, read_log, scalars
 
 
 def logged(folder: Path, losses: dict[int, float], name: str) -> Path:
@@ -16,7 +15,7 @@ def logged(folder: Path, losses: dict[int, float], name: str) -> Path:
     events = Events(folder, name)
     for step, loss in losses.items():
         events.add("train/loss", step - 1, loss)
-        events.add(NEW_TAGS.flops, 3 * step, loss)
+        events.add(FLOPS, 3 * step, loss)
     return events.close()
 
 
@@ -58,53 +57,22 @@ def test_flops_per_step_are_those_of_the_last_width(tmp_path: Path):
     assert run.flops_at(200) == 40e6 + 160 * 16e6
 
 
-@pytest.mark.parametrize("tags", [NEW_TAGS, OLD_TAGS], ids=["new", "old"])
-def test_the_reader_agrees_with_tensorboard(tmp_path: Path, tags: Tags):
+def test_the_reader_agrees_with_tensorboard(tmp_path: Path):
     validation = {"val/loss": lambda step: step / 100}
-    write_run(tmp_path, lambda step: 1 / step, flops=lambda step: step * 2e6, validation=validation, tags=tags)
+    write_run(tmp_path, lambda step: 1 / step, flops=lambda step: step * 2e6, validation=validation)
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
     log = read_log(tmp_path)
     assert log.loss == {event.step + 1: event.value for event in events.Scalars("train/loss")}
-    assert list(log.flops.values()) == [event.step * 1e6 for event in events.Scalars(tags.flops)]
+    assert list(log.flops.values()) == [event.step * 1e6 for event in events.Scalars(FLOPS)]
     assert log.validation["val/loss"] == {event.step + 1: event.value for event in events.Scalars("val/loss")}
 
 
-def test_tags_of_old_and_new_runs_give_equal_numbers(tmp_path: Path):
-    """The third run began with the old tags, and was resumed with the new ones after step 120."""
-
-    def write(name: str, tags: Tags, **options: Any) -> Path:
-        return write_run(
-            tmp_path / name,
-            lambda step: 1 / step,
-            flops=lambda step: step * 2e6 if step <= 40 else 80e6 + (step - 40) * 32e6,
-            validation={"val/loss": lambda step: step / 100},
-            grown={40: 1000, 140: 2000},
-            values={"trainer.callbacks": [upscale(at_step=40, width=1000), upscale(at_step=140)]},
-            tags=tags,
-            **options,
-        )
-
-    folders = [write("old", OLD_TAGS), write("new", NEW_TAGS), write("both", OLD_TAGS, steps=150)]
-    write("both", NEW_TAGS, first_step=121, file="events.out.tfevents.1700000001.host.1.0")
-    old, new, both = (LoggedRun(folder) for folder in folders)
-    assert len(list(both.folder.glob("events*"))) == 2
-    assert old.log == new.log == both.log
-    for run in (old, new, both):
-        assert run.log.flops[40] == 80e6
-        assert len(run.log.flops) == len(run.log.loss) == 40
-        assert run.log.epochs == {20 * (epoch + 1): epoch for epoch in range(10)}
-        assert run.growths == [40, 140]
-        assert run.steps_per_epoch == 20
-        assert run.flops_at(200) == 80e6 + 160 * 32e6
-
-
-@pytest.mark.parametrize("tags", [NEW_TAGS, OLD_TAGS], ids=["new", "old"])
-def test_records_that_a_report_does_not_need_are_not_parsed(tmp_path: Path, tags: Tags):
+def test_records_that_a_report_does_not_need_are_not_parsed(tmp_path: Path):
     validation = {"val/loss": lambda step: 1.0}
-    write_run(tmp_path, lambda step: 1.0, flops=lambda step: 1e6, validation=validation, grown={5: 8}, tags=tags)
+    write_run(tmp_path, lambda step: 1.0, flops=lambda step: 1e6, validation=validation, grown={5: 8})
     (path,) = tmp_path.glob("events*")
     parsed = {tag for tag, _, _ in scalars(path)}
-    assert parsed == {"train/loss", "val/loss", tags.flops, tags.width, tags.epoch}  # no samples, no throughput
+    assert parsed == {"train/loss", "val/loss", FLOPS, WIDTH, EPOCH}  # no samples, no throughput
 
 
 def test_a_resumed_run_overrules_what_was_logged_before(tmp_path: Path):
@@ -129,7 +97,7 @@ def test_a_file_that_breaks_off_is_read_up_to_there(tmp_path: Path, cut: int):
 def test_a_number_that_was_changed_is_not_believed(tmp_path: Path):
     path = logged(tmp_path, {1: 1.0, 2: 2.0, 3: 3.0}, "events.out.tfevents.1.host.1.0")
     content = bytearray(path.read_bytes())
-    flops = NEW_TAGS.flops.encode()
+    flops = FLOPS.encode()
     second = content.index(flops, content.index(flops) + 1)
     content[content.rindex(b"train/loss", 0, second) + 13] ^= 0xFF  # in the second loss
     path.write_bytes(bytes(content))
@@ -170,7 +138,7 @@ def test_steps_of_an_epoch(tmp_path: Path, values: dict, epochs: dict[int, int],
     write_run(tmp_path, lambda step: 1.0, steps=5, values=values)
     events = Events(tmp_path, "events.out.tfevents.1800000000.host.1.0")
     for step, epoch in epochs.items():
-        events.add(NEW_TAGS.epoch, step - 1, epoch)
+        events.add(EPOCH, step - 1, epoch)
     events.close()
     assert LoggedRun(tmp_path).steps_per_epoch == wanted
 
@@ -181,7 +149,7 @@ def test_steps_of_an_epoch_if_metrics_are_logged_in_the_middle_of_epochs(tmp_pat
         write_run(tmp_path / name, lambda step: 1.0, validation=validation)
         events = Events(tmp_path / name, "events.out.tfevents.1800000000.host.1.0")
         for step in range(3, 200, 3):
-            events.add(NEW_TAGS.epoch, step - 1, (step - 1) // 20)
+            events.add(EPOCH, step - 1, (step - 1) // 20)
         events.close()
         assert LoggedRun(tmp_path / name).steps_per_epoch == 20, name
 

@@ -131,7 +131,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model.init_args.lr_scheduler": made(f"{SCHEDULES}.CosineAnnealingLR", T_max=10),
     },
     "swap with another rate": {"trainer.callbacks": [swap(lr=0.003)]},
-    "swap without state": {"trainer.callbacks": [swap(transfer_state=False)]},
+    "swap without state": {"trainer.callbacks": [swap(transfer_state="reset")]},
     "swap with noise by signal": {"trainer.callbacks": [swap(noise=made("mupscale.SignalNoise", t=0.1))]},
     "workers": {"data": made("attack_classes.Rows", workers=2)},
     "frozen layers": {"model.class_path": "attack_classes.FrozenMLP"},

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mupscale.commands.reporting import write_report
+from mupscale.commands.run_logs import EPOCH, FLOPS, WIDTH
 
 CONFIG: dict[str, Any] = {
     "seed_everything": 0,
@@ -59,18 +60,7 @@ UPSCALE: dict[str, Any] = {
 }
 
 
-class Tags(NamedTuple):
-    """The names of curves in TensorBoard that differ between versions."""
-
-    flops: str
-    samples: str
-    width: str
-    epoch: str
-
-
-NEW_TAGS = Tags("x_axis_flops/train/loss", "x_axis_samples/train/loss", "widening/width", "x_epoch")
-OLD_TAGS = Tags("by_flops/train/loss", "by_samples/train/loss", "upscale/width", "epoch")
-
+SAMPLES = "x_axis_samples/train/loss"
 FIRST_FILE = "events.out.tfevents.1700000000.host.1.0"
 
 
@@ -125,7 +115,6 @@ def write_run(
     swap_losses: tuple[float, float] | None = None,
     result: float | None = None,
     values: dict[str, Any] | None = None,
-    tags: Tags = NEW_TAGS,
     first_step: int = 1,
     file: str = FIRST_FILE,
 ) -> Path:
@@ -149,19 +138,19 @@ def write_run(
     events = Events(folder, file)
     for step in range(first_step, steps + 1):
         if grown and step - 1 in grown:
-            events.add(tags.width, step - 1, grown[step - 1])
+            events.add(WIDTH, step - 1, grown[step - 1])
             for name, value in zip(("before", "after"), swap_losses or (), strict=False):
-                events.add(tags.width.replace("width", f"loss_{name}"), step - 1, value)
+                events.add(WIDTH.replace("width", f"loss_{name}"), step - 1, value)
         if step % trainer["log_every_n_steps"] == 0:
             events.add("train/loss", step - 1, loss_of(step))
             events.add("throughput/steps_per_second", step - 1, 1.0)
             if flops is not None:
-                events.add(tags.samples, step * 2000, loss_of(step))
-                events.add(tags.flops, int(flops(step) / 1e6), loss_of(step))
+                events.add(SAMPLES, step * 2000, loss_of(step))
+                events.add(FLOPS, int(flops(step) / 1e6), loss_of(step))
         if step % steps_per_epoch == 0:
             for name, metric in (validation or {}).items():
                 events.add(name, step - 1, metric(step))
-                events.add(tags.epoch, step - 1, (step - 1) // steps_per_epoch)
+                events.add(EPOCH, step - 1, (step - 1) // steps_per_epoch)
     events.close()
     if result is not None:
         (folder / "result.json").write_text(json.dumps({"value": str(result), "seconds": 1.0}))

@@ -319,7 +319,6 @@ def test_recorded_noise_is_centred_as_it_was(tmp_path):
 
 
 def test_constants_of_plain_noise_can_be_centred(tmp_path):
-    """Their file is what it was in version 0.1."""
     torch.manual_seed(0)
     path = tmp_path / "noise.json"
     narrow, wide = (MLPNet(4, (n, n), 3, readout_zero_init=False).double() for n in (8, 16))

@@ -338,7 +338,7 @@ def transfer_part(experiment: ExperimentFolder) -> TransferPart:
     head, rows = read_table(path)
     optima = [row[:-1] for row in rows if row[-1] == "*"]
     drifts = experiment.folder / "drift.csv"
-    drift = make_table(*read_table(drifts)) if drifts.is_file() else None  # of an older version there is none
+    drift = make_table(*read_table(drifts)) if drifts.is_file() else None
     return TransferPart(name, images, make_table(head[:-1], optima), make_table(head, rows), drift)
 
 
