@@ -94,6 +94,13 @@ def is_readout(module: nn.Module) -> bool:
     return isinstance(module, (Readout, MuReadout))
 
 
+def untrained_rows(module: nn.Module, attribute: str) -> set[int]:
+    """The rows of a parameter that never get a gradient from this module: `padding_idx` of an embedding."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and attribute == "weight":
+        return set() if module.padding_idx is None else {module.padding_idx}
+    return set()
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is the transformers library's (in, out) linear layer; the library need not be installed."""
     return (

@@ -326,6 +326,8 @@ def add_noise_(
     generator = torch.Generator(target.device).manual_seed(_seed(seed, entry.name))
     delta = torch.randn(entry.wide_shape, generator=generator, dtype=dtype, device=target.device)
     delta.mul_(init_scale(entry))
+    if entry.quiet:
+        delta[list(entry.quiet)] = 0
     if noise.centred:
         centre_(delta, entry.layouts, entry.summed_axes)
     in_role_units = target if entry.unit == NO_UNIT else (target - entry.shift) / entry.unit.scale

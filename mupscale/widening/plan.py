@@ -248,6 +248,7 @@ def _entry(
         base=math.prod(base[axis] or use.wide_shape[axis] for axis in summed) if base else None,
         matrix_axes=axes,
         zero_initialised=any(getattr(owner, "readout_zero_init", False) for _, owner, _, _ in use.owners),
+        quiet=tuple(set.intersection(*(modules.untrained_rows(wide, key) for _, _, wide, key in use.owners))),
         summed_axes=_summed_axes(use, role, sides),
         unit=unit,
         normed=normed,

@@ -30,6 +30,8 @@ class TensorPlan:
     zero_initialised: bool = False
     base: int | None = None
     """`fan_in` at the base width of muP; None without base shapes."""
+    quiet: tuple[int, ...] = ()
+    """Rows of axis 0 that get no noise, because no gradient would ever remove it: the padding row of an embedding."""
     summed_axes: tuple[int, ...] = ()
     """The width axes that every use of the parameter sums over. A muP readout's counts; that of an embedding which is
     tied to it does not."""

@@ -95,6 +95,31 @@ def test_std_of_a_plain_readout_is_that_of_its_initialisation():
     assert_std(added(narrow, tuple(wides), mupscale.AdditiveNoise(0.3))["2.weight"], 0.3 * 16 / 512)
 
 
+@pytest.mark.parametrize("noise", [mupscale.AdditiveNoise(0.3), mupscale.SignalNoise(0.3)], ids=["std", "t"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_the_padding_row_of_an_embedding_gets_no_noise(kind: type[nn.Module], noise: mupscale.AdditiveNoise):
+    narrow, *wides = (kind(200, width, padding_idx=-198) for width in (8, 16, 16))
+    drawn = added(narrow, tuple(wides), noise)["weight"]
+    assert torch.equal(drawn.abs().sum(1) == 0, torch.arange(200) == 2)
+    if isinstance(noise, mupscale.AdditiveNoise):
+        assert_std(drawn[torch.arange(200) != 2], 0.3)
+    else:
+        with torch.no_grad():
+            signal = spectral_norms((wides[0].weight.double() - drawn)[None])
+        torch.testing.assert_close(spectral_norms(drawn[None]), 0.3 * signal)
+
+
+def test_the_padding_row_of_a_tied_embedding_gets_noise_because_the_readout_trains_it():
+    def build(width: int) -> nn.Module:
+        net = nn.Sequential(nn.Embedding(50, width, padding_idx=0), mupscale.Readout(width, 50, bias=False))
+        net[1].weight = net[0].weight
+        return net
+
+    narrow, *wides = (mupscale.set_base_shapes(build(width), build(8), build(16)) for width in (8, 16, 16))
+    drawn = added(narrow, tuple(wides), mupscale.AdditiveNoise(0.3))["0.weight"]
+    assert (drawn.abs().sum(1) > 0).all()
+
+
 def test_the_muP_table_tells_a_matrix_from_a_readout_when_one_side_does_not_grow():
     build = [
         mupscale.set_base_shapes(MLPNet(4, h, 3), MLPNet(4, (2, 2), 3), MLPNet(4, (4, 4), 3))
