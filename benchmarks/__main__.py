@@ -12,6 +12,7 @@ NAMES = {
     "folder": "`upscale FOLDER` of a 7 B-shaped Llama, beside `cp`",
     "spectral": "the spectral norms of a ResNet-18",
     "data": "the data modules, beside a plain DataLoader",
+    "ladder": "GPT-2 of fixed sizes and grown, at equal FLOPs",
     "stack": "many trials as one program, beside one after another",
 }
 

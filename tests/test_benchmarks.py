@@ -1,5 +1,6 @@
 """`python -m benchmarks NAME --quick` runs anywhere: a table for people, JSON for programs."""
 
+import csv
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ import pytest
 import torch
 from paths import ROOT
 
+from benchmarks import ladder
 from benchmarks.__main__ import NAMES, main
 
 SIDES = ["draft", "bare", "ours"]
@@ -107,3 +109,47 @@ def test_a_rank_grows_within_its_shard_and_half_a_tensor(tmp_path: Path, pytestc
     for row in json.loads(rows.read_text())["rows"]:
         assert row["shard"] > 4 * row["whole"], "the tensor must not hide what else is held"
         assert row["shard"] < row["peak"] <= row["shard"] + row["whole"] / 2, run.stdout
+
+
+@pytest.mark.slow
+def test_a_ladder_grows_from_its_trunks_and_keeps_finished_runs(tmp_path: Path) -> None:
+    command = ["ladder", "--quick", "--device", "cpu", "--only", "seed0", "--out", str(tmp_path), "--seeds", "0"]
+    main(command)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*.json")}
+    assert len(kept) == 6 + 3 + 5 + 2, "sizes by rates, arms, levels of noise, rates of a growth"
+    main(command)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*.json")} == kept
+    main(["ladder", "--collect", str(tmp_path), "--out", str(tmp_path)])
+    with (tmp_path / "runs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * len(kept)
+    for row in rows:
+        budget = ladder.QUICK.budget(float(row["budget"]))
+        step = ladder.QUICK.flops(ladder.Size(int(row["width"]), 1))
+        assert abs(float(row["flops"]) - budget) <= 2 * step, "narrow part, trunk and branch together cost the budget"
+        if row["from_width"] == "16" and row["noise"] == "0.12":
+            assert float(row["loss_after_growth"]) == pytest.approx(float(row["loss_before_growth"]), abs=2e-4)
+
+
+def test_a_ladder_counts_every_parameter() -> None:
+    for size in (ladder.Size(64, 2), ladder.Size(128, 4)):
+        net, _ = ladder.make_model(ladder.FULL, size, torch.device("cpu"))
+        assert ladder.FULL.parameters(size) == sum(parameter.numel() for parameter in net.parameters())
+
+
+def test_a_grown_trunk_of_a_ladder_continues_the_narrow_one() -> None:
+    """Without noise the wide trunk has the losses of the narrow one, by weights, optimizer state and rates."""
+    narrow, wide = next(iter(ladder.QUICK.grown))
+    device = torch.device("cpu")
+    text = ladder.Text(None, ladder.QUICK, device)
+    runners = [ladder.Runner(ladder.QUICK, size, text, device) for size in (narrow, wide)]
+    torch.manual_seed(0)
+    runners[0].load(ladder.state_of(*ladder.make_model(ladder.QUICK, narrow, device)))
+    list(runners[0].train(0, range(6), lambda step: 0.002, points=1))
+    state = {name: tensor.clone() for name, tensor in runners[0].state.items()}
+    run = ladder.Run(wide, 0.002, 0, (), narrow, method="duplication", noise=0.0)
+    runners[1].load(ladder.grow(ladder.QUICK, run, state, device))
+    losses = [list(runner.train(0, range(6, 14), lambda step: 0.002, points=8)) for runner in runners]
+    assert losses[1] == [(step, pytest.approx(loss, abs=2e-5)) for step, loss in losses[0]]
+    changes = [(tensor - state[name]).abs().max() for name, tensor in runners[0].state.items() if "/" not in name]
+    assert min(changes) > 1e-4

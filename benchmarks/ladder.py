@@ -1,0 +1,445 @@
+"""Does growing pay? GPT-2 of nine fixed sizes, and grown to twice its width, at equal FLOPs.
+
+    python -m mupscale prepare text wikipedia.txt --vocab 8192 --out data/wikipedia
+    python -m benchmarks ladder --data data/wikipedia --out runs/ladder --workers 6
+    python -m benchmarks ladder --collect runs/ladder --out docs/results/ladder
+
+A run is a trunk at a constant learning rate. For each of its budgets a branch leaves the trunk at 80 % of the FLOPs,
+and its rate falls linearly to zero over the rest. A grown run starts from a saved state of a narrow trunk, whose FLOPs
+count. docs/results/ladder.md has the measure and the results. The second command can be stopped and started again:
+finished runs are kept. The third writes the two CSV files from which the page's tables are computed.
+"""
+
+import argparse
+import csv
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import mupscale
+from mupscale.atomic import replacing, write_text
+from mupscale.cuda_graph import CapturedStep
+from mupscale.datamodules.fineweb import FineWeb
+from mupscale.flops import gpt2_flops
+from mupscale.models.gpt2 import GPT2
+
+LR, DECAY, CLIP = 0.0078, 0.2, 1.0
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+POINTS = 48
+"""Points of the curve of a trunk; a branch has an eighth of them."""
+ARM = ("width", "layers", "from_width", "grown_at", "method", "noise", "lr", "seed")
+METHODS = {"duplication": mupscale.Duplication, "diagonal": partial(mupscale.HyperCloning, "diagonal")}
+
+
+class Size(NamedTuple):
+    width: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Sizes and budgets. A budget is 2^n times that of the `top` size with so many tokens per parameter."""
+
+    fixed: dict[Size, tuple[float, ...]]
+    """For each size, n of its budgets."""
+    grown: dict[tuple[Size, Size], dict[int, tuple[int, ...]]]
+    """For a narrow and a wide size, n of the points of growth, and for each of them n of the budgets."""
+    top: Size
+    tokens_per_parameter: float
+    rows: int
+    context: int
+    vocabulary: int
+    warm_up: int
+    validated: int
+    """Rows of the held-out text that a validation reads."""
+
+    def flops(self, size: Size) -> int:
+        """FLOPs of a step."""
+        per_token = gpt2_flops(size.width, layers=size.layers, vocabulary=self.vocabulary, context=self.context)
+        return self.rows * self.context * per_token
+
+    def parameters(self, size: Size) -> int:
+        """All of them, embeddings and readout included."""
+        block = 12 * size.width**2 + 13 * size.width
+        return (2 * self.vocabulary + self.context + 2) * size.width + size.layers * block
+
+    def budget(self, power: float) -> float:
+        steps = self.tokens_per_parameter * self.parameters(self.top) / (self.rows * self.context)
+        return 2**power * steps * self.flops(self.top)
+
+
+FULL = Ladder(
+    fixed={  # from 2.5 to 65 tokens per parameter, and at most 4.6 times the text
+        Size(64, 2): (-5, -6, -7, -8),
+        Size(64, 4): (-5, -6, -7, -8),
+        Size(64, 8): (-3, -4, -5, -6, -7),
+        Size(128, 2): (-3, -4, -5, -6),
+        Size(128, 4): (-2, -3, -4, -5, -6),
+        Size(128, 8): (-1, -2, -3, -4, -5),
+        Size(256, 2): (-1, -2, -3, -4),
+        Size(256, 4): (0, -1, -2, -3),
+        Size(256, 8): (0.5, 0, -1, -2),
+    },
+    grown={
+        (Size(64, 8), Size(128, 8)): {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)},
+        (Size(128, 8), Size(256, 8)): {-3: (-1,), -2: (-1, 0)},
+    },
+    top=Size(256, 8), tokens_per_parameter=10, rows=32, context=512, vocabulary=8192, warm_up=100, validated=896,
+)  # fmt: skip
+QUICK = Ladder(  # for the embedded sample of text
+    fixed={Size(16, 1): (-1, -2), Size(32, 1): (0, -1)},
+    grown={(Size(16, 1), Size(32, 1)): {-2: (-1, 0)}},
+    top=Size(32, 1), tokens_per_parameter=0.005, rows=2, context=16, vocabulary=4096, warm_up=4, validated=16,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trunk with its branches. With `narrow`, it starts from that size's trunk, at the budget `grown_at`."""
+
+    size: Size
+    lr: float
+    seed: int
+    budgets: tuple[float, ...]
+    narrow: Size | None = None
+    grown_at: int = 0
+    method: str = ""
+    noise: float = 0.0
+
+    @property
+    def name(self) -> str:
+        trunk = trunk_name(self.size, self.lr, self.seed)
+        if self.narrow is None:
+            return trunk
+        return f"{self.narrow.width}-{trunk}-at{self.grown_at}-{self.method}-{self.noise:g}"
+
+    def narrow_state(self, folder: Path) -> Path:
+        assert self.narrow is not None
+        return state_file(folder, trunk_name(self.narrow, self.lr, self.seed), self.grown_at)
+
+
+def trunk_name(size: Size, lr: float, seed: int) -> str:
+    return f"{size.width}x{size.layers}-lr{lr:g}-seed{seed}"
+
+
+def state_file(folder: Path, trunk: str, power: float) -> Path:
+    return folder / "states" / f"{trunk}-at{power}.pt"
+
+
+def plan_runs(ladder: Ladder, lr: float, seeds: Sequence[int]) -> list[Run]:
+    """All runs, the most important first: rates, growths and seeds, then levels of noise and rates of growths."""
+
+    def fixed(sizes: Iterable[Size], rate: float, seed: int) -> list[Run]:
+        return [Run(size, rate, seed, ladder.fixed[size]) for size in sizes]
+
+    def grown(pair: tuple[Size, Size], rate: float, seed: int, *arms: tuple[str, float]) -> list[Run]:
+        narrow, wide = pair
+        return [
+            Run(wide, rate, seed, budgets, narrow, point, *arm)
+            for arm in arms
+            for point, budgets in ladder.grown[pair].items()
+        ]
+
+    pairs, sizes, first = list(ladder.grown), list(ladder.fixed), seeds[0]
+    arms = ("duplication", 1.0), ("duplication", 0.24), ("diagonal", 1.0)
+    runs = [run for factor in (1.0, 0.5, 2.0) for run in fixed(sizes, factor * lr, first)]
+    for pair in pairs:
+        runs += grown(pair, lr, first, *arms)
+    for seed in seeds[1:]:
+        runs += fixed(sizes[::-1], lr, seed)
+        for pair in pairs[::-1]:
+            runs += grown(pair, lr, seed, *arms)
+    more = *(("duplication", noise) for noise in (2.0, 0.5, 4.0, 0.12)), ("diagonal", 0.24)
+    for pair in pairs:
+        runs += grown(pair, lr, first, *more)
+        runs += [run for factor in (0.5, 2.0) for run in grown(pair, factor * lr, first, arms[0])]
+    return runs
+
+
+class Text:
+    """The text on the training device: batches by seed and step, and the rows of the validation."""
+
+    def __init__(self, folder: str | None, ladder: Ladder, device: torch.device) -> None:
+        self.rows, context = ladder.rows, ladder.context
+        data = FineWeb(folder, batch_size=self.rows, context=context, order="sequential")
+        data.setup()
+        train, held_out = (torch.cat(list(loader)) for loader in (data.train_dataloader(), data.val_dataloader()))
+        self.validation = held_out[: ladder.validated].to(device)
+        # consecutive rows share a token; ids fit into int16
+        self.tokens = train[:, :-1].flatten().to(device, torch.int16)
+        self.windows = self.tokens.unfold(0, context + 1, 1)
+        self.per_pass = len(self.tokens) // context - 2
+        self._starts: dict[tuple[int, int], Tensor] = {}
+
+    def batch(self, seed: int, step: int) -> Tensor:
+        """Each pass reads all windows once, in an order and from an offset of its own."""
+        number, position = divmod(step, self.per_pass // self.rows)
+        if (seed, number) not in self._starts:
+            generator, context = torch.Generator().manual_seed(1_000 * seed + number), self.windows.shape[1] - 1
+            offset = torch.randint(context, (), generator=generator)
+            starts = offset + context * torch.randperm(self.per_pass, generator=generator)
+            self._starts = {(seed, number): starts.to(self.tokens.device)}
+        rows = self._starts[seed, number][position * self.rows : (position + 1) * self.rows]
+        return self.windows[rows].long()
+
+
+State = dict[str, Tensor]
+"""Weights and optimizer state, by name."""
+
+
+def make_model(ladder: Ladder, size: Size, device: torch.device) -> tuple[nn.Module, Optimizer]:
+    """The model of configs/gpt2/reduced and its optimizer, at lr 1 for the base width."""
+    module = GPT2(
+        size.width, base_width=64, layers=size.layers, heads=8, vocabulary=ladder.vocabulary, context=ladder.context,
+        tied=False, gain=0.5, embedding_std=0.1, output_mult=4.0, readout_zero_init=True,
+        optimizer=partial(torch.optim.AdamW, lr=1.0, **ADAMW),
+    )  # fmt: skip
+    with device:
+        module.configure_model()
+    assert module.net is not None
+    return module.net, module.configure_optimizers()
+
+
+def state_of(net: nn.Module, optimizer: Optimizer) -> State:
+    """The tensors themselves; those of an optimizer that has not stepped are missing."""
+    tensors = {name: parameter.data for name, parameter in net.named_parameters()}
+    for name, parameter in net.named_parameters():
+        tensors |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+    return tensors
+
+
+class Runner:
+    """Trains one size from any state. On a GPU its step is compiled and captured once."""
+
+    def __init__(self, ladder: Ladder, size: Size, text: Text, device: torch.device) -> None:
+        self.text, self.device = text, device
+        self.net, self.optimizer = make_model(ladder, size, device)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.step: Callable[[Tensor], Tensor] = self._step
+        if device.type == "cuda":
+            for part in (*self.net.blocks, self.net.head):  # type: ignore[misc]
+                part.compile(dynamic=False)
+        for step in range(3):
+            self.step(text.batch(0, step))
+        if device.type == "cuda":
+            self.step = CapturedStep(self._gradients, self.optimizer, text.batch(0, 0))
+        self.state = state_of(self.net, self.optimizer)
+
+    def _gradients(self, batch: Tensor) -> Tensor:
+        with self._autocast():
+            loss = self.net(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        mupscale.clip_grad_norm_(self.net, CLIP)
+        return loss
+
+    def _step(self, batch: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self._gradients(batch)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False)
+
+    def load(self, state: State) -> None:
+        """Takes weights and optimizer state; what is missing is zero."""
+        for name, tensor in self.state.items():
+            tensor.copy_(state[name]) if name in state else tensor.zero_()
+
+    def train(self, seed: int, steps: range, rate: Callable[[int], float], points: int) -> Iterator[tuple[int, float]]:
+        """Trains for these steps; yields, some `points` times, the number of steps so far and their mean loss."""
+        losses: list[Tensor] = []
+        for step in steps:
+            for group, base in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = base * rate(step)
+            losses.append(self.step(self.text.batch(seed, step)))
+            if len(losses) >= len(steps) / points or step == steps[-1]:
+                yield step + 1, float(torch.stack(losses).mean())
+                losses = []
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        batches = self.text.validation.split(self.text.rows)
+        with torch.compiler.set_stance("force_eager"), self._autocast():
+            losses = [self.net(batch[:, :-1], batch[:, 1:]) for batch in batches]
+        return float(torch.stack(losses).mean())
+
+
+def grow(ladder: Ladder, run: Run, narrow_state: State, device: torch.device) -> State:
+    assert run.narrow is not None
+    (narrow, narrow_optimizer), (wide, wide_optimizer) = (
+        make_model(ladder, size, device) for size in (run.narrow, run.size)
+    )
+    for name, parameter in narrow.named_parameters():
+        parameter.data.copy_(narrow_state[name])
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        narrow_optimizer.state[parameter] = {key: narrow_state[f"{name}/{key}"].to(device) for key in keys}
+    mupscale.upscale(
+        narrow, wide, narrow_optimizer, wide_optimizer,
+        method=METHODS[run.method](state="carry", hyperparameters="table"),
+        noise=mupscale.AdditiveNoise(run.noise, centred=True), seed=run.seed,
+    )  # fmt: skip
+    return state_of(wide, wide_optimizer)
+
+
+def train_run(ladder: Ladder, run: Run, runner: Runner, folder: Path) -> dict[str, Any]:
+    """Trains a trunk and its branches; returns the losses at the ends, and the curves."""
+    started, device = time.perf_counter(), runner.device
+    cost, tokens = ladder.flops(run.size), ladder.rows * ladder.context
+    first, spent, around_growth = 0, 0.0, None
+    torch.manual_seed(run.seed)
+    if run.narrow is None:
+        runner.load(state_of(*make_model(ladder, run.size, device)))
+    else:
+        saved = torch.load(run.narrow_state(folder), map_location=device)
+        first, spent = saved["steps"], ladder.budget(run.grown_at)
+        runner.load(grow(ladder, run, saved["state"], device))
+        around_growth = [saved["loss"], runner.validate()]
+    curve: list[tuple[float | None, int, float, float]] = []
+
+    def flops_at(step: int) -> float:
+        return spent + (step - first) * cost
+
+    def train(steps: range, factor: Callable[[int], float], points: int, power: float | None) -> None:
+        def rate(step: int) -> float:
+            return run.lr * min(1.0, (step + 1) / ladder.warm_up) * factor(step)
+
+        for step, loss in runner.train(run.seed, steps, rate, points):
+            curve.append((power, step * tokens, flops_at(step), loss))
+
+    branches = {(1 - DECAY) * ladder.budget(power): power for power in run.budgets}
+    growths = [points for (narrow, _), points in ladder.grown.items() if narrow == run.size and run.narrow is None]
+    saved_points = {ladder.budget(power): power for points in growths for power in points}
+    stops = sorted({*branches, *saved_points})
+    ends, step = [], first
+    for stop in stops:
+        until = first + round((stop - spent) / cost)
+        train(range(step, until), lambda _: 1.0, max(1, round(POINTS * (until - step) * cost / stops[-1])), None)
+        step = until
+        state = {name: tensor.clone() for name, tensor in runner.state.items()}
+        loss = runner.validate()
+        if stop in saved_points:
+            path = state_file(folder, trunk_name(run.size, run.lr, run.seed), saved_points[stop])
+            with replacing(path) as new:
+                torch.save({"state": state, "steps": step, "loss": loss}, new)
+        if stop in branches:
+            end = step + round(DECAY / (1 - DECAY) * stop / cost)
+            falling = partial(fall, step, end)
+            train(range(step, end), falling, POINTS // 8, branches[stop])
+            ends.append({
+                "power": branches[stop], "flops": flops_at(end), "tokens": end * tokens, "loss": runner.validate(),
+                "loss_before_decay": loss, "train_loss": curve[-1][-1],
+            })  # fmt: skip
+            runner.load(state)
+    seconds = time.perf_counter() - started
+    return {"run": asdict(run), "ends": ends, "curve": curve, "around_growth": around_growth, "seconds": seconds}
+
+
+def fall(start: int, end: int, step: int) -> float:
+    """From 1 at the step `start` to 0 at `end`."""
+    return (end - step) / (end - start)
+
+
+def work(options: argparse.Namespace) -> None:
+    """Makes runs until none is left that is ready and unclaimed, or the time is over."""
+    ladder, device = QUICK if options.quick else FULL, torch.device(options.device)
+    torch.set_float32_matmul_precision("high")
+    text = Text(options.data, ladder, device)
+    runners: dict[Size, Runner] = {}
+    runs = [run for run in plan_runs(ladder, options.lr, options.seeds) if options.only in run.name]
+    while time.time() < options.until and not all(claim_file(run, options.out).exists() for run in runs):
+        run = claim_run(runs, options.out)
+        if run is None:
+            time.sleep(1)
+            continue
+        if run.size not in runners:
+            runners[run.size] = Runner(ladder, run.size, text, device)
+        result = train_run(ladder, run, runners[run.size], options.out)
+        write_text(claim_file(run, options.out).with_suffix(".json"), json.dumps(result))
+        ends = ", ".join(f"2^{end['power']:g}: {end['loss']:.4f}" for end in result["ends"])
+        print(f"{run.name} in {result['seconds']:.1f} s  {ends}", flush=True)
+
+
+def claim_file(run: Run, folder: Path) -> Path:
+    return folder / "runs" / f"{run.name}.claim"
+
+
+def claim_run(runs: list[Run], folder: Path) -> Run | None:
+    """The first run that is ready and that no worker has claimed."""
+    for run in runs:
+        if run.narrow is None or run.narrow_state(folder).exists():
+            try:
+                claim_file(run, folder).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            return run
+    return None
+
+
+def collect(folder: Path, out: Path) -> None:
+    """Writes runs.csv, a row for each branch, and curves.csv, the training losses of all trunks and branches."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("runs/*.json"))]
+    ends, points = [], []
+    for result in results:
+        run = result["run"]
+        (width, layers), narrow = run["size"], run["narrow"]
+        growth = (narrow[0], run["grown_at"], run["method"], run["noise"]) if narrow else ("",) * 4
+        before, after = result["around_growth"] or ("", "")
+        arm = dict(zip(ARM, (width, layers, *growth, run["lr"], run["seed"]), strict=True))
+        for end in result["ends"]:
+            losses = {key: f"{end[key]:.4f}" for key in ("loss", "loss_before_decay", "train_loss")}
+            around = {"loss_before_growth": narrow and f"{before:.4f}", "loss_after_growth": narrow and f"{after:.4f}"}
+            cost = {"budget": end["power"], "tokens": end["tokens"], "flops": f"{end['flops']:.5g}"}
+            ends.append(arm | cost | losses | around)
+        for power, tokens, flops, loss in result["curve"]:
+            at = {"branch": power, "tokens": tokens, "flops": f"{flops:.4g}", "train_loss": f"{loss:.3f}"}
+            points.append(arm | at)
+    for name, rows in (("runs", ends), ("curves", points)):
+        with (out / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="the folder of the prepared text; by default the embedded sample")
+    parser.add_argument("--quick", action="store_true", help="two tiny sizes, to test the benchmark itself")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the runs, or of the CSV files")
+    parser.add_argument("--collect", type=Path, metavar="RUNS", help="write the CSV files from this folder of runs")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
+    parser.add_argument("--minutes", type=float, default=1e6, help="start no run after this time")
+    parser.add_argument("--only", default="", help="the runs whose names contain this")
+    parser.add_argument("--lr", type=float, default=LR, help="the middle of the three rates")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(arguments)
+    if options.collect:
+        collect(options.collect, options.out)
+        return
+    options.until = time.time() + 60 * options.minutes
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in ("runs", "states"):
+        (options.out / name).mkdir(exist_ok=True)
+    for claim in options.out.glob("runs/*.claim"):
+        if not claim.with_suffix(".json").exists():
+            claim.unlink()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=work, args=(options,)) for _ in range(options.workers)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
