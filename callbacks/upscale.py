@@ -232,12 +232,10 @@ class UpscaleCallback(Strides):
                 raise UserError(
                     f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
                 ) from error
-        noise = self.method.noise if self.noise is None else self.noise
-        if noise is not None:
-            try:
-                noise.check(growth)
-            except ValueError as error:
-                raise UserError(f"UpscaleCallback.noise: {error}") from error
+        try:
+            self.method.choose_noise(self.noise, growth)
+        except ValueError as error:
+            raise UserError(f"UpscaleCallback.noise: {error}") from error
         return growth
 
     # --- what is refused in a run

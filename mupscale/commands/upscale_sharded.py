@@ -54,16 +54,12 @@ class ShardedGrowth:
         optimizer: bool,
     ) -> None:
         _refuse_method(method, optimizer)
-        if noise is not None and method.noise is not None:
-            raise UserError(f"{type(method).__name__} has noise of its own. Give none, or use another method")
         self.checkpoint, self.method, self.width, self.seed = checkpoint, method, width, seed
-        self.noise = method.noise if noise is None else noise
         self.narrow, self.wide = _networks(checkpoint, module, width)
         self.plan: Plan = method.plan(self.narrow, self.wide, None, None)
         refuse_other_units(self.plan, self.narrow, self.wide)
         method.check(self.plan)
-        if self.noise is not None:
-            self.noise.check(self.plan)
+        self.noise = method.choose_noise(noise, self.plan)
         self.entries: dict[str, TensorPlan] = {}
         for entry in (*self.plan.parameters.values(), *self.plan.buffers.values()):
             self.entries |= {f"net.{name}": entry for name in entry.names}

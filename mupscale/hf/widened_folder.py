@@ -154,16 +154,12 @@ def _prepared(
     """Finds out how everything grows. UserError for all that does not."""
     refuse_unless_whole("seed", seed, least=None)
     _refuse_method(method)
-    if noise is not None and method.noise is not None:
-        raise UserError(f"{type(method).__name__} has noise of its own. Give none, or use another method")
-    noise = method.noise if noise is None else noise
     config = growth.wide(folder.config)
     narrow, wide = on_meta(folder.model_class, folder.config), on_meta(folder.model_class, config)
     found = found_between(narrow, wide, model_class=folder.model_class, call=call, watch=watch)
     plan = method.plan(narrow, wide, **found.hints)
     method.check(plan)
-    if noise is not None:
-        noise.check(plan)
+    noise = method.choose_noise(noise, plan)
     growing, unused = growing_tensors(folder.tensors, plan, narrow)
     refuse_unlike_twins(growing)
     settings = {

@@ -121,9 +121,6 @@ def grow(
         method = Duplication()
     if not isinstance(method, GrowthMethod):
         raise UserError(f"method must be a growth method, such as Duplication() or Net2Net(); got {method!r}")
-    if noise is not None and method.noise is not None and not isinstance(noise, SameNoise):
-        raise UserError(f"{type(method).__name__} has noise of its own. Give none, or use another method")
-    noise = method.noise if noise is None else noise
     state = method.state if state is None else state
     check_state_rule(state, rewarm_steps)
     if plan is None:
@@ -135,10 +132,7 @@ def grow(
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         check_transfer(plan, narrow, before, wide, after, state=state)
-    if noise is not None:
-        if not isinstance(noise, Noise):
-            raise UserError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {noise!r}")
-        noise.check(plan)
+    noise = method.choose_noise(noise, plan)
     refuse_unknown_buffers(plan, wide, rebuild)
     refuse_non_finite_model(plan, narrow, wide)
     if noise is not None:

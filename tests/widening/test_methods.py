@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import mupscale
 from mupscale.errors import UserError
+from mupscale.models.mlp import MLPNet
+from mupscale.widening import methods
 from mupscale.widening.layout import duplicate_, parse_layout
 from mupscale.widening.methods import (
     FPI,
@@ -61,6 +63,35 @@ def test_weights_follow_from_two_maps(name: str):
             assert bool(rest.abs().max() > 1e-3) == has_rest
         elif entry.grows:
             torch.testing.assert_close(target, torch.einsum("ij,j...->i...", maps[0][0], source))
+
+
+UNEQUAL_COPIES = {"aki", "ligo", "shrink-and-pad", "zero-padding"}
+
+
+@pytest.mark.parametrize("name", [name for name in methods.METHODS if name != "hypercloning-noisy"])
+def test_centred_noise_keeps_what_a_method_computes_or_is_refused(name: str):
+    """Also that what is refused would change it."""
+
+    def build(width: int) -> nn.Module:
+        torch.manual_seed(1)
+        return MLPNet(4, (width, width, width), 3, readout_zero_init=False).double()
+
+    def outputs(noise: mupscale.AdditiveNoise | None) -> Tensor:
+        narrow, wide = build(4), build(8)
+        method.fit(narrow, wide, [x] * 3, lambda model, batch: model(batch).square().mean())
+        grown(method, narrow, wide, noise=noise)
+        return wide(x).detach()
+
+    method, noise = methods.METHODS[name](), mupscale.AdditiveNoise(0.5, centred=True)
+    x = features().double()
+    clean = outputs(None)
+    if name in UNEQUAL_COPIES:
+        with pytest.raises(UserError, match=rf"those of {type(method).__name__} do not\. Use plain noise"):
+            outputs(noise)
+        method.equal_copies = True
+        assert (outputs(noise) - clean).abs().max() > 1e-3
+    else:
+        assert (outputs(noise) - clean).abs().max() <= 1e-14
 
 
 def test_net2net_maps_at_random_and_by_its_seed():

@@ -363,8 +363,6 @@ def refuse_growth(growth: Growth, cli: CLI) -> None:
         with torch.random.fork_rng(devices=[]):
             narrow, wide = (cli.model.network(width, meta=True) for width in (growth.before, growth.after))
             planned = swap.method.plan(narrow, wide, None, None)
-        noise = swap.method.noise if swap.noise is None else swap.noise
-        if noise is not None:
-            noise.check(planned)
+        swap.method.choose_noise(swap.noise, planned)
     except ValueError as error:
         raise UserError(f"widths {growth}: {error}") from error

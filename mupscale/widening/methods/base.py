@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from mupscale.errors import UserError
 from mupscale.widening.layout import narrow_length, source_index
 from mupscale.widening.new_copies import StateRule, check_state_rule
-from mupscale.widening.noise import Noise
+from mupscale.widening.noise import Noise, SameNoise
 from mupscale.widening.plan import Blocks, Plan, TensorPlan
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.roles import Roles
@@ -57,6 +57,8 @@ class GrowthMethod(ABC):
 
     noise: Noise | None = None
     """A perturbation that belongs to the method."""
+    equal_copies: bool = True
+    """Whether all copies of a unit compute the same, so that centred noise cancels out."""
     state_to_copies: bool = True
     """Whether optimizer state is carried to all copies, or only to the first copy of each unit."""
     grows_weight_norms: bool = False
@@ -115,6 +117,23 @@ class GrowthMethod(ABC):
                 f"{type(self).__name__}: the layer of {normed!r} divides it by its norm (weight_norm), which is exact "
                 "only if all copies are equal. Use Duplication(), or remove the norm"
             )
+
+    def choose_noise(self, given: Noise | None, plan: Plan) -> Noise | None:
+        """The noise to add: `given`, or the method's own. Raises a UserError if it cannot be added under `plan`."""
+        own = type(self).__name__
+        if not isinstance(given, Noise | None):
+            raise UserError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {given!r}")
+        if given is not None and self.noise is not None and not isinstance(given, SameNoise):
+            raise UserError(f"{own} has noise of its own. Give none, or use another method")
+        noise = self.noise if given is None else given
+        if noise is not None:
+            noise.check(plan)
+        if noise is not None and noise.centred and not self.equal_copies:
+            raise UserError(
+                "noise: centred noise keeps the function only if all copies of a unit compute the same, and those of "
+                f"{own} do not. Use plain noise (centred=False), or Duplication"
+            )
+        return noise
 
     def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
         """Writes the widened weight into `target`."""

@@ -52,6 +52,7 @@ class LiGO(GrowthMethod):
         >>> report = mupscale.upscale(narrow, wide, method=method)
     """
 
+    equal_copies = False
     needs_batches = True
 
     def __init__(

@@ -132,6 +132,8 @@ class AKI(FPI):
         >>> report = mupscale.upscale(narrow, wide, method=mupscale.AKI(groups=groups))
     """
 
+    equal_copies = False
+
     def plan(
         self,
         narrow: nn.Module,

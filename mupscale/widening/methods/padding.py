@@ -32,6 +32,7 @@ class ZeroPadding(GrowthMethod):
         True
     """
 
+    equal_copies = False
     state_to_copies = False
 
     def plan(
