@@ -18,11 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
-from mupscale.hf.folder import read_folder
+from mupscale.hf.folder import read_folder, without_implementations
 from mupscale.hf.outputs import quiet
-
-_NAMES_OF_CODE = {"auto_map", "attn_implementation", "_attn_implementation", "experts_implementation"}
-"""Fields that name code, which could be fetched from elsewhere and executed. They have no effect here."""
 
 
 def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
@@ -45,15 +42,20 @@ def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
         if unknown:
             raise UserError(f"a {kind} has no field {unknown[0]!r}; it has {', '.join(sorted(known))}")
     try:
-        return config_class.from_dict({name: value for name, value in fields.items() if name != "model_type"})
+        config = config_class.from_dict({name: value for name, value in fields.items() if name != "model_type"})
     except Exception as error:  # transformers and huggingface_hub raise many kinds
         raise UserError(f"these fields do not make a {kind}: {' '.join(str(error).split())}") from error
+    return without_implementations("the configuration", config)
 
 
 def _without_code(fields: Any) -> Any:
+    """Fields without those that name code, which could be fetched from elsewhere and executed."""
+    if isinstance(fields, list):
+        return [_without_code(value) for value in fields]
     if not isinstance(fields, Mapping):
         return fields
-    return {name: _without_code(value) for name, value in fields.items() if name not in _NAMES_OF_CODE}
+    named = {name for name in fields if name == "auto_map" or str(name).endswith("_implementation")}
+    return {name: _without_code(value) for name, value in fields.items() if name not in named}
 
 
 def config_in(path: Path) -> PretrainedConfig:

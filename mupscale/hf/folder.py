@@ -26,6 +26,12 @@ OTHER_WEIGHTS = {
 CODE = {".bat", ".dll", ".dylib", ".exe", ".ipynb", ".js", ".ps1", ".py", ".pyc", ".pyd", ".sh", ".so", ".whl"}
 """Endings of files that could be executed."""
 
+IMPLEMENTATIONS = (
+    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", "grouped_mm",
+    "batched_mm",
+)  # fmt: skip
+"""Names of attention and experts that are part of transformers. By others it fetches kernels from elsewhere."""
+
 SMALL = 256 * 2**20
 """Bytes. A larger file beside the weights is no tokenizer, and stays behind."""
 
@@ -133,9 +139,40 @@ def _refuse_code(file: Path, settings: Any) -> None:
                 f"{file} needs code of its own ({key}), which is never run. If transformers itself has this model, "
                 f"delete {key} from a copy of the folder"
             )
-        if "_implementation" in str(key) and isinstance(value, str) and "/" in value:
-            raise UserError(f"{file} names code from elsewhere ({key}: {value!r}), which is never run; delete it there")
+        if key == "configuration_files":
+            raise UserError(
+                f"{file} names other configurations ({key}), which would be read in its place. Copy the one that you "
+                f"want to {CONFIG_FILE} of a copy of the folder"
+            )
+        if "_implementation" in str(key):
+            _refuse_kernels(file, key, value)
         _refuse_code(file, value)
+
+
+def _refuse_kernels(where: object, key: str, value: Any) -> None:
+    """Raises a UserError if an implementation of attention or experts, or one of several, is not of transformers."""
+    several = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    for each in several:
+        if isinstance(each, dict | list):
+            _refuse_kernels(where, key, each)
+        elif each is not None and each not in IMPLEMENTATIONS:
+            raise UserError(
+                f"{where} names code from elsewhere ({key}: {value!r}), which is never run; delete it there"
+            )
+
+
+def without_implementations(where: object, config: "PretrainedConfig") -> "PretrainedConfig":
+    """A configuration as transformers has read it, by which it chooses the implementations for this machine.
+
+    Raises a UserError if one was chosen that is not part of transformers, in whatever form the file has named it.
+    """
+    from mupscale.hf.config_walk import parts
+
+    for path, part in parts(config):
+        for key in ("_attn_implementation", "_experts_implementation"):
+            _refuse_kernels(where, path + key, getattr(part, key, None))
+            setattr(part, key, None)
+    return config
 
 
 def _config(path: Path, settings: dict[str, Any]) -> "PretrainedConfig":
@@ -149,10 +186,11 @@ def _config(path: Path, settings: dict[str, Any]) -> "PretrainedConfig":
             "a newer version may"
         )
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever it is, the file's values have caused it
         message = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path / CONFIG_FILE} is not a configuration of a {kind} model: {message}") from error
+    return without_implementations(path / CONFIG_FILE, config)
 
 
 def _model_class(path: Path, settings: dict[str, Any], config: "PretrainedConfig") -> "type[PreTrainedModel]":

@@ -64,7 +64,7 @@ def upscale(
         folder = read_folder(Path(model_or_folder))
         with quiet():
             narrow = folder.model_class.from_pretrained(
-                folder.path, dtype="auto", local_files_only=True, use_safetensors=True
+                folder.path, config=folder.config, dtype="auto", local_files_only=True, use_safetensors=True
             )
     else:
         narrow = model_or_folder

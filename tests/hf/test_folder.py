@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,24 @@ def linked_shard(folder: Path) -> None:
     os.symlink(outside, folder / "model-00001-of-00005.safetensors")
 
 
+KERNELS: dict[str, dict[str, Any]] = {
+    "by part": {"_attn_implementation": {"": "somebody/kernel"}},
+    "by a part of parts": {"attn_implementation": {"": {"": "somebody/kernel"}}},
+    "in a list": {"attn_implementation": ["somebody/kernel"]},
+    "without a slash": {"_attn_implementation": "somebody"},
+    "with a revision": {"attn_implementation": "paged|somebody/kernel@main:run"},
+    "of experts": {"experts_implementation": "somebody/kernel"},
+    "inside": {"text_config": {"attn_implementation": "somebody/kernel"}},
+    "under another name": {"attribute_map": {"x": "_attn_implementation"}, "x": "somebody/kernel"},
+}
+
+
+def second_configuration(folder: Path) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.4.0.0.json").write_text(json.dumps({**content, "_attn_implementation": "somebody/kernel"}))
+    edit(folder / "config.json", configuration_files=["config.4.0.0.json"])
+
+
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "is not a model folder: it has no config.json"),
     "half a configuration": (lambda f: (f / "config.json").write_text('{"a":'), "cannot be read as JSON"),
@@ -93,6 +112,14 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit(f / "config.json", attn_implementation="somebody/kernel"),
         "names code from elsewhere (attn_implementation: 'somebody/kernel')",
     ),
+    **{
+        f"remote kernels, {form}": (
+            lambda f, fields=fields: edit(f / "config.json", **fields),
+            "names code from elsewhere",
+        )
+        for form, fields in KERNELS.items()
+    },
+    "a second configuration": (second_configuration, "names other configurations (configuration_files)"),
     "quantised": (lambda f: edit(f / "config.json", quantization_config={"bits": 4}), "is quantised"),
     "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "holds an adapter"),
     "pickled weights": (only_pickles, "has its weights in pytorch_model.bin, which may hold code"),
@@ -109,6 +136,12 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index of pickles": (index_of("x.bin"), "wanted a safetensors file in the folder"),
     "an index of another file": (index_of("model-00001-of-00005.safetensors"), "which model.safetensors.index.json"),
 }
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", {"": "flex_attention"}])
+def test_known_attention_passes_and_is_chosen_anew(name: Any, folder: Path) -> None:
+    edit(folder / "config.json", attn_implementation=name)
+    assert read_folder(folder).config._attn_implementation is None
 
 
 @pytest.mark.parametrize("case", SPOILED)

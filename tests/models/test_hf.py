@@ -364,13 +364,21 @@ def test_bad_folders(name: str, released: Path, tmp_path: Path) -> None:
 
 def test_names_of_code_in_a_configuration_have_no_effect(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    names = {"attn_implementation": "somebody/kernel", "auto_map": {"AutoConfig": "evil.Evil"}}
+    names = {
+        "attn_implementation": "somebody/kernel",
+        "_experts_implementation": {"": "somebody/kernel"},
+        "auto_map": {"AutoConfig": "evil.Evil"},
+    }
     file.write_text(json.dumps({**LLAMA, "transformers_version": "5.0.0", **names}))
     each = module(config=str(file))
     each.configure_model()
     assert isinstance(each.net, CausalLMNet)
     assert each.net.config._attn_implementation == "sdpa"
     assert not hasattr(each.net.config, "auto_map")
+    names = {"attribute_map": {"x": "_attn_implementation"}, "x": "somebody/kernel"}
+    file.write_text(json.dumps({**LLAMA, "transformers_version": "5.0.0", **names}))
+    with pytest.raises(UserError, match="names code from elsewhere"):
+        module(config=str(file)).configure_model()
 
 
 # --- commands
