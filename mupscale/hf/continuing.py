@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mupscale.data_files import json_of
+from mupscale.arguments import refuse_unless_iterable, refuse_unless_level, shown
+from mupscale.data_files import json_of, what_is_wrong
 from mupscale.errors import UserError
 from mupscale.hf.folder import GROWTH_FILE
 from mupscale.widening.grow import UpscaleReport
@@ -69,7 +70,7 @@ def parameter_groups(
     weight_decay: float = 0.0,
     eps: float | None = None,
     optimizer: str = "AdamW",
-    no_decay: Collection[str] = (),
+    no_decay: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """Parameter groups with which any trainer continues the narrow run on the wide model, as the table of rules says.
 
@@ -88,7 +89,14 @@ def parameter_groups(
     """
     if optimizer not in OPTIMIZERS:
         raise UserError(f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
-    factors, widths = _read(grown)
+    refuse_unless_level("lr", lr)
+    refuse_unless_level("weight_decay", weight_decay)
+    refuse_unless_level("eps", 0.0 if eps is None else eps)
+    refuse_unless_iterable("no_decay", no_decay, "name patterns, such as ['*.bias']")
+    patterns = list(no_decay)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise UserError(f"no_decay must be a list of name patterns, such as ['*.bias'], got {shown(patterns)}")
+    factors, widths, shapes = _read(grown)
     parameters = {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
     if parameters.keys() != factors.keys():
         only_model, only_growth = sorted(parameters.keys() - factors.keys()), sorted(factors.keys() - parameters.keys())
@@ -96,12 +104,16 @@ def parameter_groups(
             f"the growth is one of another model: {only_model[:3] or 'nothing'} is in the model only, "
             f"{only_growth[:3] or 'nothing'} in the growth only"
         )
+    for name, parameter in parameters.items():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # DeepSpeed's own, where it holds a share
+        if shape != shapes[name]:
+            raise UserError(f"the growth is one of another model: {name} is {shape}, and {shapes[name]} in the growth")
     if widths:
         _remember(model, widths)
     groups: dict[tuple[float, float, float], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         factor = factors[name][optimizer]
-        decays = not any(matches(name, pattern) for pattern in no_decay)
+        decays = not any(matches(name, pattern) for pattern in patterns)
         decay = weight_decay * factor["weight_decay"] if decays else 0.0
         row: dict[str, Any] = {"lr": lr * factor["lr"], "weight_decay": decay}
         if optimizer != "SGD":
@@ -119,27 +131,35 @@ def _unwrapped(name: str) -> str:
 
 def _read(
     grown: str | Path | UpscaleReport | Mapping[str, Any],
-) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, WidthFactors]]:
+) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, WidthFactors], dict[str, tuple[int, ...]]]:
+    """Factors, widths and wide shapes by the names of parameters."""
     if isinstance(grown, UpscaleReport):
-        return _factors(grown.plan, Duplication()), {}
+        shapes = {name: tuple(entry.wide_shape) for name, entry in grown.plan.parameters.items()}
+        return _factors(grown.plan, Duplication()), {}, shapes
     if isinstance(grown, str | Path):
         path = Path(grown) / GROWTH_FILE if Path(grown).is_dir() else Path(grown)
         try:
             grown = json_of(path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read as the record of a growth ({error})") from error
-    if not isinstance(grown, Mapping) or grown.get("format") != FORMAT or not isinstance(grown["parameters"], Mapping):
+    rows = grown.get("parameters") if isinstance(grown, Mapping) and grown.get("format") == FORMAT else None
+    if not isinstance(rows, Mapping):
         raise UserError(f"this is not the record of a growth: wanted a folder that `upscale` wrote, got {grown!r:.60}")
     try:
-        factors = {name: _numbers(row["factors"]) for name, row in grown["parameters"].items()}
-        widths = {name: _width(row["width"]) for name, row in grown["parameters"].items() if row.get("width")}
+        factors = {name: _numbers(row["factors"]) for name, row in rows.items()}
+        widths = {name: _width(row["width"]) for name, row in rows.items() if row.get("width")}
+        shapes = {name: tuple(row["wide_shape"]) for name, row in rows.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"the record of the growth is damaged: {type(error).__name__} {error}") from error
-    return factors, widths
+        raise UserError(f"the record of the growth is damaged: {what_is_wrong(error)}") from error
+    return factors, widths, shapes
 
 
 def _numbers(factors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    return {kind: {key: float(factors[kind][key]) for key in ("lr", "eps", "weight_decay")} for kind in OPTIMIZERS}
+    answer = {kind: {key: factors[kind][key] for key in ("lr", "eps", "weight_decay")} for kind in OPTIMIZERS}
+    for kind, row in answer.items():
+        for key, factor in row.items():
+            refuse_unless_level(f"the factor of {key} for {kind}", factor)
+    return answer
 
 
 def _width(row: Mapping[str, Any]) -> WidthFactors:

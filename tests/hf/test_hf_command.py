@@ -1,13 +1,16 @@
 """`python -m mupscale upscale FOLDER --factor 2 --out WIDE`, and continuing elsewhere from what it writes."""
 
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import mupscale.hf as hf
 from mupscale.__main__ import main
 from mupscale.commands import status
+from mupscale.errors import UserError
 from mupscale.hf import family, widened_folder
 from mupscale.hf.whole_folder import partial_folder, whole_folder
 from mupscale.widening.noise import AdditiveNoise
@@ -27,6 +31,13 @@ from mupscale.widening.noise import AdditiveNoise
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory) -> Path:
     return save(llama(), tmp_path_factory.mktemp("command") / "narrow")
+
+
+@pytest.fixture(scope="module")
+def grown(narrow: Path, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("grown") / "wide"
+    upscale(narrow, out)
+    return out
 
 
 def upscale(narrow: Path, out: Path, *options: str) -> None:
@@ -230,8 +241,63 @@ def test_parameter_groups_of_the_wrong_model_are_refused(narrow: Path, tmp_path:
         hf.parameter_groups(llama(), tmp_path / "wide", lr=0.1, optimizer="Lion")
     with pytest.raises(ValueError, match="cannot be read as the record of a growth"):
         hf.parameter_groups(llama(), narrow, lr=0.1)
-    without = hf.parameter_groups(load(tmp_path / "wide"), tmp_path / "wide", lr=0.1, weight_decay=1, no_decay=["*"])
-    assert {group["weight_decay"] for group in without} == {0.0}
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is \(64, 32\), and \(64, 64\) in the growth"):
+        hf.parameter_groups(llama(), tmp_path / "wide", lr=0.1)
+    for patterns in (["*"], iter(["*"])):
+        groups = hf.parameter_groups(
+            load(tmp_path / "wide"), tmp_path / "wide", lr=1, weight_decay=1, no_decay=patterns
+        )
+        assert {group["weight_decay"] for group in groups} == {0.0}
+
+
+BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a text of patterns": ({"no_decay": "*.bias"}, "no_decay must be a list of name patterns"),
+    "a number as pattern": ({"no_decay": [5]}, "no_decay must be a list of name patterns"),
+    "nan": ({"lr": math.nan}, "lr must be a finite number of at least 0, got nan"),
+    "a negative rate": ({"lr": -0.1}, "lr must be a finite number of at least 0, got -0.1"),
+    "a text as rate": ({"lr": "0.1"}, "lr must be a finite number of at least 0, got '0.1'"),
+    "an infinite decay": ({"weight_decay": math.inf}, "weight_decay must be a finite number"),
+    "a negative eps": ({"eps": -1e-8}, "eps must be a finite number"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_parameter_groups_refuse_bad_arguments(case: str, grown: Path) -> None:
+    arguments, message = BAD_ARGUMENTS[case]
+    with pytest.raises(UserError, match=re.escape(message)):
+        hf.parameter_groups(load(grown), grown, **{"lr": 0.1, **arguments})
+
+
+def of_norm(record: dict[str, Any]) -> dict[str, Any]:
+    return record["parameters"]["model.norm.weight"]
+
+
+BAD_RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "nan": (lambda r: of_norm(r)["factors"]["AdamW"].update(lr=math.nan), "factor of lr for AdamW must be a finite"),
+    "inf": (lambda r: of_norm(r)["factors"]["SGD"].update(eps=math.inf), "factor of eps for SGD must be a finite"),
+    "negative": (
+        lambda r: of_norm(r)["factors"]["Adam"].update(weight_decay=-1),
+        "factor of weight_decay for Adam must",
+    ),
+    "a text": (lambda r: of_norm(r)["factors"]["Adam"].update(lr="1"), "factor of lr for Adam must be a finite number"),
+    "no factor": (lambda r: of_norm(r)["factors"]["AdamW"].pop("lr"), "is damaged: it has no 'lr'"),
+    "no optimizer": (lambda r: of_norm(r)["factors"].pop("AdamW"), "is damaged: it has no 'AdamW'"),
+    "no factors": (lambda r: of_norm(r).pop("factors"), "is damaged: it has no 'factors'"),
+    "no shape": (lambda r: of_norm(r).pop("wide_shape"), "is damaged: it has no 'wide_shape'"),
+    "no parameters": (lambda r: r.pop("parameters"), "this is not the record of a growth"),
+    "a list of parameters": (lambda r: r.update(parameters=[]), "this is not the record of a growth"),
+    "a parameter too few": (lambda r: r["parameters"].pop("model.norm.weight"), "is one of another model"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RECORDS)
+def test_parameter_groups_refuse_a_damaged_record(case: str, grown: Path, tmp_path: Path) -> None:
+    spoil, message = BAD_RECORDS[case]
+    record = json.loads((grown / "mupscale.json").read_text())
+    spoil(record)
+    (tmp_path / "mupscale.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=re.escape(message)):
+        hf.parameter_groups(load(grown), tmp_path, lr=0.1)
 
 
 @pytest.mark.slow
