@@ -96,7 +96,7 @@ class Swap:
                 part.to_empty(device=module.device, recurse=False)
         growth = self.method.plan(narrow, wide, None, None)
         noise = self.method.noise if self.noise is None else self.noise
-        keeps_function = self.method.claim(growth, narrow).function and (noise is None or noise.centred)
+        keeps_function = self.method.claim(growth, narrow, ()).function and (noise is None or noise.centred)
         for optimizer in narrow_opts if self.state_rule != "reset" else ():
             check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
         copy_modes(narrow, wide)

@@ -261,7 +261,7 @@ def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
     noise = job.widening.noise
     if noise is not None and not noise.centred:
         return "outputs were not compared: noise that is not centred changes them"
-    if not job.widening.method.claim(job.plan, on_meta(job.folder.model_class, job.folder.config)).function:
+    if not job.widening.method.claim(job.plan, on_meta(job.folder.model_class, job.folder.config), ()).function:
         return f"outputs were not compared: {type(job.widening.method).__name__} changes them"
     if not fits(count):
         return f"outputs were not compared: both models in float32 ({count * 4 / 1e9:.0f} GB) do not fit into memory"

@@ -74,15 +74,20 @@ class OptimizerRule:
     counts_steps: bool = True
     """Whether the optimizer itself keeps a step count in its state."""
 
+    def decouples_decay(self, group: Group) -> bool:
+        """Whether weight decay acts on the weights, and not through the gradient."""
+        if self.decoupled_weight_decay is None:
+            return bool(group.get("decoupled_weight_decay", False))
+        return self.decoupled_weight_decay
+
     def scale(self, group: Group, f: Factors) -> Scaling:
         return self.scaling(self, group, f) if self.scaling else table_scaling(self, group, f)
 
 
 def table_scaling(rule: OptimizerRule, group: Group, f: Factors) -> Scaling:
-    decoupled = rule.decoupled_weight_decay
-    if decoupled is None:
-        decoupled = group.get("decoupled_weight_decay", False)
-    decay = decoupled_weight_decay_factor(f, rule.degree) if decoupled else coupled_weight_decay_factor(f)
+    decay = coupled_weight_decay_factor(f)
+    if rule.decouples_decay(group):
+        decay = decoupled_weight_decay_factor(f, rule.degree)
     return Scaling(lr_factor(f, rule.degree), eps_factor(f), decay)
 
 
@@ -243,4 +248,5 @@ register_optimizer(torch.optim.Adamax, degree=0, state={"exp_avg": 1, "exp_inf":
 _RMSPROP = {"square_avg": 2, "grad_avg": 1, "momentum_buffer": 0}
 register_optimizer(torch.optim.RMSprop, degree=0, state=_RMSPROP, own_count=_no_count)
 register_optimizer(torch.optim.Adagrad, degree=0, state={"sum": 2}, own_count=_adagrad_own_count)
-register_optimizer(torch.optim.Muon, degree=0, state={"momentum_buffer": 1}, scaling=muon_scaling, entrywise=False)
+_MUON = {"scaling": muon_scaling, "entrywise": False}
+register_optimizer(torch.optim.Muon, degree=0, state={"momentum_buffer": 1}, decoupled_weight_decay=True, **_MUON)

@@ -1,7 +1,8 @@
 """Every growth method keeps what it claims, and nothing else: deviations of function and training, in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -186,13 +187,96 @@ def test_a_method_that_learns_is_left_as_it_was():
         method.check(mupscale.plan(*(MODELS["mlp"].build(size) for size in ((8, 12, 6), (16, 36, 24)))))
 
 
+def hidden_layers(activation: type[nn.Module], outputs: nn.Module | None = None) -> Callable[[int], nn.Module]:
+    def build(width: int) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, width), activation(), nn.Linear(width, width), activation(), nn.Linear(width, 4)]
+        return nn.Sequential(*layers, *([] if outputs is None else [outputs]))
+
+    return build
+
+
+def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).sub(0.3).square().mean()
+
+
+def measured_on(
+    build: Callable[[int], nn.Module], method: GrowthMethod, optimizer: Callable[..., Optimizer] = adamw
+) -> ClaimCheck:
+    torch.manual_seed(1)
+    batches = [torch.randn(5, 6) for _ in range(4)]
+    return check_claim(build(4), build(8), method, optimizer=optimizer, batches=batches, loss=squares)
+
+
+DECAY: dict[str, tuple[Callable[..., Optimizer], bool]] = {
+    "SGD": (partial(torch.optim.SGD, lr=0.05, momentum=0.9), True),
+    "Adam": (partial(torch.optim.Adam, lr=0.003, eps=1e-3), False),
+    "Adam, decoupled": (partial(torch.optim.Adam, lr=0.003, eps=1e-3, decoupled_weight_decay=True), True),
+    "AdamW": (partial(torch.optim.AdamW, lr=0.003, eps=1e-3), True),
+    "NAdam": (partial(torch.optim.NAdam, lr=0.003, eps=1e-3), False),
+    "NAdam, decoupled": (partial(torch.optim.NAdam, lr=0.003, eps=1e-3, decoupled_weight_decay=True), True),
+    "RAdam": (partial(torch.optim.RAdam, lr=0.003, eps=1e-3, betas=(0.9, 0.9)), False),
+    "Adamax": (partial(torch.optim.Adamax, lr=0.003, eps=1e-3), False),
+    "RMSprop": (partial(torch.optim.RMSprop, lr=0.003, eps=1e-3), False),
+    "Adagrad": (partial(torch.optim.Adagrad, lr=0.003, eps=1e-3), False),
+}
+"""Whether the diagonal variant preserves the training by an optimizer with weight decay."""
+
+
+@pytest.mark.parametrize("name", DECAY)
+def test_diagonal_copies_are_not_preserved_by_an_update_that_normalises_their_decay(name: str):
+    optimizer, preserved = DECAY[name]
+    method, build = HyperCloning("diagonal", **RULES), hidden_layers(nn.Tanh)
+    check = measured_on(build, method, partial(optimizer, weight_decay=0.1))
+    assert check.holds, check
+    assert check.claim == Claim(True, preserved)
+    assert preserved or check.dynamic > 1e-4
+    without_decay = measured_on(build, method, partial(optimizer, weight_decay=0.0))
+    decayed = partial(optimizer, weight_decay=0.1)
+    without_matrix = measured_on(lambda width: nn.Sequential(*build(width)[:2], build(width)[4]), method, decayed)
+    for other in (without_decay, without_matrix):
+        assert other.holds, other
+        assert other.claim == Claim(True, True)
+
+
+class Functional(nn.Module):
+    """A sigmoid that no module type shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x)
+
+
+@pytest.mark.parametrize("method", [ZeroPadding(), ShrinkAndPad(1.0, **RULES)], ids=["zero", "shrink"])
+@pytest.mark.parametrize(
+    ("activation", "outputs", "preserved"),
+    [
+        (nn.ReLU, None, True),
+        (nn.Sigmoid, None, False),
+        (Functional, None, False),
+        (nn.Softplus, None, False),
+        (nn.Tanh, nn.Sigmoid(), True),
+    ],
+    ids=["relu", "sigmoid", "functional", "softplus", "outputs"],
+)
+def test_padding_preserves_the_training_only_if_new_units_never_train(
+    method: GrowthMethod, activation: type[nn.Module], outputs: nn.Module | None, preserved: bool
+):
+    build = hidden_layers(activation, outputs)
+    check = measured_on(build, method)
+    assert check.holds, check
+    assert check.claim == Claim(True, preserved)
+    assert preserved or check.dynamic > 0.05
+    narrow = build(4)
+    assert method.claim(mupscale.plan(narrow, build(8)), narrow, [adamw(list(narrow.parameters()))]) == (True, False)
+
+
 def test_a_false_claim_is_refuted():
     class Boaster(HyperCloning):
-        def claim(self, plan: mupscale.Plan, narrow: nn.Module) -> Claim:
+        def claim(self, plan: mupscale.Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
             return Claim(True, True)
 
     class Modest(Duplication):
-        def claim(self, plan: mupscale.Plan, narrow: nn.Module) -> Claim:
+        def claim(self, plan: mupscale.Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
             return Claim(True, False)
 
     boast, modesty = (measured("mlp", method) for method in (Boaster(), Modest()))

@@ -20,11 +20,12 @@ claim       whether function and dynamics are preserved, for a model; `checks/cl
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.widening.layout import narrow_length, source_index
@@ -170,8 +171,12 @@ class GrowthMethod(ABC):
         return out, inn if share is None else inn * torch.tensor(share, dtype=torch.float64)[:, None]
 
     @abstractmethod
-    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
-        """What is preserved when this model grows."""
+    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
+        """What is preserved when this model grows and `optimizers` train it on; no more than is known of any data."""
+
+    def claim_measured(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], wide: nn.Module) -> Claim:
+        """The claim for a model that has grown, just now, and has the gradients of a batch."""
+        return self.claim(plan, narrow, optimizers)
 
     def _follows_the_rules(self) -> bool:
         return self.state == "carry" and self.hyperparameters == "table"

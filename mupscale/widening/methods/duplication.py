@@ -1,17 +1,22 @@
 """Methods that give every unit the same number of copies: the paper's duplication, and HyperCloning."""
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.widening.layout import Layout, copy_index, duplicate_
+from mupscale.widening.layout import copy_index, duplicate_
 from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.widening.modules import Side
 from mupscale.widening.new_copies import StateRule
 from mupscale.widening.noise import Noise, init_scale, is_noisy, refuse_inert
+from mupscale.widening.parameter_groups import is_nonzero, names_by_id
 from mupscale.widening.plan import Plan, TensorPlan
+from mupscale.widening.rules import rule_of
 from mupscale.widening.weights import widen_
 
 
@@ -31,7 +36,7 @@ class Duplication(GrowthMethod):
 
     grows_weight_norms = True
 
-    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         return Claim(True, self._follows_the_rules())
 
 
@@ -45,7 +50,8 @@ class HyperCloning(GrowthMethod):
     to copy c of the previous layer, with the full weight; if the two layers grow by different factors, each copy is
     connected to those at the same relative position, in shares. `noisy` is `symmetric` with noise that preserves the
     function, 10 dB below the weights. As published, hyperparameters are unchanged and the optimizer state is reset;
-    with `state="carry"` and `hyperparameters="table"`, the first two variants preserve the training as well.
+    with `state="carry"` and `hyperparameters="table"`, `symmetric` preserves the training as well, and so does
+    `diagonal`, except under Adam and its relatives with weight decay that is part of the gradient (not AdamW).
 
     Examples:
         >>> import mupscale
@@ -80,22 +86,42 @@ class HyperCloning(GrowthMethod):
         self.noise = _BelowTheWeights(decibels) if variant == "noisy" else None
 
     def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
-        produced = [axis for axis, side in enumerate(entry.sides) if side == "out" and _grows(entry.layouts[axis])]
-        summed = [axis for axis, side in enumerate(entry.sides) if side == "in" and _grows(entry.layouts[axis])]
-        if self.variant != "diagonal" or entry.mixed or entry.unit.offset or not produced or not summed:
+        if not self._is_diagonal(entry):
             widen_(target, source, entry)
             return
         duplicate_(target, source, entry.layouts, scale=entry.unit.scale)
-        row = produced[0]
-        for column in summed:
+        row = _growing(entry, "out")[0]
+        for column in _growing(entry, "in"):
             shares = _diagonal_shares(entry.layouts[row][0].factor, entry.layouts[column][0].factor)
             of_copies = shares[copy_index(entry.layouts[row])][:, copy_index(entry.layouts[column])]
             of_copies = of_copies if row < column else of_copies.T
             shape = [size if axis in (row, column) else 1 for axis, size in enumerate(target.shape)]
             target.mul_(of_copies.reshape(shape).to(target))
 
-    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
-        return Claim(True, self._follows_the_rules() and self.variant != "noisy")
+    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
+        if self.variant == "noisy" or not self._follows_the_rules():
+            return Claim(True, False)
+        return Claim(True, not any(self._is_diagonal(plan.parameters[name]) for name in _decayed(narrow, optimizers)))
+
+    def _is_diagonal(self, entry: TensorPlan) -> bool:
+        """Whether copies of a weight differ."""
+        both = bool(_growing(entry, "out")) and bool(_growing(entry, "in"))
+        return self.variant == "diagonal" and both and not entry.mixed and not entry.unit.offset
+
+
+def _decayed(narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """The parameters whose update is not linear in a gradient that their decay is part of.
+
+    Their copies stay a multiple of the narrow weight only if they are equal.
+    """
+    names = names_by_id(narrow)
+    for optimizer in optimizers:
+        rule = rule_of(optimizer)
+        for group in optimizer.param_groups:
+            coupled = is_nonzero(group.get("weight_decay")) and not rule.decouples_decay(group)
+            for parameter in group["params"] if coupled and rule.degree == 0 else ():
+                if parameter.requires_grad:
+                    yield names[id(parameter)]
 
 
 class _BelowTheWeights(Noise):
@@ -122,8 +148,10 @@ class _BelowTheWeights(Noise):
         return size * 10 ** (-self.decibels / 20) / init_scale(entry)
 
 
-def _grows(layout: Layout) -> bool:
-    return any(piece.factor > 1 for piece in layout)
+def _growing(entry: TensorPlan, side: Side) -> list[int]:
+    """The axes of a side that grow."""
+    axes = zip(entry.layouts, entry.sides, strict=True)
+    return [i for i, (layout, own) in enumerate(axes) if own == side and any(piece.factor > 1 for piece in layout)]
 
 
 def _diagonal_shares(rows: int, columns: int) -> Tensor:

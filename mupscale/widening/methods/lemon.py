@@ -1,9 +1,11 @@
 """LEMON: copies of a unit are consumed in unequal shares."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
@@ -86,7 +88,7 @@ class Lemon(GrowthMethod):
                 refuse_uneven_shift(parameters[name])
         return replace(plan, parameters=parameters)
 
-    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         return Claim(True, self._follows_the_rules())
 
     def _shares(self, group: UnitGroup, generator: torch.Generator) -> Tensor:

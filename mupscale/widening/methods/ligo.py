@@ -1,12 +1,13 @@
 """LiGO: maps that a short run learns."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mupscale.arguments import refuse_unless_callable, refuse_unless_iterable, refuse_unless_whole
 from mupscale.errors import UserError
@@ -183,7 +184,7 @@ class LiGO(GrowthMethod):
         )
         return out, inn
 
-    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         return Claim(False, False)
 
     def _first_maps(self, groups: list[UnitGroup], sources: dict[str, Tensor]) -> Maps:

@@ -1,10 +1,11 @@
 """Methods that copy random units: Net2Net, and bert2BERT's FPI and AKI."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.widening.layout import Layout, copy_index, narrow_length, source_index
@@ -75,7 +76,7 @@ class Net2Net(GrowthMethod):
                 mapped.setdefault(name, {})[axis] = [(block, block, count) for count in copies] * times
         return make_plan(narrow, wide, roles=roles, blocks={**(blocks or {}), **mapped}, units=units)
 
-    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         return Claim(True, self._follows_the_rules())
 
 
@@ -162,7 +163,7 @@ class AKI(FPI):
                 own = gathered(parameters[name])
                 weight.copy_(torch.where(new.view(shape).to(own.device), units.to(own), own))
 
-    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
+    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         return Claim(False, False)
 
 

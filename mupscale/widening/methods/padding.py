@@ -1,8 +1,10 @@
 """Methods whose new units are zero: zero padding, and shrinking before it."""
 
 import math
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.widening.layout import copy_index, duplicate_, is_unit_by_unit
@@ -13,13 +15,15 @@ from mupscale.widening.plan import Blocks, Plan, TensorPlan
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.roles import Roles
 from mupscale.widening.rules import Factors
+from mupscale.widening.sharding import gathered
 from mupscale.widening.units import NO_UNIT, Units
 
 
 class ZeroPadding(GrowthMethod):
     """New units have input and output weights of zero. They never train if the activation of zero is zero.
 
-    The function is preserved, unless a norm averages over the width: it counts the new units.
+    The function is preserved, unless a norm averages over the width: it counts the new units. The training is
+    preserved as well if new units never train, which `check_claim` measures: it is not before a sigmoid.
 
     Examples:
         >>> import mupscale
@@ -80,9 +84,13 @@ class ZeroPadding(GrowthMethod):
         out = out * (copy_index(entry.layouts[axis]) == 0)[:, None]
         return out, out
 
-    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
-        kept = not any(norms_over_width(plan, narrow))
-        return Claim(kept, kept and self._follows_the_rules())
+    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
+        return Claim(not any(norms_over_width(plan, narrow)), False)
+
+    def claim_measured(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], wide: nn.Module) -> Claim:
+        """The training is preserved if new units never train."""
+        kept = self.claim(plan, narrow, optimizers).function
+        return Claim(kept, kept and self._follows_the_rules() and not any(_trained_new_units(plan, wide)))
 
 
 class ShrinkAndPad(ZeroPadding):
@@ -119,5 +127,13 @@ class ShrinkAndPad(ZeroPadding):
         if entry.kind == "weight":
             target.mul_(self.shrink)
 
-    def claim(self, plan: Plan, narrow: nn.Module) -> Claim:
-        return super().claim(plan, narrow) if self.shrink == 1 else Claim(False, False)
+    def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
+        return super().claim(plan, narrow, optimizers) if self.shrink == 1 else Claim(False, False)
+
+
+def _trained_new_units(plan: Plan, wide: nn.Module) -> Iterator[str]:
+    """The parameters of which an entry that is new has a gradient: the activation before it does not map 0 to 0."""
+    for name, parameter in wide.named_parameters():
+        gradient = gathered(parameter.grad) if parameter.grad is not None else None
+        if gradient is not None and bool(gradient[new_copies(plan.parameters[name]).to(gradient.device)].any()):
+            yield name
