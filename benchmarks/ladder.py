@@ -15,6 +15,7 @@ import csv
 import json
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -137,7 +138,7 @@ def state_file(folder: Path, trunk: str, power: float) -> Path:
 
 
 def plan_runs(ladder: Ladder, lr: float, seeds: Sequence[int]) -> list[Run]:
-    """All runs, the most important first: rates, growths and seeds, then levels of noise and rates of growths."""
+    """All runs, the most important first: each seed, with rates of the first; levels of noise and rates of growths."""
 
     def fixed(sizes: Iterable[Size], rate: float, seed: int) -> list[Run]:
         return [Run(size, rate, seed, ladder.fixed[size]) for size in sizes]
@@ -150,19 +151,19 @@ def plan_runs(ladder: Ladder, lr: float, seeds: Sequence[int]) -> list[Run]:
             for point, budgets in ladder.grown[pair].items()
         ]
 
-    pairs, sizes, first = list(ladder.grown), list(ladder.fixed), seeds[0]
-    arms = ("duplication", 1.0), ("duplication", 0.24), ("diagonal", 1.0)
-    runs = [run for factor in (1.0, 0.5, 2.0) for run in fixed(sizes, factor * lr, first)]
-    for pair in pairs:
-        runs += grown(pair, lr, first, *arms)
-    for seed in seeds[1:]:
-        runs += fixed(sizes[::-1], lr, seed)
-        for pair in pairs[::-1]:
+    pairs, sizes, first = list(ladder.grown)[::-1], list(ladder.fixed)[::-1], seeds[0]
+    arms = ("duplication", 1.0), ("diagonal", 1.0), ("duplication", 0.24)
+    runs = []
+    for seed in seeds:
+        runs += fixed(sizes, lr, seed)
+        for pair in pairs:
             runs += grown(pair, lr, seed, *arms)
+        if seed == first:  # other rates, up to about 10 tokens per parameter
+            runs += [Run(size, factor * lr, seed, ladder.fixed[size][-3:]) for factor in (2.0, 0.5) for size in sizes]
     more = *(("duplication", noise) for noise in (2.0, 0.5, 4.0, 0.12)), ("diagonal", 0.24)
-    for pair in pairs:
+    for pair in pairs[::-1]:
         runs += grown(pair, lr, first, *more)
-        runs += [run for factor in (0.5, 2.0) for run in grown(pair, factor * lr, first, arms[0])]
+        runs += [run for factor in (2.0, 0.5) for run in grown(pair, factor * lr, first, arms[0])]
     return runs
 
 
@@ -358,8 +359,8 @@ def work(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     text = Text(options.data, ladder, device)
     runners: dict[Size, Runner] = {}
-    runs = [run for run in plan_runs(ladder, options.lr, options.seeds) if options.only in run.name]
-    while time.time() < options.until and not all(claim_file(run, options.out).exists() for run in runs):
+    runs = [run for run in plan_runs(ladder, options.lr, options.seeds) if re.search(options.only, run.name)]
+    while time.time() < options.until and not all(is_taken(run, options.out) for run in runs):
         run = claim_run(runs, options.out)
         if run is None:
             time.sleep(1)
@@ -367,24 +368,42 @@ def work(options: argparse.Namespace) -> None:
         if run.size not in runners:
             runners[run.size] = Runner(ladder, run.size, text, device)
         result = train_run(ladder, run, runners[run.size], options.out)
-        write_text(claim_file(run, options.out).with_suffix(".json"), json.dumps(result))
+        write_text(result_file(run, options.out), json.dumps(result))
         ends = ", ".join(f"2^{end['power']:g}: {end['loss']:.4f}" for end in result["ends"])
         print(f"{run.name} in {result['seconds']:.1f} s  {ends}", flush=True)
 
 
-def claim_file(run: Run, folder: Path) -> Path:
-    return folder / "runs" / f"{run.name}.claim"
+def result_file(run: Run, folder: Path) -> Path:
+    return folder / "runs" / f"{run.name}.json"
+
+
+def is_taken(run: Run, folder: Path) -> bool:
+    """Whether a run is finished, or a worker that is alive has claimed it."""
+    result = result_file(run, folder)
+    claim = result.with_suffix(".claim")
+    if result.exists():
+        return True
+    try:
+        os.kill(int(claim.read_text() or os.getpid()), 0)
+    except FileNotFoundError:
+        return False
+    except ProcessLookupError:
+        claim.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def claim_run(runs: list[Run], folder: Path) -> Run | None:
     """The first run that is ready and that no worker has claimed."""
     for run in runs:
-        if run.narrow is None or run.narrow_state(folder).exists():
-            try:
-                claim_file(run, folder).touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            return run
+        if is_taken(run, folder) or not (run.narrow is None or run.narrow_state(folder).exists()):
+            continue
+        try:
+            with result_file(run, folder).with_suffix(".claim").open("x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            continue
+        return run
     return None
 
 
@@ -421,7 +440,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="write the CSV files from this folder of runs")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no run after this time")
-    parser.add_argument("--only", default="", help="the runs whose names contain this")
+    parser.add_argument("--only", default="", help="the runs in whose names this pattern is found")
     parser.add_argument("--lr", type=float, default=LR, help="the middle of the three rates")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -433,9 +452,6 @@ def main(arguments: list[str]) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for name in ("runs", "states"):
         (options.out / name).mkdir(exist_ok=True)
-    for claim in options.out.glob("runs/*.claim"):
-        if not claim.with_suffix(".json").exists():
-            claim.unlink()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=work, args=(options,)) for _ in range(options.workers)]
