@@ -93,7 +93,7 @@ class ShardedGrowth:
             writer.finish(self._rest())
         centred = self.noise is not None and self.noise.centred
         seconds = time.perf_counter() - start
-        return UpscaleReport(self.plan, None, self.constants, tuple(self.plan.notes), seconds, centred)
+        return UpscaleReport(self.plan, None, self.constants, tuple(self.plan.notes), seconds, self.method, centred)
 
     def _saved_optimizers(self) -> list[Optimizer]:
         """The optimizers of the checkpoint on the meta device: their groups, and the shapes of their state."""

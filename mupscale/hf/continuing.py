@@ -15,7 +15,7 @@ from mupscale.data_files import json_of, what_is_wrong
 from mupscale.errors import UserError
 from mupscale.hf.folder import GROWTH_FILE
 from mupscale.widening.grow import UpscaleReport
-from mupscale.widening.methods import Duplication, GrowthMethod
+from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.plan import Plan
 from mupscale.widening.roles import matches
 from mupscale.widening.rules import rule_of
@@ -135,7 +135,7 @@ def _read(
     """Factors, widths and wide shapes by the names of parameters."""
     if isinstance(grown, UpscaleReport):
         shapes = {name: tuple(entry.wide_shape) for name, entry in grown.plan.parameters.items()}
-        return _factors(grown.plan, Duplication()), {}, shapes
+        return _factors(grown.plan, grown.method), {}, shapes
     if isinstance(grown, str | Path):
         path = Path(grown) / GROWTH_FILE if Path(grown).is_dir() else Path(grown)
         try:

@@ -64,6 +64,8 @@ class UpscaleReport:
     """Reasons, other than noise, why the wide run does not continue the narrow one exactly, and what was frozen in the
     wide model alone."""
     seconds: float
+    method: GrowthMethod = field(repr=False)
+    """The growth method, which decides what rates, eps and weight decay are multiplied by."""
     centred: bool = False
     """Whether the noise was centred."""
     exact: bool | None = None
@@ -183,7 +185,7 @@ def grow(
         optimizers.append(after)
     answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
     centred = noise is not None and noise.centred
-    return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start, centred)
+    return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start, method, centred)
 
 
 def _write(
