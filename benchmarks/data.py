@@ -33,8 +33,9 @@ from torchvision import transforms
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.covertype import Covertype
 from mupscale.datamodules.fineweb import FineWeb
-from mupscale.datamodules.preparation import SHARD_TOKENS
-from mupscale.datamodules.shards import INDEX, TOKENIZER, VERSION, ShardWriter, file_entry, read_index
+from mupscale.datamodules.preparation import FILE_TOKENS
+from mupscale.datamodules.token_files import list_files, read_token_folder
+from mupscale.datamodules.token_writer import TokenWriter
 
 WARM_UP = 10
 ROWS, IMAGES, TOKENS = 581_012, 50_000, 100_000_000
@@ -211,28 +212,10 @@ def generate_cifar100(file: Path) -> None:
 def generate_tokens(folder: Path, vocabulary: int = 50_257, document: int = 1000) -> None:
     draw = np.random.default_rng(0)
     folder.mkdir()
-    splits = {}
     for split, tokens in (("train", TOKENS), ("val", TOKENS // 100)):
-        writer = ShardWriter(folder, split, SHARD_TOKENS)
+        writer = TokenWriter(folder / split, FILE_TOKENS)
         writer.append(draw.integers(vocabulary, size=tokens, dtype=np.uint16), np.full(tokens // document, document))
-        splits[split] = writer.index()
-    (folder / TOKENIZER).touch()
-    content = {"version": VERSION, "vocabulary": vocabulary, "tokenizer": file_entry(folder / TOKENIZER), **splits}
-    (folder / INDEX).write_text(json.dumps(content))
-
-
-def write_token_files(prepared: Path, folder: Path, files: int = 1000, document: int = 1000) -> Path:
-    """The training tokens of a prepared folder as .ds files of datatrove."""
-    folder.mkdir()
-    tokens = read_index(prepared).tokens("train")
-    size = len(tokens) // files
-    for number in range(files):
-        part = np.empty(size, np.uint16)
-        tokens.read(number * size, part)
-        (folder / f"{number:05d}.ds").write_bytes(part.tobytes())
-        ends = np.append(np.arange(document, size, document), size)
-        (folder / f"{number:05d}.ds.index").write_bytes(ends.astype("<u8").tobytes())
-    return folder
+        writer.finish("generated")
 
 
 GENERATORS: dict[str, Callable[[Path], None]] = {
@@ -258,15 +241,14 @@ def complete(given: Path | None, temporary: Path) -> tuple[dict[str, Path], list
 
 def measure(paths: dict[str, Path], options: argparse.Namespace) -> list[Row]:
     covertype, cifar100, fineweb = (paths[name] for name in GENERATORS)
-    ds = paths["ds"]
     device = options.device
 
     def plain_sides(dataset: Callable[[], Dataset[Any]], batch_size: int) -> dict[str, Batches]:
         return {f"DataLoader, {n} workers": plain(dataset, batch_size, n, device) for n in (0, options.workers)}
 
     def crops() -> Dataset[Any]:
-        _, shard = next(read_index(fineweb).tokens("train").shards())
-        return Crops(shard, context)
+        _, content = next(read_token_folder(list_files(fineweb)).tokens("train").parts())
+        return Crops(content, context)
 
     batch, context = 64, 1024
     rows = {"ours": ours(Covertype(str(covertype.parent), 2000), device), **plain_sides(lambda: Rows(covertype), 2000)}
@@ -274,8 +256,6 @@ def measure(paths: dict[str, Path], options: argparse.Namespace) -> list[Row]:
     tokens = {
         "ours, resident": ours(FineWeb(str(fineweb), batch, context, resident=True), device),
         "ours, mapped": ours(FineWeb(str(fineweb), batch, context, resident=False), device),
-        "ours, .ds, random": ours(FineWeb(str(ds), batch, context, resident=False), device),
-        "ours, .ds, in order": ours(FineWeb(str(ds), batch, context, "sequential", resident=False), device),
         **plain_sides(crops, batch),
     }
     return [
@@ -313,7 +293,6 @@ def main(arguments: list[str]) -> None:
         torch.set_num_threads(1)  # as the DataLoader's workers have: two threads on a busy machine wait for each other
     with tempfile.TemporaryDirectory() as temporary:
         paths, generated = complete(options.data, Path(temporary))
-        paths["ds"] = write_token_files(paths["fineweb"], Path(temporary) / "ds")
         rows = measure(paths, options)
     print(table(rows))
     if options.out:

@@ -1,13 +1,13 @@
 """Where documents come from: local files, or FineWeb-Edu as a stream. Both can continue from any position."""
 
 import gzip
+import hashlib
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from mupscale.data_files import json_of, what_is_wrong
-from mupscale.datamodules.shards import sha256
 from mupscale.errors import UserError, needs_extra
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
@@ -128,6 +128,11 @@ class TextFiles:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # an error of the operating system; gzip and pyarrow set no errno for a damaged file
             raise Unusable(f"{file} cannot be read: {error}") from error
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def kind_of(file: Path) -> tuple[str, bool]:

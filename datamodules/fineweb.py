@@ -1,6 +1,6 @@
-"""Rows of tokens from a prepared folder, or from token files of datatrove: FineWeb-Edu, or any text.
+"""Rows of tokens from token files, which `prepare` and datatrove write: FineWeb-Edu, or any text.
 
-See shards.py and token_files.py for the formats, README.md for the embedded sample.
+See token_files.py for the format, README.md for the embedded sample.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
+from mupscale.datamodules.mapped_tokens import Vocabulary
 from mupscale.datamodules.resident import (
     model_arguments,
     ranks,
@@ -20,9 +21,8 @@ from mupscale.datamodules.resident import (
     shuffles,
     training_device,
 )
-from mupscale.datamodules.shards import INDEX, SPLITS, Index, Vocabulary, read_index
 from mupscale.datamodules.shared import once, shared
-from mupscale.datamodules.token_files import TokenFolder, listed, read_token_folder
+from mupscale.datamodules.token_files import SPLITS, TokenFolder, list_files, read_token_folder
 from mupscale.datamodules.windows import MappedWindows, Order, ResidentWindows, WindowLoader
 from mupscale.errors import UserError
 
@@ -37,13 +37,13 @@ class FineWeb(LightningDataModule):
     A batch is int64 [rows, context + 1]: each position predicts the next. Training uses random crops, or sequential
     windows in which every token is a target once per epoch; both have the same number of rows per epoch, and drop an
     incomplete last batch. Validation and test use the held-out documents in order, without an incomplete last window;
-    prediction uses their inputs only. Documents are concatenated, with an end-of-text token after each (in .ds files,
-    if datatrove wrote one), and a row may span several of them. Batches do not depend on the type or number of devices.
+    prediction uses their inputs only. Documents are concatenated, with an end-of-text token after each (of datatrove,
+    if it wrote one), and a row may span several of them. Batches do not depend on the type or number of devices.
     They resume exactly, from the state that the training loader saves in Lightning's checkpoints.
 
     Args:
-        data_dir: The prepared folder, or one with datatrove's .ds files at any depth. By default the embedded sample,
-            the Jargon File (0.4 M tokens, vocabulary 4,096).
+        data_dir: A prepared folder, or any with .ds files at any depth. By default the embedded sample, the Jargon File
+            (0.4 M tokens, vocabulary 4,096).
         batch_size: Rows per batch, over all devices together.
         context: The number of tokens that a row predicts.
         order: `random` draws crops of the training text, `sequential` reads its windows in order.
@@ -75,7 +75,7 @@ class FineWeb(LightningDataModule):
         self._order_seed = seed
         self._windows: dict[str, ResidentWindows | MappedWindows] = {}
         self._windows_are_for: tuple[torch.device, Vocabulary | None] | None = None
-        self._token_folder: TokenFolder | None = None
+        self._token_folder: TokenFolder
 
     def prepare_data(self) -> None:
         corpus = self._corpus()
@@ -89,11 +89,10 @@ class FineWeb(LightningDataModule):
             self._order_seed = seed_of_run()
         arguments = model_arguments(self.trainer)
         self.refuse_model(arguments)
-        vocabulary = None
-        if isinstance(corpus, TokenFolder):
-            self._refuse_other_files(corpus)
+        self._refuse_other_files(corpus)
+        if self.data_dir is not None:
             once(("described", corpus.version()), lambda: rank_zero_info(corpus.summary()))
-            vocabulary = _vocabulary_in(arguments)
+        vocabulary = _vocabulary_in(arguments)
         if self._windows and self._windows_are_for == (device, vocabulary):
             return
         resident = self.resident
@@ -131,22 +130,19 @@ class FineWeb(LightningDataModule):
             order=order,
             targets=targets,
             seed=self._order_seed,
-            files=self._token_folder.order(split) if self._token_folder is not None else None,
+            files=self._token_folder.order(split),
             drop_last=drop_last,
             **ranks(self.trainer),
         )
 
-    def _corpus(self) -> Index | TokenFolder:
+    def _corpus(self) -> TokenFolder:
         folder = Path(self.data_dir).expanduser() if self.data_dir is not None else JARGON
         with about_data_dir():
-            listing = listed(folder) if not (folder / INDEX).exists() else None
-            if not listing:
-                return read_index(folder)
+            listing = list_files(folder)
             # held, so that it is read once for all calls and all data modules
-            key = TokenFolder, listing.version()
-            (self._token_folder,) = shared(key, lambda: (read_token_folder(listing),))
-            assert self._token_folder is not None
-            return self._token_folder
+            (folder_read,) = shared((TokenFolder, listing.version()), lambda: (read_token_folder(listing),))
+        self._token_folder = folder_read
+        return self._token_folder
 
     def _refuse_other_files(self, corpus: TokenFolder) -> None:
         """UserError on all ranks if one of them finds other token files: its rows would be others."""
@@ -161,7 +157,7 @@ class FineWeb(LightningDataModule):
                 "give each node the same files, under the same names"
             )
 
-    def _refuse_context(self, corpus: Index | TokenFolder) -> None:
+    def _refuse_context(self, corpus: TokenFolder) -> None:
         """Raises a UserError if a split has no window of so many tokens."""
         for split in SPLITS:
             tokens = corpus.count(split)

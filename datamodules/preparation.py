@@ -1,40 +1,47 @@
-"""Tokenises documents into a prepared folder, in parallel; interruptions do not change the result."""
+"""Tokenises documents into a folder of token files; interruptions do not change the result.
+
+A prepared folder holds:
+
+    train/00000.ds, …     the token files to train on, see token_files.py
+    val/00000.ds, …       those of the documents that are held out
+    tokenizer.json        the vocabulary, as the library tokenizers reads it
+    preparation.json      the options, and what the folder holds. Written last
+    progress.json         the state of a preparation that is not finished
+"""
 
 import hashlib
 import json
+import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from mupscale.atomic import write_durably
-from mupscale.datamodules.documents import Batches, Position, Source, Unusable
-from mupscale.datamodules.journal import JOURNAL, Journal, held, refuse_other, remove
-from mupscale.datamodules.shards import (
-    INDEX,
-    LARGEST_VOCABULARY,
-    SPLITS,
-    TOKENIZER,
-    VERSION,
-    Index,
-    ShardWriter,
-    file_entry,
-    read_index,
-    usable_cores,
+from mupscale.atomic import partial, write_durably
+from mupscale.data_files import json_of, refuse_links
+from mupscale.datamodules.documents import Position, Source, Unusable
+from mupscale.datamodules.token_files import PREPARED, PROGRESS, SPLITS
+from mupscale.datamodules.token_writer import LARGEST_VOCABULARY, TokenWriter
+from mupscale.datamodules.vocabulary import (
+    BYTES,
+    END_OF_TEXT,
+    download_gpt2,
+    encode,
+    load_tokenizer,
+    train_tokenizer,
 )
-from mupscale.datamodules.vocabulary import BYTES, dumped, encoded, gpt2_ranks, loaded, trained_ranks
 from mupscale.errors import UserError
 
 if TYPE_CHECKING:
-    import tiktoken
+    from tokenizers import Tokenizer
 
-SHARD_TOKENS = 2**26
+TOKENIZER, LOCK = "tokenizer.json", ".lock"
+FILE_TOKENS = 2**26
 TRAINING_BYTES = 2**26
 """How much text of the first training documents a vocabulary is trained on."""
 COMMIT_SECONDS = 5.0
@@ -44,6 +51,67 @@ Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]
 """The tokens of several documents, one after another; each document's number of tokens; whether it is held out."""
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A finished folder, and what its preparation.json says."""
+
+    folder: Path
+    content: dict[str, Any]
+
+    @property
+    def vocabulary(self) -> int:
+        return self.content["vocabulary"]
+
+    def count(self, split: str) -> int:
+        """The number of tokens of a split."""
+        return self.content[split]["tokens"]
+
+
+@dataclass
+class Progress:
+    """The state of an unfinished folder. Files are cut back to this state."""
+
+    preparation: dict[str, Any]
+    """The options, and what was settled when the preparation began."""
+    trained_on: dict[str, int] | None = None
+    """The text that the vocabulary was trained on, and 0 documents of GPT-2's; None until its file is written."""
+    position: Any = None
+    """Where the source continues."""
+    files: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    """The tokens and documents of each file."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        path = folder / PROGRESS
+        if path.exists():
+            try:
+                progress = cls(**json_of(path.read_bytes()))
+                progress.refuse_other_types()
+                return progress
+            except (ValueError, TypeError) as error:
+                raise UserError(f"{path} is damaged ({error}): delete the folder and prepare it again") from error
+        own = (LOCK, partial(path).name)  # a process that ended before it wrote its first progress leaves them
+        other = sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
+        if other:
+            raise UserError(
+                f"--out {folder} has other files ({', '.join(other[:5])}): name a new folder, or an empty one"
+            )
+        return None
+
+    def refuse_other_types(self) -> None:
+        """ValueError if a part is of another type than `write` writes."""
+        known = isinstance(self.preparation, dict) and isinstance(self.trained_on, dict | None)
+        if not known or not isinstance(self.files, dict) or set(self.files) != set(SPLITS):
+            raise ValueError("its preparation, vocabulary or files are not those of a preparation")
+        for counts in self.files.values():
+            for pair in counts if isinstance(counts, list) else [counts]:
+                if not isinstance(pair, list) or len(pair) != 2 or not all(type(n) is int and n >= 0 for n in pair):
+                    raise ValueError(f"a file has {pair!r}, wanted the numbers of its tokens and documents")
+
+    def write(self, folder: Path) -> None:
+        write_durably(folder / PROGRESS, json.dumps(asdict(self)).encode())
+
+
 def prepare(
     source: Source,
     out: Path,
@@ -51,16 +119,15 @@ def prepare(
     vocabulary: int | None,
     tokens: int | None = None,
     val_fraction: float = 0.01,
-    workers: int | None = None,
-    shard_tokens: int = SHARD_TOKENS,
-) -> Index:
-    """Prepares the folder `out` from the documents of `source`, and returns its index.
+    file_tokens: int = FILE_TOKENS,
+) -> Prepared:
+    """Prepares the folder `out` from the documents of `source`.
 
     An unfinished folder is continued, and a finished one is not changed. The vocabulary is GPT-2's, or a BPE of
     `vocabulary` tokens trained on the first training documents. A hash of its text decides whether a document is held
     out, so equal documents are in the same split. With `tokens`, the last document is the one that reaches this number,
-    both splits together. The result depends neither on `workers` (threads; by default one per core) nor on
-    interruptions. A source that cannot be used leaves no files.
+    both splits together. The result depends neither on the number of cores nor on interruptions. A source that cannot
+    be used leaves no files.
     """
     if vocabulary is not None and not BYTES < vocabulary <= LARGEST_VOCABULARY:
         raise UserError(
@@ -74,33 +141,46 @@ def prepare(
         "vocab": vocabulary or "gpt2",
         "tokens": tokens,
         "val-fraction": val_fraction,
-        "shard tokens": shard_tokens,
+        "tokens of a file": file_tokens,
     }
-    with held(out):
-        if (out / INDEX).exists():
-            index = read_index(out)
-            refuse_other(out, index.content["preparation"], asked)
-            (out / JOURNAL).unlink(missing_ok=True)
+    with lock_folder(out):
+        if (out / PREPARED).exists():
+            prepared = read_prepared(out)
+            refuse_other(out, prepared.content["preparation"], asked)
+            (out / PROGRESS).unlink(missing_ok=True)
             print(f"{out} is finished already")
-            return index
-        journal = Journal.read(out)
-        if journal is None:
-            journal = Journal({**asked, **source.resolve(None)})
-            journal.write(out)
+            return prepared
+        progress = Progress.read(out)
+        if progress is None:
+            progress = Progress({**asked, **source.resolve(None)})
+            progress.write(out)
         else:
-            refuse_other(out, journal.preparation, asked)
-            source.resolve(journal.preparation)
+            refuse_other(out, progress.preparation, asked)
+            source.resolve(progress.preparation)
         try:
-            encoding = tokenizer(source, out, journal)
-            write_shards(source, out, encoding, journal, workers or usable_cores())
-            return finish(source, out, encoding, journal)
+            tokenizer = make_tokenizer(source, out, progress)
+            writers = write_tokens(source, out, tokenizer, progress)
+            return finish(source, out, tokenizer, progress, writers)
         except Unusable:
             remove(out)
             raise
         except ConnectionError:
-            if not any(journal.shards.values()):
+            if not any(progress.files.values()):
                 remove(out)
             raise
+
+
+def read_prepared(folder: Path) -> Prepared:
+    """What a finished folder holds. Raises a UserError if its preparation.json is damaged."""
+    path = folder / PREPARED
+    try:
+        content = json_of(path.read_bytes())
+        numbers = [content["vocabulary"], *(content[split]["tokens"] for split in SPLITS)]
+        if not isinstance(content["preparation"], dict) or not all(type(n) is int and n > 0 for n in numbers):
+            raise ValueError(f"its vocabulary and tokens are {numbers}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error!r}): delete the folder and prepare it again") from error
+    return Prepared(folder, content)
 
 
 def is_held_out(document: str, val_fraction: float) -> bool:
@@ -109,29 +189,27 @@ def is_held_out(document: str, val_fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
 
-def tokenizer(source: Source, folder: Path, journal: Journal) -> "tiktoken.Encoding":
-    """The encoding of the folder's vocabulary, which is downloaded or trained first if the folder has none yet."""
-    path, size = folder / TOKENIZER, journal.preparation["vocab"]
-    if journal.tokenizer is None:
-        trained_on: dict[str, int] | None = None
+def make_tokenizer(source: Source, folder: Path, progress: Progress) -> "Tokenizer":
+    """The tokenizer of the folder, whose vocabulary is downloaded or trained first if the folder has none yet."""
+    path, size = folder / TOKENIZER, progress.preparation["vocab"]
+    if progress.trained_on is None:
+        text = TrainingText(source, progress.preparation["val-fraction"])
         if size == "gpt2":
-            ranks = gpt2_ranks()
+            tokenizer = download_gpt2()
         else:
             print(f"training a vocabulary of {size:,} tokens", flush=True)
-            text = TrainingText(source, journal.preparation["val-fraction"])
-            ranks = trained_ranks(text, size)
+            tokenizer = train_tokenizer(text, size)
             if not text.documents:
                 refuse_empty(source, {"train": 0, "val": text.held_out})
-            found = len(ranks) + 1
+            found = tokenizer.get_vocab_size()
             if found < size:
                 raise Unusable(
                     f"--vocab {size}: {source} gives no more than {found} different tokens; choose that, or less"
                 )
-            trained_on = {"documents": text.documents, "bytes": text.bytes}
-        write_durably(path, dumped(ranks))
-        journal.tokenizer = {"trained_on": trained_on}
-        journal.write(folder)
-    return loaded(path.read_bytes())
+        write_durably(path, tokenizer.to_str().encode())
+        progress.trained_on = {"documents": text.documents, "bytes": text.bytes}
+        progress.write(folder)
+    return load_tokenizer(path.read_bytes())
 
 
 class TrainingText:
@@ -154,66 +232,43 @@ class TrainingText:
                     return
 
 
-def write_shards(source: Source, folder: Path, encoding: "tiktoken.Encoding", journal: Journal, workers: int) -> None:
-    """Encodes the documents that the journal does not hold yet, and completes shards and journal."""
-    if journal.complete:
-        return
-    asked = journal.preparation
-    writers = {split: ShardWriter(folder, split, asked["shard tokens"], journal.shards[split]) for split in SPLITS}
+def write_tokens(source: Source, folder: Path, tokenizer: "Tokenizer", progress: Progress) -> dict[str, TokenWriter]:
+    """Encodes the documents that are not in the token files yet; the writers of the splits."""
+    asked = progress.preparation
+    writers = {split: TokenWriter(folder / split, asked["tokens of a file"], progress.files[split]) for split in SPLITS}
     written = sum(writer.tokens for writer in writers.values())
+    wanted = asked["tokens"] or np.inf
     last_commit = time.monotonic()
-
-    def work(documents: Sequence[str]) -> Encoded:
-        tokens, lengths = encoded(encoding, documents)
-        held_out = [is_held_out(document, asked["val-fraction"]) for document in documents]
-        return tokens, lengths, np.array(held_out)
 
     def commit() -> None:
         for writer in writers.values():
-            writer.close()
-        journal.write(folder)
+            writer.flush()
+        progress.write(folder)
 
-    with ThreadPoolExecutor(workers) as pool, progress_bar(source, asked["tokens"], journal.position, written) as show:
+    with (
+        closing(source.batches(progress.position)) as batches,
+        progress_bar(source, asked["tokens"], progress.position, written) as show,
+    ):
         try:
-            for batch, position in in_order(pool, work, source.batches(journal.position), ahead=2 * workers):
-                tokens, lengths, held_out = up_to((asked["tokens"] or np.inf) - written, batch)
+            while written < wanted:
+                documents, position = next(batches, (None, None))
+                if documents is None:
+                    break
+                held_out = np.array([is_held_out(document, asked["val-fraction"]) for document in documents])
+                tokens, lengths, held_out = up_to(wanted - written, (*encode(tokenizer, documents), held_out))
                 for split, chosen in (("train", ~held_out), ("val", held_out)):
                     writers[split].append(tokens[np.repeat(chosen, lengths)], lengths[chosen])
                 written += len(tokens)
-                shards = {split: list(writer.counts) for split, writer in writers.items()}
-                # both in one statement: an interrupt between two would let `finally` commit a half-updated journal
-                vars(journal).update(position=position, shards=shards)
+                files = {split: list(writer.counts) for split, writer in writers.items()}
+                # both in one statement: an interrupt between two would let `finally` commit a half-updated state
+                vars(progress).update(position=position, files=files)
                 show(position, written)
-                if asked["tokens"] and written >= asked["tokens"]:
-                    break
                 if time.monotonic() - last_commit > COMMIT_SECONDS:
                     commit()
                     last_commit = time.monotonic()
-            journal.complete = True
         finally:
             commit()
-
-
-def in_order(
-    pool: ThreadPoolExecutor, work: Callable[[Sequence[str]], Encoded], batches: Batches, ahead: int
-) -> Iterator[tuple[Encoded, Position]]:
-    """The encoded batches in their order, with their positions; at most `ahead` batches are read in advance."""
-    waiting: deque[tuple[Future[Encoded], Position]] = deque()
-    broken: ConnectionError | None = None
-    with closing(batches):
-        try:
-            for documents, position in batches:
-                waiting.append((pool.submit(work, documents), position))
-                if len(waiting) > ahead:
-                    future, position = waiting.popleft()
-                    yield future.result(), position
-        except ConnectionError as error:  # after the batches that came before it
-            broken = error
-        while waiting:
-            future, position = waiting.popleft()
-            yield future.result(), position
-    if broken is not None:
-        raise broken
+    return writers
 
 
 def up_to(limit: float, batch: Encoded) -> Encoded:
@@ -249,24 +304,25 @@ def progress_bar(
         yield show
 
 
-def finish(source: Source, folder: Path, encoding: "tiktoken.Encoding", journal: Journal) -> Index:
-    """Writes the index, after which the folder is prepared."""
-    shard_tokens = journal.preparation["shard tokens"]
-    writers = {split: ShardWriter(folder, split, shard_tokens, journal.shards[split]) for split in SPLITS}
+def finish(
+    source: Source, folder: Path, tokenizer: "Tokenizer", progress: Progress, writers: dict[str, TokenWriter]
+) -> Prepared:
+    """Completes the token files, and writes what the folder holds, after which it is prepared."""
     refuse_empty(source, {split: writer.documents for split, writer in writers.items()})
-    assert journal.tokenizer is not None
+    size = tokenizer.get_vocab_size()
+    name = "gpt2" if progress.preparation["vocab"] == "gpt2" else f"BPE of {size} tokens in {TOKENIZER}"
     content: dict[str, Any] = {
-        "version": VERSION,
-        "vocabulary": encoding.n_vocab,
-        "end_of_text": encoding.eot_token,
-        "tokenizer": {**file_entry(folder / TOKENIZER), **journal.tokenizer},
-        "preparation": journal.preparation,
+        "vocabulary": size,
+        "end_of_text": tokenizer.token_to_id(END_OF_TEXT),
+        "trained_on": progress.trained_on,
+        "preparation": progress.preparation,
     }
     for split, writer in writers.items():
-        content[split] = writer.index()
-    write_durably(folder / INDEX, json.dumps(content, indent=1).encode())
-    (folder / JOURNAL).unlink()
-    return read_index(folder)
+        writer.finish(name)
+        content[split] = {"tokens": writer.tokens, "documents": writer.documents}
+    write_durably(folder / PREPARED, json.dumps(content, indent=1).encode())
+    (folder / PROGRESS).unlink()
+    return Prepared(folder, content)
 
 
 def refuse_empty(source: Source, documents: dict[str, int]) -> None:
@@ -279,3 +335,65 @@ def refuse_empty(source: Source, documents: dict[str, int]) -> None:
                 f"{source}: none of its {sum(documents.values())} documents falls to the split `{split}`. "
                 "Give more documents (--separator sets where they end in plain text), or another --val-fraction"
             )
+
+
+def refuse_other(folder: Path, recorded: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Raises a UserError if an argument differs from the one that the folder was begun with."""
+    for name, value in json.loads(json.dumps(asked)).items():
+        if recorded.get(name) != value:
+            raise UserError(
+                f"--out {folder} was prepared with {name} = {recorded.get(name)}, this command has {name} = {value}: "
+                "name another folder, or delete that one"
+            )
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Makes the folder, and locks it against other processes that prepare.
+
+    At the end the folder and its parents are removed if they are empty and were made here.
+    """
+    import fcntl  # only Unix has it, and training does not need it
+
+    lock = folder / LOCK
+    refuse_links(folder, LOCK, TOKENIZER, *SPLITS)
+    for split in SPLITS:
+        refuse_links(folder / split, *(path.name for path in (folder / split).glob("*")))
+    made = [path for path in (folder, *folder.parents) if not path.exists() or (path / PROGRESS).exists()]
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise UserError(f"--out {folder} is a file: name a folder") from None
+        try:
+            stream = lock.open("a")
+        except FileNotFoundError:
+            continue  # another process failed meanwhile and removed the folder
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.close()
+            raise UserError(f"--out {folder} is being prepared by another process") from None
+        if lock.exists() and os.path.samestat(os.fstat(stream.fileno()), lock.stat()):
+            break
+        stream.close()  # another process finished meanwhile and removed this file: its lock is void
+    try:
+        yield
+    finally:
+        lock.unlink()
+        for path in made:
+            with suppress(OSError):  # not empty
+                path.rmdir()
+        stream.close()
+
+
+def remove(folder: Path) -> None:
+    """Removes what a preparation writes."""
+    paths = [path for split in SPLITS for path in (folder / split).glob("*.ds*")]
+    for name in (PROGRESS, TOKENIZER, PREPARED):
+        paths += [folder / name, partial(folder / name)]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    for split in SPLITS:
+        with suppress(OSError):  # missing, or not empty
+            (folder / split).rmdir()

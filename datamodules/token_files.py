@@ -1,6 +1,7 @@
 """Token files of datatrove, read as they are: any number of them, in a folder and below it.
 
-Its DocumentTokenizer and DocumentTokenizerMerger write for each file NAME.ds, little-endian:
+Its DocumentTokenizer and DocumentTokenizerMerger, and `python -m mupscale prepare`, write for each file NAME.ds,
+little-endian:
 
     NAME.ds             uint16 or uint32: the documents one after another
     NAME.ds.index       uint64: where in NAME.ds each document ends, in tokens. Written after the tokens
@@ -28,9 +29,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mupscale.datamodules.shards import SPLITS, MappedTokens, Vocabulary
+from mupscale.datamodules.mapped_tokens import MappedTokens, Vocabulary
 from mupscale.errors import UserError, as_user_errors
 
+SPLITS = ("train", "val")
 TOKENS, ENDS, METADATA, LOSS = ".ds", ".ds.index", ".ds.metadata", ".ds.loss"
 COMPRESSED = re.compile(r"\.ds\.(gz|zst|xz|bz2|lz4|zip)$")
 HELD_OUT_FOLDERS = ("val", "validation")
@@ -50,6 +52,9 @@ MOST_INDEX_BYTES = 2**28
 """Indices of at most so many bytes together are read whole at the start."""
 LONGEST_METADATA = 2**16
 
+PROGRESS, PREPARED = "progress.json", "preparation.json"
+"""What `prepare` writes: the state of an unfinished folder, and what a finished one holds."""
+
 STAGE = re.compile(r"(?P<task>.*\d{5})(?:_(?P<stage>unshuffled)|_\d{5}_(?P<shuffled>(?:doc|chunk)_shuffled))\.ds$")
 """What the tokenizer calls the file of a task before it shuffles the documents, after that, and after the chunks."""
 
@@ -62,9 +67,6 @@ class Listing:
     files: dict[str, tuple[int, int]]
     links: list[str]
     """Links to files of datatrove, and to folders."""
-
-    def __len__(self) -> int:
-        return len(self.files)
 
     def version(self) -> Hashable:
         """Changes with every file."""
@@ -191,12 +193,12 @@ class TokenFolder:
             ends = f"documents end with the token {self.end_of_text}"
         tokenizer = f", tokenizer {self.tokenizer}" if self.tokenizer is not None else ""
         return (
-            f"{self.folder}: {train} tokens to train on, {val} held out, in {self.files:,} files of datatrove"
+            f"{self.folder}: {train} tokens to train on, {val} held out, in {self.files:,} token files"
             f"{tokenizer}; {ends}"
         )
 
 
-def listed(folder: Path) -> Listing:
+def list_files(folder: Path) -> Listing:
     """The files of datatrove in a folder and below it; none if there is no such folder."""
     files: dict[str, tuple[int, int]] = {}
     links: list[str] = []
@@ -228,6 +230,15 @@ def _is_of_datatrove(name: str) -> bool:
 def read_token_folder(listing: Listing) -> TokenFolder:
     """The token files of a listing; raises a UserError for one that does not fit its index or metadata."""
     folder = listing.folder
+    if (folder / PROGRESS).exists() and not (folder / PREPARED).exists():
+        raise UserError(
+            f"{folder} is not finished: run the same `python -m mupscale prepare` command again to continue"
+        )
+    if not listing.files:
+        raise UserError(
+            f"{folder} has no token files: write them by `python -m mupscale prepare`, or name a folder with .ds files "
+            "of datatrove"
+        )
     _refuse_other_kinds(listing)
     names = sorted(name for name in listing.files if name.endswith(TOKENS))
     with ThreadPoolExecutor(READERS) as pool, as_user_errors(OSError):
@@ -235,7 +246,7 @@ def read_token_folder(listing: Listing) -> TokenFolder:
         _refuse_incomplete(listing, files)
         filled = [file for file in files if file.tokens]
         if not filled:
-            raise UserError(f"{folder} has {len(files)} files of datatrove without any token")
+            raise UserError(f"{folder} has {len(files)} token files without any token")
         for what in ("token_bytes", "tokenizer"):
             _refuse_mixture(folder, filled, what)
         spans = _split(folder, filled)

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mupscale.datamodules.mapped_tokens import MappedTokens, Vocabulary
 from mupscale.datamodules.resident import Plan, ResidentLoader
-from mupscale.datamodules.shards import MappedTokens, Vocabulary
 
 COPIED_AT_ONCE = 2**24
 """Tokens that are in memory while all are copied to the training device."""
@@ -34,9 +34,9 @@ class ResidentWindows:
         self.starts_device = device
         signed, self._type = TYPES[tokens.token.itemsize]
         content = torch.empty(len(tokens), dtype=signed, device=device)
-        for begin, shard in tokens.shards():
-            for first in range(0, len(shard), COPIED_AT_ONCE):
-                part = np.array(shard[first : first + COPIED_AT_ONCE])
+        for begin, content_of_file in tokens.parts():
+            for first in range(0, len(content_of_file), COPIED_AT_ONCE):
+                part = np.array(content_of_file[first : first + COPIED_AT_ONCE])
                 place = begin + first
                 if vocabulary is not None:
                     tokens.refuse_beyond(vocabulary, place, part)

@@ -37,7 +37,6 @@ DISTRIBUTIONS = {
     "PIL": "pillow",
     "google": "tensorboard",  # protobuf, in which tensorboard writes its files
     "sklearn": "scikit-learn",
-    "tiktoken_ext": "tiktoken",
     "yaml": "pyyaml",
 }
 """The distributions of modules that have another name."""
@@ -94,8 +93,8 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: set[str]):
 
 
 def test_types_data_and_credits_are_in_the_wheel(wheel: set[str]):
-    data = ["covertype_sample.npz", "README.md", "jargon/index.json", "jargon/tokenizer.tiktoken"]
-    data += [f"jargon/{split}-00000.{kind}" for split in ("train", "val") for kind in ("tokens", "documents")]
+    data = ["covertype_sample.npz", "README.md", "jargon/preparation.json", "jargon/tokenizer.json"]
+    data += [f"jargon/{split}/00000.ds{kind}" for split in ("train", "val") for kind in ("", ".index", ".metadata")]
     assert {"mupscale/py.typed", *(f"mupscale/datamodules/{name}" for name in data)} <= wheel
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel)
 
@@ -297,8 +296,8 @@ NEEDS = {
     "experiment": ("experiment", ["jinja2", "matplotlib", "optuna"]),
     "report": ("report", ["jinja2", "matplotlib"]),
     "coord-check": ("plot", ["matplotlib"]),
-    "prepare text": ("data", ["tiktoken", "tokenizers"]),
-    "prepare fineweb": ("data", ["datasets", "tiktoken"]),
+    "prepare text": ("data", ["tokenizers"]),
+    "prepare fineweb": ("data", ["datasets", "tokenizers"]),
     "fit of transformers": ("hf", ["transformers"]),
 }
 """The extra of a command, and the packages without which it says so."""

@@ -8,7 +8,7 @@ import pytest
 
 HEAVY = {
     "datasets", "lightning", "matplotlib", "optuna", "pandas", "ray", "scipy", "sklearn",
-    "tensorboard", "tiktoken", "tokenizers", "torchmetrics", "torchvision", "transformers",
+    "tensorboard", "tokenizers", "torchmetrics", "torchvision", "transformers",
 }  # fmt: skip
 
 PROBE = """

@@ -29,7 +29,6 @@ from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.commands.runs import result_of
 from mupscale.data_files import refuse_endless, yaml_of
-from mupscale.datamodules.fineweb import JARGON
 from mupscale.errors import UserError
 
 pytestmark = [
@@ -222,30 +221,14 @@ def token_files(link: str = "", end: int = 1000, metadata: str | None = None) ->
     return make
 
 
-def tokens(**changes: Any) -> Callable[[Path], None]:
-    """A copy of the embedded sample, its index changed in the first shard of the training text."""
+def prepared(content: bytes) -> Callable[[Path], None]:
+    """A finished folder with this preparation.json."""
 
-    def make(secret: Path) -> None:
+    def make(_: Path) -> None:
         Path("theirs").mkdir()
-        for path in JARGON.iterdir():
-            Path("theirs", path.name).write_bytes(path.read_bytes())
-        index = json.loads((JARGON / "index.json").read_bytes())
-        for key, value in changes.items():
-            if key == "split":
-                index["train"]["tokens"] = value
-            elif key == "shards":
-                index["train"]["shards"] = value
-            else:
-                index["train"]["shards"][0]["tokens"][key] = str(secret) if value == "SECRET" else value
-        Path("theirs/index.json").write_text(json.dumps(index))
+        Path("theirs/preparation.json").write_bytes(content)
 
     return make
-
-
-def token_link(secret: Path) -> None:
-    tokens()(secret)
-    Path("theirs/train-00000.tokens").unlink()
-    Path("theirs/train-00000.tokens").symlink_to(secret)
 
 
 def noise(content: str) -> Callable[[Path], None]:
@@ -255,7 +238,7 @@ def noise(content: str) -> Callable[[Path], None]:
 UNKNOWN = b'{"op_code": 99, "worker_id": "x"}'
 STUDY = b'{"op_code": 0, "worker_id": "x", "study_name": "sweep", "directions": [1]}'
 TRIAL = b'{"op_code": 4, "worker_id": "x", "study_id": 0, "datetime_start": "2026-01-01T00:00:00"}'
-PREPARED = b'{"preparation": {}, "shards": {"train": %s, "val": []}}'
+PROGRESS = b'{"preparation": {}, "files": {"train": %s, "val": []}}'
 
 ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "checkpoint: upscale": (
@@ -301,21 +284,17 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "journal: a linked lock": (link("lock"), SWEEP, "lock is a link"),
     "preparation: a pickle": (progress(pickle.dumps(Attack())), PREPARE, "progress.json is damaged"),
     "preparation: depth": (progress(DEEP.encode()), PREPARE, "progress.json is damaged"),
-    "preparation: below 0": (progress(PREPARED % b"[[-1, 0]]"), PREPARE, "progress.json is damaged"),
-    "preparation: types": (progress(PREPARED % b"3"), PREPARE, "progress.json is damaged"),
-    "preparation: a linked shard": (link("train-00000.tokens"), PREPARE, "train-00000.tokens is a link"),
+    "preparation: below 0": (progress(PROGRESS % b"[[-1, 0]]"), PREPARE, "progress.json is damaged"),
+    "preparation: types": (progress(PROGRESS % b"3"), PREPARE, "progress.json is damaged"),
+    "preparation: a linked split": (link("train"), PREPARE, "train is a link"),
+    "preparation: a linked vocabulary": (link("tokenizer.json"), PREPARE, "tokenizer.json is a link"),
+    "preparation: finished": (prepared(b'{"vocabulary": "many"}'), PREPARE, "preparation.json is damaged"),
     "preparation: a linked lock": (link(".lock"), PREPARE, ".lock is a link"),
     "npz: Covertype": (covertype, "fit --config c.yaml --data.data_dir=theirs", "is not a whole npz file"),
     "npz: CIFAR-100": (cifar_npz, RESNET, "is not a whole npz file"),
     "CIFAR-100: pickles": (cifar, RESNET, "its checksums are not the published ones"),
     "CIFAR-100: an archive": (archive, RESNET, "is cut short, damaged or another file"),
     "parquet: a pickle": (parquet, "prepare text evil.parquet --vocab 300 --out p", "needs a column `text` of strings"),
-    "tokens: elsewhere": (tokens(file="SECRET"), GPT2, "names a file outside of its folder"),
-    "tokens: above": (tokens(file="../../secret"), GPT2, "names a file outside of its folder"),
-    "tokens: a link": (token_link, GPT2, "is a link to a file outside of its folder"),
-    "tokens: below 0": (tokens(bytes=-2, count=-1), GPT2, "index.json is damaged"),
-    "tokens: a text": (tokens(split="many"), GPT2, "index.json is damaged"),
-    "tokens: no shards": (tokens(shards=[]), GPT2, "index.json is damaged"),
     "token files: a link": (token_files(link=".ds"), GPT2, "is a link: copy the files into the folder"),
     "token files: an index that is a link": (token_files(link=".ds.index"), GPT2, "is a link: copy the files"),
     "token files: an end beyond all": (token_files(end=2**64 - 1), GPT2, "its index says 18446744073709551615 tokens"),

@@ -4,13 +4,14 @@ To continue an interrupted command, run it again. The result is the same to the 
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.next_steps import command_line
 from mupscale.datamodules.documents import SEPARATOR, FineWebEdu, TextFiles
-from mupscale.datamodules.preparation import TRAINING_BYTES, prepare
-from mupscale.datamodules.shards import SPLITS, Index
+from mupscale.datamodules.preparation import TRAINING_BYTES, Prepared, prepare
+from mupscale.datamodules.token_files import SPLITS
 from mupscale.errors import as_user_errors, needs_extra
 
 CONTEXT = 256
@@ -24,8 +25,9 @@ UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 def main(command: str, arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
+    if options.workers:
+        os.environ["RAYON_NUM_THREADS"] = str(options.workers)  # read once, when tokenizers begins to encode
     with needs_extra("data"):
-        import tiktoken  # noqa: F401
         import tokenizers  # noqa: F401
         import tqdm  # noqa: F401
 
@@ -33,18 +35,17 @@ def main(command: str, arguments: list[str]) -> None:
             import datasets  # noqa: F401
     try:
         with as_user_errors(OSError):
-            index = prepare(
+            prepared = prepare(
                 source_of(options),
                 options.out,
                 vocabulary=options.vocab,
                 tokens=options.tokens,
                 val_fraction=options.val_fraction,
-                workers=options.workers,
             )
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(f"run the same command again to continue in {options.out}") from interrupt
-    print(summary(index))
-    print(f"  train on it: {training_command(index)}")
+    print(summary(prepared))
+    print(f"  train on it: {training_command(prepared)}")
 
 
 def parser() -> ArgumentParser:
@@ -90,23 +91,23 @@ def source_of(options: argparse.Namespace) -> FineWebEdu | TextFiles:
     return TextFiles(options.files, options.separator)
 
 
-def summary(index: Index) -> str:
+def summary(prepared: Prepared) -> str:
     """One line about a prepared folder."""
 
     def size(split: str) -> str:
-        return f"{index.content[split]['tokens']:,} tokens of {index.content[split]['documents']:,} documents"
+        return f"{prepared.content[split]['tokens']:,} tokens of {prepared.content[split]['documents']:,} documents"
 
-    content = f"{size('train')} to train on, {size('val')} held out, vocabulary {index.vocabulary:,}"
-    return f"{index.folder}: {content}"
+    content = f"{size('train')} to train on, {size('val')} held out, vocabulary {prepared.vocabulary:,}"
+    return f"{prepared.folder}: {content}"
 
 
-def training_command(index: Index) -> str:
+def training_command(prepared: Prepared) -> str:
     """A command that trains a small GPT-2 on a prepared folder."""
-    context = min(CONTEXT, *(index.count(split) - 1 for split in SPLITS))
+    context = min(CONTEXT, *(prepared.count(split) - 1 for split in SPLITS))
     model = ["--model", "GPT2", "--model.width", 256, "--model.heads", 8, "--model.layers", 4]
-    model += ["--model.vocabulary", index.vocabulary, "--model.context", context]
-    data = ["--data", "FineWeb", "--data.data_dir", index.folder, "--data.context", context]
-    rows = index.count("train") // context
+    model += ["--model.vocabulary", prepared.vocabulary, "--model.context", context]
+    data = ["--data", "FineWeb", "--data.data_dir", prepared.folder, "--data.context", context]
+    rows = prepared.count("train") // context
     if rows < 2 * BATCH:
         data += ["--data.batch_size", max(1, rows // 2)]
     return command_line("fit", *model, *data, "--trainer.max_steps", 1000)

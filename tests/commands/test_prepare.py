@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,7 +23,6 @@ from corpus import (
     write_parquet,
     write_text,
 )
-from tiktoken_ext import openai_public
 
 from mupscale.__main__ import main
 from mupscale.commands.cli import parsed
@@ -32,8 +30,9 @@ from mupscale.commands.configured import first_batches
 from mupscale.datamodules import documents, preparation
 from mupscale.datamodules.documents import TextFiles
 from mupscale.datamodules.fineweb import JARGON
-from mupscale.datamodules.preparation import is_held_out, prepare
-from mupscale.datamodules.shards import read_index
+from mupscale.datamodules.preparation import is_held_out, prepare, read_prepared
+from mupscale.datamodules.token_files import list_files, read_token_folder
+from mupscale.datamodules.vocabulary import train_tokenizer
 from mupscale.errors import pip_requirement
 
 
@@ -67,17 +66,17 @@ def assert_trains(line: str) -> None:
 
 def test_the_tokens_are_the_text(tmp_path: Path, article: Path, capsys: pytest.CaptureFixture[str]):
     main(["prepare", "text", str(article), "--vocab", "300", "--val-fraction", "0.2", "--out", str(tmp_path / "out")])
-    index = read_index(tmp_path / "out")
-    index.verify()
-    splits = {split: texts(index, split) for split in ("train", "val")}
+    prepared_folder = read_prepared(tmp_path / "out")
+    read_token_folder(list_files(tmp_path / "out")).verify()
+    splits = {split: texts(tmp_path / "out", split) for split in ("train", "val")}
     held_out = [is_held_out(document, 0.2) for document in ENTRIES[:120]]
     assert splits["val"] == [document for document, out in zip(ENTRIES, held_out, strict=False) if out]
     assert splits["train"] == [document for document, out in zip(ENTRIES, held_out, strict=False) if not out]
-    assert len(splits["val"]) == sum(held_out) == index.content["val"]["documents"]
-    assert index.content["tokenizer"]["trained_on"] == {
+    assert len(splits["val"]) == sum(held_out) == prepared_folder.content["val"]["documents"]
+    assert prepared_folder.content["trained_on"] == {
         "documents": len(splits["train"]), "bytes": len("".join(splits["train"]).encode()),
     }  # fmt: skip
-    assert index.content["preparation"] == {
+    assert prepared_folder.content["preparation"] == {
         "source": "text",
         "files": [
             {
@@ -90,45 +89,47 @@ def test_the_tokens_are_the_text(tmp_path: Path, article: Path, capsys: pytest.C
         "vocab": 300,
         "tokens": None,
         "val-fraction": 0.2,
-        "shard tokens": 2**26,
+        "tokens of a file": 2**26,
     }
     *_, first, last = capsys.readouterr().out.splitlines()
     assert f"{len(splits['train'])} documents to train on" in first
     assert_trains(last.removeprefix("  train on it: "))
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"index.json", *index.files()}
+    files = [f"{split}/00000.ds{kind}" for split in ("train", "val") for kind in ("", ".index", ".metadata")]
+    assert contents(tmp_path / "out").keys() == {"preparation.json", "tokenizer.json", *files}
 
 
 def test_equal_documents_lie_on_one_side(tmp_path: Path):
-    index = prepared(write_text(tmp_path / "twice", [*ENTRIES[:60], *ENTRIES[:60]]), tmp_path / "out")
-    train, val = (texts(index, split) for split in ("train", "val"))
+    prepared(write_text(tmp_path / "twice", [*ENTRIES[:60], *ENTRIES[:60]]), tmp_path / "out")
+    train, val = (texts(tmp_path / "out", split) for split in ("train", "val"))
     assert not set(train) & set(val)
     assert len(train) + len(val) == 120
     assert 0.1 < len(val) / 120 < 0.35
 
 
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, article: Path):
-    folders = [prepared(article, tmp_path / str(workers), workers=workers).folder for workers in (1, 2, 7)]
-    assert contents(folders[0]) == contents(folders[1]) == contents(folders[2])
-    assert len(list(folders[0].glob("train-*.tokens"))) > 2
+    script = "import sys; from mupscale.__main__ import main; main(sys.argv[1:])"
+    for workers in ("1", "3"):
+        command = ["prepare", "text", article, "--vocab", "300", "--val-fraction", "0.2", "--workers", workers]
+        run = [sys.executable, "-c", script, *command, "--out", tmp_path / workers]
+        subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
 
 
 def test_tokens_stop_with_the_document_that_reaches_them(tmp_path: Path, article: Path):
-    whole = prepared(article, tmp_path / "whole")
+    prepared(article, tmp_path / "whole")
+    whole = {split: split_documents(tmp_path / "whole", split) for split in ("train", "val")}
     ends = {}
     for wanted in (8000, 8001, 20_000):
-        index = prepared(article, tmp_path / str(wanted), tokens=wanted)
-        parts = [index.tokens(split) for split in ("train", "val")]
-        total = sum(map(len, parts))
-        last = [len(split_documents(index.folder, split)[-1]) for split in ("train", "val")]
+        made = prepared(article, tmp_path / str(wanted), tokens=wanted)
+        total = sum(made.count(split) for split in ("train", "val"))
+        found = {split: split_documents(made.folder, split) for split in ("train", "val")}
         assert total >= wanted
-        assert total - max(last) < wanted  # without it, too few
-        for split, part in zip(("train", "val"), parts, strict=True):
-            tokens, all_of_them = (
-                np.concatenate([shard for _, shard in source.shards()]) for source in (part, whole.tokens(split))
-            )
-            assert np.array_equal(tokens, all_of_them[: len(tokens)])
+        assert total - max(len(found[split][-1]) for split in found) < wanted  # without it, too few
+        for split in found:
+            assert found[split] == whole[split][: len(found[split])]
         ends[wanted] = total
     assert ends[8000] < ends[20_000]
+    assert len(list((tmp_path / "whole/train").glob("*.ds"))) > 2
 
 
 def test_a_stream_is_prepared_and_its_revision_kept(tmp_path: Path, hub: None):
@@ -147,11 +148,11 @@ def test_a_stream_is_prepared_and_its_revision_kept(tmp_path: Path, hub: None):
         "--out",
     ]
     main([*command, str(out)])
-    index = read_index(out)
-    assert index.content["preparation"]["revision"] == "0123456789abcdef"
-    found = {text for split in ("train", "val") for text in texts(index, split)}
+    made = read_prepared(out)
+    assert made.content["preparation"]["revision"] == "0123456789abcdef"
+    found = {text for split in ("train", "val") for text in texts(out, split)}
     assert found == set(ENTRIES[: len(found)])
-    assert 15_000 <= index.content["train"]["tokens"] + index.content["val"]["tokens"] < 20_000
+    assert 15_000 <= made.count("train") + made.count("val") < 20_000
 
 
 # ---- the embedded sample
@@ -159,15 +160,14 @@ def test_a_stream_is_prepared_and_its_revision_kept(tmp_path: Path, hub: None):
 
 def test_the_sample_is_the_jargon_file():
     """Compared with the package it comes from when it was made; the digest says that it is still that."""
-    index = read_index(JARGON)
-    index.verify()
-    assert sum(path.stat().st_size for path in JARGON.iterdir()) < 1_000_000
-    assert (index.vocabulary, index.content["train"]["tokens"], index.content["val"]["tokens"]) == (
-        4096,
-        368_158,
-        25_536,
-    )
-    assert (index.content["train"]["documents"], index.content["val"]["documents"], len(ENTRIES)) == (2166, 141, 2307)
+    sample = read_prepared(JARGON)
+    folder = read_token_folder(list_files(JARGON))
+    folder.verify()
+    assert sum(path.stat().st_size for path in JARGON.rglob("*")) < 1_000_000
+    for split, tokens, number in (("train", 368_158, 2166), ("val", 25_536, 141)):
+        assert folder.count(split) == sample.count(split) == tokens
+        assert sample.content[split]["documents"] == number
+    assert (sample.vocabulary, folder.end_of_text, len(ENTRIES)) == (4096, 4095, 2307)
     assert (
         hashlib.sha256("\0".join(sorted(ENTRIES)).encode()).hexdigest()
         == "8ee4230deeba329c8e215089548ac14573c0f4563fafcd959d0d2b65d1c802e2"
@@ -177,14 +177,14 @@ def test_the_sample_is_the_jargon_file():
 
 def test_the_sample_is_what_the_command_makes_of_its_text(tmp_path: Path):
     """Only the order between the splits is lost, and that changes no byte of them, nor the vocabulary."""
-    index = prepare(
+    made = prepare(
         TextFiles([write_text(tmp_path / "jargon.txt", ENTRIES)]), tmp_path / "out", vocabulary=4096, val_fraction=0.05
     )
-    made, shipped = contents(index.folder), contents(JARGON)
-    assert made.keys() == shipped.keys()
-    assert [name for name in made if made[name] != shipped[name]] == ["index.json"]  # it names the file
-    asked = read_index(JARGON).content["preparation"]
-    assert {**asked, "files": None} == {**index.content["preparation"], "files": None}
+    found, shipped = contents(made.folder), contents(JARGON)
+    assert found.keys() == shipped.keys()
+    assert [name for name in found if found[name] != shipped[name]] == ["preparation.json"]  # it names the file
+    asked = read_prepared(JARGON).content["preparation"]
+    assert {**asked, "files": None} == {**made.content["preparation"], "files": None}
 
 
 # ---- what is refused
@@ -215,9 +215,7 @@ def test_the_sample_is_what_the_command_makes_of_its_text(tmp_path: Path):
 def test_bad_text_is_named_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, told: str, vocab: str
 ):
-    monkeypatch.setattr(
-        openai_public, "gpt2", lambda: {"mergeable_ranks": {bytes([byte]): byte for byte in range(256)}}
-    )
+    monkeypatch.setattr(preparation, "download_gpt2", lambda: train_tokenizer([], 257))
     (tmp_path / name).write_bytes(content)
     assert told in refused("text", tmp_path / name, "--vocab", vocab, "--out", tmp_path / "new/out")
     assert not (tmp_path / "new").exists()
@@ -230,7 +228,7 @@ def test_without_pyarrow_nothing_that_was_prepared_is_lost(tmp_path: Path, monke
     out = tmp_path / "out"
     command = ["text", write_parquet(tmp_path / "a.parquet", ENTRIES[:100]), "--vocab", "300", "--out", out]
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(preparation, "write_shards", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        interrupted.setattr(preparation, "write_tokens", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert refused(*command).startswith("interrupted")
     before = contents(out)
     assert before
@@ -317,7 +315,7 @@ def test_files_and_folders_in_the_way(tmp_path: Path, article: Path):
 
 
 @pytest.mark.parametrize("content", ["", '{"preparation": {}', '{"other": 1}', "[]"])
-def test_a_damaged_journal_is_named(tmp_path: Path, article: Path, content: str):
+def test_a_damaged_progress_is_named(tmp_path: Path, article: Path, content: str):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/progress.json").write_text(content)
     told = refused("text", article, "--vocab", "300", "--out", tmp_path / "out")
@@ -330,8 +328,7 @@ def test_without_a_network_the_error_says_what_to_do(tmp_path: Path, article: Pa
         raise ConnectionError("Name or service\nnot known")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
-    monkeypatch.setattr(openai_public, "gpt2", unreachable)
-    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    monkeypatch.setattr("tokenizers.Tokenizer.from_pretrained", unreachable)
     told = refused(
         "fineweb", "--subset", "CC-MAIN-2013-20", "--tokens", "100M", "--vocab", "gpt2", "--out", tmp_path / "out"
     )
@@ -339,11 +336,8 @@ def test_without_a_network_the_error_says_what_to_do(tmp_path: Path, article: Pa
     assert "https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu/tree/main/data/CC-MAIN-2013-20" in told
     assert "`python -m mupscale prepare text FILES…`" in told
     told = refused("text", article, "--vocab", "gpt2", "--out", tmp_path / "out")
-    assert (
-        "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe as "
-        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee" in told
-    )
-    assert "TIKTOKEN_CACHE_DIR" in told
+    assert "Run `hf download openai-community/gpt2 tokenizer.json` where there is a network and copy its cache" in told
+    assert "HF_HOME" in told
     assert "--vocab 8192" in told
     assert not (tmp_path / "out").exists()
 
@@ -358,7 +352,7 @@ def test_a_subset_that_there_is_not(tmp_path: Path, hub: None):
 
 
 def test_help_waits_for_nothing():
-    heavy = ("torch", "datasets", "tiktoken", "tokenizers", "pyarrow", "tqdm")
+    heavy = ("torch", "datasets", "tokenizers", "pyarrow", "tqdm")
     script = (
         f"import sys, mupscale.commands.prepare; sys.exit(' '.join(name for name in {heavy} if name in sys.modules))"
     )

@@ -17,9 +17,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from mupscale.atomic import write_durably
 from mupscale.datamodules.fineweb import JARGON, FineWeb, MappedWindows, ResidentWindows, WindowLoader
-from mupscale.datamodules.shards import INDEX, TOKENIZER, MappedTokens, ShardWriter, file_entry
+from mupscale.datamodules.mapped_tokens import MappedTokens
+from mupscale.datamodules.token_writer import TOKEN, TokenWriter
 from mupscale.errors import UserError
 from mupscale.models.gpt2 import GPT2
 
@@ -31,20 +31,16 @@ TOKENS = {"train": 211, "val": 100}  # 30 windows of seven targets each, and 14 
 CPU = torch.device("cpu")
 
 
-def write_folder(folder: Path, sizes: dict[str, int] = TOKENS, shard_tokens: int = 40, vocabulary: int = 65536) -> str:
+def write_folder(folder: Path, sizes: dict[str, int] = TOKENS, file_tokens: int = 40) -> str:
     """Each token of the training split is 60,000 + its place, so that a row tells where it is from, above what int16
     can hold.
     """
     folder.mkdir(exist_ok=True)
-    (folder / TOKENIZER).write_bytes(b"YQ== 0\n")
-    splits = {}
     for split, size in sizes.items():
-        writer = ShardWriter(folder, split, shard_tokens)
+        writer = TokenWriter(folder / split, file_tokens)
         tokens = (np.arange(size) + (60_000 if split == "train" else 0)).astype(np.uint16)
         writer.append(tokens, np.array([10] * (size // 10) + [size % 10] * (size % 10 > 0)))
-        splits[split] = writer.index()
-    content = {"version": 1, "vocabulary": vocabulary, "tokenizer": file_entry(folder / TOKENIZER), **splits}
-    write_durably(folder / INDEX, json.dumps(content).encode())
+        writer.finish("test")
     return str(folder)
 
 
@@ -151,7 +147,11 @@ def test_a_batch_is_a_copy(folder: str, resident: bool):
 
 def trainer_stub(rank: int = 0, ranks: int = 1, **options) -> SimpleNamespace:
     return SimpleNamespace(
-        strategy=SimpleNamespace(root_device=CPU),
+        strategy=SimpleNamespace(
+            root_device=CPU,
+            broadcast=lambda value: value,
+            reduce_boolean_decision=lambda decision, all: decision,
+        ),
         distributed_sampler_kwargs={"rank": rank, "num_replicas": ranks},
         lightning_module=SimpleNamespace(hparams=options.pop("hparams", {})),
         overfit_batches=options.pop("overfit_batches", 0),
@@ -289,7 +289,7 @@ def test_on_a_gpu_the_rows_are_the_same(folder: str, order: str, resident: bool)
 
 def test_the_model_must_know_the_vocabulary_and_the_positions(folder: str):
     with pytest.raises(
-        ValueError, match=r"model\.vocabulary = 50304: .* vocabulary of 65536; set model\.vocabulary: 65536"
+        UserError, match=r"train/00005\.ds has the token 60210 at place 10, beyond model\.vocabulary = 50304: set"
     ):
         attached(folder, trainer_stub(hparams={"vocabulary": 50304}))
     with pytest.raises(ValueError, match=r"data\.context = 7: the model has model\.context = 6 positions"):
@@ -317,21 +317,26 @@ def test_a_batch_larger_than_the_epoch(folder: str):
 
 
 def test_damage_is_named(folder: str, tmp_path: Path):
-    file = Path(folder) / "train-00002.tokens"
+    file = Path(folder) / "train/00002.ds"
     content = file.read_bytes()
-    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     data = FineWeb(folder)
-    with pytest.raises(ValueError, match=r"data_dir: .*train-00002\.tokens is damaged"):
-        data.prepare_data()
     file.write_bytes(content[:-2])
     for step in (data.prepare_data, data.setup):
-        with pytest.raises(ValueError, match=r"data_dir: .*train-00002\.tokens has 78 bytes, index\.json says 80"):
+        with pytest.raises(UserError, match=r"data_dir: .*train/00002\.ds has 78 bytes, its index says 40 tokens of 2"):
             step()
     file.unlink()
-    with pytest.raises(UserError, match=r"data_dir: .*train-00002\.tokens is missing"):
+    with pytest.raises(UserError, match=r"data_dir: .*train/00002\.ds is missing, and its index is there"):
         data.setup()
-    with pytest.raises(UserError, match=r"^data_dir: there is no .*nowhere/index\.json: prepare the folder by"):
+    with pytest.raises(UserError, match=r"^data_dir: .*nowhere has no token files: write them by"):
         FineWeb(str(tmp_path / "nowhere")).prepare_data()
+
+
+def test_an_unfinished_folder_is_named(folder: str):
+    (Path(folder) / "progress.json").write_text("{}")
+    with pytest.raises(UserError, match=r"^data_dir: .* is not finished: run the same `python -m mupscale prepare`"):
+        FineWeb(folder).prepare_data()
+    (Path(folder) / "preparation.json").write_text("{}")  # a process was killed between its last two steps
+    FineWeb(folder).prepare_data()
 
 
 # ---- memory
@@ -350,7 +355,9 @@ def test_mapped_tokens_stay_on_disk(tmp_path: Path):
     with file.open("r+b") as stream:
         stream.truncate(10**9)
     before = own_memory()
-    loader = WindowLoader(MappedWindows(MappedTokens([file]), 1025, CPU), 64, order="random", drop_last=True)
+    loader = WindowLoader(
+        MappedWindows(MappedTokens([file], [(0, 5 * 10**8)], TOKEN), 1025, CPU), 64, order="random", drop_last=True
+    )
     assert len(loader) == 5 * 10**8 // (64 * 1024)
     drawn = iter(loader)
     for _ in range(200):

@@ -21,12 +21,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from paths import ROOT
 from stand_ins import quiet_trainer, trainer_stub
-from token_folders import split_tokens, write_numbered, write_prepared, write_token_file
+from token_folders import split_tokens, write_numbered, write_token_file
 
-from mupscale.datamodules import shards, token_files, windows
+from mupscale.datamodules import mapped_tokens, token_files, windows
 from mupscale.datamodules.fineweb import FineWeb
-from mupscale.datamodules.shards import MappedTokens, Vocabulary
-from mupscale.datamodules.token_files import TokenFolder, listed, read_token_folder
+from mupscale.datamodules.mapped_tokens import MappedTokens, Vocabulary
+from mupscale.datamodules.token_files import TokenFolder, list_files, read_token_folder
+from mupscale.datamodules.token_writer import TOKEN, TokenWriter
 from mupscale.datamodules.windows import MappedWindows, RandomStarts, ResidentWindows, WindowLoader
 from mupscale.errors import UserError
 from mupscale.models.gpt2 import GPT2
@@ -39,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 def read(folder: Path) -> TokenFolder:
-    return read_token_folder(listed(folder))
+    return read_token_folder(list_files(folder))
 
 
 def module(folder: Path, **options: Any) -> FineWeb:
@@ -119,7 +120,7 @@ def test_files_of_datatrove_are_read_as_they_are(tokenised: Path, kind: str, end
 
 def test_the_summary_names_tokenizer_and_end_of_text(tokenised: Path):
     assert re.search(
-        r"merged: [\d,]+ tokens to train on, [\d,]+ held out, in \d files of datatrove, tokenizer .*tokenizer\.json; "
+        r"merged: [\d,]+ tokens to train on, [\d,]+ held out, in \d token files, tokenizer .*tokenizer\.json; "
         "documents end with the token 0$",
         read(tokenised / "merged").summary(),
     )
@@ -193,11 +194,15 @@ def trained(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], list
 
 
 @pytest.mark.parametrize("options", [{"order": "random"}, {"order": "sequential", "resident": True}], ids=str)
-def test_training_equals_training_on_our_shards(tokenised: Path, tmp_path: Path, options: dict):
+def test_training_equals_training_on_files_of_prepare(tokenised: Path, tmp_path: Path, options: dict):
     folder = read(tokenised / "shuffled")
-    ours = write_prepared(
-        tmp_path / "ours", {split: split_tokens(folder, split) for split in ("train", "val")}, VOCABULARY
-    )
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    for split in ("train", "val"):
+        tokens = np.array(split_tokens(folder, split), np.uint16)
+        writer = TokenWriter(ours / split, 1000)
+        writer.append(tokens, np.diff([*range(0, len(tokens), 10), len(tokens)]))
+        writer.finish("ours")
     (weights, losses, metrics), (expected, their_losses, their_metrics) = (
         trained(where, **options) for where in (tokenised / "shuffled", ours)
     )
@@ -410,7 +415,7 @@ def test_what_is_allowed(tmp_path: Path):
 
 def test_nothing_but_empty_files(tmp_path: Path):
     write_token_file(tmp_path / "a.ds", [])
-    with pytest.raises(UserError, match="has 1 files of datatrove without any token"):
+    with pytest.raises(UserError, match="has 1 token files without any token"):
         read(tmp_path)
 
 
@@ -506,7 +511,7 @@ def test_on_a_gpu_the_rows_are_the_same(tmp_path: Path, token_bytes: int, reside
 
 
 def test_a_bounded_number_of_files_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shards, "MOST_MAPS", 3)
+    monkeypatch.setattr(mapped_tokens, "MOST_MAPS", 3)
     folder = read(write_numbered(tmp_path, files=200, documents=5))
     tokens, total = folder.tokens("train"), folder.count("train")
     expected = split_tokens(folder, "train")
@@ -517,11 +522,11 @@ def test_a_bounded_number_of_files_is_open(tmp_path: Path, monkeypatch: pytest.M
         assert out.tolist() == expected[start : start + 200]
     assert len(tokens._maps) == 3
     assert len(os.listdir("/proc/self/fd")) <= before + 3
-    assert sum(len(shard) for _, shard in tokens.shards()) == total
+    assert sum(len(shard) for _, shard in tokens.parts()) == total
 
 
 def test_few_open_files_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shards, "most_open_files", lambda: 40)
+    monkeypatch.setattr(mapped_tokens, "most_open_files", lambda: 40)
     folder = read(write_numbered(tmp_path, files=50, documents=5))
     tokens = folder.tokens("train")
     out = np.empty(len(tokens), np.int64)
@@ -619,7 +624,7 @@ def fit(folder: Path, saved: Path, order: str, *callbacks: Callback, ckpt_path: 
 
 @pytest.mark.parametrize("order", ["random", "sequential"])
 def test_a_killed_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shards, "MOST_MAPS", 8)
+    monkeypatch.setattr(mapped_tokens, "MOST_MAPS", 8)
     monkeypatch.setattr(windows, "DRAWN_AT_ONCE", 100)
     folder = write_numbered(tmp_path / "data", files=300, documents=1)  # 2,970 tokens, 23 batches an epoch
     run, saved = tmp_path / "run", tmp_path / "saved"
@@ -666,7 +671,7 @@ def test_a_million_million_tokens_take_no_memory(tmp_path: Path, order: str):
     with file.open("wb") as stream:
         stream.truncate(2 * 10**9)
     before = own_memory()
-    tokens = MappedTokens([file] * 1000, [(0, 10**9)] * 1000)
+    tokens = MappedTokens([file] * 1000, [(0, 10**9)] * 1000, TOKEN)
     loader = WindowLoader(
         MappedWindows(tokens, 1025, CPU, Vocabulary("model.vocabulary", 10)), 64, order=order, drop_last=True
     )

@@ -8,7 +8,7 @@ from types import ModuleType
 
 EXTRAS = {
     "datasets", "huggingface_hub", "jinja2", "matplotlib", "optuna", "pyarrow", "ray", "safetensors", "sklearn",
-    "tiktoken", "tiktoken_ext", "tokenizers", "transformers",
+    "tokenizers", "transformers",
 }  # fmt: skip
 """What the extras bring. pillow, pyyaml and tqdm are not among them: torchvision and Lightning need them."""
 

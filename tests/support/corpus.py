@@ -16,30 +16,32 @@ import pytest
 from mupscale.datamodules import documents
 from mupscale.datamodules.documents import TextFiles
 from mupscale.datamodules.fineweb import JARGON
-from mupscale.datamodules.preparation import prepare
-from mupscale.datamodules.shards import START, TOKEN, Index, read_index
-from mupscale.datamodules.vocabulary import loaded
+from mupscale.datamodules.preparation import Prepared, prepare, read_prepared
+from mupscale.datamodules.token_files import END
+from mupscale.datamodules.token_writer import TOKEN
+from mupscale.datamodules.vocabulary import END_OF_TEXT, load_tokenizer
 
 
 def split_documents(folder: Path, split: str) -> list[list[int]]:
     """The tokens of each document of a split, end-of-text included."""
     found = []
-    for file in sorted(folder.glob(f"{split}-*.tokens")):
-        starts = np.fromfile(file.with_suffix(".documents"), START).astype(np.int64)
-        assert starts[0] == 0
-        found += [document.tolist() for document in np.split(np.fromfile(file, TOKEN), starts[1:])]
+    for file in sorted((folder / split).glob("*.ds")):
+        ends = np.fromfile(f"{file}.index", END).astype(np.int64)
+        tokens = np.fromfile(file, TOKEN)
+        assert ends[-1] == len(tokens)
+        found += [document.tolist() for document in np.split(tokens, ends[:-1])]
     return found
 
 
-def texts(index: Index, split: str) -> list[str]:
-    encoding = loaded((index.folder / "tokenizer.tiktoken").read_bytes())
-    found = split_documents(index.folder, split)
-    assert len(found) == index.content[split]["documents"]
-    assert all(document[-1] == encoding.eot_token for document in found)
-    return [encoding.decode(document[:-1]) for document in found]
+def texts(folder: Path, split: str) -> list[str]:
+    tokenizer = load_tokenizer((folder / "tokenizer.json").read_bytes())
+    found = split_documents(folder, split)
+    assert len(found) == read_prepared(folder).content[split]["documents"]
+    assert all(document[-1] == tokenizer.token_to_id(END_OF_TEXT) for document in found)
+    return tokenizer.decode_batch([document[:-1] for document in found])
 
 
-ENTRIES = [text for split in ("train", "val") for text in texts(read_index(JARGON), split)]
+ENTRIES = [text for split in ("train", "val") for text in texts(JARGON, split)]
 """Training documents first."""
 
 
@@ -88,7 +90,8 @@ def write_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def refused(*arguments: Any) -> str:
@@ -96,7 +99,7 @@ def refused(*arguments: Any) -> str:
     return command_line.refused("prepare", *map(str, arguments))
 
 
-def prepared(source: Path, out: Path, **options: Any) -> Index:
+def prepared(source: Path, out: Path, **options: Any) -> Prepared:
     return prepare(
-        TextFiles([source]), out, **{"vocabulary": 300, "val_fraction": 0.2, "shard_tokens": 10_000, **options}
+        TextFiles([source]), out, **{"vocabulary": 300, "val_fraction": 0.2, "file_tokens": 10_000, **options}
     )

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy  # noqa: F401  once, before the forks
-import tiktoken  # noqa: F401
 import tokenizers  # noqa: F401
 
 from mupscale.datamodules import documents, preparation
@@ -54,7 +53,7 @@ def run(text: Path, out: Path, *, killed_at: int | None, count: Path | None = No
             os.fsync = lambda _: None  # what is written outlives a process without it
             for name in OPERATIONS:
                 setattr(os, name, deadly(getattr(os, name), counter, killed_at))
-            prepare(documents.TextFiles([text]), out, vocabulary=270, val_fraction=0.2, workers=2, shard_tokens=1500)
+            prepare(documents.TextFiles([text]), out, vocabulary=270, val_fraction=0.2, file_tokens=1500)
             if count is not None:
                 count.write_text(str(next(counter)))
             os._exit(0)
@@ -75,7 +74,8 @@ def deadly(operation: Callable, counter: itertools.count, killed_at: int | None)
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""Token files as datatrove writes them, made without datatrove; and the same tokens as a prepared folder."""
+"""Token files as datatrove writes them, made without datatrove."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mupscale.datamodules.shards import INDEX, TOKENIZER, ShardWriter, file_entry
 from mupscale.datamodules.token_files import TokenFolder
 
 
@@ -41,17 +39,3 @@ def split_tokens(tokens: TokenFolder, split: str) -> list[int]:
     out = np.empty(tokens.count(split), np.int64)
     tokens.tokens(split).read(0, out)
     return out.tolist()
-
-
-def write_prepared(folder: Path, splits: dict[str, Sequence[int]], vocabulary: int, shard_tokens: int = 1000) -> Path:
-    """A prepared folder of these tokens."""
-    folder.mkdir()
-    (folder / TOKENIZER).write_bytes(b"YQ== 0\n")
-    content: dict = {"version": 1, "vocabulary": vocabulary, "tokenizer": file_entry(folder / TOKENIZER)}
-    for split, tokens in splits.items():
-        writer = ShardWriter(folder, split, shard_tokens)
-        lengths = [10] * (len(tokens) // 10) + [len(tokens) % 10] * (len(tokens) % 10 > 0)
-        writer.append(np.array(tokens, np.uint16), np.array(lengths))
-        content[split] = writer.index()
-    (folder / INDEX).write_text(json.dumps(content))
-    return folder

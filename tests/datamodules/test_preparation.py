@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from corpus import ENTRIES, contents, prepared, refused, write_article, write_hub, write_text
 from paths import SUPPORT
@@ -22,7 +21,7 @@ from paths import SUPPORT
 from mupscale.__main__ import main
 from mupscale.datamodules import documents, preparation
 from mupscale.datamodules.documents import TextFiles
-from mupscale.datamodules.journal import held
+from mupscale.datamodules.preparation import lock_folder
 
 CRASHES = SUPPORT / "prepare_crashes.py"
 
@@ -81,7 +80,7 @@ def test_the_command_killed_at_random_moments_goes_on(tmp_path: Path):
     for _ in range(4):
         process = start("killed")
         # begun means that there is something to lose
-        while not (tmp_path / "killed/tokenizer.tiktoken").exists() and process.poll() is None:
+        while not (tmp_path / "killed/tokenizer.json").exists() and process.poll() is None:
             time.sleep(0.01)
         time.sleep(choose.random() * duration / 4)
         process.send_signal(signal.SIGKILL)
@@ -92,8 +91,8 @@ def test_the_command_killed_at_random_moments_goes_on(tmp_path: Path):
 
 
 def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):
-    straight = prepared(article, tmp_path / "straight", shard_tokens=preparation.SHARD_TOKENS)
-    append, calls = preparation.ShardWriter.append, []
+    straight = prepared(article, tmp_path / "straight", file_tokens=preparation.FILE_TOKENS)
+    append, calls = preparation.TokenWriter.append, []
 
     def interrupting(*arguments: Any) -> None:
         calls.append(None)
@@ -103,11 +102,11 @@ def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Pat
 
     command = ["text", article, "--vocab", "300", "--val-fraction", "0.2", "--out", tmp_path / "out"]
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(preparation.ShardWriter, "append", interrupting)
+        interrupted.setattr(preparation.TokenWriter, "append", interrupting)
         calls.clear()
         assert refused(*command) == f"interrupted; run the same command again to continue in {tmp_path / 'out'}"
         interrupted.setattr(
-            preparation.ShardWriter, "append", lambda *arguments: (calls.append(None), append(*arguments))
+            preparation.TokenWriter, "append", lambda *arguments: (calls.append(None), append(*arguments))
         )
         calls.clear()
         main(["prepare", *map(str, command)])
@@ -120,7 +119,7 @@ def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Pat
 def test_one_process_at_a_time(tmp_path: Path, article: Path):
     out = tmp_path / "out"
     command = ["text", article, "--vocab", "300", "--out", out]
-    with held(out):
+    with lock_folder(out):
         assert refused(*command) == f"error: --out {out} is being prepared by another process"
         assert [path.name for path in out.iterdir()] == [".lock"]
     assert not out.exists()
@@ -154,7 +153,7 @@ def test_processes_that_start_together_make_one_folder(tmp_path: Path, article: 
         if status
     )
     assert contents(tmp_path / "out") == contents(
-        prepared(article, tmp_path / "alone", shard_tokens=preparation.SHARD_TOKENS).folder
+        prepared(article, tmp_path / "alone", file_tokens=preparation.FILE_TOKENS).folder
     )
 
 
@@ -162,12 +161,12 @@ def test_a_finished_folder_is_left_as_it_is(
     tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     folder = prepared(article, tmp_path / "out").folder
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    monkeypatch.setattr(preparation, "encoded", None)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    monkeypatch.setattr(preparation, "encode", None)
     (folder / "progress.json").write_text("of a process killed between its last two steps")
     assert prepared(article, folder).content["train"]["documents"] > 0
     assert "is finished already" in capsys.readouterr().out
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -199,30 +198,6 @@ def test_other_arguments_are_refused(
     ):
         prepared(article, tmp_path / "out", **other)
     assert contents(tmp_path / "out") == before
-
-
-def test_no_more_is_read_than_is_in_work(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(documents, "BATCH", 500)
-    read, written, ahead = [], [], []
-    batches, append = TextFiles.batches, preparation.ShardWriter.append
-
-    def counting(self: TextFiles, position: Any) -> Iterator[Any]:
-        read.clear()
-        for batch, after in batches(self, position):
-            read.append(len(batch))
-            yield batch, after
-
-    def measuring(self: Any, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        append(self, tokens, lengths)
-        written.append(len(lengths))
-        ahead.append(sum(read) - sum(written))
-
-    monkeypatch.setattr(TextFiles, "batches", counting)
-    monkeypatch.setattr(preparation.ShardWriter, "append", measuring)
-    prepared(article, tmp_path / "out", workers=2)
-    assert sum(read) == sum(written) == 120
-    assert len(read) > 60
-    assert max(ahead) <= 5 * max(read)  # twice the workers are waiting, and one is being written
 
 
 def test_a_stream_that_breaks_off_goes_on(tmp_path: Path, hub: None, monkeypatch: pytest.MonkeyPatch):
@@ -258,8 +233,8 @@ def test_a_stream_that_breaks_off_goes_on(tmp_path: Path, hub: None, monkeypatch
         assert not (tmp_path / "out").exists()  # it broke off when the vocabulary was trained
         left[0] = 120 + 70
         assert "run the same command again to continue" in refused(*command, tmp_path / "out")
-        journal = json.loads((tmp_path / "out/progress.json").read_bytes())
-        done = sum(documents for shards in journal["shards"].values() for _, documents in shards)
+        progress = json.loads((tmp_path / "out/progress.json").read_bytes())
+        done = sum(documents for files in progress["files"].values() for _, documents in files)
         assert 60 < done < 70
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="fedcba9876543210"))
     done_before = contents(tmp_path / "out")
