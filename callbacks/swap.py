@@ -209,16 +209,14 @@ class Swap:
         assert module.net is not None
         for callback in averaging_callbacks(module):
             old, new = average_of(callback), averaged_copy(callback, module)
-            # the draw depends on device and precision, in which the average may differ
+            # the draw depends on the device, in which the average may differ
             narrow, wide = cast(WidthScalable, old.module).net, cast(WidthScalable, new.module).net
             assert narrow is not None
             assert wide is not None
-            kept = next(narrow.parameters()).dtype
-            dtype = torch.promote_types(kept, next(module.net.parameters()).dtype)
-            narrow.to(module.device, dtype)
-            wide.to(module.device, dtype)
+            narrow.to(module.device)
+            wide.to(module.device, next(narrow.parameters()).dtype)
             grow(narrow, wide, noise=report.same_noise(), seed=seed, plan=report.plan, method=self.method)
-            wide.to(average_device(callback, module), kept)
+            wide.to(average_device(callback, module))
             new.n_averaged.copy_(old.n_averaged)
             set_average(callback, new)
 

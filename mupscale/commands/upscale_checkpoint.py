@@ -141,9 +141,7 @@ def upscale_checkpoint(
     )
     _store(checkpoint[key], wide)
     if averaged:
-        # the draw depends on the precision, and the average may have a lower one than the weights
-        precision = next(narrow.parameters()).dtype
-        average, wide_average = _networks(module, width, checkpoint.get("state_dict", {}), at_least=precision)
+        average, wide_average = _networks(module, width, checkpoint.get("state_dict", {}))
         grow(
             average,
             wide_average,
@@ -164,9 +162,7 @@ def upscale_checkpoint(
     return report
 
 
-def _networks(
-    module: WidthScalable, width: Any, weights: dict[str, Tensor], at_least: torch.dtype | None = None
-) -> tuple[nn.Module, nn.Module]:
+def _networks(module: WidthScalable, width: Any, weights: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
     own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
     dtypes = [value.dtype for value in own.values() if value.is_floating_point() and value.dtype.itemsize > 1]
     if not dtypes:
@@ -174,15 +170,13 @@ def _networks(
             "the checkpoint has no weights in floating point of at least 16 bits: it is empty, or quantised. "
             "Widen the checkpoint before it was quantised"
         )
-    dtype = dtypes[0]
-    dtype = torch.promote_types(dtype, at_least or dtype)
-    narrow = module.network(module.width).to(dtype)  # not on meta: no checkpoint holds all buffers
+    narrow = module.network(module.width).to(dtypes[0])  # not on meta: no checkpoint holds all buffers
     try:
         narrow.load_state_dict(own)
     except RuntimeError as error:
         message = " ".join(str(error).split())
         raise UserError(f"the checkpoint's weights are not those of a {type(module).__name__}: {message}") from error
-    return narrow, module.network(width, meta=True).to(dtype)
+    return narrow, module.network(width, meta=True).to(dtypes[0])
 
 
 def _store(weights: dict[str, Tensor], net: nn.Module) -> None:

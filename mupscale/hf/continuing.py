@@ -15,6 +15,7 @@ from mupscale.data_files import json_of, what_is_wrong
 from mupscale.errors import UserError
 from mupscale.hf.folder import GROWTH_FILE
 from mupscale.widening.grow import UpscaleReport
+from mupscale.widening.layers import unwrapped
 from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.plan import Plan
 from mupscale.widening.roles import matches
@@ -25,9 +26,6 @@ from mupscale.widening.width_table import Table, WidthFactors, merged_table, sto
 FORMAT = "mupscale growth, version 1"
 
 OPTIMIZERS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-
-WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before every name."""
 
 
 def growth_record(
@@ -97,7 +95,7 @@ def parameter_groups(
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise UserError(f"no_decay must be a list of name patterns, such as ['*.bias'], got {shown(patterns)}")
     factors, widths, shapes = _read(grown)
-    parameters = {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {unwrapped(name): parameter for name, parameter in model.named_parameters()}
     if parameters.keys() != factors.keys():
         only_model, only_growth = sorted(parameters.keys() - factors.keys()), sorted(factors.keys() - parameters.keys())
         raise UserError(
@@ -121,12 +119,6 @@ def parameter_groups(
         key = row["lr"], row["weight_decay"], row.get("eps", 0.0)
         groups.setdefault(key, {"params": [], **row})["params"].append(parameter)
     return list(groups.values())
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "") if name.startswith(wrapper) else name
-    return name
 
 
 def _read(

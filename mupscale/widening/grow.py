@@ -76,7 +76,10 @@ class UpscaleReport:
         save_constants(self.noise, path, self.centred)
 
     def same_noise(self) -> Noise:
-        """The noise of this upscale, for a copy of the model such as an EMA average; use it with the same seed."""
+        """The noise of this upscale, for a copy of the model such as an EMA average; use it with the same seed.
+
+        The copy may be wrapped (`AveragedModel`, `torch.compile`) and have another dtype.
+        """
         return SameNoise(self.noise, self.centred)
 
     def __str__(self) -> str:

@@ -1,7 +1,16 @@
-"""One name for the same parameter or module in all repeated layers."""
+"""One name for the same parameter or module: in all repeated layers, and inside of wrappers."""
 
 import re
 from collections.abc import Iterable, Sequence
+
+
+def unwrapped(name: str) -> str:
+    """A name without what DistributedDataParallel, AveragedModel and torch.compile add to it.
+
+    >>> unwrapped("module._orig_mod.h.0._orig_mod.mlp.weight")
+    'h.0.mlp.weight'
+    """
+    return re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", ""))
 
 
 def starred(name: str) -> str:

@@ -32,6 +32,7 @@ from torch import Tensor
 from mupscale.arguments import refuse_unless_level, shown
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
+from mupscale.widening.layers import unwrapped
 from mupscale.widening.layout import centre_
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.roles import matches
@@ -203,7 +204,7 @@ class RecordedNoise(Noise):
         constants = record.get("constants")
         if not isinstance(constants, dict) or not all(_is_numbers(value) for value in constants.values()):
             raise UserError(f"RecordedNoise: {self.path} is damaged: its constants are not numbers by parameter name")
-        self.constants: Constants = constants
+        self.constants: Constants = {unwrapped(name): constant for name, constant in constants.items()}
         self.centred = record["format"] == _CENTRED_FORMAT if centred is None else centred
 
     def check_level(self) -> None:
@@ -215,14 +216,15 @@ class RecordedNoise(Noise):
 
     def check(self, plan: Plan) -> None:
         self.check_level()
-        missing, extra = plan.parameters.keys() - self.constants.keys(), self.constants.keys() - plan.parameters.keys()
+        names = {unwrapped(name) for name in plan.parameters}
+        missing, extra = names - self.constants.keys(), self.constants.keys() - names
         if missing or extra:
             raise UserError(
                 f"RecordedNoise: {self.path} is of another architecture: it lacks {sorted(missing)[:4] or 'nothing'}, "
-                f"and has {sorted(extra)[:4] or 'nothing'} beyond this model"
+                f"and has {sorted(extra)[:4] or 'nothing'} beyond this model. Give the noise of the same architecture"
             )
         for name, entry in plan.parameters.items():
-            constant = torch.as_tensor(self.constants[name])
+            constant = torch.as_tensor(self.constants[unwrapped(name)])
             wanted = _positions(entry)
             if constant.ndim and tuple(constant.shape) != wanted:
                 raise UserError(
@@ -235,12 +237,11 @@ class RecordedNoise(Noise):
             refuse_inert(self, plan)
 
     def applies(self, entry: TensorPlan) -> bool:
-        recorded = bool(torch.as_tensor(self.constants[entry.name]).any())
+        recorded = bool(torch.as_tensor(self.constants[unwrapped(entry.name)]).any())
         return recorded and (not self.centred or entry.copies_summed > 1)
 
     def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
-        value = self.constants[entry.name]
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(self.constants[unwrapped(entry.name)], dtype=torch.float64)
 
     def reads_widened(self, entry: TensorPlan) -> bool:
         return False
@@ -250,11 +251,9 @@ class SameNoise(RecordedNoise):
     """The noise of a report, used directly instead of through a file."""
 
     def __init__(self, constants: Constants, centred: bool) -> None:
-        self.constants = constants
+        self.path = Path("the report")
+        self.constants = {unwrapped(name): constant for name, constant in constants.items()}
         self.centred = centred
-
-    def check(self, plan: Plan) -> None:
-        pass
 
 
 _PLAIN_FORMAT = "mupscale noise constants, version 1"
@@ -317,14 +316,16 @@ def add_noise_(
 ) -> float | list[Any]:
     """Adds `noise` to the widened `target` in place; returns σ̄, ready to be saved.
 
-    The draw depends on seed, parameter name and device type alone, so every rank, and every resumed run, gets the same.
+    The draw depends on seed, parameter name and device type alone, so every rank, every resumed run and every average
+    of the weights, in whatever dtype, gets the same.
     `target` may be some `rows` of the parameter alone, unless the noise `reads_widened`; the draw is of all of them.
     """
     if not noise.applies(entry):
         return 0.0
     dtype = torch.promote_types(target.dtype, torch.float32)  # a half-precision sum would round the noise away
-    generator = torch.Generator(target.device).manual_seed(_seed(seed, entry.name))
-    delta = torch.randn(entry.wide_shape, generator=generator, dtype=dtype, device=target.device)
+    drawn = torch.complex64 if dtype.is_complex else torch.float32
+    generator = torch.Generator(target.device).manual_seed(_seed(seed, unwrapped(entry.name)))
+    delta = torch.randn(entry.wide_shape, generator=generator, dtype=drawn, device=target.device).to(dtype)
     delta.mul_(init_scale(entry))
     if entry.quiet:
         delta[list(entry.quiet)] = 0
