@@ -26,8 +26,9 @@ from mupscale.models._lightning import (
     callbacks_of,
     set_average,
 )
-from mupscale.models.base import WidthScalable, copy_modes, has_own_optimizers, init_contexts, without_log
+from mupscale.models.base import WidthScalable, has_own_optimizers, init_contexts, without_log
 from mupscale.models.checkpoint import Width
+from mupscale.widening.frozen import carry_modes_
 from mupscale.widening.grow import UpscaleReport, grow
 from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.mixed_axes import keep_reference_units
@@ -99,7 +100,7 @@ class Swap:
         keeps_function = self.method.claim(growth, narrow, ()).function and (noise is None or noise.centred)
         for optimizer in narrow_opts if self.state_rule != "reset" else ():
             check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
-        copy_modes(narrow, wide)
+        carry_modes_(narrow, wide)
         if self.method.needs_batches:
             self._fit_method(trainer, module, narrow, wide)
         report = grow(

@@ -45,7 +45,7 @@ from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
 from mupscale.mup_optimizers import apply_mup
 from mupscale.stacking.stack import Losses
 from mupscale.widening.clip import clip_grad_norm_
-from mupscale.widening.frozen import carry_frozen_
+from mupscale.widening.frozen import carry_frozen_, carry_modes_
 from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.survey import refuse_lazy
 
@@ -404,7 +404,7 @@ class WidthScalable(LightningModule):
                 rebuilt = self.rebuild(width)
             if before is not None:  # it may have been frozen outside of configure_model
                 carry_frozen_(before, rebuilt)
-                copy_modes(before, rebuilt)
+                carry_modes_(before, rebuilt)
             self._renew_averages()
         assert self.net is not None
         trainer = trainer_of(self)
@@ -502,14 +502,6 @@ def hint_of_parameters_outside(module: WidthScalable) -> str | None:
         f"{name!r} of {type(module).__name__} is not in the network, so it does not grow; if its size depends on the "
         "width, make it in `build`"
     )
-
-
-def copy_modes(before: nn.Module, after: nn.Module) -> None:
-    """What was set to evaluate stays so."""
-    modules = dict(before.named_modules())
-    for name, module in after.named_modules():
-        if name in modules:
-            module.training = modules[name].training
 
 
 def _times_wider(width: Width, than: Width) -> float:

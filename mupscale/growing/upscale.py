@@ -32,9 +32,9 @@ def upscale(
 ) -> UpscaleReport:
     """Widens a trained model: writes the weights, buffers and optimizer state of `narrow` into `wide`.
 
-    Without noise, the wide model computes and trains exactly as the narrow one would have: what is frozen in `narrow`
-    (`requires_grad`) is frozen in `wide`. All checks run before anything is written: after a UserError both models are
-    unchanged.
+    Without noise, the wide model computes and trains exactly as the narrow one would have. What is frozen in `narrow`
+    (`requires_grad`), or in evaluation mode (`eval()`), is so in `wide`. All checks run before anything is written:
+    after a UserError both models are unchanged.
 
     Args:
         narrow: The trained model.

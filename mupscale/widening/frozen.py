@@ -1,4 +1,4 @@
-"""Frozen parameters stay frozen: `requires_grad` of the narrow model, on the wide one."""
+"""What is frozen, or evaluates, in the narrow model does so in the wide one: `requires_grad` and `training`."""
 
 from torch import nn
 
@@ -25,3 +25,11 @@ def carry_frozen_(narrow: nn.Module, wide: nn.Module) -> list[str]:
             target.grad = None  # an optimizer would still apply it
         target.requires_grad_(source.requires_grad)
     return notes
+
+
+def carry_modes_(narrow: nn.Module, wide: nn.Module) -> None:
+    """Sets modules of the wide model to train or to evaluate as those of the same name in the narrow one."""
+    modules = dict(narrow.named_modules())
+    for name, module in wide.named_modules():
+        if name in modules:
+            module.training = modules[name].training

@@ -16,7 +16,7 @@ from mupscale.arguments import refuse_unless_whole, shown
 from mupscale.errors import UserError
 from mupscale.widening.buffers import Rebuild, copied_for_want_of_own, refuse_unknown_buffers, widen_buffers_
 from mupscale.widening.finite import refuse_non_finite_model
-from mupscale.widening.frozen import carry_frozen_
+from mupscale.widening.frozen import carry_frozen_, carry_modes_
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.mixed_axes import keep_reference_units
@@ -147,6 +147,7 @@ def grow(
     notes = [*plan.notes, *(copied_for_want_of_own(plan, wide) if rebuild is None else ())]
     materialise_recurrent_(wide, narrow)
     notes += carry_frozen_(narrow, wide)
+    carry_modes_(narrow, wide)
     constants: Constants = {}
     targets = dict(wide.named_parameters())
     for name, source in narrow.named_parameters():

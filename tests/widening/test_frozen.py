@@ -140,3 +140,33 @@ def test_verify_with_frozen_layers() -> None:
     assert mupscale.verify(narrow, wide, optimizer=adamw, **settings)
     narrow.requires_grad_(False)
     assert "or they are frozen" in mupscale.verify(narrow, wide, optimizer=adamw, **settings).reason
+
+
+def test_a_batch_norm_that_evaluates_inside_a_training_model_stays_so():
+    """Its statistics, and with them the losses, would change in training mode."""
+
+    def normed(width: int) -> nn.Module:
+        hidden = nn.Linear(5, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.5)
+        return nn.Sequential(
+            nn.Sequential(*hidden), nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, 3)
+        )
+
+    torch.manual_seed(0)
+    narrow, wide = normed(4).double(), normed(8).double()
+    for part in (narrow[0][1], narrow[0][3], wide[2]):  # the last one in the wide model alone
+        part.eval()
+    optimizer = adamw(narrow.parameters())
+    train(narrow, optimizer)
+    report = mupscale.upscale(narrow, wide, optimizer)
+    assert [name for name, module in wide.named_modules() if not module.training] == ["0.1", "0.3"]
+    statistics = wide[0][1].running_mean.clone()
+    assert train(wide, report.optimizer) == pytest.approx(train(narrow, optimizer), rel=1e-12)
+    assert torch.equal(wide[0][1].running_mean, statistics)
+    assert not torch.equal(wide[2].running_mean, torch.zeros(8))
+
+
+def test_a_model_that_evaluates_becomes_one_that_does():
+    narrow, wide = models()
+    narrow.eval()
+    mupscale.upscale(narrow, wide)
+    assert not any(module.training for module in wide.modules())
