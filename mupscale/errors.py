@@ -9,6 +9,10 @@ class UserError(ValueError):
     """A mistake in what the caller gave: the message names it, and how to fix it."""
 
 
+class UncheckedWarning(UserWarning):
+    """`upscale` was called without `call`, so that nothing shows whether the wide model computes as the narrow one."""
+
+
 @contextmanager
 def as_user_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Turns exceptions of these kinds into a UserError with the same message, where only the user can cause them."""

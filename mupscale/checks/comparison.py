@@ -66,7 +66,7 @@ class Comparison:
             self.first = module or "(the model)", f"{what} at step {self.step} after the upscale"
 
     def loss(self, narrow: Tensor, wide: Tensor) -> None:
-        drift = _relative(wide, narrow, float(narrow.abs()))
+        drift = relative_error(wide, narrow, float(narrow.abs()))
         self.loss_drift = _worst(self.loss_drift, drift)
         if not drift <= self.tolerance / LOSS_DIVISOR:
             self.blame("(the loss)", f"the loss drifts by {drift:.1e} while every module's output agrees,")
@@ -122,7 +122,7 @@ class Comparison:
                 rows.append((name, math.inf, 0.0))
             elif source.grad is not None:
                 entry = self.plan.parameters[name]
-                wanted = _widened_gradient(entry, _dense(source.grad))
+                wanted = widened_gradient(entry, _dense(source.grad))
                 size = float(_dense(source.grad).abs().max()) if source.numel() else 0.0
                 error = float((_dense(targets[name].grad) - wanted).abs().max())
                 rows.append((name, error * entry.factors.k_out, size))
@@ -141,7 +141,7 @@ class Comparison:
         for name, source in narrow.named_parameters():
             wanted = torch.empty_like(targets[name])
             widen_(wanted, source.detach(), self.plan.parameters[name])
-            drift = _relative(targets[name].detach(), wanted, float(wanted.abs().max()) if wanted.numel() else 0.0)
+            drift = relative_error(targets[name].detach(), wanted, float(wanted.abs().max()) if wanted.numel() else 0.0)
             self.weight_drift = _worst(self.weight_drift, drift)
             if not drift <= self.tolerance * GRADIENT_MULTIPLE:
                 self.blame(
@@ -172,7 +172,7 @@ class Comparison:
             if before.shape != after.shape:
                 continue
             if is_inexact(before):
-                drifts[name] = _relative(after, before, float(before.abs().max()) if before.numel() else 0.0)
+                drifts[name] = relative_error(after, before, float(before.abs().max()) if before.numel() else 0.0)
             else:
                 drifts[name] = 0.0 if torch.equal(before, after) else math.inf
         return drifts
@@ -335,15 +335,19 @@ def _concerns(noted: str, module: str) -> bool:
     )
 
 
-def _widened_gradient(entry: TensorPlan, source: Tensor) -> Tensor:
+def widened_gradient(entry: TensorPlan, source: Tensor) -> Tensor:
+    """The gradient that Table 1 wants of the wide parameter, from that of the narrow one."""
     target = source.new_empty(entry.wide_shape)
     powers = {"out_power": -1, "in_power": 0}
     duplicate_(target, source, entry.layouts, entry.scales(**powers), entry.unit_scale(**powers))
+    for axis, shares in entry.shares:
+        if entry.relative_side(axis) == "out":
+            target.mul_(target.new_tensor(shares).view([-1 if i == axis else 1 for i in range(target.ndim)]))
     return target
 
 
 def _duplication_error(narrow: Tensor, wide: Tensor, layouts: tuple[Layout, ...], scale: float, size: float) -> float:
-    return _relative(wide, duplicate(narrow, layouts) * scale, size * scale)
+    return relative_error(wide, duplicate(narrow, layouts) * scale, size * scale)
 
 
 def _fitted_scale(narrow: Tensor, wide: Tensor) -> float:
@@ -362,7 +366,8 @@ def _is_normalised(narrow: Tensor, wide: Tensor) -> bool:
     return bool((torch.linalg.vector_norm(narrow, dim=axes) - 1).abs().max() < 1e-5)
 
 
-def _relative(value: Tensor, wanted: Tensor, size: float) -> float:
+def relative_error(value: Tensor, wanted: Tensor, size: float) -> float:
+    """The largest difference, in units of `size`; NaN and infinity agree with themselves."""
     if value.numel() == 0:
         return 0.0
     error = (value - wanted).abs().nan_to_num(nan=math.inf)

@@ -20,27 +20,31 @@ _DOUBLE = (torch.float64, torch.complex128)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Semaphore, threading.Event)
 
 
-def float64_copy(model: nn.Module) -> nn.Module:
+def float64_copy(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A copy in float64, or in float32; complex numbers have parts of that dtype."""
     restore_infshapes(model)
-    twin = copy.deepcopy(model, _not_copied(model)).double()
+    twin = copy.deepcopy(model, _not_copied(model))
+    twin = twin.double() if dtype is torch.float64 else twin.float()
     set_experts: Any = getattr(twin, "set_experts_implementation", None)
     if callable(set_experts):
         set_experts("eager")  # the other implementations of transformers have no float64
     for parameter in twin.parameters():
         if parameter.is_complex():  # which `double` leaves alone
-            parameter.data = parameter.data.to(torch.complex128)
+            parameter.data = parameter.data.to(dtype.to_complex())
     for name, buffer in list(twin.named_buffers(remove_duplicate=False)):
         if buffer.is_complex():
             owner, _, attribute = name.rpartition(".")
-            setattr(twin.get_submodule(owner), attribute, buffer.to(torch.complex128))
+            setattr(twin.get_submodule(owner), attribute, buffer.to(dtype.to_complex()))
     restore_infshapes(twin)
     return twin
 
 
-def copied(name: str, model: nn.Module) -> nn.Module:
-    """A copy in float64. Raises a UserError that names the attribute that cannot be copied."""
+def copied(name: str, model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Such a copy. Raises a UserError that names the attribute that cannot be copied."""
     try:
-        return float64_copy(model)
+        return float64_copy(model, dtype)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         shared = _not_copied(model)
         for module_name, module in model.named_modules():
@@ -50,11 +54,54 @@ def copied(name: str, model: nn.Module) -> nn.Module:
                         copy.deepcopy(value, dict(shared))
                 except Exception as reason:
                     raise UserError(
-                        f"verify: {name} has an attribute {f'{module_name}.{attribute}'.removeprefix('.')!r} of class "
+                        f"{name} has an attribute {f'{module_name}.{attribute}'.removeprefix('.')!r} of class "
                         f"{type(value).__name__} that cannot be copied ({' '.join(str(reason).split())}). Remove it, "
                         "or give its class a method __deepcopy__"
                     ) from error
         raise
+
+
+def unfreeze_(model: nn.Module) -> None:
+    """Lets all parameters of a copy have gradients, so that frozen ones are tested too."""
+    for parameter in model.parameters():
+        if is_inexact(parameter):
+            parameter.requires_grad_()
+
+
+@torch.no_grad()
+def perturb_(model: nn.Module) -> None:
+    """Perturbs all parameters and statistics a little, so that equal units become different.
+
+    Entries keep their sign and become smaller, because a model may take a logarithm of them, or of one minus them.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(distribution: Callable[..., Tensor], like: Tensor) -> Tensor:
+        return distribution(like.shape, generator=generator, dtype=torch.float64).to(like.device)
+
+    for parameter in model.parameters():
+        if is_inexact(parameter):
+            drawn = draw(torch.randn, parameter)
+            shrunk = parameter * (1 - 0.3 * draw(torch.rand, parameter))
+            parameter.copy_(torch.where(parameter == 0, _in_place_of_zeros(parameter, drawn), shrunk))
+    for name in model.state_dict(keep_vars=True):
+        tensor = model.state_dict(keep_vars=True)[name]
+        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+            tensor.mul_(1 + 0.3 * draw(torch.rand, tensor))
+            if not bool(tensor.any()):
+                tensor.add_(0.1 * draw(torch.randn, tensor))
+
+
+def _in_place_of_zeros(parameter: Tensor, drawn: Tensor) -> Tensor:
+    """Small entries of the size of the others, and of their sign where all of them have the same."""
+    size = float(parameter.abs().square().mean().sqrt()) if parameter.numel() else 0.0
+    if not size:
+        return (0.1 * drawn).to(parameter.dtype)
+    if not parameter.is_complex() and bool((parameter >= 0).all()):
+        drawn = drawn.abs()
+    elif not parameter.is_complex() and bool((parameter <= 0).all()):
+        drawn = -drawn.abs()
+    return (0.3 * size * drawn).to(parameter.dtype)
 
 
 def _not_copied(model: nn.Module) -> dict[int, Any]:

@@ -111,7 +111,7 @@ def _verify(
     tolerance: float | None,
     watch: Watch,
 ) -> Verdict:
-    narrow, wide = copied("narrow", narrow), copied("wide", wide)
+    narrow, wide = copied("verify: narrow", narrow), copied("verify: wide", wide)
     for module, twin in zip(narrow.modules(), wide.modules(), strict=False):
         twin.training = module.training
     made = make_optimizer(list(narrow.parameters()))

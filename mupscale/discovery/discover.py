@@ -1,6 +1,5 @@
 """`discover`: finds how an unprepared model grows."""
 
-import copy
 import math
 from functools import partial
 
@@ -8,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.arguments import refuse_unless_callable
-from mupscale.checks.float64 import float64_copy
+from mupscale.checks.float64 import copied, perturb_, unfreeze_
+from mupscale.checks.forward_pass import Call
+from mupscale.checks.random_numbers import generators_kept
 from mupscale.discovery.cuts import PairedCut, paired
 from mupscale.discovery.found import Found, Unit, growth_factors, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known
-from mupscale.discovery.passes import Call, Recording
+from mupscale.discovery.passes import Recording
 from mupscale.discovery.search import Search
 from mupscale.errors import UserError
 from mupscale.watching import Watch, unwatched
@@ -68,7 +69,7 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
                 "before"
             )
     refuse_unless_callable("discover: call", call, "lambda model: model(batch)")
-    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
+    with generators_kept(), torch.inference_mode(False), torch.enable_grad():
         before, after = _copies(narrow, wide)
         search = Search(before, after, call, TOLERANCE, watch)
         search.hypothesis.survey.refuse_inexact_modules()
@@ -87,7 +88,7 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
 
 def cuts_between(narrow: nn.Module, wide: nn.Module, call: Call) -> list[PairedCut]:
     """Where two models cut their axes into sections in one forward pass. They may be on the meta device."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with generators_kept([]), torch.no_grad():
         return paired(Recording(narrow, call).cuts, Recording(wide, call).cuts)
 
 
@@ -96,7 +97,7 @@ def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> Non
 
     Outputs and all gradients are compared, as `discover` does. The arguments are not changed.
     """
-    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
+    with generators_kept(), torch.inference_mode(False), torch.enable_grad():
         before, after = _copies(narrow, wide)
         search = Search(before, after, call, TOLERANCE)
         _refuse_not_finite(search, narrow)
@@ -110,35 +111,16 @@ def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> Non
 def _copies(narrow: nn.Module, wide: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Copies of both models in float64 on the CPU, the parameters of the narrow one perturbed."""
     before, after = (_copied(model) for model in (narrow, wide))
-    for parameter in (*before.parameters(), *after.parameters()):
-        if parameter.is_floating_point() or parameter.is_complex():
-            parameter.requires_grad_()  # frozen ones are tested too
-    move_(before)
+    for model in (before, after):
+        unfreeze_(model)
+    perturb_(before)
     return before, after
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    try:
-        answer = float64_copy(model).cpu().eval()
-        fold_weight_norms_(answer)
-        return answer
-    except UserError:
-        raise
-    except Exception as error:  # whatever an attribute of a model does when it is copied
-        reason = " ".join(str(error).split())[:120]
-        raise UserError(f"discover: {_uncopied(model)} cannot be copied ({reason}). Remove it first") from error
-
-
-def _uncopied(model: nn.Module) -> str:
-    """The attribute of a module that cannot be copied."""
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            try:
-                if attribute not in ("_parameters", "_buffers", "_modules"):
-                    copy.deepcopy(value)
-            except Exception:
-                return f"attribute {f'{name}.{attribute}'.removeprefix('.')!r} of the model"
-    return "the model"
+    answer = copied("discover: the model", model).cpu().eval()
+    fold_weight_norms_(answer)
+    return answer
 
 
 def _refuse_not_finite(search: Search, narrow: nn.Module) -> None:
@@ -158,38 +140,6 @@ def _refuse_not_finite(search: Search, narrow: nn.Module) -> None:
             return
         reason = "what the model returns becomes NaN or infinite where its parameters are slightly perturbed"
     raise UserError(f"discover: {reason}, so that widths cannot be compared. Give roles, blocks and units by hand")
-
-
-@torch.no_grad()
-def move_(model: nn.Module) -> None:
-    """Perturbs all parameters and statistics a little, so that equal units become different.
-
-    Entries keep their sign and become smaller, because a model may take a logarithm of them, or of one minus them.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.is_floating_point() or parameter.is_complex():
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            shrunk = parameter * (1 - 0.3 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
-            parameter.copy_(torch.where(parameter == 0, _in_place_of_zeros(parameter, drawn), shrunk))
-    for name in model.state_dict(keep_vars=True):
-        tensor = model.state_dict(keep_vars=True)[name]
-        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-            tensor.mul_(1 + 0.3 * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype))
-            if not bool(tensor.any()):
-                tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
-
-
-def _in_place_of_zeros(parameter: Tensor, drawn: Tensor) -> Tensor:
-    """Small entries of the size of the others, and of their sign where all of them have the same."""
-    size = float(parameter.abs().square().mean().sqrt()) if parameter.numel() else 0.0
-    if not size:
-        return (0.1 * drawn).to(parameter.dtype)
-    if not parameter.is_complex() and bool((parameter >= 0).all()):
-        drawn = drawn.abs()
-    elif not parameter.is_complex() and bool((parameter <= 0).all()):
-        drawn = -drawn.abs()
-    return (0.3 * size * drawn).to(parameter.dtype)
 
 
 def _found(search: Search, undecided: tuple[str, ...]) -> Found:

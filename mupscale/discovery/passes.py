@@ -1,28 +1,20 @@
 """Compares one forward pass of both models: where they first differ, and their ratio up to that point."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from mupscale._torch import is_under_transform, tree_map
-from mupscale.checks.double_precision import DoublePrecision, Operation
+from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.matching import MASKED, Match, Planned, match
-from mupscale.checks.recording import buffers_kept, real_floats
-from mupscale.checks.structures import leaves_of
+from mupscale.checks.precision import Operation
+from mupscale.checks.recording import buffers_kept
 from mupscale.discovery.cuts import Cut, cuts_of
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
 from mupscale.errors import UserError
-from mupscale.widening.layout import Layout, duplicate, duplicate_, narrow_length, wide_length
-
-Call = Callable[[nn.Module], Any]
-"""One forward pass of a model."""
-
-Kind = Literal["begins", "ends", "returns"]
+from mupscale.widening.layout import Layout, duplicate, wide_length
 
 
 @dataclass
@@ -73,7 +65,7 @@ class Recording:
         """Into which sections the model cuts axes."""
         self._made: list[Tensor] = []
         with buffers_kept(model):
-            outputs = _watched(model, call, self._note, self._made.append, self._note_cuts)
+            outputs = _run(model, call, self._note, self._made.append, self._note_cuts)
             self._note("", "returns", outputs)
 
     @property
@@ -88,11 +80,6 @@ class Recording:
         self._made.clear()
 
 
-def returned(model: nn.Module, call: Call) -> list[Tensor]:
-    """The outputs of one forward pass, with their graph. It may change buffers: see `buffers_kept`."""
-    return _floats(_watched(model, call, lambda name, kind, values: None, lambda tensor: None))
-
-
 def agrees(narrow: Tensor, wide: Tensor, found: Match, tolerance: float) -> bool:
     """Whether a tensor is made of the narrow one as it was found before."""
     wanted = duplicate(narrow, found.layouts) * found.ratio
@@ -103,19 +90,9 @@ def agrees(narrow: Tensor, wide: Tensor, found: Match, tolerance: float) -> bool
     return bool(((wide - wanted)[counted].abs() <= tolerance * size).all())
 
 
-def _floats(values: Any) -> list[Tensor]:
-    """The floating-point tensors in any nested structure, with their graph; of complex ones, both parts."""
-    return real_floats(_tensors(values))
-
-
 def _copies(values: Any) -> list[Tensor]:
     """Copies of them in float64, which a later in-place operation cannot change."""
-    return [x.detach().to(torch.float64, copy=True) for x in _floats(values)]
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors in any nested structure; those inside `torch.vmap` are left out, because they cannot be looked at."""
-    return (x for x in leaves_of(values) if isinstance(x, Tensor) and not is_under_transform(x))
+    return [x.detach().to(torch.float64, copy=True) for x in floats_of(values)]
 
 
 def compare(
@@ -166,7 +143,7 @@ def compare(
 
     try:
         with torch.set_grad_enabled(with_graph), buffers_kept(hypothesis.wide) as changed:
-            note("", "returns", _watched(hypothesis.wide, call, note, made.append))
+            note("", "returns", _run(hypothesis.wide, call, note, made.append))
     except _Stop:
         pass
     else:
@@ -245,99 +222,30 @@ def _layout_of_units(inputs: list[Tensor], matches: list[Match], narrow: int, wi
     return found.pop() if len(found) == 1 else None
 
 
-def _watched(
+def returned(model: nn.Module, call: Call) -> list[Tensor]:
+    """The outputs of one forward pass, with their graph. It may change buffers: see `buffers_kept`."""
+    return floats_of(_run(model, call, lambda name, kind, values: None, lambda tensor: None))
+
+
+def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) -> dict[str, Tensor]:
+    """The gradients of a weighted sum of all outputs, by the names of parameters."""
+    with buffers_kept(model):
+        total = weighted_sum(returned(model, call), matches)
+        try:
+            return named_gradients(model, total)
+        except RuntimeError as error:  # some models change in place what their own gradients need
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"discover: the gradients of this model cannot be computed: {reason}") from error
+
+
+def _run(
     model: nn.Module,
     call: Call,
     note: Callable[[str, Kind, Any], None],
     made: Callable[[Tensor], None],
     ran: Operation = lambda func, args, result: None,
 ) -> list[Tensor]:
-    """Runs the model, and calls `note` where each module begins and ends, `made` with what each operation makes.
-
-    Returns the outputs: what the model's own forward pass returned last, and what else `call` returns.
-    """
-    device = next((parameter.device for parameter in model.parameters()), None)
-    mode = DoublePrecision(made, ran, device)
-    outputs: list[Tensor] = []
-
-    def begins(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            with mode.paused():
-                note(name, "begins", (args, kwargs))
-
-        return hook
-
-    def ends(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not name:
-                outputs[:] = _tensors(output)
-            with mode.paused():
-                note(name, "ends", output)
-
-        return hook
-
-    handles = [model.register_forward_pre_hook(_converter(mode), with_kwargs=True)]
-    try:
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(begins(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(ends(name)))
-        torch.manual_seed(0)
-        with _not_compiled(), mode:
-            result = call(model)
-    finally:
-        for handle in handles:
-            handle.remove()
-    further = [tensor for tensor in _tensors(result) if not any(tensor is output for output in outputs)]
+    """The outputs: what the model's own forward pass returned last, and what else `call` returns."""
+    outputs, result = watched(model, call, note, made, ran)
+    further = [tensor for tensor in tensors_of(result) if not any(tensor is output for output in outputs)]
     return [*outputs, *further]
-
-
-def _not_compiled() -> AbstractContextManager[Any]:
-    """Functions that are compiled run as they were written, so that each operation is seen."""
-    if "torch._dynamo" not in sys.modules:  # which nothing can be compiled without, and which takes long to import
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
-def _converter(mode: DoublePrecision) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
-    """A hook that converts the inputs of a model to float64, also from half precision."""
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return mode.converted(value.double() if value.is_floating_point() else value)
-
-    return lambda module, args, kwargs: (tree_map(moved, args), tree_map(moved, kwargs))
-
-
-def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) -> dict[str, Tensor]:
-    """The gradients of a weighted sum of all outputs, by the names of parameters.
-
-    With `matches`, which say how the outputs of a wide model are made of the narrow one's, the sum is the same: the
-    copies of an output share its weight.
-    """
-    model.zero_grad()
-    with buffers_kept(model):
-        _backward(returned(model, call), matches)
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _backward(outputs: list[Tensor], matches: list[Match] | None) -> None:
-    generator = torch.Generator().manual_seed(1)
-    total = torch.zeros((), dtype=torch.float64)
-    for index, output in enumerate(outputs):
-        layouts = None if matches is None else matches[index].layouts
-        shape = output.shape if layouts is None else [narrow_length(layout) for layout in layouts]
-        weights = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if matches is not None and layouts is not None:
-            shares = [[1 / piece.factor for piece in layout] for layout in layouts]
-            spread = weights.new_empty(output.shape)
-            duplicate_(spread, weights, layouts, shares, 1 / matches[index].ratio)
-            weights = spread
-        total = total + torch.where(output.detach().abs() < MASKED, output * weights.to(output), 0.0).sum()
-    if not total.requires_grad:
-        return
-    try:
-        total.backward()
-    except RuntimeError as error:  # some models change in place what their own gradients need
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"discover: the gradients of this model cannot be computed: {reason}") from error

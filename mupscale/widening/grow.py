@@ -41,6 +41,8 @@ from mupscale.widening.weights import (
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
+HOW_TO_CHECK = "pass call=lambda model: model(batch), and upscale compares outputs and gradients with the narrow model"
+
 
 @dataclass(frozen=True)
 class UpscaleReport:
@@ -70,6 +72,8 @@ class UpscaleReport:
     """Whether the noise was centred."""
     exact: bool | None = None
     """Whether the wide model, before noise, computes and trains as the narrow one; None if that was not checked."""
+    check: str = f"not checked: {HOW_TO_CHECK}"
+    """How that was checked, in words."""
 
     def save_noise(self, path: str | Path) -> None:
         """Writes the noise constants to a JSON file that `RecordedNoise` reads."""
@@ -93,6 +97,7 @@ class UpscaleReport:
             f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; {'centred ' * self.centred}noise on "
             f"{noisy} of {len(self.noise)} of them"
         ]
+        lines.append(self.check)
         return "\n".join([*lines, *(f"note: {note}" for note in notes_by_layer(self.notes))])
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.checks.double_precision import DoublePrecision
+from mupscale.checks.precision import Precision
 from mupscale.commands.tuning.trial import drop_checkpoints
 from mupscale.errors import UserError
 from mupscale.hf.causal_lm import config_of, save
@@ -65,7 +65,7 @@ def module(config: dict[str, Any] = LLAMA, **arguments: Any) -> HFCausalLM:
 def logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Of the model in a folder, loaded as any user of transformers loads it."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    with torch.no_grad(), DoublePrecision() if dtype == torch.float64 else nullcontext():
+    with torch.no_grad(), Precision() if dtype == torch.float64 else nullcontext():
         return model(input_ids=tokens).logits
 
 
@@ -91,7 +91,7 @@ def released(tmp_path: Path) -> Path:
 def test_growth_leaves_the_losses_as_they_were(family: str, tmp_path: Path) -> None:
     """And what is saved at the end computes what the run computed."""
     settings: dict[str, Any] = {"steps": 12, "gradient_clip_val": 0.5}
-    with DoublePrecision():
+    with Precision():
         narrow = fit(module(FAMILIES[family]), tmp_path / "narrow", **settings)
         swap, checkpoints = UpscaleCallback(6, 32), Checkpoints(tmp_path / "wide" / "checkpoints")
         grown = fit(
@@ -100,7 +100,7 @@ def test_growth_leaves_the_losses_as_they_were(family: str, tmp_path: Path) -> N
     assert grown.module.width == 32
     assert gap(narrow, grown) < 1e-10
     tokens = rows(grown.module, 4, torch.float64)[0]
-    with torch.no_grad(), DoublePrecision():
+    with torch.no_grad(), Precision():
         ours = grown.module.eval()(tokens)
         assert torch.equal(logits(tmp_path / "wide" / "hf", tokens), ours)
         assert float((narrow.module.eval()(tokens) - ours).abs().max()) < 1e-10
@@ -108,7 +108,7 @@ def test_growth_leaves_the_losses_as_they_were(family: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_growth_threefold_in_two_steps(tmp_path: Path) -> None:
-    with DoublePrecision():
+    with Precision():
         narrow = fit(module(), tmp_path / "narrow", steps=9)
         grown = fit(module(), tmp_path / "wide", UpscaleCallback(3, 32), UpscaleCallback(6, 96), steps=9)
     assert grown.module.width == 96
@@ -131,11 +131,11 @@ def test_routers_and_their_loss(tmp_path: Path) -> None:
             each.net.model.set_experts_implementation("eager")  # the others are not for float64
 
         each.configure_model = configure  # type: ignore[method-assign]
-        with DoublePrecision():
+        with Precision():
             runs.append(fit(each, tmp_path / str(len(swaps)), *swaps, **settings))
     assert gap(*runs) < 1e-10
     batch = rows(runs[0].module, 4, torch.float64)[0]
-    with torch.no_grad(), DoublePrecision():
+    with torch.no_grad(), Precision():
         plain = torch.nn.functional.cross_entropy(runs[0].module(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         assert float(runs[0].module.loss(batch)) > float(plain) + 0.1
 

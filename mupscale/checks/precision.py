@@ -1,4 +1,4 @@
-"""Models that compute in float32 inside, whatever their weights, made to compute in float64."""
+"""Models that compute in several precisions inside, whatever their weights, made to compute in one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +15,12 @@ Operation = Callable[[Callable[..., Any], tuple[Any, ...], Any], None]
 """Reads an operation, its arguments and its result."""
 
 
-class DoublePrecision(TorchFunctionMode):
-    """Everything is computed in float64 on one device, so that a comparison shows more than rounding.
+class Precision(TorchFunctionMode):
+    """Everything is computed in one dtype, float64 or float32, on one device, so that a comparison shows more than
+    rounding.
 
-    A request for float32 becomes one for float64. What is read in float32, or from another device, is converted, and so
-    is what is made in float32 because no dtype is named: `torch.zeros(n)`.
+    A request for a smaller dtype becomes one for this one. What is read in a smaller dtype, or from another device, is
+    converted, and so is what is made in float32 because no dtype is named: `torch.zeros(n)`.
 
     `seen` is called with every tensor that an operation makes, `ran` with every operation,
     its arguments and its result.
@@ -30,8 +31,10 @@ class DoublePrecision(TorchFunctionMode):
         seen: Callable[[Tensor], None] = lambda tensor: None,
         ran: Operation = lambda func, args, result: None,
         device: torch.device | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
+        self._larger = _LARGER[dtype]
         self.seen, self.ran, self.device = seen, ran, device
         self._paused = False
 
@@ -50,21 +53,22 @@ class DoublePrecision(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
+        if _DTYPE_OF.get(func) in self._larger:
+            func = _METHOD_OF[self._larger[_DTYPE_OF[func]]]
         makes_new = kwargs.get("out") is None and _makes_new(func)
         args = tuple(self._converted(value, makes_new) for value in args)
         result = func(*args, **{name: self._converted(value, makes_new) for name, value in kwargs.items()})
-        if makes_new and isinstance(result, Tensor) and result.dtype is torch.float32:
-            result = result.detach().double().requires_grad_() if _is_source(result) else result.double()
+        if makes_new and isinstance(result, Tensor) and result.dtype in self._larger:
+            dtype = self._larger[result.dtype]
+            result = result.detach().to(dtype).requires_grad_() if _is_source(result) else result.to(dtype)
         self.ran(func, args, result)
         if isinstance(result, Tensor) and result.is_floating_point() and not is_under_transform(result):
             self.seen(result.detach())
         return result
 
     def _converted(self, value: Any, tensors: bool) -> Any:
-        if value is torch.float32:
-            return torch.float64
+        if type(value) is torch.dtype:
+            return self._larger.get(value, value)
         if tensors and isinstance(value, Tensor):
             return self.converted(value)
         if tensors and type(value) in (list, tuple) and any(isinstance(each, Tensor) for each in value):
@@ -72,10 +76,25 @@ class DoublePrecision(TorchFunctionMode):
         return value
 
     def converted(self, tensor: Tensor) -> Tensor:
-        """The tensor in float64, on the device."""
-        if tensor.dtype is torch.float32:
-            tensor = tensor.double()
+        """The tensor in no smaller dtype, on the device."""
+        if tensor.dtype in self._larger:
+            tensor = tensor.to(self._larger[tensor.dtype])
         return tensor if self.device is None or tensor.device == self.device else tensor.to(self.device)
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_LARGER = {
+    torch.float64: dict.fromkeys((torch.float32, *_HALF), torch.float64) | {torch.complex64: torch.complex128},
+    torch.float32: dict.fromkeys(_HALF, torch.float32),
+}
+"""By the dtype of all computation, what others become."""
+
+_METHOD_OF = {torch.float64: torch.Tensor.double, torch.float32: torch.Tensor.float}
+_DTYPE_OF: dict[Any, torch.dtype] = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+}
 
 
 @lru_cache(1024)

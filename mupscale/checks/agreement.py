@@ -1,0 +1,462 @@
+"""Does a plan make the wide model compute and train as the narrow one? One forward and backward pass of both."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mupscale._torch import DropoutNd
+from mupscale.checks.comparison import relative_error, widened_gradient
+from mupscale.checks.float64 import copied, is_inexact, perturb_, unfreeze_
+from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, watched, weighted_sum
+from mupscale.checks.matching import MASKED, Match, Planned, match
+from mupscale.checks.random_numbers import generators_kept
+from mupscale.checks.recording import buffers_kept, float_copies
+from mupscale.device_memory import free_bytes
+from mupscale.errors import UserError
+from mupscale.widening.grow import grow
+from mupscale.widening.layout import duplicate
+from mupscale.widening.plan import Plan
+from mupscale.widening.sharding import is_sharded
+
+THE_MODEL = "(the model)"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The result of a check. `print` it."""
+
+    exact: bool | None
+    """Whether outputs and gradients agree; None if that could not be checked."""
+    outputs: float = 0.0
+    """How far what the wide model returns is from what the narrow one returns, relative to its largest number."""
+    gradients: float = 0.0
+    """How far the wide gradients are from those of Table 1, likewise."""
+    precision: str = "float64"
+    """In which the models were compared."""
+    first_difference: str | None = None
+    """The first module that differs."""
+    reason: str = ""
+    """What differs there, or why there was no check."""
+    untested: tuple[str, ...] = ()
+    """Growing parameters that had no gradient."""
+    notes: tuple[str, ...] = ()
+    """What else the check found out: differences that only training shows."""
+
+    def __str__(self) -> str:
+        if self.exact is None:
+            return f"not checked: {self.reason}"
+        if not self.exact:
+            return f"not exact: {self.reason}"
+        numbers = f"outputs agree to {self.outputs:.0e}, gradients to {self.gradients:.0e}"
+        return f"exact: compared with the narrow model in {self.precision}, {numbers}"
+
+
+class _Tolerance(NamedTuple):
+    outputs: float
+    gradients: float
+    least: float
+    """A gradient that vanishes by symmetry is measured by this share of the largest one."""
+
+
+_IN_FLOAT64 = _Tolerance(1e-9, 1e-7, 1e-6)
+_WITHOUT_FLOAT64 = _Tolerance(1e-5, 1e-4, 1e-2)
+_LEAST_IN_FLOAT32 = 1e-6
+_RANDOM_IN_TRAINING = (
+    "in training mode the model draws random numbers outside of dropout layers, and the wide model draws others"
+)
+_ROUNDINGS = 10
+"""How many times the narrow model's own rounding is allowed in float32."""
+
+
+class _Pass(NamedTuple):
+    """What a forward and a backward pass of the narrow model gave."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+class _Differs(Exception):
+    """The two models do not agree."""
+
+    def __init__(self, reason: str, outputs: float, gradients: float = math.inf, parameter: str = "") -> None:
+        super().__init__(reason)
+        self.outputs, self.gradients, self.parameter = outputs, gradients, parameter
+
+
+class _Fails(Exception):
+    """`call` fails on the narrow model."""
+
+
+def check_agreement(narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call) -> Agreement:
+    """Compares a copy of `narrow`, grown by `plan` without noise, with the narrow model: outputs, and all gradients.
+
+    `call(model)` runs one forward pass and returns what it computes. Copies of both models run in float64, or in
+    float32 where there is no memory for float64; the parameters are slightly perturbed, because initial zeros and ones
+    would hide differences. First they are compared in evaluation mode, then in training mode without dropout. Neither
+    the models nor the generators of random numbers change.
+    """
+    reason = _why_not_checked(narrow, wide)
+    if reason is not None:
+        return Agreement(None, reason=reason)
+    failure: Exception | None = None
+    with generators_kept(), torch.inference_mode(False), torch.enable_grad(), _full_precision():
+        for dtype in _precisions(narrow, wide):
+            try:
+                return _Check(narrow, wide, plan, call, dtype).agreement()
+            except torch.OutOfMemoryError:
+                failure = None
+            except _Fails as error:  # an operation may not exist in float64
+                failure = error
+    if failure is not None:
+        raise UserError(f"upscale: call(model) fails on the narrow model: {failure}") from failure.__cause__
+    return Agreement(None, reason="there is no memory for copies of both models. Let call use fewer samples")
+
+
+def _why_not_checked(narrow: nn.Module, wide: nn.Module) -> str | None:
+    tensors = [tensor for model in (narrow, wide) for tensor in (*model.parameters(), *model.buffers())]
+    if any(tensor.is_meta for tensor in tensors):
+        return "a model on the meta device cannot run. Check with models on a device, at smaller widths if need be"
+    if any(is_sharded(tensor) for tensor in tensors):
+        return "parameters are sharded. Check before sharding, at smaller widths if need be"
+    for model in (narrow, wide):
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise UserError(
+                "upscale: the check cannot copy a model inside DistributedDataParallel. Give narrow.module and "
+                "wide.module, and wrap the wide model afterwards"
+            )
+    return None
+
+
+def _precisions(narrow: nn.Module, wide: nn.Module) -> Iterator[torch.dtype]:
+    """The precisions in which copies, their gradients and the narrow reference fit into half of the free memory."""
+    before, after = (sum(parameter.numel() for parameter in model.parameters()) for model in (narrow, wide))
+    device = next((parameter.device for parameter in wide.parameters()), torch.device("cpu"))
+    free = free_bytes(device) / 2
+    if device.type != "mps" and 8 * (2 * after + 3 * before) <= free:
+        yield torch.float64
+    if 4 * 2 * (after + before) + 8 * 3 * before <= free:
+        yield torch.float32
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Matrix products without TF32, and no autocast."""
+    before = torch.get_float32_matmul_precision()
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.backends.cudnn.flags(allow_tf32=False))
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+class _Check:
+    """One comparison in one precision."""
+
+    def __init__(self, narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call, dtype: torch.dtype) -> None:
+        self.plan, self.call, self.dtype = plan, call, dtype
+        self.planned = _planned(plan)
+        self.modes = {name: module.training or not narrow.training for name, module in narrow.named_modules()}
+        self.narrow = _copy("narrow", narrow, dtype)
+        perturb_(self.narrow)
+        self.reference = self._pass_of_narrow(self.narrow)
+        if not _is_finite(self.reference):
+            self.narrow = _copy("narrow", narrow, dtype)
+            self.reference = self._pass_of_narrow(self.narrow)
+        self._refuse_without_outputs()
+        self.tolerance = _IN_FLOAT64 if dtype is torch.float64 else self._tolerance_in_float32()
+        self.wide = _copy("wide", wide, dtype)
+        grow(self.narrow, self.wide, plan=plan)
+        self.tested: set[str] = set()
+        """Parameters whose gradients, other than zero, were compared."""
+
+    def agreement(self) -> Agreement:
+        precision = str(self.dtype).removeprefix("torch.")
+        try:
+            outputs, gradients = self._compare(self.reference)
+            notes = self._differences_in_training()
+        except _Differs as error:
+            module, reason = self._explain(error)
+            return Agreement(False, error.outputs, error.gradients, precision, module, reason)
+        growing = [name for name, entry in self.plan.parameters.items() if entry.grows]
+        untested = tuple(name for name in growing if name not in self.tested)
+        if growing and len(untested) == len(growing):
+            raise UserError(
+                "upscale: what call(model) returns has no gradient with respect to a parameter that grows, so nothing "
+                "can be compared. Let it run the model that it is given, and return what that computes, with its graph"
+            )
+        return Agreement(True, outputs, gradients, precision, untested=untested, notes=notes)
+
+    def _run(self, model: nn.Module, seed: int = 0) -> list[Tensor]:
+        _, result = watched(model, self.call, _ignore, _ignore_tensor, dtype=self.dtype, seed=seed)
+        return floats_of(result)
+
+    def _pass_of_narrow(self, model: nn.Module) -> _Pass:
+        try:
+            with buffers_kept(model):
+                outputs = self._run(model)
+                gradients = named_gradients(model, weighted_sum(outputs))
+        except (torch.OutOfMemoryError, UserError):
+            raise
+        except Exception as error:
+            raise _Fails(_shown(error)) from error
+        return _Pass([output.detach() for output in outputs], gradients)
+
+    def _refuse_without_outputs(self) -> None:
+        if not self.reference.outputs:
+            raise UserError(
+                "upscale: call(model) returns no tensor of floats. Let it return what the model computes: "
+                "call=lambda model: model(batch)"
+            )
+
+    def _tolerance_in_float32(self) -> _Tolerance:
+        """Ten times the distance of the narrow float32 model from the same one in float64."""
+        twin = copied("upscale: narrow", self.narrow).eval()
+        try:
+            _, result = watched(twin, self.call, _ignore, _ignore_tensor)
+            outputs = floats_of(result)
+            gradients = named_gradients(twin, weighted_sum(outputs))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # an operation may not exist in float64
+            return _WITHOUT_FLOAT64
+        of_outputs = max(
+            (_error(low.double(), high.detach()) for low, high in zip(self.reference.outputs, outputs, strict=True)),
+            default=0.0,
+        )
+        largest = _largest(gradients)
+        of_gradients = max(
+            (
+                relative_error(self.reference.gradients[name].to(high), high, max(_size(high), 1e-2 * largest))
+                for name, high in gradients.items()
+            ),
+            default=0.0,
+        )
+        rounding = [max(_ROUNDINGS * each, _LEAST_IN_FLOAT32) for each in (of_outputs, of_gradients)]
+        return _Tolerance(rounding[0], rounding[1], 1e-2)
+
+    def _compare(self, reference: _Pass) -> tuple[float, float]:
+        """The largest differences of outputs and gradients; raises `_Differs` if one is too large."""
+        with buffers_kept(self.wide):
+            try:
+                outputs = self._run(self.wide)
+            except (torch.OutOfMemoryError, UserError):
+                raise
+            except Exception as error:
+                raise UserError(f"upscale: call(model) fails on the wide model: {_shown(error)}") from error
+            matches, worst = self._matched(reference.outputs, outputs)
+            gradients = named_gradients(self.wide, weighted_sum(outputs, matches))
+        return worst, self._compare_gradients(reference.gradients, gradients, worst)
+
+    def _matched(self, narrow: Sequence[Tensor], wide: Sequence[Tensor]) -> tuple[list[Match], float]:
+        if len(narrow) != len(wide):
+            raise _Differs(
+                f"call(model) returns {len(narrow)} tensors of the narrow model and {len(wide)} of the wide", math.inf
+            )
+        matches, worst = [], 0.0
+        for before, after in zip(narrow, wide, strict=True):
+            found = match(before.double(), after.detach().double(), self.tolerance.outputs, self.planned)
+            if found is None or found.ratio != 1:
+                same = before.shape == after.shape
+                error = _error(after.detach(), before) if same else math.inf
+                times = "" if found is None else f", which is multiplied by {found.ratio:.4g}"
+                by = f" by {100 * error:.3g} %" if math.isfinite(error) else ""
+                raise _Differs(f"what call(model) returns differs{by}{times}", outputs=error)
+            matches.append(found)
+            worst = max(worst, _error(after.detach(), duplicate(before, found.layouts)))
+        return matches, worst
+
+    def _compare_gradients(self, narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], outputs: float) -> float:
+        largest = _largest(narrow)
+        errors = {}
+        for name, entry in self.plan.parameters.items():
+            if name not in narrow and name not in wide:
+                continue
+            before = narrow[name] if name in narrow else wide[name].new_zeros(entry.narrow_shape)
+            wanted = widened_gradient(entry, before)
+            after = wide[name].to(wanted.device) if name in wide else torch.zeros_like(wanted)
+            size = max(_size(wanted), self.tolerance.least * largest / entry.factors.k_out, 1e-300)
+            errors[name] = relative_error(after, wanted, size)
+        worst = max(errors.values(), default=0.0)
+        bad = [name for name, error in errors.items() if not error <= self.tolerance.gradients]
+        if bad:  # the last one is nearest to the outputs
+            by = f"{100 * errors[bad[-1]]:.3g} %"
+            raise _Differs(f"the gradient of {bad[-1]!r} differs by {by} from that of Table 1", outputs, worst, bad[-1])
+        self.tested |= {name for name, gradient in narrow.items() if bool(gradient.any())}
+        return worst
+
+    def _differences_in_training(self) -> tuple[str, ...]:
+        """Compares the models in training mode as well; what random numbers make different is a note."""
+        with _training(self.narrow, self.modes), _training(self.wide, self.modes):
+            try:
+                with buffers_kept(self.narrow):
+                    outputs = self._run(self.narrow)
+                    gradients = named_gradients(self.narrow, weighted_sum(outputs))
+                    statistics = {name: buffer.clone() for name, buffer in self.narrow.named_buffers()}
+                    outputs = [output.detach() for output in outputs]
+                with buffers_kept(self.narrow):
+                    again = [output.detach() for output in self._run(self.narrow, seed=1)]
+            except (torch.OutOfMemoryError, UserError):
+                raise
+            except Exception as error:  # a model may need more to train, such as labels
+                return (f"not compared in training mode: call(model) fails there: {_shown(error)}",)
+            try:
+                if not _are_equal(outputs, self.reference.outputs):
+                    self._compare(_Pass(outputs, gradients))
+            except _Differs:
+                if _are_equal(outputs, again):
+                    raise
+                return (_RANDOM_IN_TRAINING,)
+            return self._unlike_statistics(statistics)
+
+    def _unlike_statistics(self, narrow: Mapping[str, Tensor]) -> tuple[str, ...]:
+        if all(torch.equal(narrow[name], buffer) for name, buffer in self.narrow.named_buffers()):
+            return ()
+        with buffers_kept(self.wide):
+            self._run(self.wide)
+            unlike = []
+            for name, after in self.wide.named_buffers():
+                entry, before = self.plan.buffers.get(name), narrow.get(name)
+                if entry is None or before is None or entry.kept or not is_inexact(after):
+                    continue
+                wanted = duplicate(before, entry.layouts).to(after.device)
+                if not relative_error(after, wanted, max(_size(wanted), 1e-30)) <= self.tolerance.gradients:
+                    unlike.append(name)
+        return tuple(f"in training mode the statistic {name!r} becomes another one" for name in unlike)
+
+    def _explain(self, error: _Differs) -> tuple[str, str]:
+        """The first module that differs, and what differs there."""
+        with buffers_kept(self.narrow):
+            first, second = self._run(self.narrow), self._run(self.narrow)
+            other = self._run(self.narrow, seed=1)
+        if not _are_equal(first, second):
+            raise UserError(
+                "upscale: call(model) returns other numbers when it runs again, so nothing can be compared. Let it use "
+                "one fixed batch, and no state that it changes"
+            )
+        module, where = self._first_difference(error)
+        reason = f"{error}. First, {where}"
+        if not _are_equal(first, other):
+            reason += ". The model draws random numbers in evaluation mode, as many as its width needs"
+        return module, reason
+
+    def _first_difference(self, error: _Differs) -> tuple[str, str]:
+        before, after = self._events(self.narrow), self._events(self.wide)
+        if error.parameter:
+            module = error.parameter.rpartition(".")[0]
+            return module or THE_MODEL, f"from the end, that of a parameter of {_named(self.narrow, module)}"
+        scaled: tuple[str, str] | None = None
+        for (name, kind, narrow), (wide_name, wide_kind, wide) in zip(before, after, strict=False):
+            if (name, kind) != (wide_name, wide_kind):
+                return THE_MODEL, "the two models call different modules"
+            matches = [
+                match(a.double(), b.double(), self.tolerance.outputs, self.planned)
+                for a, b in zip(narrow, wide, strict=False)
+            ]
+            ratios = [found.ratio for found in matches if found is not None]
+            if len(narrow) != len(wide) or None in matches:
+                differs = self._place(name, kind, "differs")
+                return differs if scaled is None else (scaled[0], f"{scaled[1]}; then {differs[1]}")
+            if scaled is None and any(ratio != 1 for ratio in ratios):
+                ratio = next(ratio for ratio in ratios if ratio != 1)
+                scaled = self._place(name, kind, f"is multiplied by {ratio:.4g}")
+        return scaled or (THE_MODEL, "what is computed of the outputs of all modules, which agree, differs")
+
+    def _place(self, name: str, kind: Kind, what: str) -> tuple[str, str]:
+        if kind == "ends":
+            return name or THE_MODEL, f"what {_named(self.narrow, name)} returns {what}"
+        parent = name.rpartition(".")[0]
+        return parent or THE_MODEL, f"what {_named(self.narrow, parent)} computes before {name!r} {what}"
+
+    def _events(self, model: nn.Module) -> list[tuple[str, Kind, list[Tensor]]]:
+        events: list[tuple[str, Kind, list[Tensor]]] = []
+
+        def note(name: str, kind: Kind, values: Any) -> None:
+            events.append((name, kind, float_copies(values)))
+
+        with buffers_kept(model), torch.no_grad():
+            watched(model, self.call, note, _ignore_tensor, dtype=self.dtype)
+        return events
+
+
+def _copy(name: str, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    twin = copied(f"upscale: {name}", model, dtype).eval()
+    unfreeze_(twin)
+    return twin
+
+
+def _planned(plan: Plan) -> Planned:
+    """The layouts of all tensors, by the sizes of the axis."""
+    answer: dict[tuple[int, int], list[Any]] = {}
+    for entry in (*plan.parameters.values(), *plan.buffers.values()):
+        for sizes, layout in zip(zip(entry.narrow_shape, entry.wide_shape, strict=True), entry.layouts, strict=True):
+            if layout not in answer.setdefault(sizes, []):
+                answer[sizes].append(layout)
+    return answer
+
+
+@contextmanager
+def _training(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
+    """The training modes of the narrow model, but for layers that drop units, which the plan notes."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        for name, module in model.named_modules():
+            drops = isinstance(module, (DropoutNd, nn.MultiheadAttention, nn.RNNBase))
+            module.training = not drops and modes.get(name, True)
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def _named(model: nn.Module, name: str) -> str:
+    kind = type(model.get_submodule(name)).__name__
+    return f"{name!r} ({kind})" if name else f"the model ({kind})"
+
+
+def _is_finite(reference: _Pass) -> bool:
+    tensors = (*reference.outputs, *reference.gradients.values())
+    return all(bool((tensor.isfinite() | (tensor.abs() >= MASKED)).all()) for tensor in tensors)
+
+
+def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    same = len(one) == len(other) and all(a.shape == b.shape for a, b in zip(one, other, strict=True))
+    return same and all(
+        bool(torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num())) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _largest(gradients: Mapping[str, Tensor]) -> float:
+    return max((_size(gradient) for gradient in gradients.values()), default=0.0)
+
+
+def _size(tensor: Tensor) -> float:
+    """The largest number, apart from fill values of masks."""
+    if not tensor.numel():
+        return 0.0
+    sizes = tensor.detach().abs()
+    return float(sizes.masked_fill(~(sizes < MASKED), 0.0).max())
+
+
+def _error(value: Tensor, wanted: Tensor) -> float:
+    return relative_error(value, wanted.to(value), max(_size(wanted), 1e-30))
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _ignore(name: str, kind: Kind, values: Any) -> None:
+    """Notes nothing."""
+
+
+def _ignore_tensor(tensor: Tensor) -> None:
+    """Notes nothing."""

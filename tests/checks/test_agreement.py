@@ -1,0 +1,359 @@
+"""The check of a plan: what it compares, in which precision, what it leaves alone, and what it says."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exactness import Net, act, attention, batch, channel_shuffle, conv_flatten, hidden, mlp, seq
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mupscale
+from mupscale.checks import agreement as module
+from mupscale.checks.agreement import Agreement, check_agreement
+from mupscale.errors import UserError
+
+VECTORS = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
+
+
+def checked(build: Callable[[int], nn.Module], call: Callable[[nn.Module], Any] | None = None, n: int = 8) -> Agreement:
+    narrow, wide = build(n), build(2 * n)
+    plan = mupscale.plan(narrow, wide)
+    return check_agreement(narrow, wide, plan, call or (lambda model: model(VECTORS)))
+
+
+def test_a_right_plan_agrees_to_rounding():
+    found = checked(mlp)
+    assert found.exact is True
+    assert 0 < found.outputs < 1e-14
+    assert found.gradients < 1e-13
+    assert (found.precision, found.untested, found.notes, found.first_difference) == ("float64", (), (), None)
+    assert str(found).startswith("exact: compared with the narrow model in float64, outputs agree to")
+
+
+@pytest.mark.parametrize(
+    ("build", "data", "place", "words"),
+    [
+        (conv_flatten, "images", "4", "what '4' (Linear) returns differs"),
+        (channel_shuffle, "images", "3", "what '3' (Conv2d) returns differs"),
+        (lambda n: attention(n, heads=2), "sequences", "(the model)", "the model (Net) computes before 'proj' differs"),
+        (
+            lambda n: seq(nn.Linear(6, n), act(lambda x: x.sum(-1, keepdim=True)), nn.Linear(1, 3)),
+            "vectors", "1", "what '1' (Net) returns is multiplied by 2",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_plan_is_refused_at_the_first_module_that_differs(
+    build: Callable[[int], nn.Module], data: str, place: str, words: str
+):
+    inputs = batch(data).float()
+    found = checked(build, lambda model: model(inputs), 4 if data == "images" else 8)
+    assert found.exact is False
+    assert found.first_difference == place
+    assert words in found.reason
+    assert found.outputs > 1e-3
+    assert str(found) == f"not exact: {found.reason}"
+
+
+def test_gradients_are_compared_where_outputs_agree():
+    """`max` gives its gradient to one of the largest copies, `amax` to all of them."""
+    exact = checked(lambda n: seq(nn.Linear(6, n), act(lambda x: x.amax(-1, keepdim=True)), nn.Linear(1, 3)))
+    found = checked(lambda n: seq(nn.Linear(6, n), act(lambda x: x.max(-1, keepdim=True).values), nn.Linear(1, 3)))
+    assert exact.exact is True
+    assert found.exact is False
+    assert found.outputs < 1e-14
+    assert 0.5 <= found.gradients <= 2
+    assert found.first_difference == "0"
+    assert "the gradient of '0.bias' differs by 100 % from that of Table 1" in found.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_dtype_is_compared_in_float64(dtype: torch.dtype):
+    inputs = VECTORS.to(dtype)
+
+    def build(n: int) -> nn.Module:
+        return seq(mlp(n), act(lambda x: x.float() + torch.zeros(4).to(dtype))).to(dtype)
+
+    found = checked(build, lambda model: model(inputs))
+    assert found.exact is True
+    assert found.outputs < 1e-14
+
+
+def test_a_model_that_runs_under_autocast_is_compared_in_float64():
+    def forward(s: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return s.body(x)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = checked(lambda n: Net(forward, body=mlp(n)))
+        assert torch.is_autocast_enabled("cpu")
+    assert found.exact is True
+    assert found.outputs < 1e-14
+
+
+@pytest.fixture
+def memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as float32 copies of models of 8 → 16 units need, and float64 ones do not."""
+
+    def free(narrow: nn.Module, wide: nn.Module) -> Iterator[torch.dtype]:
+        yield torch.float32
+
+    monkeypatch.setattr(module, "_precisions", free)
+
+
+@pytest.mark.usefixtures("memory_for_float32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_float32_ten_times_the_rounding_is_allowed(dtype: torch.dtype):
+    inputs = VECTORS.to(dtype)
+    found = checked(lambda n: mlp(n).to(dtype), lambda model: model(inputs))
+    assert (found.exact, found.precision) == (True, "float32")
+    assert 1e-9 < found.outputs < 1e-6
+    sequences = batch("sequences").to(dtype)
+    wrong = checked(lambda n: attention(n, heads=2).to(dtype), lambda model: model(sequences))
+    assert wrong.exact is False
+    assert wrong.outputs > 1e-4
+
+
+def test_the_precision_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
+    narrow, wide = mlp(8), mlp(16)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (narrow, wide)]
+    in_float64 = 8 * (2 * sizes[1] + 3 * sizes[0])
+    in_float32 = 8 * sizes[1] + (8 + 24) * sizes[0]
+    for free, wanted in ((2 * in_float64, "float64"), (2 * in_float64 - 2, "float32"), (2 * in_float32 - 2, None)):
+        monkeypatch.setattr(module, "free_bytes", lambda device, free=free: free)
+        found = check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(VECTORS))
+        assert (found.precision if found.exact else None) == wanted
+    assert found.exact is None
+    assert str(found).startswith("not checked: there is no memory for copies of both models")
+
+
+def test_where_float64_does_not_exist_float32_is_used():
+    def forward(s: Any, x: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            raise NotImplementedError("no kernel for Double")
+        return s.body(x)
+
+    assert checked(lambda n: Net(forward, body=mlp(n))).precision == "float32"
+
+
+def test_models_on_meta_are_not_checked():
+    narrow = mlp(8)
+    with torch.device("meta"):
+        wide = mlp(16)
+    found = check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(VECTORS))
+    assert found.exact is None
+    assert str(found).startswith("not checked: a model on the meta device cannot run")
+
+
+def test_parameters_without_a_gradient_are_listed():
+    def build(n: int) -> nn.Module:
+        return Net(lambda s, x: s.used(x), used=mlp(n), unused=nn.Linear(n, n))
+
+    found = checked(build)
+    assert found.exact is True
+    assert found.untested == ("unused.weight", "unused.bias")
+
+
+def test_what_only_training_uses_is_tested_there():
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.always(x) + (s.trained(x) if s.training else 0)
+
+    found = checked(lambda n: Net(forward, always=mlp(n), trained=mlp(n)))
+    assert (found.exact, found.untested) == (True, ())
+
+    def summed(s: Any, x: Tensor) -> Tensor:
+        return s.always(x) + (s.trained(x).tanh().sum() if s.training else 0)
+
+    wrong = checked(lambda n: Net(summed, always=mlp(n), trained=nn.Linear(6, n)))
+    assert wrong.exact is False
+
+
+def test_random_numbers_of_training_are_a_note():
+    def dropped(s: Any, x: Tensor) -> Tensor:
+        return s.out(F.dropout(s.inp(x), 0.5, s.training))
+
+    def build(n: int) -> nn.Module:
+        return Net(dropped, inp=nn.Linear(6, n), out=nn.Linear(n, 4))
+
+    assert checked(build).notes[0].startswith("in training mode the model draws random numbers outside of dropout")
+    assert checked(lambda n: hidden(n, nn.Dropout(0.5))).notes == ()
+
+    def same_draw(s: Any, x: Tensor) -> Tensor:
+        return s.body(x + torch.randn(6))
+
+    assert checked(lambda n: Net(same_draw, body=mlp(n))).notes == ()
+
+
+def test_draws_that_follow_the_width_are_named():
+    found = checked(lambda n: hidden(n, act(lambda x: x + torch.randn(x.shape[-1]))))
+    assert found.exact is False
+    assert found.reason.endswith("The model draws random numbers in evaluation mode, as many as its width needs")
+
+
+def test_a_statistic_that_becomes_another_one_is_a_note():
+    class Summed(nn.Module):
+        def __init__(self, n: int) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.seen += x.detach().sum()
+            return x
+
+    found = checked(lambda n: hidden(n, Summed(n)))
+    assert found.exact is True
+    assert found.notes == ("in training mode the statistic '1.seen' becomes another one",)
+    assert checked(lambda n: hidden(n, nn.BatchNorm1d(n))).notes == ()
+
+
+def test_a_model_that_cannot_train_with_this_call_is_noted():
+    found = checked(lambda n: hidden(n, nn.BatchNorm1d(n)), lambda model: model(VECTORS[:1]))
+    assert found.exact is True
+    assert found.notes[0].startswith(
+        "not compared in training mode: call(model) fails there: ValueError: Expected more"
+    )
+
+
+def test_nothing_of_the_caller_changes():
+    def forward(s: Any, x: Tensor) -> Tensor:
+        s.calls += 1
+        s.seen.append(s.calls)
+        x.mul_(2)
+        noise = torch.rand(()) + random.random() + np.random.rand()
+        return s.body(x) * noise.to(x)
+
+    narrow, wide = (
+        Net(forward, body=seq(nn.Linear(6, n), nn.BatchNorm1d(n), nn.Linear(n, 4)), calls=0, seen=[]) for n in (8, 16)
+    )
+    narrow.body[2].requires_grad_(False)
+    narrow.body[1].eval()
+    narrow.body[0].weight.grad = torch.ones(8, 6)
+    inputs, before = VECTORS.clone(), copy.deepcopy((narrow.state_dict(), wide.state_dict()))
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    found = check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(inputs))
+    assert found.exact is True
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+    for model, saved in zip((narrow, wide), before, strict=True):
+        assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+        assert (model.calls, model.seen, model.training) == (0, [], True)
+    assert torch.equal(narrow.body[0].weight.grad, torch.ones(8, 6))
+    assert [p.grad is None for p in wide.parameters()] == [True] * 6
+    assert [module.training for module in narrow.body] == [True, False, True]
+    assert not narrow.body[2].weight.requires_grad
+    assert torch.equal(inputs, VECTORS)
+
+
+def test_where_perturbed_parameters_give_nan_the_given_ones_are_used():
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return s.out(s.inp(x)) + torch.log(1 - (s.one - 1).abs() * 1e3)
+
+    found = checked(lambda n: Net(forward, inp=nn.Linear(6, n), out=nn.Linear(n, 4), one=nn.Parameter(torch.ones(4))))
+    assert found.exact is True
+    assert found.outputs < 1e-14
+
+
+def test_masked_outputs_agree():
+    mask = torch.tensor([0.0, -torch.inf, 0.0, 0.0])
+    found = checked(lambda n: seq(mlp(n), act(lambda x: x + mask)))
+    assert found.exact is True
+    assert found.outputs < 1e-14
+
+
+class Output(dict):
+    """As transformers returns it: a dictionary with attributes."""
+
+
+@pytest.mark.parametrize(
+    "returns",
+    [
+        lambda out: {"logits": out, "loss": None},
+        lambda out: (out, None, [out.sum()]),
+        lambda out: out.square().mean(),
+        lambda out: (out.argmax(-1), out),
+        lambda out: torch.complex(out, 2 * out),
+    ],
+)
+def test_any_structure_may_be_returned(returns: Callable[[Tensor], Any]):
+    found = checked(mlp, lambda model: returns(model(VECTORS)))
+    assert found.exact is True
+    assert (found.untested, found.gradients < 1e-12) == ((), True)
+
+
+BATCHES = iter(torch.randn(100, 5, 6))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: None, "returns no tensor of floats. Let it return what the model computes"),
+        (lambda model: model(VECTORS).argmax(-1), "returns no tensor of floats"),
+        (lambda model: float(model(VECTORS).sum()), "returns no tensor of floats"),
+        (lambda model: model(VECTORS).detach(), "has no gradient with respect to a parameter that grows"),
+        (lambda model: F.relu(VECTORS), "has no gradient with respect to a parameter that grows"),
+        (lambda model: model(VECTORS[:, :3]), "fails on the narrow model: RuntimeError: mat1 and mat2 shapes"),
+        (lambda model: model(VECTORS)[:, 7], "fails on the narrow model: IndexError"),
+        (lambda model: model(next(BATCHES)), "returns other numbers when it runs again.*Let it use one fixed batch"),
+        (
+            lambda model: model(VECTORS).view(model[0].out_features % 16 // 2, -1),
+            "fails on the wide model: RuntimeError",
+        ),
+    ],
+)
+def test_a_call_that_shows_nothing_is_refused(call: Callable[[nn.Module], Any], message: str):
+    with pytest.raises(UserError, match=f"upscale: .*{message}"):
+        checked(mlp, call)
+
+
+def test_averaged_and_shared_modules():
+    averaged = checked(lambda n: torch.optim.swa_utils.AveragedModel(mlp(n)))
+    assert averaged.exact is True
+
+    def twice(n: int) -> nn.Module:
+        layer = nn.Linear(n, n)
+        return seq(nn.Linear(6, n), layer, nn.Tanh(), layer, nn.Linear(n, 4))
+
+    assert checked(twice).gradients < 1e-12
+
+
+def test_a_module_that_is_compiled_runs_as_written():
+    def build(n: int) -> nn.Module:
+        model = mlp(n)
+        model.compile(backend=lambda graph, inputs: pytest.fail("it is compiled"))
+        return model
+
+    assert checked(build).exact is True
+    assert checked(lambda n: torch.compile(mlp(n), backend=lambda graph, inputs: pytest.fail("it is compiled"))).exact
+
+
+def test_recomputed_activations():
+    def forward(s: Any, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(s.body, x, use_reentrant=False)
+
+    assert checked(lambda n: Net(forward, body=mlp(n))).gradients < 1e-12
+
+
+def test_sparse_gradients_are_compared():
+    tokens = batch("tokens")
+    found = checked(
+        lambda n: seq(nn.Embedding(11, n, sparse=True), nn.Tanh(), nn.Linear(n, 3)), lambda model: model(tokens)
+    )
+    assert (found.exact, found.untested) == (True, ())
+
+
+def test_a_wrapped_model_is_refused_with_the_remedy():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        narrow, wide = (nn.parallel.DistributedDataParallel(mlp(n)) for n in (8, 16))
+        with pytest.raises(
+            UserError, match=r"Give narrow\.module and wide\.module, and wrap the wide model afterwards"
+        ):
+            check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(VECTORS))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,109 @@
+"""`upscale` with `call`: an architecture trains on exactly, or is refused before anything is written."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from exactness import CASES, Heads, batch
+from torch import Tensor, nn
+
+import mupscale
+from mupscale.checks.float64 import float64_copy
+from mupscale.checks.forward_pass import floats_of
+from mupscale.errors import UserError
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.003, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.001, weight_decay=0.01),
+}
+
+ALWAYS = {
+    "conv → flatten → linear": "exact",
+    "tied head, norm before it": "exact",
+    "tied autoencoder": "refused",
+    "attention, heads fixed": "exact",
+    "softmax over width": "exact",
+    "tanh, sum over width": "refused",
+    "bare parameters": "exact",
+    "complex weights": "exact",
+    "hard experts": "exact",
+    "capsules": "exact",
+    "halves in order": "exact",
+    "cumulative sum over width": "refused",
+    "CNN": "exact",
+    "DenseNet": "exact",
+    "convolution over channels": "refused",
+    "two GRUs, both directions": "exact",
+    "several heads": "exact",
+    "changes its input": "exact",
+}
+"""At factor 2; the others run with --all."""
+
+WARM_UP, STEPS, TOLERANCE = 5, 20, 1e-9
+
+
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    made = model(inputs.clone())
+    outputs = floats_of(made) if isinstance(made, Heads) else floats_of(made)[:1]
+    return sum((output - 1).square().mean() for output in outputs)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
+    losses = []
+    for inputs in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def tensors_of(model: nn.Module) -> dict[str, Any]:
+    return copy.deepcopy(dict(model.state_dict()))
+
+
+def outcome(name: str, factor: float, optimizer: str, **settings: Any) -> tuple[str, float, Any]:
+    """`exact` or `refused`, the largest drift of the loss over 20 steps, and the plan or the reason."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    narrow, wide = (float64_copy(case.build(n)) for n in (case.n, round(factor * case.n)))
+    batches = [batch(case.data) for _ in range(WARM_UP + STEPS)]
+    narrow_opt = OPTIMIZERS[optimizer](narrow.parameters())
+    train(narrow, narrow_opt, batches[:WARM_UP])
+    before = tensors_of(narrow), tensors_of(wide)
+    sample = batch(case.data)
+    try:
+        report = mupscale.upscale(narrow, wide, narrow_opt, call=lambda model: model(sample), **settings)
+    except UserError as error:
+        for saved, model in zip(before, (narrow, wide), strict=True):
+            assert all(torch.equal(saved[key], value) for key, value in model.state_dict().items())
+        return "refused", 0.0, str(error)
+    assert report.exact is True
+    losses = [train(narrow, narrow_opt, batches[WARM_UP:]), train(wide, report.optimizer, batches[WARM_UP:])]
+    drift = max(abs(b - a) / max(abs(a), 1e-30) for a, b in zip(*losses, strict=True))
+    return "exact", drift, report.plan
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_it_is_exact_over_twenty_steps_or_refused(name: str) -> None:
+    optimizer = list(OPTIMIZERS)[len(name) % 3]
+    verdict, drift, found = outcome(name, 2, optimizer)
+    assert verdict == ALWAYS[name], found
+    assert drift <= TOLERANCE
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("factor", [2, 3, 1.5])
+@pytest.mark.parametrize("name", CASES)
+def test_every_architecture_with_every_optimizer(name: str, factor: float, record_property: Any) -> None:
+    settings: dict[str, Any] = {}
+    for optimizer in OPTIMIZERS:
+        verdict, drift, found = outcome(name, factor, optimizer, **settings)
+        record_property(optimizer, f"{verdict} {drift:.0e}")
+        assert drift <= TOLERANCE, (optimizer, drift)
+        if verdict == "refused":  # which depends on no optimizer
+            break
+        settings = {"plan": found}

@@ -1,0 +1,182 @@
+"""`upscale` itself: what it checks before it writes, what it does where the models differ, and what its report says."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from exactness import attention, batch, conv_flatten, mlp, softmax_over_width, tied_autoencoder
+from torch import Tensor, nn
+
+import mupscale
+from mupscale.errors import UncheckedWarning, UserError
+from mupscale.growing import upscale as module
+
+VECTORS = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
+IMAGES = batch("images").float()
+
+
+def call(model: nn.Module) -> Tensor:
+    return model(VECTORS)
+
+
+def saved(*models: nn.Module) -> list[dict[str, Any]]:
+    return copy.deepcopy([dict(model.state_dict()) for model in models])
+
+
+def assert_unchanged(before: list[dict[str, Any]], *models: nn.Module) -> None:
+    for tensors, model in zip(before, models, strict=True):
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_without_call_nothing_is_checked_and_a_warning_says_so_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_has_warned", False)
+    words = r"without `call`, so nothing was compared. To check, pass call=lambda"
+    with pytest.warns(UncheckedWarning, match=words) as seen:
+        report = mupscale.upscale(mlp(8), mlp(16))
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mupscale.upscale(mlp(8), mlp(16))
+    assert report.exact is None
+    assert "not checked: pass call=lambda model: model(batch)" in str(report)
+    assert report.notes == ()
+
+
+def test_with_call_there_is_no_warning(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_has_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = mupscale.upscale(mlp(8), mlp(16), call=call)
+    assert report.exact is True
+    assert "exact: compared with the narrow model in float64" in str(report)
+
+
+def test_the_check_is_before_noise():
+    narrow, wide = mlp(8), mlp(16)
+    report = mupscale.upscale(narrow, wide, call=call, noise=mupscale.AdditiveNoise(0.5))
+    assert report.exact is True
+    assert float((call(wide) - call(narrow)).detach().abs().max()) > 0.01
+
+
+def test_a_wrong_guess_is_mended():
+    narrow, wide = conv_flatten(4), conv_flatten(8)
+    optimizer = torch.optim.AdamW(narrow.parameters())
+    report = mupscale.upscale(narrow, wide, optimizer, call=lambda model: model(IMAGES))
+    assert report.exact is True
+    assert (
+        "with a plan that discover found in 1 passes (as guessed, what call(model) returns differs by" in report.check
+    )
+    assert report.plan.parameters["4.weight"].layouts[1] == ((64, 64, 2),)
+    assert torch.allclose(wide(IMAGES), narrow(IMAGES), atol=1e-6)
+    assert isinstance(report.optimizer, torch.optim.AdamW)
+
+
+def test_a_refused_plan_is_mended():
+    """Roles of bare parameters are not known; a tied head is refused."""
+    tokens = batch("tokens")
+
+    def build(n: int) -> nn.Module:
+        emb, head = nn.Embedding(11, n), nn.Linear(n, 11, bias=False)
+        head.weight = emb.weight
+        return nn.Sequential(emb, nn.LayerNorm(n), head)
+
+    with pytest.raises(UserError, match="tied"):
+        mupscale.upscale(build(8), build(16))
+    report = mupscale.upscale(build(8), build(16), call=lambda model: model(tokens))
+    assert report.exact is True
+    assert "(as guessed, the plan is refused)" in report.check
+
+
+def test_without_a_plan_nothing_is_written():
+    narrow, wide = tied_autoencoder(8), tied_autoencoder(16)
+    before = saved(narrow, wide)
+    with pytest.raises(UserError) as error:
+        mupscale.upscale(narrow, wide, torch.optim.AdamW(narrow.parameters()), call=call)
+    assert "the wide model does not compute and train as the narrow one" in str(error.value)
+    assert "First, what the model (Net) returns is multiplied by 2" in str(error.value)
+    assert "A search for another plan failed: discover: stuck at the model (Net)" in str(error.value)
+    assert_unchanged(before, narrow, wide)
+
+
+def test_on_mismatch_error_does_not_search(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "discover", lambda *_: pytest.fail("it searched"))
+    narrow, wide = softmax_over_width(8), softmax_over_width(16)
+    before = saved(narrow, wide)
+    with pytest.raises(
+        UserError, match=r"'1' \(Softmax\) returns is multiplied by 0\.5.*Leave on_mismatch=\"discover\""
+    ):
+        mupscale.upscale(narrow, wide, call=call, on_mismatch="error")
+    assert_unchanged(before, narrow, wide)
+
+
+def test_on_mismatch_note_goes_on():
+    narrow, wide = softmax_over_width(8), softmax_over_width(16)
+    report = mupscale.upscale(narrow, wide, call=call, on_mismatch="note")
+    assert report.exact is False
+    assert report.notes[0].startswith("the wide model differs: what call(model) returns differs by")
+    assert "not exact: " in str(report)
+
+
+def test_large_models_are_not_searched(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MOST_PARAMETERS", 100)
+    with pytest.raises(UserError, match=r"too many for a search: call mupscale\.discover with smaller models"):
+        mupscale.upscale(softmax_over_width(8), softmax_over_width(16), call=call)
+
+
+def test_a_given_plan_is_checked():
+    narrow, wide = attention(8, dim=4), attention(16, dim=4)
+    sequences = batch("sequences").float()
+    found = mupscale.discover(narrow, wide, lambda model: model(sequences))
+    plan = mupscale.plan(narrow, wide, **found.hints)
+    report = mupscale.upscale(narrow, wide, call=lambda model: model(sequences), plan=plan, on_mismatch="error")
+    assert report.exact is True
+    assert report.plan is plan
+    wrong = mupscale.plan(narrow, wide)
+    with pytest.raises(UserError, match="does not compute and train"):
+        mupscale.upscale(narrow, wide, call=lambda model: model(sequences), plan=wrong, on_mismatch="error")
+
+
+def test_hints_are_checked():
+    narrow, wide = mlp(8), mlp(16)
+    with pytest.raises(UserError, match=r"'2' \(Linear\) returns differs"):
+        mupscale.upscale(narrow, wide, call=call, blocks={"2.weight": {1: 4}}, on_mismatch="error")
+
+
+@pytest.mark.parametrize(
+    ("method", "exact"),
+    [
+        (mupscale.Duplication(), True),
+        (mupscale.HyperCloning("symmetric", state="carry", hyperparameters="table"), True),
+        (mupscale.HyperCloning("symmetric"), False),
+    ],
+)
+def test_a_method_that_does_not_continue_training_is_not_exact(method: Any, exact: bool):
+    report = mupscale.upscale(mlp(8), mlp(16), call=call, method=method)
+    assert report.exact is exact
+    assert ("HyperCloning does not continue the training; the check was by duplication" in report.notes) is not exact
+
+
+def test_untested_parameters_are_noted():
+    class Half(nn.Module):
+        def __init__(self, n: int) -> None:
+            super().__init__()
+            self.used, self.unused = mlp(n), nn.Linear(n, n)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    report = mupscale.upscale(Half(8), Half(16), call=call)
+    assert report.notes == ("without a gradient in the check, so untested: 'unused.weight', 'unused.bias'",)
+
+
+@pytest.mark.parametrize("wrong", [3, "model(batch)", VECTORS])
+def test_call_must_be_a_function(wrong: object):
+    with pytest.raises(UserError, match="upscale: call must be a function"):
+        mupscale.upscale(mlp(8), mlp(16), call=wrong)
+
+
+def test_on_mismatch_is_one_of_three():
+    with pytest.raises(UserError, match="on_mismatch must be discover, error or note; got 'skip'"):
+        mupscale.upscale(mlp(8), mlp(16), call=call, on_mismatch="skip")
