@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from mupscale.arguments import shown
 from mupscale.errors import UserError
 from mupscale.widening.optimizer_state import refuse_bad_levels
-from mupscale.widening.parameter_groups import SOURCE_GROUP, names_by_id, split_groups
+from mupscale.widening.parameter_groups import SOURCE_GROUP, begin_state_, names_by_id, split_groups
 from mupscale.widening.rules import Factors, rule_of
 from mupscale.widening.survey import refuse_unless_model
 from mupscale.widening.width_table import WidthFactors, merged_table
@@ -142,11 +142,6 @@ def _scaled_from_base(optimizer: Optimizer, width_of: Callable[[Tensor], WidthFa
         before = tuple(base or size for base, size in zip(width.base, after, strict=True)) if width.base else after
         return Factors(width.m_out, width.m_in, before, after)
 
-    groups = split_groups(optimizer.param_groups, rule, lambda parameter: (parameter, factors(parameter)))
-    for parameter in (p for group in groups for p in group["params"]):
-        state = optimizer.state.get(parameter, {})
-        if float(state.get("step", 0)) == 0:  # Adagrad starts from an accumulator that is in the gradient's units
-            for key in rule.state.keys() & state.keys():
-                state[key].mul_(factors(parameter).k_out ** -rule.state[key])
-    optimizer.param_groups[:] = groups
+    optimizer.param_groups[:] = split_groups(optimizer.param_groups, rule, lambda p: (p, factors(p)))
+    begin_state_(optimizer)
     return optimizer

@@ -23,7 +23,14 @@ from mupscale.widening.new_copies import (
     new_copies,
     rewarm_new_copies,
 )
-from mupscale.widening.parameter_groups import LEARNING_RATES, is_nonzero, names_by_id, split_groups
+from mupscale.widening.parameter_groups import (
+    INITIAL_VALUE,
+    LEARNING_RATES,
+    begin_state_,
+    is_nonzero,
+    names_by_id,
+    split_groups,
+)
 from mupscale.widening.plan import Plan, TensorPlan
 from mupscale.widening.rules import Factors, Group, OptimizerRule, is_number, rule_of
 from mupscale.widening.schedule import Source
@@ -285,6 +292,7 @@ def transfer_state(
     if state == "reset":
         if consume:
             narrow_opt.state.clear()
+        begin_state_(wide_opt)
         return
     wide_named = dict(wide.named_parameters())
     names = names_by_id(narrow)
@@ -341,7 +349,7 @@ def _reset_new_copies(
             state[NEW_COPIES] = mask
             for key in rule.state.keys() & state.keys():
                 if isinstance(state[key], Tensor):
-                    state[key].masked_fill_(mask, group.get("initial_accumulator_value", 0.0))
+                    state[key].masked_fill_(mask, group.get(INITIAL_VALUE, 0.0))
             wide_opt.state[parameter] = state
         group[GROWN_AT], group[REWARM_STEPS] = max(counts), rewarm_steps
 

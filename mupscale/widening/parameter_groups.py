@@ -5,12 +5,17 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mupscale.widening.rules import Factors, Group, OptimizerRule, Scaling
 
 SOURCE_GROUP = "source_group"
 """Key of a parameter group: the index of the group it was split from."""
+
+INITIAL_VALUE = "initial_accumulator_value"
+"""Key of a group of Adagrad: its sum of squared gradients before the first step."""
 
 LEARNING_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 """What schedulers keep in a group beside the rate itself, in the same unit."""
@@ -56,7 +61,7 @@ def _relevant(scaling: Scaling, group: Group) -> Scaling:
     """The scaling without what this group does not have, so that it is not split for nothing."""
     return Scaling(
         scaling.lr,
-        scaling.eps if group.get("eps") else 1.0,
+        scaling.eps if group.get("eps") or group.get(INITIAL_VALUE) else 1.0,
         scaling.weight_decay if is_nonzero(group.get("weight_decay")) else 1.0,
     )
 
@@ -74,7 +79,18 @@ def _scaled_group(group: Group, scaling: Scaling) -> Group:
         scaled["eps"] = group["eps"] * scaling.eps
     if "weight_decay" in group:
         scaled["weight_decay"] = group["weight_decay"] * scaling.weight_decay
+    if group.get(INITIAL_VALUE):
+        scaled[INITIAL_VALUE] = group[INITIAL_VALUE] * scaling.eps**2  # eps has the unit of a gradient
     return scaled
+
+
+def begin_state_(optimizer: Optimizer) -> None:
+    """Gives an Adagrad that has made no step the initial value of each group, in place of one for all."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get(INITIAL_VALUE) else ():
+            state, value = optimizer.state[parameter], group[INITIAL_VALUE]
+            if float(state["step"]) == 0:
+                state["sum"] = torch.full_like(parameter, complex(value, value) if parameter.is_complex() else value)
 
 
 def names_by_id(model: nn.Module) -> dict[int, str]:

@@ -170,3 +170,51 @@ def test_dtypes(before: torch.dtype, after: torch.dtype):
         ):
             assert torch.equal(got.detach(), (duplicate(old.detach().double(), entry.layouts) * scale).to(got.dtype))
     backward(wide, features())
+
+
+def adagrad(model: nn.Module, eps: float = 1e-10) -> Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.05, eps=eps, initial_accumulator_value=0.3)
+
+
+def assert_equal_losses(narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, wide_opt: Optimizer) -> None:
+    for _ in range(15):
+        batch = features()
+        losses = [backward(model, batch).item() for model in (narrow, wide)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+        narrow_opt.step()
+        wide_opt.step()
+
+
+@pytest.mark.parametrize("eps", [1e-10, 0.0])
+def test_a_reset_adagrad_begins_with_its_sum_in_the_units_of_the_wide_gradient(eps: float):
+    """So that one that has not stepped yet continues exactly, also after a second growth."""
+    torch.manual_seed(0)
+    narrow, middle, wide = (mlp(width).double() for width in (4, 8, 24))
+    before = adagrad(narrow, eps)
+    between = mupscale.upscale(narrow, middle, before, state="reset").optimizer
+    after = mupscale.upscale(middle, wide, between, state="reset").optimizer
+    assert after.state[wide.layers[1].weight]["sum"].unique().item() == pytest.approx(0.3 / 36, rel=1e-14)
+    assert after.state[wide.readout.weight]["sum"].unique().item() == 0.3
+    assert_equal_losses(narrow, before, wide, after)
+
+
+def test_a_reset_adagrad_under_muP_on_the_meta_device():
+    torch.manual_seed(0)
+    narrow, wide = mup(mlp, 8).double(), mup(mlp, 24).double().to("meta")
+    before, given = (mupscale.apply_mup(adagrad(model), model) for model in (narrow, wide))
+    assert before.state[narrow.layers[1].weight]["sum"].unique().item() == pytest.approx(0.3 / 4, rel=1e-14)
+    after = mupscale.upscale(narrow, wide, before, given, state="reset").optimizer
+    assert after is given
+    assert after.state[wide.layers[1].weight]["sum"].unique().item() == pytest.approx(0.3 / 36, rel=1e-14)
+    assert_equal_losses(narrow, before, wide, after)
+
+
+def test_new_copies_in_adagrad_begin_with_its_sum_in_the_units_of_the_wide_gradient():
+    torch.manual_seed(0)
+    narrow, wide = mlp(4).double(), mlp(12).double()
+    optimizer = adagrad(narrow)
+    train(narrow, optimizer, features)
+    after = mupscale.upscale(narrow, wide, optimizer, state="reset_new_copies").optimizer
+    sums = after.state[wide.layers[1].weight]["sum"]
+    torch.testing.assert_close(sums[1::3], torch.full((4, 12), 0.3 / 9).double())
+    torch.testing.assert_close(sums[::3, ::3], optimizer.state[narrow.layers[1].weight]["sum"] / 9)
