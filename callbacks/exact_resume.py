@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from mupscale.callbacks.data_position import DataPosition
 from mupscale.callbacks.random_states import rng_state, set_rng_state
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.data_files import interpreting
 from mupscale.models._lightning import callbacks_of, set_callbacks, update_callback_metrics
 from mupscale.models._lightning_resume import finish_loaded_step, loader_states_in, logged_state, restore_logged
 from mupscale.models.checkpoint import RUN_KEY
@@ -66,7 +67,10 @@ class ExactResume(Callback):
             checkpoint[RUN_KEY] = self.run
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict
+        with interpreting("ExactResume in the checkpoint"):
+            self._loaded = {key: state_dict[key] for key in ("should_stop", "finished")}
+            self._loaded["generators"] = [dict(generators) for generators in state_dict["generators"]]
+            self._loaded["metrics"] = {name: torch.as_tensor(value) for name, value in state_dict["metrics"].items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._loader_states = loader_states_in(checkpoint)

@@ -47,6 +47,8 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         write_whole_files(trainer)
         if stage != "fit":
             return
+        for policy in (self, *others_than(self, trainer)):
+            refuse_filename(policy)
         # its files say how far the run is, so all that others do after a step must be done before
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=lambda callback: callback is self))
         if is_remote(self.dirpath):
@@ -199,6 +201,17 @@ class RunCheckpoint(OpenCheckpoint, Strides):
             number += 1
             free = path.with_stem(f"{path.stem}-v{number}")
         return free
+
+
+def refuse_filename(policy: ModelCheckpoint) -> None:
+    """Raises a UserError for a name from which no file can be made, such as one with half a pair of braces."""
+    key = "checkpoint" if isinstance(policy, RunCheckpoint) else f"trainer.callbacks: {type(policy).__name__}"
+    if is_remote(policy.filename or ""):
+        raise UserError(f"{key}.filename = {policy.filename}: give a name; the folder is dirpath")
+    try:
+        policy.format_checkpoint_name({})
+    except (ValueError, LookupError, AttributeError) as error:
+        raise UserError(f"{key}.filename = {policy.filename}: {error}; name metrics as {{step}}") from error
 
 
 def others_than(policy: ModelCheckpoint, trainer: Trainer) -> list[ModelCheckpoint]:

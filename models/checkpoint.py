@@ -107,10 +107,23 @@ def refuse_malformed(checkpoint: Any) -> None:
         if not isinstance(weights, dict):
             raise _damaged(key, weights, "tensors by name")
         for name, value in weights.items():
-            if not isinstance(name, str) or (name.startswith("net.") and not isinstance(value, Tensor)):
-                raise _damaged(f"{key}[{name!r}]", value, "a tensor")
-    if not isinstance(ours.get("mixed_widths", {}), dict):
-        raise _damaged("mixed_widths", ours["mixed_widths"], "widths by name")
+            if not isinstance(name, str) or (name.startswith("net.") and not _is_plain(value)):
+                raise _damaged(f"{key}[{name!r}]", value, "a dense tensor")
+    forms: dict[str, tuple[Any, type | tuple[type, ...], str]] = {
+        "mixed_widths": (ours.get("mixed_widths", {}), dict, "widths by name"),
+        "callbacks": (checkpoint.get("callbacks", {}), dict, "states by name"),
+        "loops": (checkpoint.get("loops", {}), dict, "states by name"),
+        "global_step": (checkpoint.get("global_step", 0), int, "a whole number"),
+        "width": (arguments.get("width", 1), (int, list, tuple), "a whole number, or a list of them"),
+    }
+    for key, (value, kind, wanted) in forms.items():
+        if not isinstance(value, kind):
+            raise _damaged(key, value, wanted)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor with entries that can be copied."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_quantized)
 
 
 def refuse_malformed_optimizers(checkpoint: dict[str, Any]) -> None:
@@ -144,14 +157,19 @@ def _refuse_malformed_groups(state: dict[str, Any], parameters: int) -> None:
         if not isinstance(listed, list):
             raise _damaged("params of param_groups", listed, "a list")
         indices += listed
-        for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
-            numbers = group.get(key, 0.0 if key != "lr" else None)
-            if not all(_is_level(number) for number in (numbers if isinstance(numbers, tuple | list) else [numbers])):
-                raise _damaged(f"{key} of param_groups", numbers, "a finite number of at least 0")
     if sorted(map(repr, indices)) != sorted(map(repr, range(parameters))):
         raise _damaged("params of param_groups", indices, f"each of 0 to {parameters - 1} once")
     if not isinstance(tensors, dict) or not all(isinstance(value, dict) for value in tensors.values()):
         raise _damaged("the optimizer state", tensors, "a dict by number")
+
+
+def refuse_malformed_rates(checkpoint: dict[str, Any]) -> None:
+    """Raises a UserError if hyperparameters that growth multiplies are not numbers."""
+    for group in (group for state in checkpoint.get("optimizer_states", []) for group in state["param_groups"]):
+        for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
+            numbers = group.get(key, 0.0 if key != "lr" else None)
+            if not all(_is_level(number) for number in (numbers if isinstance(numbers, tuple | list) else [numbers])):
+                raise _damaged(f"{key} of param_groups", numbers, "a finite number of at least 0")
 
 
 def _is_level(value: Any) -> bool:
@@ -191,11 +209,26 @@ def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], chec
     # a sharded checkpoint has loaded its weights before
     theirs = {name: tensor for name, tensor in checkpoint.get("state_dict", ours).items() if name.startswith("net.")}
     odd = sorted(ours.keys() ^ theirs.keys()) or [name for name in ours if ours[name].shape != theirs[name].shape]
+    refuse_other_kinds(ours, theirs)
     saved, arguments = _by_key(checkpoint["hyper_parameters"]), _by_key(arguments)
     differing = {key: value for key, value in arguments.items() if key not in _FREE and saved.get(key, value) != value}
     if odd or "base_width" in differing:
         pairs = [f"model.{key} is {saved[key]} there and {value} here" for key, value in differing.items()]
         raise UserError(f"the checkpoint is of another architecture: {'; '.join(pairs) or f'it differs in {odd[:4]}'}")
+
+
+def refuse_other_kinds(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    """Raises a UserError where copying a checkpoint's tensors would truncate fractions, or drop imaginary parts."""
+    for name in ours.keys() & theirs.keys():
+        here, there = _kind(ours[name]), _kind(theirs[name])
+        if here != there:
+            raise UserError(f"the checkpoint has {there} in {name}, and the network {here}; use another checkpoint")
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_complex():
+        return "complex numbers"
+    return "fractions" if tensor.is_floating_point() else "whole numbers"
 
 
 def _by_key(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -214,6 +247,7 @@ def non_finite_in(checkpoint: dict[str, Any], parameters: Iterable[str] = ()) ->
 
     Infinities count only in `parameters`, and in what the optimizers train: a mask among the buffers may hold them.
     """
+    refuse_malformed_optimizers(checkpoint)
     ours = checkpoint[CHECKPOINT_KEY]
     trained = set(parameters).union(*ours["optimizer_names"])
     weights = [(name, value) for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)]

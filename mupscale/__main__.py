@@ -5,10 +5,9 @@ import sys
 import textwrap
 
 from mupscale.commands._jsonargparse import did_you_mean
-from mupscale.commands.full_disk import unnamed
 from mupscale.commands.loading import loaded
+from mupscale.commands.mistakes import keeps_tracebacks, line_about
 from mupscale.commands.termination import EXIT_CODE, Terminated, end_now, on_sigterm
-from mupscale.errors import UserError
 
 COMMANDS = {
     "fit": ("fit", "train a configured model, with growth during the run if configured"),
@@ -60,11 +59,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with on_sigterm(end_now):
             status = loaded(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
-    except (UserError, OSError) as error:
-        problem = unnamed(error)
-        if problem is None and not isinstance(error, UserError):
+    except Exception as error:
+        line = None if keeps_tracebacks() else line_about(error)
+        if line is None:
             raise
-        line = " ".join(part.strip() for part in str(problem or error).splitlines())
         sys.exit(f"error: {line}")
     except KeyboardInterrupt as interrupt:
         sys.exit(f"interrupted; {str(interrupt) or 'run the same command again'}")

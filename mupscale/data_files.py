@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ DEEPEST = 100
 
 MOST_VALUES = 100_000
 """Values of a YAML file with its aliases written out: ten lines of aliases can stand for a billion values."""
+
+MOST_DIGITS = 300
+"""Digits of a whole number in a JSON file: a larger one is beyond all floating-point numbers."""
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The C loader is ten times faster, but not every build of yaml has it."""
@@ -70,6 +75,17 @@ def read_yaml(path: Path, loader_class: Any = LOADER) -> Any:
         return yaml_of(path.read_text(), loader_class)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} is not YAML that can be read: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def interpreting(what: object) -> Iterator[None]:
+    """Turns what is raised on using the content of a file as if it had the form that was wanted into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, yaml.YAMLError) as error:
+        raise UserError(f"{what}: {what_is_wrong(error)}") from error
 
 
 def what_is_wrong(error: Exception) -> str:
@@ -139,8 +155,14 @@ def refuse_keys_twice(node: yaml.Node, path: str = "") -> None:
 
 
 def json_of(text: str | bytes) -> Any:
-    """The content of a JSON text. Raises ValueError if it is not valid, or nested too deep."""
+    """The content of a JSON text. Raises ValueError if it is not valid, nested too deep, or has endless numbers."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_whole)
     except RecursionError as error:
         raise UserError("it is nested too deep") from error
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise UserError(f"it has a number of {len(digits)} digits")
+    return int(digits)

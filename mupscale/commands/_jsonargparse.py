@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -39,11 +38,6 @@ KINDS = {
     "tuple": "a list",
 }
 """Types as a YAML file has them."""
-
-
-def debugging() -> bool:
-    """Whether jsonargparse itself was asked to show tracebacks."""
-    return "JSONARGPARSE_DEBUG" in os.environ
 
 
 def in_a_line(message: str) -> str:

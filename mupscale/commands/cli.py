@@ -34,7 +34,6 @@ from mupscale.callbacks.summary import Summary, WidthBar
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
 from mupscale.commands._jsonargparse import (
     arguments_of,
-    debugging,
     did_you_mean,
     in_a_line,
     is_incomplete,
@@ -49,6 +48,7 @@ from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
 from mupscale.commands.levels import refuse_levels
 from mupscale.commands.loading import without_collections
+from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.next_steps import after_fit
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.run_start import RunStart, SaveConfig
@@ -57,7 +57,7 @@ from mupscale.data_files import LOADER, read_yaml
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, Parsers, is_remote, is_trial_run, name_arguments_apart
 from mupscale.models.base import WidthScalable
-from mupscale.models.checkpoint import checkpoint_width, run_in
+from mupscale.models.checkpoint import checkpoint_width, refuse_malformed, refuse_malformed_optimizers, run_in
 
 C = TypeVar("C", bound=Callback)
 
@@ -91,7 +91,7 @@ class Parser(LightningArgumentParser):
     """Raises a UserError of one line where jsonargparse would print two hundred lines of usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if debugging() or not self.exit_on_error:
+        if not self.exit_on_error:
             super().error(message, ex)
         key, text = key_and_problem(message)
         kind = {"model": WidthScalable, "data": LightningDataModule}.get(key)
@@ -227,6 +227,9 @@ class CLI(OpenCLI):
             return  # the user trusts the file
         try:
             saved = checked(Path(path))
+            refuse_malformed(saved)
+            if command == "fit":
+                refuse_malformed_optimizers(saved)
         except UserError as error:
             raise UserError(f"ckpt_path: {error}") from error
         if command == "fit":
@@ -378,7 +381,7 @@ def parsed(
 
     `plain` is the configuration of a command line with a single file; `pattern` avoids parsing similar ones again.
 
-    A mistake in the configuration is a UserError. An error after the first batch is raised unchanged.
+    A mistake in the configuration is a UserError. An error after the first step is raised unchanged.
     """
     refuse_unreadable(arguments)
     import_classes()
@@ -421,12 +424,15 @@ def parsed(
                 trainer_class=RunTrainer,
             )
     except Exception as error:
-        if isinstance(error, MISTAKES) and not started.steps:
-            start.leftovers.remove()
         is_mistake = isinstance(error, MisconfigurationException if started.batches else MISTAKES)
-        if isinstance(error, UserError) or not is_mistake or debugging():
+        if started.steps and not is_mistake:
+            error.add_note(IN_TRAINING)
+        line = in_a_line(str(error)) if is_mistake else line_about(error)
+        if line is not None and not started.steps:
+            start.leftovers.remove()
+        if line is None or isinstance(error, UserError):
             raise
-        raise UserError(in_a_line(str(error))) from error
+        raise UserError(line) from error
     finally:
         start.release()
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import tree_map
+from mupscale.arguments import refuse_unless_whole
 from mupscale.checks.coordinate_check import DEFAULT_NOISE, FACTORS, CoordCheck, coord_check
 from mupscale.commands.arguments import ArgumentParser
 from mupscale.commands.outputs import refuse_output_folder
 from mupscale.commands.status import Status
 from mupscale.commands.terminal import show
-from mupscale.errors import UserError, as_user_errors, needs_extra
+from mupscale.errors import UserError, needs_extra
 
 ROWS = 16
 """How many rows of each batch are used. Slopes do not depend on it, and the time does."""
@@ -54,12 +55,13 @@ def main(command: str, arguments: list[str]) -> int:
         help="the folder of the figure and the table (default %(default)s)",
     )
     options, configuration = parser.own_and_other(arguments)
+    refuse_unless_whole("--steps", options.steps)
+    refuse_unless_whole("--seeds", options.seeds)
     with needs_extra("plot"):
         import matplotlib  # noqa: F401
     refuse_output_folder("--out", options.out)
-    with as_user_errors(OSError):
-        check = checked(command, configuration, options)
-        options.out.mkdir(parents=True, exist_ok=True)
+    check = checked(command, configuration, options)
+    options.out.mkdir(parents=True, exist_ok=True)
     show(check)
     write_sizes(check, options.out / "coord_check.csv")
     draw(check, options.out / "coord_check.png")

@@ -216,11 +216,12 @@ def is_finite(path: Path, step: int, bad_step: int) -> bool:
 
 @contextmanager
 def _quiet_writers() -> Iterator[None]:
-    """Drops the traceback of a thread that a full disk ends: the run meets the same error when it next logs."""
+    """Drops the traceback of a thread that writes events: the run meets the same error when it next logs."""
     before = threading.excepthook
 
     def hook(arguments: Any) -> None:
-        if arguments.exc_value is None or full_disk(arguments.exc_value, {}) is None:
+        writes_events = getattr(arguments.thread, "__module__", "").startswith("tensorboard.")
+        if not writes_events and (arguments.exc_value is None or full_disk(arguments.exc_value, {}) is None):
             before(arguments)
 
     threading.excepthook = hook

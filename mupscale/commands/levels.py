@@ -10,7 +10,7 @@ from mupscale.errors import UserError
 NEVER_NEGATIVE = ("lr", "eps", "weight_decay", "momentum", "betas")
 """Arguments of optimizers that must be at least 0."""
 
-LEAST = {"accumulate_grad_batches": 1, "log_every_n_steps": 0, "devices": -1}
+LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0, "devices": -1}
 """Options of the trainer that Lightning does not check, and the least value that it can run with."""
 
 

@@ -40,6 +40,8 @@ from mupscale.models.checkpoint import (
     mixed_widths,
     optimizer_names,
     refuse_malformed_optimizers,
+    refuse_malformed_rates,
+    refuse_other_kinds,
     restore_mixed_widths,
 )
 from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
@@ -123,6 +125,7 @@ def upscale_checkpoint(
     """
     if optimizer:
         refuse_malformed_optimizers(checkpoint)
+        refuse_malformed_rates(checkpoint)
     method = Duplication() if method is None else method
     saved, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", []) if optimizer else []
     averaged = "current_model_state" in checkpoint  # of an EMA run: "state_dict" is the average
@@ -171,6 +174,7 @@ def _networks(module: WidthScalable, width: Any, weights: dict[str, Tensor]) -> 
             "Widen the checkpoint before it was quantised"
         )
     narrow = module.network(module.width).to(dtypes[0])  # not on meta: no checkpoint holds all buffers
+    refuse_other_kinds(narrow.state_dict(), own)
     try:
         narrow.load_state_dict(own)
     except RuntimeError as error:

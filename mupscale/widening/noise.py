@@ -204,7 +204,9 @@ class RecordedNoise(Noise):
         constants = record.get("constants")
         if not isinstance(constants, dict) or not all(_is_numbers(value) for value in constants.values()):
             raise UserError(f"RecordedNoise: {self.path} is damaged: its constants are not numbers by parameter name")
-        self.constants: Constants = {unwrapped(name): constant for name, constant in constants.items()}
+        self.constants: Constants = {
+            unwrapped(name): torch.tensor(value, dtype=torch.float64).tolist() for name, value in constants.items()
+        }
         self.centred = record["format"] == _CENTRED_FORMAT if centred is None else centred
 
     def check_level(self) -> None:

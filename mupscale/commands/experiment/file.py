@@ -20,7 +20,7 @@ from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
 from mupscale.commands.tuning.space import Axis, axis_of, refuse_seeds
 from mupscale.commands.tuning.trial import Tried, for_trials, refuse_invalid
-from mupscale.data_files import DECIMAL, read_yaml
+from mupscale.data_files import DECIMAL, interpreting, read_yaml
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
 
@@ -125,7 +125,8 @@ def of_width(width: Width) -> Config:
 
 def read(path: Path, options: list[str]) -> Description:
     """The description in a file. Raises a UserError that names the key that is wrong."""
-    return description_of(content_of(path), options)
+    with interpreting(path):
+        return description_of(content_of(path), options)
 
 
 def description_of(content: dict[str, Any], options: list[str], *, quick: bool = False) -> Description:
