@@ -208,7 +208,7 @@ def test_a_failed_swap_says_what_is_saved(tmp_path: Path, monkeypatch: pytest.Mo
         (lambda path: path.write_bytes(b"PK"), "The checkpoint before the upscale cannot be read"),
         (Path.exists, "Nothing is lost: the run before the upscale is saved in .*pre-upscale-5.ckpt"),
     ):
-        monkeypatch.setattr("mupscale.callbacks.swap.upscale", partial(fail_with, damage, tmp_path))
+        monkeypatch.setattr("mupscale.callbacks.swap.grow", partial(fail_with, damage, tmp_path))
         with pytest.raises(RuntimeError, match=message):
             fit(mlp(), tmp_path, UpscaleCallback(5, 16), steps=8)
 

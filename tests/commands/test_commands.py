@@ -224,9 +224,7 @@ def test_a_swap_that_fails_names_the_checkpoint_to_resume_from(tmp_path: Path, m
     config = small(tmp_path / "c.yaml", upscale(3, 16))
     main(["fit", "--config", config])
     with monkeypatch.context() as broken:
-        broken.setattr(
-            "mupscale.callbacks.swap.upscale", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room"))
-        )
+        broken.setattr("mupscale.callbacks.swap.grow", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no room")))
         with pytest.raises(RuntimeError, match=r"no room.*pre-upscale-3\.ckpt"):
             main(["fit", "--config", config])
     main(["resume", "runs/small/version_1"])
