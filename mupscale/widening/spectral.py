@@ -15,11 +15,14 @@ _DIRECT = 64
 def spectral_norms(matrices: Tensor, rtol: float = 1e-4) -> Tensor:
     """The largest singular value of each matrix in a batch, to a relative error of `rtol`, in float64.
 
-    Matrices are (batch, rows, columns).
+    Matrices are (batch, rows, columns), real or complex.
 
     NaN for a matrix with entries that are not finite. The same matrices give the same answer on one type of device: the
     start vector comes from its own generator. Beside the matrices, a contiguous copy in at least float32 is held.
     """
+    if matrices.is_complex():  # A + iB has the singular values of this real matrix, twice each
+        rows = torch.cat([matrices.real, -matrices.imag], 2), torch.cat([matrices.imag, matrices.real], 2)
+        matrices = torch.cat(rows, 1)
     size = torch.linalg.vector_norm(
         matrices, math.inf, (1, 2), dtype=torch.promote_types(matrices.dtype, torch.float32)
     )

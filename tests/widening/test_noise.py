@@ -120,6 +120,35 @@ def test_the_padding_row_of_a_tied_embedding_gets_noise_because_the_readout_trai
     assert (drawn.abs().sum(1) > 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("centred", [False, True])
+def test_signal_noise_on_complex_weights(dtype: torch.dtype, centred: bool):
+    def build(width: int) -> nn.Module:
+        torch.manual_seed(0)
+        sizes = ((3, width), (width, width), (width, 2))
+        return nn.Sequential(*(nn.Linear(*size, dtype=dtype) for size in sizes))
+
+    narrow, noisy, clean = build(8), build(16), build(16)
+    mupscale.upscale(narrow, noisy, noise=mupscale.SignalNoise(0.25, centred=centred))
+    mupscale.upscale(narrow, clean)
+    delta = (noisy[1].weight - clean[1].weight).detach()
+    assert delta.real.std().item() == pytest.approx(delta.imag.std().item(), rel=0.2)
+    norms = [torch.linalg.matrix_norm(matrix, 2) for matrix in (delta, clean[1].weight.detach())]
+    assert (norms[0] / norms[1]).item() == pytest.approx(0.25, rel=2e-4)
+    x = torch.randn(5, 3, dtype=dtype)
+    change = (noisy(x) - clean(x)).abs().max().item()
+    assert change <= 1e-6 if centred else change > 1e-2
+
+
+def test_hypercloning_noise_on_complex_weights_has_their_size():
+    narrow, noisy, clean = (nn.Linear(width, 64, dtype=torch.complex64) for width in (64, 128, 128))
+    mupscale.upscale(narrow, noisy, method=mupscale.HyperCloning("noisy", decibels=20.0))
+    mupscale.upscale(narrow, clean)
+    delta = (noisy.weight - clean.weight).detach()
+    ratio = delta.abs().square().mean() / clean.weight.detach().abs().square().mean()
+    assert ratio.item() == pytest.approx(0.01, rel=0.05)
+
+
 def test_the_muP_table_tells_a_matrix_from_a_readout_when_one_side_does_not_grow():
     build = [
         mupscale.set_base_shapes(MLPNet(4, h, 3), MLPNet(4, (2, 2), 3), MLPNet(4, (4, 4), 3))

@@ -143,3 +143,12 @@ def test_benchmark(tmp_path, capsys):
     assert row["matrices"] == 156
     assert row["largest_difference"] < 1e-5
     assert "156 matrices of 20 convolutions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 300, 1), (2, 200, 150)], ids=str)
+def test_complex_matrices(shape: tuple[int, ...], dtype: torch.dtype):
+    torch.manual_seed(0)
+    batch = torch.randn(shape, dtype=dtype)
+    expected = torch.linalg.matrix_norm(batch.to(torch.complex128), 2)
+    torch.testing.assert_close(spectral_norms(batch), expected, rtol=1e-4, atol=0)

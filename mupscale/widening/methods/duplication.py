@@ -144,7 +144,7 @@ class _BelowTheWeights(Noise):
         return is_noisy(entry, centred=True)
 
     def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
-        size = float(widened.double().square().mean().sqrt())
+        size = float(widened.abs().double().square().mean().sqrt())
         return size * 10 ** (-self.decibels / 20) / init_scale(entry)
 
 
