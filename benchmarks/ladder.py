@@ -38,7 +38,13 @@ LR, DECAY, CLIP = 0.0078, 0.2, 1.0
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 POINTS = 48
 """Points of the curve of a trunk; a branch has an eighth of them."""
-ARM = ("width", "layers", "from_width", "grown_at", "method", "noise", "lr", "seed")
+RUNS_HEADER = (
+    "run", "width", "layers", "from_width", "grown_at", "method", "noise", "lr", "seed", "budget", "tokens", "flops",
+    "loss", "loss_before_decay", "train_loss", "loss_before_growth", "loss_after_growth",
+)  # fmt: skip
+"""`grown_at` and `budget` are binary logarithms of shares of the largest budget. Only `train_loss` is not held out."""
+CURVES_HEADER = ("run", "branch", "tokens", "flops", "train_loss")
+"""`branch` is the budget for which the rate falls; a trunk has none."""
 METHODS = {"duplication": mupscale.Duplication, "diagonal": partial(mupscale.HyperCloning, "diagonal")}
 
 
@@ -409,27 +415,22 @@ def claim_run(runs: list[Run], folder: Path) -> Run | None:
 
 def collect(folder: Path, out: Path) -> None:
     """Writes runs.csv, a row for each branch, and curves.csv, the training losses of all trunks and branches."""
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("runs/*.json"))]
     ends, points = [], []
-    for result in results:
+    for path in sorted(folder.glob("runs/*.json")):
+        result = json.loads(path.read_text())
         run = result["run"]
         (width, layers), narrow = run["size"], run["narrow"]
         growth = (narrow[0], run["grown_at"], run["method"], run["noise"]) if narrow else ("",) * 4
-        before, after = result["around_growth"] or ("", "")
-        arm = dict(zip(ARM, (width, layers, *growth, run["lr"], run["seed"]), strict=True))
+        around = [f"{loss:.4f}" for loss in result["around_growth"] or ()] or ["", ""]
         for end in result["ends"]:
-            losses = {key: f"{end[key]:.4f}" for key in ("loss", "loss_before_decay", "train_loss")}
-            around = {"loss_before_growth": narrow and f"{before:.4f}", "loss_after_growth": narrow and f"{after:.4f}"}
-            cost = {"budget": end["power"], "tokens": end["tokens"], "flops": f"{end['flops']:.5g}"}
-            ends.append(arm | cost | losses | around)
+            cost = end["power"], end["tokens"], f"{end['flops']:.5g}"
+            losses = [f"{end[key]:.4f}" for key in ("loss", "loss_before_decay", "train_loss")]
+            ends.append((path.stem, width, layers, *growth, run["lr"], run["seed"], *cost, *losses, *around))
         for power, tokens, flops, loss in result["curve"]:
-            at = {"branch": power, "tokens": tokens, "flops": f"{flops:.4g}", "train_loss": f"{loss:.3f}"}
-            points.append(arm | at)
-    for name, rows in (("runs", ends), ("curves", points)):
+            points.append((path.stem, power, tokens, f"{flops:.3g}", f"{loss:.3f}"))
+    for name, header, rows in (("runs", RUNS_HEADER, ends), ("curves", CURVES_HEADER, points)):
         with (out / f"{name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+            csv.writer(file, lineterminator="\n").writerows([header, *rows])
 
 
 def main(arguments: list[str]) -> None:

@@ -1,0 +1,111 @@
+"""The numbers of the pages of results come from the CSV files beside them."""
+
+import csv
+import re
+from math import log2
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ladder import FULL, LR, Size, plan_runs
+from benchmarks.ladder_tables import PAGE, PARTS, RUNS, Ends, fill_page, interval, parabola, reach
+
+ROWS = list(csv.DictReader(RUNS.read_text().splitlines()))
+
+
+@pytest.fixture(scope="module")
+def ends() -> Ends:
+    return Ends(RUNS)
+
+
+def test_the_parts_of_the_page_are_computed_from_the_runs(ends: Ends) -> None:
+    text = PAGE.read_text()
+    assert fill_page(text, ends) == text, "run: python -m benchmarks ladder_tables"
+
+
+def test_other_losses_make_another_page(tmp_path: Path) -> None:
+    changed = RUNS.read_text().replace(",3.7988,", ",3.7888,", 1)
+    assert changed != RUNS.read_text()
+    (tmp_path / "runs.csv").write_text(changed)
+    text = PAGE.read_text()
+    assert fill_page(text, Ends(tmp_path / "runs.csv")) != text
+
+
+def test_losses_and_advantages_in_sentences_are_those_of_the_tables(ends: Ends) -> None:
+    tables = "".join(part(ends) for part in PARTS.values())
+    results = PAGE.read_text().partition("## Results")[2]
+    sentences = re.sub(r"<!-- \w+ -->.*?<!-- end -->", "", results, flags=re.DOTALL)
+    losses = {f"{float(row['loss']):.3f}" for row in ROWS}
+    numbers = set(re.findall(r"(?<![\d.])[1-5]\.\d{2,3}(?!\d)", sentences)) - {"2.11"}  # the version of torch
+    assert len(numbers) >= 8
+    for number in numbers:
+        assert number in tables or number in losses, number
+
+
+def test_differences_in_sentences(ends: Ends) -> None:
+    text = " ".join(PAGE.read_text().split())
+    spreads = {}
+    for size in ends.sizes:
+        for budget in ends.fixed[size, LR, 0]:
+            losses = ends.losses(size, budget)
+            spreads[size, budget] = max(losses) - min(losses)
+    del spreads[Size(128, 4), -2]
+    assert f"differ by at most {max(spreads.values()):.3f}, except 128 × 4 at B/4" in text
+    jumps = [abs(float(r["loss_before_growth"]) - float(r["loss_after_growth"])) for r in ROWS if r["from_width"]]
+    assert f"before and after it differ by at most {max(jumps):.3f}." in text
+    above = {}
+    for size in ends.sizes:
+        budget = sorted(ends.fixed[size, LR, 0])[2]
+        above[size] = ends.fixed[size, LR, 0][budget] - min(
+            ends.fixed[size, factor * LR, 0][budget] for factor in (0.5, 1, 2)
+        )
+    assert f"every size is within {max(above.values()):.3f} of its best rate" in text
+    assert f"0.0156 by {above[Size(64, 8)]:.3f} and {above[Size(128, 8)]:.3f}." in text
+
+
+def test_the_page_counts_its_runs() -> None:
+    planned = {run.name for run in plan_runs(FULL, LR, [0, 1, 2])}
+    made = {row["run"] for row in ROWS}
+    assert made <= planned
+    assert f"{len(made)} of the {len(planned)} planned runs" in PAGE.read_text()
+    seed_2 = {
+        run.name for run in plan_runs(FULL, LR, [2]) if run.lr == LR and (run.method, run.noise) != ("diagonal", 0.24)
+    }
+    missing = [name for name in seed_2 - made if name.endswith(("-1", "-0.24"))]
+    assert len(missing) == 6
+    assert "six runs of the third seed" in PAGE.read_text()
+
+
+def test_every_run_has_spent_its_budget() -> None:
+    """Narrow and wide part together, by the tokens of each."""
+    for row in ROWS:
+        wide = Size(int(row["width"]), int(row["layers"]))
+        tokens, step = int(row["tokens"]), FULL.rows * FULL.context
+        spent = 0.0
+        if row["from_width"]:
+            narrow = Size(int(row["from_width"]), wide.layers)
+            narrow_steps = round(FULL.budget(float(row["grown_at"])) / FULL.flops(narrow))
+            spent, tokens = FULL.budget(float(row["grown_at"])), tokens - narrow_steps * step
+        spent += tokens / step * FULL.flops(wide)
+        assert spent == pytest.approx(float(row["flops"]), rel=1e-4)
+        assert abs(spent - FULL.budget(float(row["budget"]))) <= FULL.flops(wide)
+
+
+def test_a_curve_reaches_a_loss_on_its_parabola() -> None:
+    curve = {power: 4 - 0.5 * power + 0.1 * power**2 for power in (-2.0, -1.0, 0.0, 0.5)}
+    for power in (-1.7, -0.4, 0.3):
+        loss = 4 - 0.5 * power + 0.1 * power**2
+        assert parabola(curve, (-2.0, -1.0, 0.0), power) == pytest.approx(loss)
+        assert reach(curve, loss) == pytest.approx(power)
+    assert reach(curve, 3.7) is None
+    assert reach(curve, 6.0) is None
+    assert reach({0.0: 4.0, 1.0: 3.0}, 3.25, straight=True) == pytest.approx(0.75)
+
+
+def test_intervals_are_those_of_student() -> None:
+    found = interval([log2(1.0), log2(1.1), log2(1.21)], confidence=0.95)
+    assert found.mean == pytest.approx(1.1)
+    assert log2(found.high / found.mean) == pytest.approx(4.30265 * log2(1.1) / 3**0.5, rel=1e-5)
+    assert found.low * found.high == pytest.approx(1.1**2)
+    two = interval([0.0, 1.0], confidence=0.95)
+    assert log2(two.high) == pytest.approx(0.5 + 12.7062 * 0.5**0.5 / 2**0.5, rel=1e-5)
