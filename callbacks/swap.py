@@ -103,6 +103,8 @@ class Swap:
         carry_modes_(narrow, wide)
         if self.method.needs_batches:
             self._fit_method(trainer, module, narrow, wide)
+        if module.automatic_optimization:  # gradients are those of the last step; the window of accumulation begins
+            narrow.zero_grad()
         report = grow(
             narrow,
             wide,

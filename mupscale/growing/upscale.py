@@ -54,8 +54,9 @@ def upscale(
     """Widens a trained model: writes the weights, buffers and optimizer state of `narrow` into `wide`.
 
     Without noise, the wide model computes and trains exactly as the narrow one would have. What is frozen in `narrow`
-    (`requires_grad`), or in evaluation mode (`eval()`), is so in `wide`. All checks run before anything is written:
-    after a UserError both models are unchanged.
+    (`requires_grad`), or in evaluation mode (`eval()`), is so in `wide`. Gradients of `narrow` (`grad`), such as those
+    of an accumulation window that is not complete, are carried too, unless `consume` frees them. All checks run before
+    anything is written: after a UserError both models are unchanged.
 
     How a model grows is guessed from its modules, so give `call`: then copies of both models run before anything is
     written, and outputs and gradients are compared. Where the guess is wrong, `discover` looks for a better one; where

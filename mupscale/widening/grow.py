@@ -153,6 +153,11 @@ def grow(
     materialise_recurrent_(wide, narrow)
     notes += carry_frozen_(narrow, wide)
     carry_modes_(narrow, wide)
+    if consume and any(parameter.grad is not None for parameter in narrow.parameters()):
+        notes.append(
+            "consume=True frees the gradients of the narrow model: those of an accumulation window that is not "
+            "complete are lost. Grow between two windows, after zero_grad()"
+        )
     constants: Constants = {}
     targets = dict(wide.named_parameters())
     for name, source in narrow.named_parameters():
@@ -161,6 +166,7 @@ def grow(
         if target.is_meta:
             materialise_(target, source.device)
         constants[name] = _write(target, gathered(source), entry, method, noise, seed)
+        target.grad = None if consume else _carry_gradient(target, source, entry, method)
         if consume:
             release_(source)
     method.edit_(plan, wide)
@@ -212,6 +218,17 @@ def _write(
         else:
             widen_(weight, source, entry, rows)
         return 0.0 if noise is None else add_noise_(weight, entry, noise, source, seed, rows)
+
+
+def _carry_gradient(target: Tensor, source: Tensor, entry: TensorPlan, method: GrowthMethod) -> Tensor | None:
+    """The gradient that waits on a narrow parameter, in an accumulation window, as that of the wide one."""
+    waiting = source.grad
+    if waiting is None or not target.requires_grad:
+        return None
+    gradient = torch.empty_like(target, memory_format=torch.preserve_format)
+    with whole(gradient) as wide:
+        method.widen_gradient_(wide, gathered(waiting.to_dense() if waiting.is_sparse else waiting), entry)
+    return gradient.to_sparse(waiting.sparse_dim()) if waiting.is_sparse else gradient
 
 
 @contextmanager

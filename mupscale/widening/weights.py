@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +26,27 @@ def widen_(target: Tensor, source: Tensor, entry: TensorPlan, rows: slice | None
 
     `target` may be some `rows` of it alone.
     """
-    powers = {"out_power": 0, "in_power": -1}
+    _duplicate_in_units_(target, source, entry, "in", rows)
+    if entry.shift:
+        target.add_(entry.shift)
+
+
+def widen_gradient_(target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+    """Writes the gradient that a widened weight has where the narrow one has `source`: dup / k_out, entry by entry."""
+    _duplicate_in_units_(target, source, entry, "out", None)
+
+
+def _duplicate_in_units_(
+    target: Tensor, source: Tensor, entry: TensorPlan, side: Literal["out", "in"], rows: slice | None
+) -> None:
+    """Duplicates a tensor and divides it by the factor of one side, times unit and unequal shares."""
+    powers = {"out_power": -(side == "out"), "in_power": -(side == "in")}
     duplicate_(target, source, entry.layouts, entry.scales(**powers), entry.unit_scale(**powers), rows)
     for axis, shares in entry.shares:
-        if entry.relative_side(axis) == "in":
+        if entry.relative_side(axis) == side:
             if axis == 0 and rows is not None:
                 shares = shares[rows]
             target.mul_(target.new_tensor(shares).view([-1 if i == axis else 1 for i in range(target.ndim)]))
-    if entry.shift:
-        target.add_(entry.shift)
 
 
 def materialise_(parameter: nn.Parameter, device: torch.device) -> None:

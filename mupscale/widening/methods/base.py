@@ -36,7 +36,7 @@ from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.roles import Roles
 from mupscale.widening.rules import Factors
 from mupscale.widening.units import Units
-from mupscale.widening.weights import widen_
+from mupscale.widening.weights import widen_, widen_gradient_
 
 Hyperparameters = Literal["table", "same"]
 
@@ -139,6 +139,10 @@ class GrowthMethod(ABC):
     def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
         """Writes the widened weight into `target`."""
         widen_(target, source, entry)
+
+    def widen_gradient_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+        """Writes the gradient that the widened weight has where the narrow one has `source`."""
+        widen_gradient_(target, source, entry)
 
     @property
     def widens_by_rows(self) -> bool:

@@ -75,6 +75,10 @@ class ZeroPadding(GrowthMethod):
         duplicate_(target, source, entry.layouts, scale=1 / self.factors(entry).k_in)
         target.masked_fill_(new_copies(entry).to(target.device), 0.0)
 
+    def widen_gradient_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+        duplicate_(target, source, entry.layouts, scale=1 / self.factors(entry).k_out)
+        target.masked_fill_(new_copies(entry).to(target.device), 0.0)
+
     def factors(self, entry: TensorPlan) -> Factors:
         k = entry.k_out if entry.role == "mu_readout" else 1  # whose multiplier falls with the width all the same
         return Factors(k, 1 / k, entry.wide_shape, entry.wide_shape)
