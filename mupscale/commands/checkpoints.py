@@ -45,15 +45,6 @@ def newest_checkpoint(
     return None, {}
 
 
-def finished_at(folder: Path) -> int | None:
-    """The last step of a run that is over, by the newest checkpoint for resuming; None if there is more to do."""
-    from mupscale.models.checkpoint import peek
-
-    kept = filter(None, (peek(path) for path in checkpoints_of(folder) if _is_for_resuming(path)))
-    newest = max(kept, key=lambda checkpoint: int(checkpoint["global_step"]), default={})
-    return newest["global_step"] if is_finished(newest) else None
-
-
 def is_finished(checkpoint: dict[str, Any]) -> bool:
     """Whether a checkpoint is the last of its run."""
     return bool(dictionary(dictionary(checkpoint.get("callbacks")).get("ExactResume")).get("finished"))

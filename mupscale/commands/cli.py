@@ -31,6 +31,7 @@ from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import RateMonitor, Strides
 from mupscale.callbacks.summary import Summary, WidthBar
+from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
 from mupscale.commands._jsonargparse import (
     arguments_of,
@@ -51,6 +52,7 @@ from mupscale.commands.loading import without_collections
 from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.next_steps import after_fit
 from mupscale.commands.pattern import Pattern
+from mupscale.commands.results import ResultFile, write_result
 from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
 from mupscale.data_files import LOADER, read_yaml
@@ -139,6 +141,7 @@ class CLI(OpenCLI):
         self.started = started
         self.ending = ending
         self.start = start
+        self.results = ResultFile()
         self.text = ""
         self.saved: Config | None = None
         self._log_folders: list[str | None] = []
@@ -315,7 +318,7 @@ class CLI(OpenCLI):
             else:
                 self.text = self.dumped(self.given)
             saver = SaveConfig(self.text, resumed=self.folder is not None)
-            config["callbacks"] = [self.started, self.ending, *given, saver]
+            config["callbacks"] = [self.started, self.ending, *given, saver, self.results]
 
     def instantiate_classes(self) -> None:
         super().instantiate_classes()
@@ -348,6 +351,8 @@ class CLI(OpenCLI):
         trainer, ending = self.trainer, self.ending
         if not trainer.is_global_zero or is_trial_run(trainer) or ending.received_sigterm:
             return
+        if ending.folder is not None and not callbacks_in(trainer, TrialMetric):  # `runs.py` writes that of a trial
+            write_result(ending.folder, self.results.numbers(trainer))
         lines = after_fit(trainer, self.model, ending.folder, [path for _, path in ending.checkpoints()])
         if lines:
             print("\n".join(lines), flush=True)

@@ -69,6 +69,14 @@ DARK = Theme(
 """The lines have colours that colour-blind people can distinguish (after Okabe and Ito)."""
 
 
+def higher_is_better(metric: str) -> bool | None:
+    """Whether a metric is to be maximised, judged by its name; None if the name does not say."""
+    name = metric.lower()
+    if any(part in name for part in ("loss", "error", "perplexity", "ppl", "bpb")):
+        return False
+    return True if "acc" in name or "f1" in name or "auc" in name else None
+
+
 def figure(width: float = 5.2, height: float = 4.0) -> "tuple[Figure, Axes]":
     """A figure that needs no window system, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -12,7 +12,11 @@ from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
 RUN = "run.json"
-"""In the folder of a run: a JSON object with the identity of the run (`id`). Its checkpoints have the identity too."""
+"""In the folder of a run: a JSON object with the identity of the run (`id`), which its checkpoints have too, and its
+length (`steps`, `steps_per_epoch`)."""
+
+RESULT = "result.json"
+"""In the folder of a run that has ended: its numbers."""
 
 LOCK = "run.lock"
 """In a folder that a run writes to: the machine and the number of the process that last wrote. It may be deleted."""

@@ -1,7 +1,6 @@
 """A run in this process: its configuration, log and result. An interrupted run is resumed."""
 
 import gc
-import json
 import logging
 import math
 import shutil
@@ -16,16 +15,14 @@ from typing import Any
 
 import torch
 
-from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.cli import CLI, LOGGER, callbacks_in, parsed
 from mupscale.commands.config import Config, read_json, temporary_file
 from mupscale.commands.pattern import Pattern
+from mupscale.commands.results import write_result
+from mupscale.commands.run_folder import RESULT
 from mupscale.errors import UserError
-
-RESULT = "result.json"
-"""In the folder of a finished run: its metric, and how long it took."""
 
 PROGRESS_SECONDS = 60.0
 """The least time between two lines about one run."""
@@ -61,7 +58,7 @@ def known_result(run: Run) -> Result | None:
         return result_of(run.folder)
     _, checkpoint = newest(run)
     if checkpoint.get("callbacks", {}).get("TrialMetric", {}).get("diverged"):  # its process died before it wrote that
-        return record(run.folder, math.inf, 0.0)
+        return record(run.folder, {"value": math.inf, "seconds": 0.0})
     return None
 
 
@@ -87,7 +84,8 @@ def fitted(run: Run, beside: Callable[[], int] = lambda: 1, pattern: Pattern | N
             arguments = ["fit", "--config", str(run.folder / "config.yaml"), "--ckpt_path", str(path)]
             with logged(run.folder):
                 cli = parsed(arguments, folder=run.folder)
-    return record(run.folder, metric_of(cli), (time.monotonic() - start) / beside())
+    seconds = (time.monotonic() - start) / beside()
+    return record(run.folder, {"value": metric_of(cli), "seconds": seconds, **cli.results.numbers(cli.trainer)})
 
 
 def newest(run: Run) -> tuple[Path | None, dict[str, Any]]:
@@ -134,10 +132,10 @@ def metric_of(cli: CLI) -> float:
 # --- results
 
 
-def record(folder: Path, value: float, seconds: float) -> Result:
-    """Writes the metric of a finished run and the seconds it took to its folder, and returns them."""
-    write_text(folder / RESULT, json.dumps({"value": str(value), "seconds": seconds}) + "\n")
-    return value, seconds
+def record(folder: Path, numbers: dict[str, Any]) -> Result:
+    """Writes the numbers of a finished run to its folder; returns its metric and the seconds it took."""
+    write_result(folder, numbers)
+    return numbers["value"], numbers["seconds"]
 
 
 def result_of(folder: Path) -> Result:

@@ -27,7 +27,7 @@ from mupscale.commands.experiment.widths import Growth
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.midrun import Arm, Comparison, Margin, Midrun, MidrunRun, edges_of, quantile
 from mupscale.commands.reporting.midrun_figures import curve_of, draw_curves, lines_of
-from mupscale.commands.run_logs import LoggedRun
+from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.runs import result_of
 from mupscale.commands.tuning.results import Results
 from mupscale.errors import UserError
@@ -356,7 +356,7 @@ def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pyte
     kept = {path: path.stat().st_mtime_ns for path in Path("o").rglob("*.json") if path.parent.name != "report"}
     before = result_of(follower)[0]
     for folder in (Path("o/cosine/flops/middle/seed=3"), follower):
-        del kept[folder / "result.json"]
+        del kept[folder / "result.json"], kept[folder / "run.json"]
         (folder / "result.json").unlink()
     monkeypatch.setattr(figures, "save", blank_figures.save)  # they were drawn above
     main(["experiment", "e.yaml", "--out", "o"])
@@ -466,7 +466,7 @@ def test_a_recorded_metric_that_is_no_training_loss_is_not_called_one(metric: st
     experiment = folder(fixed="wide")
     experiment.description["experiment"] = {"metric": metric}
     values = {"trainer.max_steps": 20, "trainer.max_epochs": None}
-    write_run(Path("o/run"), lambda step: 2.0, values=values, validation={"val/loss": lambda step: 1.5})
+    write_run(Path("o/run"), lambda step: 2.0, values=values, validation={"val/loss": lambda step: 1.5}, result=1.0)
     (run,) = Midrun(experiment).runs
     assert run.training == pytest.approx(training, nan_ok=True)
     assert run.validation == 1.5

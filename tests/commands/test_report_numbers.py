@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from synthetic_runs import UPSCALED, WIDE, Page, accuracy, base, epochs, report, scratch, upscale, upscaled, write_run
 
@@ -16,8 +15,8 @@ from mupscale.commands.reporting.draw import mean_curve
 from mupscale.commands.reporting.folders import find_runs
 from mupscale.commands.reporting.groups import group_runs
 from mupscale.commands.reporting.numbers import compute_numbers
+from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.reporting.windows import Windows
-from mupscale.commands.run_logs import LoggedRun
 from mupscale.flops import mlp_flops
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -219,8 +218,8 @@ def test_an_experiment_without_sweep_1_has_a_small_base_to_pay_for():
 def test_windows_where_steps_are_counted():
     """400 steps: a running mean over 2 %, which is 8 steps, at every logged one."""
     by_steps = {"trainer.max_steps": 400, "trainer.max_epochs": None, "trainer.log_every_n_steps": 1}
-    scratch(lambda step: 1.0 if step <= 200 else 0.5, values=by_steps)
-    upscaled(lambda step: 0.75 if step <= 100 else 0.25, values=by_steps)
+    scratch(lambda step: 1.0 if step <= 200 else 0.5, values=by_steps, steps_per_epoch=1000)
+    upscaled(lambda step: 0.75 if step <= 100 else 0.25, values=by_steps, steps_per_epoch=1000)
     text, summary = report()
     assert summary["window"]["steps"] == 8
     # (0.75 + 0.25) / 2 is from scratch's minimum
@@ -458,10 +457,8 @@ def test_all_in_progress():
 
 def test_runs_that_ended_before_their_last_step():
     scratch(epochs(0.5), validation=accuracy(0.8))
-    upscaled(epochs(0.4), 0, steps=90, validation=accuracy(0.8))
+    upscaled(epochs(0.4), 0, steps=93, has_ended=True, validation=accuracy(0.8))  # the last loss is that of step 90
     upscaled(epochs(0.3), 1, steps=90, validation=accuracy(0.8))
-    assert finish(Path("runs/upscale/seed=0"), 93).planned_steps(20) == 93  # the next loss would be that of step 95
-    assert finish(Path("runs/upscale/seed=1"), 80).planned_steps(20) == 200  # it was resumed after step 80
     text, summary = report()
     assert "Upscaled ends at 0.4000 (1 seed)" in text
     assert "upscaled, seed 1 (runs/upscale/seed=1): in progress, 90 of 200 steps." in text
@@ -469,28 +466,9 @@ def test_runs_that_ended_before_their_last_step():
 
 
 def test_a_run_that_ended_before_it_grew():
-    upscaled(epochs(0.4), steps=90, values={**UPSCALED, "trainer.callbacks": [upscale(at_step=100)]})
-    finish(Path("runs/upscale/seed=0"), 90)
+    swap = {**UPSCALED, "trainer.callbacks": [upscale(at_step=100)]}
+    upscaled(epochs(0.4), steps=90, has_ended=True, grown=None, values=swap)
     assert "upscaled, seed 0 (runs/upscale/seed=0) ended after 90 steps, before it grew." in report()[0]
-
-
-def test_the_smaller_limit_of_steps_and_epochs_counts():
-    run = LoggedRun(write_run(Path("runs/short"), epochs(0.5), steps=200, values={"trainer.max_steps": 1000}))
-    assert run.planned_steps(20) == 200
-
-
-def test_a_trial_that_ended_early_costs_what_it_ran():
-    run = LoggedRun(write_run(Path("s/trials/000"), epochs(0.5), steps=90, result=0.5))
-    assert run.planned_steps(20) == 90
-
-
-def finish(folder: Path, step: int) -> LoggedRun:
-    """Adds the last checkpoint of a run, as far as a report reads it."""
-    place = folder / "checkpoints/resume"
-    place.mkdir(parents=True)
-    content = {"global_step": step, "callbacks": {"ExactResume": {"finished": True}}}
-    torch.save(content, place / f"step={step}.ckpt")
-    return LoggedRun(folder)
 
 
 def test_all_diverged():

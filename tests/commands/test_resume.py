@@ -341,7 +341,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_identity_of_a_run_survives_lost_files(damage: str, half_a_run: Path) -> None:
     names = ("run.json", "run.lock")
-    assert json.loads((half_a_run / "run.json").read_text()).keys() == {"id"}
+    assert json.loads((half_a_run / "run.json").read_text()).keys() == {"id", "steps", "steps_per_epoch"}
     path, checkpoint = newest_checkpoint(half_a_run)
     assert checkpoint["global_step"] == 8
     for name in names:
@@ -351,7 +351,7 @@ def test_the_identity_of_a_run_survives_lost_files(damage: str, half_a_run: Path
     assert "version_0 has a run already" in message
     main(["resume", str(half_a_run)])
     after = json.loads((half_a_run / "run.json").read_text())
-    assert after == {"id": checkpoint["mupscale_run"]["id"]}
+    assert after == {"id": checkpoint["mupscale_run"]["id"], "steps": 12, "steps_per_epoch": 6}
     assert end(half_a_run)["mupscale_run"]["id"] == after["id"]
 
 

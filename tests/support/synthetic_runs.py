@@ -11,8 +11,8 @@ import yaml
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from mupscale.commands.event_files import FLOPS
 from mupscale.commands.reporting import write_report
-from mupscale.commands.run_logs import EPOCH, FLOPS, WIDTH
 
 CONFIG: dict[str, Any] = {
     "seed_everything": 0,
@@ -114,6 +114,7 @@ def write_run(
     grown: dict[int, int] | None = None,
     swap_losses: tuple[float, float] | None = None,
     result: float | None = None,
+    has_ended: bool | None = None,
     values: dict[str, Any] | None = None,
     first_step: int = 1,
     file: str = FIRST_FILE,
@@ -137,10 +138,6 @@ def write_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     events = Events(folder, file)
     for step in range(first_step, steps + 1):
-        if grown and step - 1 in grown:
-            events.add(WIDTH, step - 1, grown[step - 1])
-            for name, value in zip(("before", "after"), swap_losses or (), strict=False):
-                events.add(WIDTH.replace("width", f"loss_{name}"), step - 1, value)
         if step % trainer["log_every_n_steps"] == 0:
             events.add("train/loss", step - 1, loss_of(step))
             events.add("throughput/steps_per_second", step - 1, 1.0)
@@ -150,10 +147,20 @@ def write_run(
         if step % steps_per_epoch == 0:
             for name, metric in (validation or {}).items():
                 events.add(name, step - 1, metric(step))
-                events.add(EPOCH, step - 1, (step - 1) // steps_per_epoch)
     events.close()
-    if result is not None:
-        (folder / "result.json").write_text(json.dumps({"value": str(result), "seconds": 1.0}))
+    (folder / "run.json").write_text(json.dumps({"id": "0", "steps": total, "steps_per_epoch": steps_per_epoch}))
+    if result is not None or (steps == total if has_ended is None else has_ended):
+        before, after = swap_losses or (0.0, 0.0)
+        swap = {"seconds": 1.0, "loss_before": before, "loss_after": after}
+        numbers: dict[str, Any] = {
+            "steps": steps,
+            "validation": {name: metric(steps) for name, metric in (validation or {}).items()},
+            "validated_at": steps,
+            "growths": [{"step": step, "after": width, **swap} for step, width in (grown or {}).items()],
+        }
+        if result is not None:
+            numbers |= {"value": str(result), "seconds": 1.0}
+        (folder / "result.json").write_text(json.dumps(numbers))
     return folder
 
 

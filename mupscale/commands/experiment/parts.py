@@ -19,7 +19,8 @@ from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands.checkpoints import damage_at
 from mupscale.commands.config import Config, callbacks_of
 from mupscale.commands.leases import Lease, lapsed, locked
-from mupscale.commands.runs import RESULT, Result, Run, result_of, with_run
+from mupscale.commands.run_folder import RESULT
+from mupscale.commands.runs import Result, Run, result_of, with_run
 from mupscale.commands.stacks import Key, Unit
 from mupscale.commands.tuning.execution import conclude, keys_of, results_of, tidy, unit_of
 from mupscale.commands.tuning.results import Results

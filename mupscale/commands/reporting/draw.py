@@ -12,8 +12,8 @@ from mupscale.commands import figures
 from mupscale.commands.reporting.groups import Group, Role
 from mupscale.commands.reporting.methods import VALIDATION, Methods
 from mupscale.commands.reporting.numbers import Numbers
+from mupscale.commands.reporting.runs import FloatArray, LoggedRun
 from mupscale.commands.reporting.words import capital, metric_name
-from mupscale.commands.run_logs import FloatArray, LoggedRun, higher_is_better
 
 POINTS = 600
 """The most points that a line is drawn with: more than a screen shows."""
@@ -64,7 +64,9 @@ def draw_figures(folder: Path, groups: list[Group], numbers: Numbers, methods: l
     drawn += draw_pair(folder / "training_loss", "training loss", f"Training loss, {mean}", groups, windows.of, False)
     for metric in numbers.metrics:
         path, label = folder / metric.replace("/", "_"), metric_name(metric)
-        drawn += draw_pair(path, label, capital(label), groups, validations(metric), bool(higher_is_better(metric)))
+        drawn += draw_pair(
+            path, label, capital(label), groups, validations(metric), bool(figures.higher_is_better(metric))
+        )
     return drawn
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mupscale.commands.run_logs import LoggedRun
+from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.data_files import inside, json_of, what_is_wrong
 from mupscale.errors import UserError
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mupscale.commands.config import Config, brief, class_name
-from mupscale.commands.run_logs import LoggedRun
+from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.errors import UserError
 
 Role = Literal["upscaled", "scratch", "base", "other"]

@@ -15,8 +15,8 @@ from mupscale.commands.config import class_name
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.groups import Group
 from mupscale.commands.reporting.numbers import Comparison, Numbers, RunStatus, Spread, spread
+from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.reporting.words import count, ranged
-from mupscale.commands.run_logs import LoggedRun
 from mupscale.data_files import what_is_wrong
 from mupscale.errors import UserError
 
@@ -117,10 +117,10 @@ class Methods:
         return found
 
     def just_before(self, method: Method) -> Losses:
-        return {status.run.seed: last_of(status.run.log.losses_before) for status in self.statuses(method)}
+        return {status.run.seed: loss_at_growth(status.run, "loss_before") for status in self.statuses(method)}
 
     def just_after(self, method: Method) -> Losses:
-        return {status.run.seed: last_of(status.run.log.losses_after) for status in self.statuses(method)}
+        return {status.run.seed: loss_at_growth(status.run, "loss_after") for status in self.statuses(method)}
 
     def after_steps(self, method: Method) -> Losses:
         """The losses AFTER steps after the growth."""
@@ -299,9 +299,9 @@ def infinite_if_diverged(status: RunStatus, value: float) -> float:
     return math.inf if status.diverged else value
 
 
-def last_of(values: dict[int, float]) -> float:
-    """The value of the last step; NaN if there is none."""
-    return values[max(values)] if values else math.nan
+def loss_at_growth(run: LoggedRun, name: str) -> float:
+    """The loss of the next batch just before or just after the last growth; NaN until the run has ended."""
+    return run.last_growth.get(name, math.nan)
 
 
 def loss_after_growth(run: LoggedRun) -> float:

@@ -14,8 +14,8 @@ from mupscale.commands import figures
 from mupscale.commands.config import Config, callbacks_of
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.numbers import spread
+from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.reporting.words import capital, count, ranged
-from mupscale.commands.run_logs import LoggedRun
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
@@ -246,9 +246,9 @@ class Midrun:
         swap: Config = swaps[0]["init_args"] if swaps else {}
         noise = (swap.get("noise") or {}).get("init_args", {})
         steps, at_step = run.config["trainer"]["max_steps"], swap.get("at_step")
-        diverged = run.result is None or not math.isfinite(run.result)
-        training = run.result if run.result is not None and self.metric.startswith("last_") else math.nan
-        validation = run.log.validation.get("val/loss", {}).get(steps, math.nan)
+        diverged = run.value is None or not math.isfinite(run.value)
+        training = run.value if run.value is not None and self.metric.startswith("last_") else math.nan
+        validation = run.last("val/loss") if run.result.get("validated_at") == steps else math.nan
         return MidrunRun(
             schedule=entry["schedule"],
             budgets=entry["budgets"],
@@ -263,7 +263,7 @@ class Midrun:
             level=next((noise[name] for name in ("std", "t") if name in noise), None),
             flops=self._cost("flops", run, at_step, steps),
             seconds=self._cost("seconds", run, at_step, steps),
-            pause=next(iter(run.log.pauses.values()), math.nan),
+            pause=run.last_growth.get("seconds", math.nan),
             epochs=steps / self.costs["steps_per_epoch"],
             logged=run,
         )

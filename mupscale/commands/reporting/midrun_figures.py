@@ -19,8 +19,8 @@ from mupscale.commands.reporting.midrun import (
     width_name,
 )
 from mupscale.commands.reporting.numbers import Spread, spread
+from mupscale.commands.reporting.runs import FloatArray
 from mupscale.commands.reporting.windows import FEWEST, SHARE, finite_losses, trailing_means
-from mupscale.commands.run_logs import FloatArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

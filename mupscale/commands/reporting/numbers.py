@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from mupscale.commands.reporting.folders import Found, SweepFolder
 from mupscale.commands.reporting.groups import Group, grows, init_from
+from mupscale.commands.reporting.runs import FloatArray, LoggedRun
 from mupscale.commands.reporting.windows import Windows, windows_of
-from mupscale.commands.run_logs import FloatArray, LoggedRun
 from mupscale.flops import first_reach, speedup
 
 
@@ -49,7 +49,7 @@ class RunStatus:
 
     @property
     def in_progress(self) -> bool:
-        return in_progress(self.run, self.planned)
+        return in_progress(self.run)
 
     @property
     def state(self) -> str:
@@ -61,33 +61,31 @@ class RunStatus:
 
     def last(self, metric: str) -> float:
         """The last value of a validation metric; NaN if there is none."""
-        values = self.run.log.validation.get(metric, {})
-        return values[max(values)] if values else math.nan
+        return self.run.last(metric)
 
 
-def status_of(run: LoggedRun, group: Group, windows: Windows, per_epoch: int | None, recorded: bool) -> RunStatus:
+def status_of(run: LoggedRun, group: Group, windows: Windows, recorded: bool) -> RunStatus:
     """`recorded`: the final loss is the one that the run itself recorded."""
     ends, losses = windows.of(run)
     final = float(losses[-1]) if len(losses) else math.nan
-    if recorded and run.result is not None:
-        final = run.result
+    if recorded and run.value is not None:
+        final = run.value
     if run.diverged_at is not None:
         final = math.nan
-    planned = run.planned_steps(per_epoch)
-    return RunStatus(run, group, planned, ends, losses, final, spent(run, planned))
+    return RunStatus(run, group, run.planned_steps, ends, losses, final, spent(run))
 
 
-def in_progress(run: LoggedRun, planned: int | None) -> bool:
-    if run.result is not None or run.diverged_at is not None or planned is None:
+def in_progress(run: LoggedRun) -> bool:
+    if run.result or run.diverged_at is not None or run.planned_steps is None:
         return False
-    return run.last_step + run.interval <= planned
+    return run.last_step + run.interval <= run.planned_steps
 
 
-def spent(run: LoggedRun, planned: int | None) -> float:
+def spent(run: LoggedRun) -> float:
     """A run's FLOPs: to the end of its plan if it got there, and otherwise to the last step that is known of it."""
-    if planned is None or run.diverged_at is not None or in_progress(run, planned):
+    if run.planned_steps is None or run.diverged_at is not None or in_progress(run):
         return run.flops_at(run.last_step)
-    return run.flops_at(planned)
+    return run.flops_at(run.planned_steps)
 
 
 # --- comparisons and costs
@@ -239,7 +237,7 @@ def compute_numbers(found: Found, groups: list[Group]) -> Numbers:
 
 def recorded_metric(runs: list[LoggedRun]) -> str | None:
     """The mean training loss over the last steps, if every run that has not diverged recorded the same one."""
-    metrics = {run.metric if run.result is not None else None for run in runs if run.diverged_at is None}
+    metrics = {run.metric if run.value is not None else None for run in runs if run.diverged_at is None}
     metric = metrics.pop() if len(metrics) == 1 else None
     return metric if metric and metric.startswith("last_") else None
 
@@ -253,7 +251,7 @@ def add_statuses(group: Group, numbers: Numbers) -> None:
             "all count, and the first is compared by seed."
         )
     for run in group.runs:
-        status = status_of(run, group, numbers.windows, numbers.per_epoch, numbers.recorded is not None)
+        status = status_of(run, group, numbers.windows, numbers.recorded is not None)
         numbers.statuses.append(status)
         name = f"{group.name}, seed {run.seed} ({run.folder})"
         if status.diverged:
@@ -364,7 +362,7 @@ def tuning_of(sweep: SweepFolder, groups: list[Group]) -> Tuning:
     """The cost of a sweep's trials, as they logged it."""
     runs = [LoggedRun(folder) for folder in sweep.trials]
     logged = [run for run in runs if run.has_loss]
-    costs = [spent(run, run.planned_steps(run.steps_per_epoch)) for run in logged]
+    costs = [spent(run) for run in logged]
     known = [cost for cost in costs if math.isfinite(cost)]
     trials = len(runs) + sweep.lost
     tuning = Tuning(sweep, trials, trials - len(known), sum(known), width="", ratio=None, target="")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mupscale.commands.run_logs import FloatArray, LoggedRun
+from mupscale.commands.reporting.runs import FloatArray, LoggedRun
 
 SHARE = 0.02
 """The window over which losses are averaged in runs of no or few epochs, as a share of the steps."""
@@ -63,10 +63,10 @@ def windows_of(runs: list[LoggedRun]) -> tuple[Windows, int | None]:
     """One window for all runs, so that their minima can be compared; and the steps of an epoch, if known."""
     per_epoch = next((run.steps_per_epoch for run in runs if run.steps_per_epoch), None)
     interval = max(run.interval for run in runs)
-    planned = [run.planned_steps(per_epoch) or run.last_step for run in runs]
+    planned = [run.planned_steps or run.last_step for run in runs]
     if per_epoch and per_epoch >= interval:
         many_epochs = min(planned) >= FEWEST * per_epoch
-        if many_epochs or all(run.max_epochs for run in runs):
+        if many_epochs or all(run.counts_epochs for run in runs):
             return Windows(per_epoch, per_epoch, True), per_epoch
     return running_windows(max(planned), interval), per_epoch
 

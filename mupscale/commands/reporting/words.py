@@ -2,9 +2,10 @@
 
 import math
 
+from mupscale.commands import figures
 from mupscale.commands.reporting.groups import Group
 from mupscale.commands.reporting.numbers import Comparison, CostKind, Numbers, Spread, spread
-from mupscale.commands.run_logs import LoggedRun, higher_is_better
+from mupscale.commands.reporting.runs import LoggedRun
 
 COST_LABELS: dict[CostKind, str] = {
     "scratch": "from scratch",
@@ -140,7 +141,7 @@ def difference(ours: Spread, theirs: Spread) -> str:
 
 def judgement(metric: str, ours: Spread, theirs: Spread) -> str:
     """Whether ours is better, if the metric's name says which direction is."""
-    direction = higher_is_better(metric)
+    direction = figures.higher_is_better(metric)
     if direction is None:
         return ""
     if ours.mean == theirs.mean:

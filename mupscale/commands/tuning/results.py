@@ -16,7 +16,7 @@ from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands import figures
 from mupscale.commands.config import Config, Point, at, brief, callback_key, callbacks_of, class_name
-from mupscale.commands.run_logs import higher_is_better, read_log
+from mupscale.commands.event_files import read_log
 from mupscale.commands.tuning.space import Axis, labels, point_text
 from mupscale.commands.tuning.study import Outcome, Settings
 from mupscale.commands.tuning.trial import folder_name
@@ -174,7 +174,7 @@ def checked_metric(metric: Any) -> str:
     """A metric as it is. Raises a UserError if it is not a name, or if larger values of it are better."""
     if not isinstance(metric, str) or not metric.strip():
         raise UserError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
-    if window_of(metric) is None and higher_is_better(metric):
+    if window_of(metric) is None and figures.higher_is_better(metric):
         raise UserError(
             f"metric {metric}: metrics are minimised, and larger values of this one are better; "
             "give last_epoch, last_2%, or a loss such as val/loss"

@@ -1,0 +1,196 @@
+"""A run read from its folder: its configuration, its numbers and its curves. Needs no torch."""
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from mupscale.commands.config import Config, callbacks_of
+from mupscale.commands.event_files import read_log
+from mupscale.commands.run_folder import RESULT, read_run
+from mupscale.data_files import json_of, what_is_wrong, yaml_of
+from mupscale.errors import UserError
+
+FloatArray = npt.NDArray[np.float64]
+
+AT_GROWTH = ("loss_before", "loss_after", "seconds")
+"""Numbers of a growth in result.json: the losses of the next batch just before and after it, and its pause."""
+
+
+class LoggedRun:
+    """A folder with a config.yaml and TensorBoard events. Raises a UserError if the configuration cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.text = (folder / "config.yaml").read_text()
+        try:
+            self.config: Config = yaml_of(self.text)
+            self.seed = self.config["seed_everything"]
+            if isinstance(callback := self.config["trainer"]["callbacks"], dict):
+                self.config["trainer"]["callbacks"] = [callback]
+            self.start_width, self.end_width = widths(self.config)
+            self._refuse_other_content()
+        except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{folder / 'config.yaml'} is not the configuration of a run: {what_is_wrong(error)}"
+            ) from error
+        self.log = read_log(folder)
+        self.plan = read_run(folder)
+        self.result = read_result(folder)
+        self.steps: FloatArray = np.array(sorted(self.log.loss), dtype=float)
+        self.losses: FloatArray = np.array([self.log.loss[int(step)] for step in self.steps], dtype=float)
+
+    def _refuse_other_content(self) -> None:
+        """TypeError, KeyError or ValueError for a configuration that no run has."""
+        trainer = self.config["trainer"]
+        for key in ("max_steps", "max_epochs", "log_every_n_steps"):
+            if not isinstance(trainer[key], int | None):
+                raise TypeError(f"trainer.{key} is {trainer[key]!r}")
+        for described in (self.config["model"], self.config["data"], *(trainer["callbacks"] or [])):
+            if not isinstance(described["class_path"], str):
+                raise TypeError(f"class_path is {described['class_path']!r}")
+
+    @property
+    def model(self) -> Config:
+        return self.config["model"]
+
+    @property
+    def data(self) -> Config:
+        return self.config["data"]
+
+    @property
+    def growths(self) -> list[int]:
+        """The steps before which the network grew."""
+        steps = sorted({swap["init_args"]["at_step"] for swap in callbacks_of(self.config, "UpscaleCallback")})
+        return [step for step in steps if self.has_loss and step < self.last_step]
+
+    @property
+    def last_growth(self) -> dict[str, float]:
+        """The numbers AT_GROWTH of the last growth; empty until the run has ended."""
+        growths = self.result.get("growths") or [{}]
+        return {name: float(growths[-1][name]) for name in AT_GROWTH if name in growths[-1]}
+
+    @property
+    def first_growth(self) -> int:
+        """The step at which the network is to grow first, in a run that grows."""
+        return min(swap["init_args"]["at_step"] for swap in callbacks_of(self.config, "UpscaleCallback"))
+
+    @property
+    def has_loss(self) -> bool:
+        return len(self.steps) > 0
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps[-1])
+
+    @property
+    def interval(self) -> int:
+        """The number of steps from one logged loss to the next."""
+        return int(self.config["trainer"]["log_every_n_steps"] or 50)
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The step of the first loss that is not finite; the last step if only the result is not."""
+        bad = np.flatnonzero(~np.isfinite(self.losses))
+        if len(bad):
+            return int(self.steps[bad[0]])
+        return self.last_step if self.value is not None and not math.isfinite(self.value) else None
+
+    @property
+    def value(self) -> float | None:
+        """The metric of a run that `sweep` or `experiment` finished: over every step, not only the logged ones."""
+        return float(self.result["value"]) if "value" in self.result else None
+
+    def last(self, metric: str) -> float:
+        """The last value of a validation metric; NaN if there is none."""
+        if metric in self.result.get("validation", {}):
+            return float(self.result["validation"][metric])
+        values = self.log.validation.get(metric, {})
+        return values[max(values)] if values else math.nan
+
+    @property
+    def metric(self) -> str | None:
+        """The name of the metric whose value is `result`."""
+        callbacks = callbacks_of(self.config, "TrialMetric")
+        return callbacks[0]["init_args"]["metric"] if callbacks else None
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether the configuration gives the length of the run in epochs."""
+        trainer = self.config["trainer"]
+        return trainer["max_steps"] in (None, -1) and trainer["max_epochs"] not in (None, -1)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return self._planned("steps_per_epoch")
+
+    def _planned(self, name: str) -> int | None:
+        """A number of run.json, which the run wrote when it began."""
+        number = self.plan.get(name)
+        return number if type(number) is int and number > 0 else None
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The length of the run in steps: as planned, or less if it ended before; None if it is not known."""
+        ended = self.result.get("steps") if self.diverged_at is None else None
+        return ended or self._planned("steps")
+
+    @cached_property
+    def _flops(self) -> tuple[FloatArray, FloatArray]:
+        """The steps at which FLOPs were logged, and the FLOPs, both from 0 on."""
+        steps = sorted(self.log.flops)
+        return np.array([0.0, *steps]), np.array([0.0, *(self.log.flops[step] for step in steps)])
+
+    def flops_at(self, step: float) -> float:
+        """Training FLOPs after a step."""
+        return float(self.flops_over(np.array([step]))[0])
+
+    def flops_over(self, at: FloatArray) -> FloatArray:
+        """Training FLOPs after steps: as logged, and interpolated in between; NaN if none were logged."""
+        steps, flops = self._flops
+        if len(steps) == 1:
+            return np.full(len(at), math.nan)
+        return np.interp(at, steps, flops) + np.maximum(at - steps[-1], 0) * self.flops_per_step
+
+    @property
+    def flops_per_step(self) -> float:
+        """Training FLOPs of a step at the last width; NaN if none were logged."""
+        steps, flops = self._flops
+        if len(steps) == 1:
+            return math.nan
+        since = max((step for step in self.growths if step < steps[-1]), default=0)
+        first = int(np.searchsorted(steps, since))
+        first = min(first, len(steps) - 2)
+        return float((flops[-1] - flops[first]) / (steps[-1] - steps[first]))
+
+
+def widths(config: Config) -> tuple[Any, Any]:
+    """The width that a run starts with, and the width that it ends with."""
+    start = config["model"]["init_args"].get("width")
+    swaps = sorted(callbacks_of(config, "UpscaleCallback"), key=lambda swap: swap["init_args"]["at_step"])
+    return start, swaps[-1]["init_args"]["width"] if swaps else start
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What result.json says of a run that has ended; empty if it has not. Raises a UserError if it is damaged."""
+    path = folder / RESULT
+    if not path.is_file():
+        return {}
+    try:
+        content = json_of(path.read_text())
+        float(content.get("value", 0))
+        if not isinstance(content.get("steps", 0), int) or content.get("steps", 0) < 0:
+            raise ValueError(f"steps is {content['steps']!r}")
+        for number in dict(content.get("validation", {})).values():
+            float(number)
+        for growth in content.get("growths", []):
+            for name in AT_GROWTH:
+                float(growth[name])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{path} is damaged ({what_is_wrong(error)}); delete it and run the same command again"
+        raise UserError(problem) from error
+    return dict(content)

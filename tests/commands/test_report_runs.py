@@ -1,0 +1,108 @@
+"""A run read from its folder: its length, growths, validations, FLOPs and divergence."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from synthetic_runs import upscale, write_run
+
+from mupscale.commands.reporting.runs import LoggedRun
+from mupscale.errors import UserError
+
+
+def test_numbers_of_a_run(tmp_path: Path):
+    folder = write_run(
+        tmp_path / "run",
+        lambda step: 1 / step,
+        seed=3,
+        flops=lambda step: step * 2e6,
+        grown={40: 2000},
+        validation={"val/loss": lambda step: step / 100},
+        values={"trainer.callbacks": [upscale(at_step=40)]},
+    )
+    run = LoggedRun(folder)
+    assert run.seed == 3
+    assert (run.start_width, run.end_width) == (500, 2000)
+    assert run.steps.tolist() == list(range(5, 201, 5))
+    assert run.losses[3] == pytest.approx(1 / 20)
+    assert run.growths == [40]
+    assert run.steps_per_epoch == 20
+    assert run.planned_steps == 200
+    assert run.log.validation["val/loss"] == pytest.approx({step: step / 100 for step in range(20, 201, 20)})
+    assert run.flops_at(100) == 200e6
+    assert run.flops_at(7) == 14e6  # between two that were logged
+    assert run.flops_at(210) == 420e6  # after them
+    assert run.diverged_at is None
+
+
+def test_flops_per_step_are_those_of_the_last_width(tmp_path: Path):
+    folder = write_run(
+        tmp_path,
+        lambda step: 1.0,
+        flops=lambda step: step * 1e6 if step <= 40 else 40e6 + (step - 40) * 16e6,
+        grown={40: 2000},
+        values={"trainer.callbacks": [upscale(at_step=40)]},
+    )
+    run = LoggedRun(folder)
+    assert run.flops_per_step == 16e6
+    assert run.flops_at(200) == 40e6 + 160 * 16e6
+
+
+def test_the_end_of_a_run_is_in_its_result(tmp_path: Path):
+    options: dict = {"validation": {"val/loss": lambda step: step / 100}, "grown": {0: 2000}, "swap_losses": (2.0, 3.0)}
+    values = {"trainer.callbacks": [upscale()]}
+    ended = LoggedRun(
+        write_run(tmp_path / "early", lambda step: 1.0, steps=60, has_ended=True, values=values, **options)
+    )
+    going = LoggedRun(write_run(tmp_path / "going", lambda step: 1.0, steps=60, values=values, **options))
+    assert (ended.planned_steps, going.planned_steps) == (60, 200)
+    assert ended.last_growth == {"loss_before": 2.0, "loss_after": 3.0, "seconds": 1.0}
+    assert going.last_growth == {}
+    assert ended.last("val/loss") == 0.6
+    assert going.last("val/loss") == pytest.approx(0.6)  # from its curve
+    assert math.isnan(ended.last("val/accuracy"))
+    assert (ended.value, going.value) == (None, None)
+    assert LoggedRun(write_run(tmp_path / "trial", lambda step: 1.0, result=0.25)).value == 0.25
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{", "[1]", '{"value": "many"}', '{"steps": -1}', '{"steps": "4"}', '{"validation": {"val/loss": []}}',
+        '{"growths": [{}]}', '{"growths": 3}',
+    ],
+)  # fmt: skip
+def test_a_damaged_result_is_named(tmp_path: Path, content: str):
+    write_run(tmp_path, lambda step: 1.0)
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(UserError, match=r"result\.json is damaged \(.*\); delete it and run the same command again"):
+        LoggedRun(tmp_path)
+
+
+@pytest.mark.parametrize("plan", [{}, {"steps": "9", "steps_per_epoch": 0}, {"steps": True}])
+def test_a_length_that_is_none_is_not_believed(tmp_path: Path, plan: dict):
+    write_run(tmp_path, lambda step: 1.0, has_ended=False)
+    (tmp_path / "run.json").write_text(json.dumps(plan))
+    run = LoggedRun(tmp_path)
+    assert (run.planned_steps, run.steps_per_epoch) == (None, None)
+
+
+def test_divergence(tmp_path: Path):
+    run = LoggedRun(write_run(tmp_path / "nan", lambda step: math.nan if step > 50 else 1.0))
+    assert run.diverged_at == 55
+    given_up = LoggedRun(write_run(tmp_path / "given_up", lambda step: 1e9, steps=30, result=math.inf))
+    assert given_up.diverged_at == 30
+
+
+def test_a_single_callback_need_not_be_a_list(tmp_path: Path):
+    assert LoggedRun(write_run(tmp_path, lambda step: 1.0, values={"trainer.callbacks": upscale()})).end_width == 2000
+
+
+def test_an_invalid_configuration(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("a: [1")
+    with pytest.raises(ValueError, match=r"config\.yaml is not the configuration of a run"):
+        LoggedRun(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: 1")
+    with pytest.raises(ValueError, match="seed_everything"):
+        LoggedRun(tmp_path)
