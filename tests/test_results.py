@@ -4,8 +4,10 @@ import csv
 import re
 from math import log2
 from pathlib import Path
+from statistics import mean
 
 import pytest
+from paths import ROOT
 
 from benchmarks.ladder import FULL, LR, Size, plan_runs
 from benchmarks.ladder_tables import PAGE, PARTS, RUNS, Ends, fill_page, interval, parabola, reach
@@ -61,6 +63,20 @@ def test_differences_in_sentences(ends: Ends) -> None:
         )
     assert f"every size is within {max(above.values()):.3f} of its best rate" in text
     assert f"0.0156 by {above[Size(64, 8)]:.3f} and {above[Size(128, 8)]:.3f}." in text
+
+
+def test_the_row_of_the_readme(ends: Ends) -> None:
+    growths = [point for point in ends.points() if point[0].narrow == 128 and point[0].at - point[1] == -2]
+    cells = [[], [], [], []]
+    for point in growths:
+        cells[0].append(f"{mean(ends.losses(point[0].wide, point[1])):.3f}")
+        cells[1].append(f"{mean(ends.grown[point].values()):.3f}")
+        for cell, against in zip(cells[2:], ("base exists", "target"), strict=True):
+            cell.append(f"{ends.advantage(*point, against).mean:.1f}×")
+    assert [len(cell) for cell in cells] == [2] * 4
+    row = " | ".join(f"{first} ({second})" for first, second in cells)
+    text = (ROOT / "README.md").read_text().replace("**", "")
+    assert f"at 5 (10) tokens per parameter | {row} |" in text
 
 
 def test_the_page_counts_its_runs() -> None:
