@@ -1,6 +1,7 @@
 """The swap: a wide network, with its optimizers, schedules and averages, takes the place of a narrow one in a run."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ from mupscale.widening.schedule import Source, continue_schedule
 
 
 class RefusedSwap(UserError, RuntimeError):
-    """A swap that fails because of what `configure_optimizers` returns for the wide network."""
+    """A swap that fails because of the module: what it computes, or what its `configure_optimizers` returns."""
 
 
 class Grown(NamedTuple):
@@ -73,10 +74,11 @@ class Swap:
     rewarm_steps: int
     restart_schedule: bool
 
-    def perform(self, trainer: Trainer, module: WidthScalable) -> Grown:
+    def perform(self, trainer: Trainer, module: WidthScalable, compare: Callable[[], None]) -> Grown:
         """Puts the wide network, its optimizers and its schedules in the place of the narrow ones.
 
         The narrow tensors are freed one by one. Sharded, a rank holds at most its wide shard and one whole tensor.
+        `compare` is called before noise is added, unless the network is sharded or the method changes the function.
         """
         narrow = module.net
         assert narrow is not None
@@ -97,7 +99,10 @@ class Swap:
                 part.to_empty(device=module.device, recurse=False)
         growth = self.method.plan(narrow, wide, None, None)
         noise = self.method.noise if self.noise is None else self.noise
-        keeps_function = self.method.claim(growth, narrow, ()).function and (noise is None or noise.centred)
+        is_function_kept = self.method.claim(growth, narrow, ()).function
+        keeps_function = is_function_kept and (noise is None or noise.centred)
+        # sharded, a network cannot run before the strategy has set it up
+        is_compared = is_function_kept and noise is not None and module.device_mesh is None
         for optimizer in narrow_opts if self.state_rule != "reset" else ():
             check_transfer(growth, narrow, optimizer, wide, None, state=self.state_rule)
         carry_modes_(narrow, wide)
@@ -114,6 +119,7 @@ class Swap:
             consume=True,
             method=self.method,
             rebuild=partial(_built, trainer, module, self.width),
+            before_noise=compare if is_compared else None,
         )
         trainer.strategy.connect(module)
         trainer.strategy.setup(trainer)

@@ -5,14 +5,14 @@ The swap itself is in `swap.py`.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,7 +20,7 @@ from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.callbacks.own_batches import refuse_many_loaders
 from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
 from mupscale.callbacks.strides import Strides
-from mupscale.callbacks.swap import Grown, RefusedSwap, Swap, keep_units_of_own_optimizers, loss_of
+from mupscale.callbacks.swap import Grown, Measured, RefusedSwap, Swap, keep_units_of_own_optimizers, loss_of
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.device_memory import physical_memory
@@ -29,6 +29,7 @@ from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.base import WidthScalable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
 from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
+from mupscale.models.growth_check import REMEDY, check_growth, refuse_inexact
 from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.new_copies import StateRule, check_own_count, check_state_rule, rewarm_new_copies
@@ -46,6 +47,9 @@ class UpscaleCallback(Strides):
     narrow, and a run that resumes from it repeats the swap. A network that already has the target width stays as it is.
     Before the swap, the plan and the noise are validated, and `pre-upscale-<step>.ckpt` is written next to the run's
     checkpoints, unless the run was resumed from a checkpoint of the same step.
+
+    Whether the growth is exact is checked twice: at the first batch of the run, with small networks of the same factor
+    in float64, so that a wrong model fails at once; and at the swap, by the loss of a batch before noise is added.
 
     Its saved state is a record of the swap, for the summary.
     """
@@ -107,6 +111,7 @@ class UpscaleCallback(Strides):
         self.restart_schedule = restart_schedule
         self.checkpoint: Path | None = None
         self.summary: dict[str, Any] = {}
+        self._needs_check = False
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.summary)
@@ -131,6 +136,7 @@ class UpscaleCallback(Strides):
         write_whole_files(trainer)
         refuse_callbacks(callbacks_of(trainer))
         self.checkpoint = None
+        self._needs_check = False
         # what it saves before a swap must hold what the other callbacks (EMA, curves) did after the step
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))  # noqa: E731
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
@@ -138,6 +144,9 @@ class UpscaleCallback(Strides):
         if not is_narrower(before, self.width):
             return  # right for a run that is resumed after the swap; whether it is one is not known yet
         growth = self.planned(pl_module, before)
+        with generators_kept([]):
+            narrow = pl_module.network(before, meta=True)
+        self._needs_check = self.method.claim(growth, narrow, ()).function  # others change the function anyway
         if self.method.needs_batches and pl_module.device_mesh is not None:
             raise UserError(
                 f"UpscaleCallback.method: {type(self.method).__name__} cannot learn on sharded weights. Use another "
@@ -175,6 +184,9 @@ class UpscaleCallback(Strides):
             self.checkpoint = self._saved(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._needs_check:
+            self._needs_check = False
+            self._check_growth(trainer, pl_module, batch)
         if self.is_due(trainer, pl_module):
             assert isinstance(pl_module, WidthScalable)
             try:
@@ -194,6 +206,8 @@ class UpscaleCallback(Strides):
         """All steps before the one that ends with a checkpoint; after the swap, all steps."""
         assert isinstance(pl_module, WidthScalable)
         is_to_come = is_narrower(pl_module.width, self.width)
+        if is_to_come and self._needs_check:
+            return 0
         return max(0, self.at_step - 1 - trainer.global_step) if is_to_come else math.inf
 
     def is_due(self, trainer: Trainer, pl_module: LightningModule) -> bool:
@@ -276,6 +290,17 @@ class UpscaleCallback(Strides):
         earlier = [c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
         return max(earlier, key=lambda c: c.at_step).width if earlier else module.width
 
+    def _check_growth(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
+        """Raises a UserError if small networks of the same factor show that the growth is not exact."""
+        assert isinstance(module, WidthScalable)
+        before = self._width_before(trainer, module)
+        if not is_narrower(module.width, self.width):
+            return  # the run was resumed after the swap
+        found = check_growth(module, before, self.width, batch)
+        refuse_inexact(f"UpscaleCallback.width = {self.width}", before, found)
+        if found.exact is None:
+            rank_zero_info(f"whether growth from width {before} to {self.width} is exact was {found}")
+
     # --- the swap
 
     def _saved(self, trainer: Trainer) -> Path | None:
@@ -294,9 +319,15 @@ class UpscaleCallback(Strides):
     def _swap(self, trainer: Trainer, module: WidthScalable, batch: Any) -> None:
         start = time.perf_counter()
         before, narrow_width = loss_of(trainer, module, batch), module.width
-        grown = self._grow(trainer, module)
+
+        def compare() -> None:
+            _refuse_jump(before, loss_of(trainer, module, batch), trainer, "an upscale before its noise")
+
+        grown = self._grow(trainer, module, compare)
         after = loss_of(trainer, module, batch)
         losses = float(before.loss), float(after.loss)  # waits for the device
+        if grown.keeps_function:
+            _refuse_jump(before, after, trainer, "centred noise" if self.noise else "an upscale without noise")
         self._log(trainer, module, narrow_width, grown.plan, *losses, time.perf_counter() - start)
         notes = list(grown.notes)
         if not torch.equal(before.random_state, after.random_state):
@@ -304,12 +335,10 @@ class UpscaleCallback(Strides):
                 "the loss draws other random numbers at the new width (dropout, or noise for each unit): training does "
                 "not continue exactly"
             )
-        elif grown.keeps_function and _has_jumped(*losses, trainer):
-            rank_zero_warn(_jump(*losses, "centred noise" if self.noise else "an upscale without noise"), stacklevel=2)
         if notes:
             rank_zero_info("\n".join(notes_by_layer(notes)))
 
-    def _grow(self, trainer: Trainer, module: WidthScalable) -> Grown:
+    def _grow(self, trainer: Trainer, module: WidthScalable, compare: Callable[[], None]) -> Grown:
         swap = Swap(
             width=self.width,
             method=self.method,
@@ -319,7 +348,7 @@ class UpscaleCallback(Strides):
             rewarm_steps=self.rewarm_steps,
             restart_schedule=self.restart_schedule,
         )
-        return swap.perform(trainer, module)
+        return swap.perform(trainer, module, compare)
 
     def _log(
         self,
@@ -413,12 +442,16 @@ def _has_jumped(before: float, after: float, trainer: Trainer) -> bool:
     return abs(after - before) > allowed * max(abs(before), abs(after), 1e-3)
 
 
-def _jump(before: float, after: float, growth: str) -> str:
-    return (
-        f"the loss of a batch changed from {before:.6g} to {after:.6g}, but {growth} keeps it: the model is not "
-        "widened exactly. Blocks, roles or units may be missing (mupscale.discover finds them), or `loss` depends on "
-        "the width. `python -m mupscale verify` names the module"
-    )
+def _refuse_jump(before: Measured, after: Measured, trainer: Trainer, growth: str) -> None:
+    """Raises a RefusedSwap if a growth has changed the loss; not if the losses draw unlike random numbers."""
+    if not torch.equal(before.random_state, after.random_state):
+        return
+    losses = float(before.loss), float(after.loss)
+    if _has_jumped(*losses, trainer):
+        raise RefusedSwap(
+            f"the loss of a batch changed from {losses[0]:.6g} to {losses[1]:.6g}, but {growth} keeps it: the model is "
+            f"not widened exactly. {REMEDY}"
+        )
 
 
 def _what_is_saved(checkpoint: Path | None) -> str:

@@ -46,6 +46,8 @@ class Agreement:
     """Growing parameters that had no gradient."""
     notes: tuple[str, ...] = ()
     """What else the check found out: differences that only training shows."""
+    is_random: bool = False
+    """Whether the models differ, and draw random numbers in evaluation mode."""
 
     def __str__(self) -> str:
         if self.exact is None:
@@ -184,8 +186,8 @@ class _Check:
             outputs, gradients = self._compare(self.reference)
             notes = self._differences_in_training()
         except _Differs as error:
-            module, reason = self._explain(error)
-            return Agreement(False, error.outputs, error.gradients, precision, module, reason)
+            module, reason, is_random = self._explain(error)
+            return Agreement(False, error.outputs, error.gradients, precision, module, reason, is_random=is_random)
         growing = [name for name, entry in self.plan.parameters.items() if entry.grows]
         untested = tuple(name for name in growing if name not in self.tested)
         if growing and len(untested) == len(growing):
@@ -332,8 +334,8 @@ class _Check:
                     unlike.append(name)
         return tuple(f"in training mode the statistic {name!r} becomes another one" for name in unlike)
 
-    def _explain(self, error: _Differs) -> tuple[str, str]:
-        """The first module that differs, and what differs there."""
+    def _explain(self, error: _Differs) -> tuple[str, str, bool]:
+        """The first module that differs, what differs there, and whether the model draws random numbers."""
         with buffers_kept(self.narrow):
             first, second = self._run(self.narrow), self._run(self.narrow)
             other = self._run(self.narrow, seed=1)
@@ -344,9 +346,10 @@ class _Check:
             )
         module, where = self._first_difference(error)
         reason = f"{error}. First, {where}"
-        if not _are_equal(first, other):
+        is_random = not _are_equal(first, other)
+        if is_random:
             reason += ". The model draws random numbers in evaluation mode, as many as its width needs"
-        return module, reason
+        return module, reason, is_random
 
     def _first_difference(self, error: _Differs) -> tuple[str, str]:
         before, after = self._events(self.narrow), self._events(self.wide)

@@ -18,14 +18,13 @@ from mupscale.widening.layout import (
     Layout,
     Piece,
     duplicate,
-    duplicate_,
     evenly,
     is_unit_by_unit,
     narrow_length,
     wide_length,
 )
 from mupscale.widening.plan import Plan, TensorPlan
-from mupscale.widening.weights import widen_
+from mupscale.widening.weights import widen_, widen_gradient_
 
 
 @dataclass
@@ -338,11 +337,7 @@ def _concerns(noted: str, module: str) -> bool:
 def widened_gradient(entry: TensorPlan, source: Tensor) -> Tensor:
     """The gradient that Table 1 wants of the wide parameter, from that of the narrow one."""
     target = source.new_empty(entry.wide_shape)
-    powers = {"out_power": -1, "in_power": 0}
-    duplicate_(target, source, entry.layouts, entry.scales(**powers), entry.unit_scale(**powers))
-    for axis, shares in entry.shares:
-        if entry.relative_side(axis) == "out":
-            target.mul_(target.new_tensor(shares).view([-1 if i == axis else 1 for i in range(target.ndim)]))
+    widen_gradient_(target, source, entry)
     return target
 
 

@@ -6,17 +6,14 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 from lightning.pytorch import LightningDataModule, Trainer
-from torch import Tensor, nn
 
 from mupscale.callbacks.upscale import UpscaleCallback, is_narrower
-from mupscale.checks.recording import state_kept
 from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
 from mupscale.commands.own_optimizers import made_for
 from mupscale.data_files import LOADER
-from mupscale.errors import UserError
 from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters
-from mupscale.models.base import WidthScalable, doubled, has_own_optimizers, hint_of_parameters_outside
+from mupscale.models.base import WidthScalable, doubled, has_own_optimizers
 from mupscale.models.checkpoint import Width
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import Duplication, GrowthMethod
@@ -108,37 +105,3 @@ def growths(module: WidthScalable, trainer: Trainer) -> list[Growth]:
     before, after, method = module.width, doubled(module.width), Duplication()
     plan = method.plan(module.network(before, meta=True), module.network(after, meta=True), None, None)
     return [Growth(before, after, method, plan)]
-
-
-class LossByWidth:
-    """The loss of networks of several widths by one module, which has the width of each, and forgets every batch."""
-
-    def __init__(self, module: WidthScalable) -> None:
-        self.module = module
-        self._own_width = module.width
-        self._widths: dict[int, Width] = {}
-        """By the number of parameters: networks are copied to be compared."""
-
-    def network(self, width: Width, *, meta: bool = False) -> nn.Module:
-        """The network at this width."""
-        net = self.module.network(width, meta=meta)
-        self._widths[_parameters(net)] = width
-        return net
-
-    def __call__(self, net: nn.Module, batch: Any) -> Tensor:
-        self.module.net, self.module.hparams["width"] = net, self._widths[_parameters(net)]
-        inside = set(net.modules())
-        with state_kept(part for part in self.module.modules() if part not in inside):
-            try:
-                return self.module.loss(batch)
-            except RuntimeError as error:
-                hint = hint_of_parameters_outside(self.module)
-                if hint is None or self.module.width == self._own_width:
-                    raise
-                raise UserError(
-                    f"the loss cannot be computed at width {self.module.width} ({error}). {hint}"
-                ) from error
-
-
-def _parameters(net: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in net.parameters())

@@ -78,8 +78,9 @@ def numbers(text: str) -> list[int]:
 
 def checked(command: str, configuration: list[str], options: argparse.Namespace) -> CoordCheck:
     """The check of the configured model, with its optimizer, its data, and the noise of its first upscale."""
-    from mupscale.commands.configured import LossByWidth, configured, first_batches, upscales
+    from mupscale.commands.configured import configured, first_batches, upscales
     from mupscale.models._lightning import optimizers_of
+    from mupscale.models.growth_check import LossByWidth
 
     module, data, trainer = configured(command, configuration, __doc__)
     for width in sorted({factor * width for width in options.widths for factor in (1, *FACTORS)}):

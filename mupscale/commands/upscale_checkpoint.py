@@ -9,6 +9,7 @@ A model folder of the transformers library is widened by: upscale FOLDER --facto
 --factor 2 --help).
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.atomic import replacing
+from mupscale.checks.agreement import Agreement
 from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.configured import configured, first_batches
 from mupscale.commands.next_steps import after_upscale
 from mupscale.commands.noise_options import add_noise_options, method_of, noise_of
 from mupscale.commands.outputs import refuse_new_folder, refuse_output
@@ -36,6 +39,7 @@ from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     RUN_KEY,
+    Width,
     load_checkpoint,
     mixed_widths,
     optimizer_names,
@@ -44,6 +48,7 @@ from mupscale.models.checkpoint import (
     refuse_other_kinds,
     restore_mixed_widths,
 )
+from mupscale.models.growth_check import check_growth, refuse_inexact
 from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
 from mupscale.widening.grow import UpscaleReport, grow
 from mupscale.widening.methods import Duplication, GrowthMethod
@@ -66,6 +71,11 @@ def widen_checkpoint(arguments: list[str]) -> None:
         metavar="CLASS",
         help="the import path of your own model class (mine.Denoiser); a checkpoint alone never imports code. "
         "Its module may call mupscale.register_optimizer for your own optimizer",
+    )
+    parser.add_argument(
+        "--check",
+        metavar="CONFIG",
+        help="compare both widths with a batch of this configuration's data before anything is written",
     )
     parser.add_argument("--force", action="store_true", help="overwrite --out")
     options = parser.parse_args(arguments)
@@ -95,6 +105,7 @@ def widen_checkpoint(arguments: list[str]) -> None:
         raise UserError(
             f"--width {width} is narrower than the checkpoint, which has width {module.width}; give a larger one"
         )
+    check = NOT_CHECKED if options.check is None else check_with(options.check, module, width)
     with_state = not options.no_optimizer
     if shards is not None:
         growth = ShardedGrowth(shards, module, width, method, noise, options.seed, optimizer=with_state)
@@ -105,8 +116,22 @@ def widen_checkpoint(arguments: list[str]) -> None:
             torch.save(checkpoint, new)
     if options.save_noise:
         report.save_noise(options.save_noise)
-    show(str(report))
+    show(str(replace(report, exact=check.exact, check=str(check))))
     print("\n".join([f"wrote {options.out}", *after_upscale(source, options.out, width)]))
+
+
+NOT_CHECKED = Agreement(None, reason="--check CONFIG compares both widths with a batch of that configuration's data")
+
+
+def check_with(config: str, module: WidthScalable, width: Width) -> Agreement:
+    """Compares small networks of the same factor with the first batch of a configuration.
+
+    Raises a UserError if they differ. New networks are as good as the saved one, because a plan depends on shapes.
+    """
+    _, data, _ = configured("upscale", ["--config", config], None)
+    found = check_growth(module, module.width, width, first_batches(module, data, 1)[0])
+    refuse_inexact(f"--width {width}", module.width, found)
+    return found
 
 
 def upscale_checkpoint(

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from mupscale.checks.claims import check_claim
 from mupscale.checks.verify import verify
-from mupscale.commands.configured import LossByWidth, configured, first_batches, growths
+from mupscale.commands.configured import configured, first_batches, growths
 from mupscale.commands.own_optimizers import moved_optimizers, refuse_own_rates
 from mupscale.commands.status import Status
 from mupscale.commands.terminal import columns, paint
 from mupscale.models.base import has_own_optimizers
+from mupscale.models.growth_check import LossByWidth
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.methods import Duplication
 

@@ -1,11 +1,15 @@
 """A model of the transformers library widened in memory."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from mupscale.checks.agreement import Agreement, check_agreement
+from mupscale.checks.random_numbers import generators_kept
+from mupscale.checks.recording import state_kept
 from mupscale.discovery.discover import discover
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError, needs_extra
@@ -18,6 +22,7 @@ from mupscale.watching import Watch, unwatched
 from mupscale.widening.grow import Optimizers, UpscaleReport, grow
 from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.noise import Noise
+from mupscale.widening.plan import plan
 
 MOST_PARAMETERS = 100_000_000
 """Of a wide model that is itself run to find how it grows."""
@@ -50,7 +55,8 @@ def upscale(
     Args:
         model_or_folder: A model of the transformers library, or a folder with one.
         factor: By how much its widths grow.
-        call: One forward pass of a model, where its own dummy inputs do not do.
+        call: One forward pass of a model, where its own dummy inputs do not do. With it, or with those, both models are
+            compared before anything is written, if there is memory for copies; `report.exact` is the result.
         optimizer: The narrow model's; `report.optimizer` continues it.
         noise: What makes the copies part.
         seed: The seed of the noise.
@@ -72,9 +78,29 @@ def upscale(
     growth = Growth(factor, keep_heads, only, fields)
     wide = _wide_model(narrow, growth.wide(narrow.config))
     found = _found(narrow, wide, call, watch)
+    check = _checked(narrow, wide, found, call or default_call)
     report = grow(narrow, wide, optimizer, noise=noise, seed=seed, method=method, **found.hints)
     wide.train(narrow.training)
-    return wide, report
+    return wide, replace(report, exact=check.exact, check=str(check))
+
+
+def _checked(narrow: "PreTrainedModel", wide: "PreTrainedModel", found: Found, call: Call) -> Agreement:
+    """Compares the two models themselves, where memory allows. Raises a UserError if they differ."""
+
+    def compared(model: Any) -> Any:
+        output = call(model)
+        logits = getattr(output, "logits", None)
+        return output if logits is None else logits
+
+    try:
+        with torch.no_grad(), state_kept(narrow.modules()), generators_kept():
+            compared(narrow)
+    except Exception as error:  # only the caller knows which inputs a model takes
+        return Agreement(None, reason=f"no input is known ({' '.join(str(error).split())[:200]}). Give call")
+    answer = check_agreement(narrow, wide, plan(narrow, wide, **found.hints), compared)
+    if answer.exact is False:
+        raise UserError(f"this {narrow.config.model_type} model is not widened exactly: {answer.reason}")
+    return answer
 
 
 def _found(narrow: "PreTrainedModel", wide: "PreTrainedModel", call: Call | None, watch: Watch) -> Found:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,15 @@ from mupscale.widening.layers import notes_by_layer
 from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.new_copies import StateRule, check_state_rule
-from mupscale.widening.noise import Constants, Noise, SameNoise, add_noise_, may_overflow, save_constants
+from mupscale.widening.noise import (
+    Constants,
+    Noise,
+    SameNoise,
+    add_noise_,
+    may_overflow,
+    noise_constant,
+    save_constants,
+)
 from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
 from mupscale.widening.plan import Blocks, Plan
 from mupscale.widening.roles import Roles
@@ -119,8 +127,11 @@ def grow(
     rewarm_steps: int = 0,
     method: GrowthMethod | None = None,
     rebuild: Rebuild | None = None,
+    before_noise: Callable[[], None] | None = None,
 ) -> UpscaleReport:
     """Widens a trained model by its plan, without a check of what the two models compute: see `mupscale.upscale`.
+
+    `before_noise` is called when all weights and buffers are written, and noise is not yet.
 
     All that can be known without a forward pass is checked before anything is written: after a UserError both models
     are unchanged.
@@ -159,13 +170,14 @@ def grow(
             "complete are lost. Grow between two windows, after zero_grad()"
         )
     constants: Constants = {}
+    adds_later = before_noise is not None
     targets = dict(wide.named_parameters())
     for name, source in narrow.named_parameters():
         entry, target = plan.parameters[name], targets[name]
         assert isinstance(target, nn.Parameter)
         if target.is_meta:
             materialise_(target, source.device)
-        constants[name] = _write(target, gathered(source), entry, method, noise, seed)
+        constants[name] = _write(target, gathered(source), entry, method, noise, seed, adds_later)
         target.grad = None if consume else _carry_gradient(target, source, entry, method)
         if consume:
             release_(source)
@@ -175,6 +187,13 @@ def grow(
     for buffer in narrow.buffers() if consume else ():
         if id(buffer) not in kept:
             release_(buffer)
+    if before_noise is not None:
+        before_noise()
+    if adds_later and noise is not None:
+        same = SameNoise(constants, noise.centred)
+        for name, target in targets.items():
+            with own_part(target) as (weight, rows):
+                add_noise_(weight, plan.parameters[name], same, weight, seed, rows)
     remember_widths(plan, narrow, wide, method.factors, entrywise=method.hyperparameters == "table")
     optimizers: list[Optimizer] = []
     if narrow_opts and state != "carry":
@@ -204,7 +223,13 @@ def grow(
 
 
 def _write(
-    target: Tensor, source: Tensor, entry: TensorPlan, method: GrowthMethod, noise: Noise | None, seed: int
+    target: Tensor,
+    source: Tensor,
+    entry: TensorPlan,
+    method: GrowthMethod,
+    noise: Noise | None,
+    seed: int,
+    adds_later: bool,
 ) -> float | list[Any]:
     """Writes a wide parameter, of which a sharded one has some rows on this rank; returns σ̄ of its noise.
 
@@ -217,7 +242,11 @@ def _write(
             method.widen_(weight, source, entry)
         else:
             widen_(weight, source, entry, rows)
-        return 0.0 if noise is None else add_noise_(weight, entry, noise, source, seed, rows)
+        if noise is None:
+            return 0.0
+        if adds_later:
+            return noise_constant(weight, entry, noise, source, seed)
+        return add_noise_(weight, entry, noise, source, seed, rows)
 
 
 def _carry_gradient(target: Tensor, source: Tensor, entry: TensorPlan, method: GrowthMethod) -> Tensor | None:

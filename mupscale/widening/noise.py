@@ -318,12 +318,30 @@ def add_noise_(
 ) -> float | list[Any]:
     """Adds `noise` to the widened `target` in place; returns σ̄, ready to be saved.
 
-    The draw depends on seed, parameter name and device type alone, so every rank, every resumed run and every average
-    of the weights, in whatever dtype, gets the same.
     `target` may be some `rows` of the parameter alone, unless the noise `reads_widened`; the draw is of all of them.
     """
     if not noise.applies(entry):
         return 0.0
+    delta, constant = _drawn(target, entry, noise, narrow, seed)
+    delta.mul_(_align(constant.to(target.device, delta.dtype), entry))
+    if entry.unit.scale != 1:
+        delta.mul_(entry.unit.scale)
+    added = delta if rows is None else delta[rows]
+    target.copy_(added.add_(target))
+    return constant.tolist()
+
+
+def noise_constant(target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, seed: int) -> float | list[Any]:
+    """σ̄ of the noise that `add_noise_` would add."""
+    return _drawn(target, entry, noise, narrow, seed)[1].tolist() if noise.applies(entry) else 0.0
+
+
+def _drawn(target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Noise at σ̄ = 1, and σ̄.
+
+    The draw depends on seed, parameter name and device type alone, so every rank, every resumed run and every average
+    of the weights, in whatever dtype, gets the same.
+    """
     dtype = torch.promote_types(target.dtype, torch.float32)  # a half-precision sum would round the noise away
     drawn = torch.complex64 if dtype.is_complex else torch.float32
     generator = torch.Generator(target.device).manual_seed(_seed(seed, unwrapped(entry.name)))
@@ -335,12 +353,7 @@ def add_noise_(
         centre_(delta, entry.layouts, entry.summed_axes)
     in_role_units = target if entry.unit == NO_UNIT else (target - entry.shift) / entry.unit.scale
     constant = torch.as_tensor(noise.constant(entry, narrow, in_role_units, delta), dtype=torch.float64)
-    delta.mul_(_align(constant.to(target.device, dtype), entry))
-    if entry.unit.scale != 1:
-        delta.mul_(entry.unit.scale)
-    added = delta if rows is None else delta[rows]
-    target.copy_(added.add_(target))
-    return constant.tolist()
+    return delta, constant
 
 
 def widened_norms(entry: TensorPlan, narrow: Tensor) -> Tensor:

@@ -12,8 +12,12 @@ from torch.nn import functional as F
 from training_runs import LIGHTNING_WARNINGS, fit, gap
 
 import mupscale
+from mupscale.callbacks.swap import RefusedSwap
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.checks.agreement import Agreement
+from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable
+from mupscale.widening.noise import Noise
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -58,15 +62,35 @@ class ScaledByWidth(Plain):
         return F.cross_entropy(self(batch[0]) / self.width**0.5, batch[1])
 
 
-@pytest.mark.parametrize("noise", [None, mupscale.AdditiveNoise(0.1, centred=True)])
-def test_a_growth_that_is_not_exact_is_reported(noise: mupscale.AdditiveNoise | None, tmp_path: Path) -> None:
-    growth = "centred noise" if noise else "an upscale without noise"
-    with pytest.warns(UserWarning, match=rf"the loss of a batch changed from .* to .*, but {growth} keeps it"):
+def test_a_growth_that_is_not_exact_fails_at_the_first_batch(tmp_path: Path) -> None:
+    module, growth = ScaledByWidth(), UpscaleCallback(2, 16)
+    words = r"UpscaleCallback.width = 16: growth from width 8 is not exact: the loss differs by .* `loss` depends"
+    with pytest.raises(UserError, match=words):
+        fit(module, tmp_path, growth, steps=3)
+    assert module.global_step == 0
+
+
+@pytest.mark.parametrize(
+    ("noise", "growth"),
+    [
+        (None, "an upscale without noise"),
+        (mupscale.AdditiveNoise(0.1, centred=True), "an upscale before its noise"),
+        (mupscale.SignalNoise(0.1), "an upscale before its noise"),
+    ],
+)
+def test_a_growth_that_changes_the_loss_fails_at_the_swap(
+    noise: Noise | None, growth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mupscale.callbacks.upscale.check_growth", lambda *_: Agreement(True))
+    words = rf"the loss of a batch changed from .* to .*, but {growth} keeps it.*the run before the upscale is saved in"
+    with pytest.raises(RefusedSwap, match=words):
         fit(ScaledByWidth(), tmp_path, UpscaleCallback(2, 16, noise), steps=3)
 
 
 def test_plain_noise_may_change_the_loss(tmp_path: Path) -> None:
-    fit(ScaledByWidth(), tmp_path, UpscaleCallback(2, 16, mupscale.AdditiveNoise(0.1)), steps=3)
+    growth = UpscaleCallback(2, 16, mupscale.AdditiveNoise(0.5))
+    fit(Plain(), tmp_path, growth, steps=3)
+    assert abs(growth.summary["loss_after"] - growth.summary["loss_before"]) > 1e-2
 
 
 class Sampled(Plain):

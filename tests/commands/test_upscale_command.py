@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from command_line import refused, small
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
@@ -73,7 +74,9 @@ def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
     """Width 8 to 24 after 10 of 30 steps: at the end weights, rates, eps and decay agree to rounding."""
     inside = fit(tmp_path, 30, UpscaleCallback(10, 24))
     main(["upscale", str(tmp_path / "pre-upscale-10.ckpt"), "--width", "24", "--out", str(tmp_path / "wide.ckpt")])
-    assert "→ 2,695 parameters" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "→ 2,695 parameters" in printed
+    assert "not checked: --check CONFIG compares both widths" in printed
     # at its width the swap is left out
     offline = fit(tmp_path, 30, UpscaleCallback(10, 24), ckpt_path=tmp_path / "wide.ckpt")
     assert offline.lightning_module.width == 24
@@ -83,6 +86,17 @@ def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
         assert [a[key] for key in ("lr", "initial_lr", "eps", "weight_decay")] == pytest.approx(
             [b[key] for key in ("lr", "initial_lr", "eps", "weight_decay")], rel=1e-12
         )
+
+
+def test_check_compares_both_widths_before_anything_is_written(tmp_path, capsys, monkeypatch):
+    fit(tmp_path, 11, UpscaleCallback(10, 24))
+    line = ["upscale", str(tmp_path / "pre-upscale-10.ckpt"), "--width", "24", "--check", small(tmp_path / "c.yaml")]
+    main([*line, "--out", str(tmp_path / "wide.ckpt")])
+    assert "exact: compared with the narrow model in float64, outputs agree to" in capsys.readouterr().out
+    monkeypatch.setattr(MLP, "loss", lambda self, batch: self(batch[0]).square().mean() * self.width)
+    words = "--width 24: growth from width 8 is not exact: the loss differs by 200 %"
+    assert words in refused(*line, "--out", str(tmp_path / "wrong.ckpt"))
+    assert not (tmp_path / "wrong.ckpt").exists()
 
 
 class Frozen(Callback):

@@ -22,8 +22,10 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import mupscale.hf as hf
 from mupscale.__main__ import main
 from mupscale.commands import status
+from mupscale.discovery.found import Found
 from mupscale.errors import UserError
 from mupscale.hf import family, widened_folder
+from mupscale.hf import in_memory as in_memory_module
 from mupscale.hf.whole_folder import partial_folder, whole_folder
 from mupscale.widening.noise import AdditiveNoise
 
@@ -104,9 +106,22 @@ def test_shards_in_bfloat16(tmp_path: Path, monkeypatch) -> None:
     assert wide.dtype == torch.bfloat16
     exact, answer = (logits(load(tmp_path / name, dtype=torch.float32)) for name in ("narrow", "wide"))
     torch.testing.assert_close(answer, exact, rtol=0, atol=1e-6)
-    in_memory, _ = hf.upscale(load(narrow, dtype="auto"), 2)
+    in_memory, report = hf.upscale(load(narrow, dtype="auto"), 2)
+    assert report.exact is True
+    assert "exact: compared with the narrow model in float64" in str(report)
     for name, parameter in in_memory.named_parameters():
         assert torch.equal(parameter, wide.get_parameter(name)), name
+
+
+def test_a_model_in_memory_is_compared_at_its_full_size(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, report = hf.upscale(narrow, 2, call=lambda model: model(None))
+    assert report.exact is None
+    assert report.check.startswith("not checked: no input is known (")
+    monkeypatch.setattr(in_memory_module, "_found", lambda *_: Found({}, {}, {}, 0, {}, ()))
+    with pytest.raises(
+        UserError, match=r"this llama model is not widened exactly: what call\(model\) returns differs by"
+    ):
+        hf.upscale(narrow, 2)
 
 
 def test_noise_is_that_of_a_model_in_memory(narrow: Path, tmp_path: Path) -> None:

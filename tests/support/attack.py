@@ -272,7 +272,7 @@ class OpenAgain(io.TextIOWrapper):
 
 def note_steps(watch: Noting) -> None:
     """Makes a point of the moment in which a swap has just been made, and nothing of it is on disk."""
-    widened, training_step = swap.upscale, WidthScalable.training_step
+    widened, training_step = swap.grow, WidthScalable.training_step
 
     def counted(*arguments: Any, **options: Any) -> Any:
         report = widened(*arguments, **options)
@@ -283,7 +283,7 @@ def note_steps(watch: Noting) -> None:
         watch.step = self.trainer.global_step
         return training_step(self, *arguments)
 
-    swap.upscale = counted
+    swap.grow = counted
     WidthScalable.training_step = stepping  # type: ignore[method-assign]
 
 

@@ -31,6 +31,7 @@ import mupscale
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
+from mupscale.widening.grow import grow
 
 
 class Net(nn.Module):
@@ -316,3 +317,24 @@ def test_recurrent_layers_on_the_meta_device(kind: type[nn.RNNBase]):
     x = torch.randn(5, 2, 3)
     outputs = [model["head"](model["rnn"](x)[0]) for model in (narrow, wide)]
     torch.testing.assert_close(outputs[1], outputs[0])
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("noise", [mupscale.AdditiveNoise, mupscale.SignalNoise])
+def test_noise_that_waits_is_the_same(noise: Any, centred: bool) -> None:
+    """A swap compares the losses before noise is added; the weights are those of an upscale in one go."""
+    narrow, at_once, later, clean = (ResNet18Net(n, outputs=3) for n in (2, 4, 4, 4))
+    grow(narrow, clean)
+    seen = []
+
+    def compare() -> None:
+        seen.append(all(torch.equal(p, q) for p, q in zip(later.parameters(), clean.parameters(), strict=True)))
+
+    reports = [
+        grow(narrow, at_once, noise=noise(0.3, centred=centred), seed=3),
+        grow(narrow, later, noise=noise(0.3, centred=centred), seed=3, before_noise=compare, consume=True),
+    ]
+    assert seen == [True]
+    assert reports[0].noise == reports[1].noise
+    assert all(torch.equal(p, q) for p, q in zip(later.parameters(), at_once.parameters(), strict=True))
+    assert not all(torch.equal(p, q) for p, q in zip(later.parameters(), clean.parameters(), strict=True))

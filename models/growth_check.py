@@ -1,0 +1,145 @@
+"""Whether the growth of a module is exact: small networks of the same factor, compared in float64 on the CPU."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from mupscale.checks.agreement import Agreement, check_agreement
+from mupscale.checks.random_numbers import generators_kept
+from mupscale.checks.recording import state_kept
+from mupscale.checks.structures import leaves_of, map_leaves
+from mupscale.errors import UserError
+from mupscale.models.base import WidthScalable, hint_of_parameters_outside, without_log
+from mupscale.models.checkpoint import Width
+from mupscale.widening.plan import plan
+
+SMALLEST = 8
+"""Units of the narrowest layer: fewer would hide differences, such as a norm over a single unit."""
+
+MOST_PARAMETERS = 20_000_000
+"""Of a wide network that is compared to make sure of a difference between small ones."""
+
+SAMPLES = 2
+"""Of the batch: in float64, the outputs for a large vocabulary are large."""
+
+
+def check_growth(module: WidthScalable, before: Width, after: Width, batch: Any) -> Agreement:
+    """Compares the loss of new networks, and its gradients, at the smallest widths of the same factor.
+
+    A model may treat few units in another way than many, so a difference counts only if it is there in the largest
+    networks too that are not too large. The module and the generators of random numbers do not change.
+    """
+    samples = first_samples(batch, SAMPLES)
+    widths = list(small_widths(before, after))
+    found: Agreement | None = None
+    reason = "no network of these widths can be compared"
+    with _kept(module), generators_kept():
+        loss = LossByWidth(module)
+        while widths and found is None:
+            narrow, wide = widths.pop(0)
+            try:
+                found = _compared(loss, narrow, wide, samples)
+            except Exception as error:  # whatever a model does that has too few units
+                reason = " ".join(str(error).split())[:300]
+        if found is None:
+            return Agreement(None, reason=reason)
+        while widths and found.exact is False and not found.is_random:
+            narrow, wide = widths.pop()
+            if _parameters(loss.network(wide, meta=True)) <= MOST_PARAMETERS:
+                return _compared(loss, narrow, wide, samples)
+    return found
+
+
+def refuse_inexact(key: str, before: Width, found: Agreement) -> None:
+    """Raises a UserError that names the key if a growth is not exact; not if the loss draws random numbers."""
+    if found.exact is False and not found.is_random:
+        reason = found.reason.replace("what call(model) returns", "the loss")
+        raise UserError(f"{key}: growth from width {before} is not exact: {reason}. {REMEDY}")
+
+
+REMEDY = (
+    "Blocks, roles or units may be missing (mupscale.discover finds them), or `loss` depends on the width. "
+    "`python -m mupscale verify` compares whole steps of training"
+)
+
+
+def _compared(loss: "LossByWidth", narrow: Width, wide: Width, samples: Any) -> Agreement:
+    before, after = loss.network(narrow), loss.network(wide)
+    return check_agreement(before, after, plan(before, after), lambda net: loss(net, samples))
+
+
+def small_widths(before: Width, after: Width) -> Iterator[tuple[Width, Width]]:
+    """Pairs of widths of the same factors, from the smallest to the given ones."""
+    numbers = [*_listed(before), *_listed(after)]
+    common = math.gcd(*numbers)
+    for units in range(1, common + 1):
+        if common % units == 0 and (min(_listed(before)) // common * units >= SMALLEST or units == common):
+            yield _scaled(before, units, common), _scaled(after, units, common)
+
+
+def _listed(width: Width) -> list[int]:
+    return width if isinstance(width, list) else [width]
+
+
+def _scaled(width: Width, units: int, common: int) -> Width:
+    return [w // common * units for w in width] if isinstance(width, list) else width // common * units
+
+
+def first_samples(batch: Any, count: int) -> Any:
+    """The same structure with the first samples of all tensors that are as long as the batch."""
+    sizes = [len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    if not sizes:
+        return batch
+
+    def cut(leaf: Any) -> Any:
+        return leaf[:count] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == sizes[0] else leaf
+
+    return map_leaves(cut, batch)
+
+
+@contextmanager
+def _kept(module: WidthScalable) -> Iterator[None]:
+    """Restores the network and the width of a module at the end."""
+    net, width = module.net, module.hparams["width"]
+    try:
+        with without_log(module):
+            yield
+    finally:
+        module.net, module.hparams["width"] = net, width
+
+
+class LossByWidth:
+    """The loss of networks of several widths by one module, which has the width of each, and forgets every batch."""
+
+    def __init__(self, module: WidthScalable) -> None:
+        self.module = module
+        self._own_width = module.width
+        self._widths: dict[int, Width] = {}
+        """By the number of parameters: networks are copied to be compared."""
+
+    def network(self, width: Width, *, meta: bool = False) -> nn.Module:
+        """The network at this width."""
+        net = self.module.network(width, meta=meta)
+        self._widths[_parameters(net)] = width
+        return net
+
+    def __call__(self, net: nn.Module, batch: Any) -> Tensor:
+        self.module.net, self.module.hparams["width"] = net, self._widths[_parameters(net)]
+        inside = set(net.modules())
+        with state_kept(part for part in self.module.modules() if part not in inside):
+            try:
+                return self.module.loss(batch)
+            except RuntimeError as error:
+                hint = hint_of_parameters_outside(self.module)
+                if hint is None or self.module.width == self._own_width:
+                    raise
+                raise UserError(
+                    f"the loss cannot be computed at width {self.module.width} ({error}). {hint}"
+                ) from error
+
+
+def _parameters(net: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in net.parameters())
