@@ -7,6 +7,8 @@ import textwrap
 from mupscale.commands._jsonargparse import did_you_mean
 from mupscale.commands.loading import loaded
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
+from mupscale.commands.pipes import refuse_pipes
+from mupscale.commands.terminal import lenient_output
 from mupscale.commands.termination import EXIT_CODE, Terminated, end_now, on_sigterm
 
 COMMANDS = {
@@ -45,10 +47,19 @@ For the options of a command: python -m mupscale COMMAND --help
 
 
 def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else arguments
+    with lenient_output() as output:
+        status = run(sys.argv[1:] if arguments is None else arguments)
+    if output.problem is not None:
+        sys.exit(f"error: standard output cannot be written ({output.problem.lower()}); the rest of it is lost")
+    if status:
+        sys.exit(status)
+
+
+def run(arguments: list[str]) -> int | None:
+    """Runs a command, and returns its exit status. A mistake, a signal and Ctrl-C exit with one line."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE.format(commands="\n".join(_described(name) for name in COMMANDS)))
-        return
+        return None
     name, *rest = arguments
     if name not in COMMANDS:
         near = did_you_mean(name, COMMANDS) or f". The commands are {', '.join(COMMANDS)}"
@@ -56,9 +67,10 @@ def main(arguments: list[str] | None = None) -> None:
     # read when torch is loaded: on a busy machine OpenMP threads that spin for long make small operations fifty times
     # slower
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    refuse_pipes()
     try:
         with on_sigterm(end_now):
-            status = loaded(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
+            return loaded(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)
     except Exception as error:
         line = None if keeps_tracebacks() else line_about(error)
         if line is None:
@@ -69,8 +81,6 @@ def main(arguments: list[str] | None = None) -> None:
     except Terminated as ending:
         print(f"terminated; {str(ending) or 'run the same command again'}", file=sys.stderr)
         sys.exit(EXIT_CODE)
-    if status:
-        sys.exit(status)
 
 
 def _described(name: str) -> str:

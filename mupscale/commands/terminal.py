@@ -1,14 +1,22 @@
-"""What standard output can show: its width, if it is a terminal, and colours."""
+"""What standard output can show: its width, if it is a terminal, colours, and letters; and what happens if it fails."""
 
+import codecs
+import errno
 import os
 import shutil
 import sys
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TextIO, cast
 
 from mupscale.text_tables import Paint, Style, folded
 
 CODES: dict[Style, str] = {"heading": "1", "good": "32", "bad": "31"}
 """Of the terminal: bold, green, red."""
+
+
+PLAIN = {"→": "->", "–": "-", "…": "...", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "²": "^2", "μ": "u", "σ": "sigma"}
+"""Signs, and what stands for them where the encoding has none."""
 
 
 class Described(Protocol):
@@ -41,3 +49,61 @@ def show(answer: Described | str) -> None:
     else:
         text = answer.text(columns(), paint)
     print(text, flush=True)
+
+
+class Output:
+    """A stream that drops what nobody can read. A command goes on: a training must not end because `head` did.
+
+    `problem` is why it could not be written, unless the reader has ended.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.problem: str | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+        except OSError as error:
+            self._drop(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        if error.errno != errno.EPIPE:
+            self.problem = self.problem or error.strerror
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.stream.fileno())  # also for what is still in its buffer
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def lenient_output() -> Iterator[Output]:
+    """Replaces standard output and standard error by streams that take every letter, and whose failure is no error."""
+    codecs.register_error("mupscale", _spelled_out)
+    before = sys.stdout, sys.stderr
+    for stream in filter(None, before):
+        if getattr(stream, "errors", None) in ("strict", "backslashreplace") and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="mupscale")
+    with open(os.devnull, "w") as nowhere:  # a stream that was closed is None
+        output, errors = (Output(stream or nowhere) for stream in before)
+        sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, errors)
+        try:
+            yield output
+        finally:
+            output.flush()
+            errors.flush()
+            sys.stdout, sys.stderr = before
+
+
+def _spelled_out(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end

@@ -1,8 +1,10 @@
 """Options of Lightning's Trainer that do not work in the runs of this project, each with the reason and the remedy."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments import (
     LSFEnvironment,
     MPIEnvironment,
@@ -61,7 +63,8 @@ def refuse_options(trainer: Any) -> None:
 def refuse_processes(trainer: Any, environment: Mapping[str, str]) -> None:
     """Raises a UserError if torchrun has started another number of processes than the trainer's configuration says.
 
-    UserError also for several nodes without anything that could have started the others: the run would wait for them.
+    UserError also for several nodes without anything that could have started the others: the run would wait for them;
+    and for more processes on a CPU than it has cores.
     """
     nodes = trainer.get("num_nodes") or 1
     is_started = "MASTER_ADDR" in environment or any(kind.detect() for kind in LAUNCHERS)
@@ -70,6 +73,8 @@ def refuse_processes(trainer: Any, environment: Mapping[str, str]) -> None:
             f"trainer.num_nodes = {nodes}, but neither torchrun nor srun has started this process: start the same "
             "command with one of them on each node, or set --trainer.num_nodes=1"
         )
+    if not is_started:
+        _refuse_devices(trainer)
     if "TORCHELASTIC_RUN_ID" not in environment:
         return
     here, everywhere = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
@@ -86,6 +91,18 @@ def refuse_processes(trainer: Any, environment: Mapping[str, str]) -> None:
                 f"trainer.{key} = {given}, but torchrun has started {count} {what}: set --trainer.{key}={count}, or "
                 f"start torchrun with {option}={wanted}"
             )
+
+
+def _refuse_devices(trainer: Any) -> None:
+    """Raises a UserError for more devices of a CPU than it has cores: each of them would be a process of this run."""
+    devices, cores = str(trainer.get("devices")), len(os.sched_getaffinity(0))
+    has_others = torch.cuda.is_available() or torch.backends.mps.is_available()
+    is_cpu = trainer.get("accelerator") == "cpu" or (trainer.get("accelerator") == "auto" and not has_others)
+    if is_cpu and devices.isdecimal() and int(devices) > max(2, cores):
+        raise UserError(
+            f"trainer.devices = {devices}: on a CPU each device is a process, and this one has {cores} cores; give at "
+            f"most {max(2, cores)}"
+        )
 
 
 def is_sharding(strategy: Any) -> bool:

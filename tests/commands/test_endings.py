@@ -67,7 +67,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int, int]] = {
     "sanity check": (MLP, "validation_step", 0, 0, 0),
     "the first batch": (Summary, "on_train_start", 0, 1, 0),
     "a batch": (Curves, "on_train_batch_end", 8, 8, 5),
-    "the swap": (swap, "upscale", 10, 11, 10),
+    "the swap": (swap, "grow", 10, 11, 10),
     "validation": (Curves, "on_validation_end", 6, 6, 5),
     "checkpointing": (Curves, "on_save_checkpoint", 10, 10, 10),
     "the last step": (Curves, "on_train_batch_end", 20, 20, 15),

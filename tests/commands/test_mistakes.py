@@ -159,6 +159,7 @@ MISTAKES = {
     "coord-check --config c.yaml --widths 8,16,32 --seeds 0": "--seeds must be a whole number of at least 1, got 0",
     "experiment listed.yaml --plan": "listed.yaml: its values are of another kind",
     "fit --config c.yaml --trainer.check_val_every_n_epoch=0": "check_val_every_n_epoch must be at least 1, got 0",
+    "fit --config c.yaml --trainer.devices=99": "trainer.devices = 99: on a CPU each device is a process",
     "fit --config c.yaml --model.optimizer.capturable=true": "model.optimizer: If capturable=True",
     "fit --config c.yaml --model.optimizer.differentiable=true": "model.optimizer: a leaf Variable",
     "fit --config c.yaml --model.optimizer=SparseAdam": "model.optimizer: SparseAdam does not support dense gradients",

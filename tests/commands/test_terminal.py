@@ -1,6 +1,7 @@
 """What commands print on a terminal: it fits, nothing is lost, and colours come only where they are wanted."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -16,6 +17,7 @@ from paths import ROOT
 
 from mupscale.__main__ import COMMANDS, main
 from mupscale.commands import terminal as terminals
+from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.configured import configured, growths
 from mupscale.commands.terminal import columns, paint, show
 
@@ -148,3 +150,47 @@ def _read(descriptor: int) -> bytes:
         return os.read(descriptor, 65536)
     except OSError:  # the other end is closed
         return b""
+
+
+# --- output that fails
+
+
+def finished(config: str) -> int:
+    """Trains, and returns the steps of the last checkpoint."""
+    main(["fit", "--config", config])
+    return newest_checkpoint(Path("runs/default/version_0"))[1]["global_step"]
+
+
+def test_a_command_goes_on_when_its_reader_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert finished(small(tmp_path / "c.yaml", max_steps=2, enable_progress_bar=False)) == 2
+        main(["plan", "--config", str(tmp_path / "c.yaml")])
+
+
+def test_a_full_output_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        config = small(tmp_path / "c.yaml", max_steps=2, enable_progress_bar=False)
+        with pytest.raises(SystemExit) as exit:
+            main(["fit", "--config", config])
+    lost = "standard output cannot be written (no space left on device); the rest of it is lost"
+    assert exit.value.code == f"error: {lost}"
+    assert newest_checkpoint(Path("runs/default/version_0"))[1]["global_step"] == 2
+
+
+def test_a_closed_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert finished(small(tmp_path / "c.yaml", max_steps=2, enable_progress_bar=False)) == 2
+
+
+def test_an_ascii_terminal_gets_plain_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    main(["plan", "--config", small(tmp_path / "c.yaml", upscale(3, 16))])
+    stream.seek(0)
+    text = stream.read()
+    assert text.startswith("width 8 -> 16\n")
+    assert "8x54 -> 16x54" in text
