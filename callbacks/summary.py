@@ -1,16 +1,18 @@
 """Prints a summary at the start and the end of a run, and shows width and loss in the progress bar."""
 
+import math
 import shlex
 import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models._lightning import ClockedBar, callbacks_of
 from mupscale.models.base import WidthScalable
+from mupscale.schedules import WarmupCosine, WarmupStableDecay
 
 
 class WidthBar(ClockedBar):
@@ -52,6 +54,7 @@ class Summary(Callback):
             f", width {c.width} from step {c.at_step}" for c in upscales if c.at_step >= trainer.global_step
         )
         print(f"step {trainer.global_step}: {type(pl_module).__name__}, {size(pl_module)}{growth}", flush=True)
+        warn_of_rate_zero(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loss = pl_module.train_loss if isinstance(pl_module, WidthScalable) else None
@@ -76,6 +79,24 @@ class Summary(Callback):
             if isinstance(logger, TensorBoardLogger):
                 lines.append(f"  curves: tensorboard --logdir {shlex.quote(str(logger.log_dir))}")
         print("\n".join(lines), flush=True)
+
+
+def warn_of_rate_zero(trainer: Trainer) -> None:
+    """Warns of a schedule that falls to zero long before the run ends: the rest of the steps would change nothing."""
+    steps = trainer.estimated_stepping_batches
+    for config in trainer.lr_scheduler_configs:
+        schedule = config.scheduler
+        falls = isinstance(schedule, WarmupCosine) or (isinstance(schedule, WarmupStableDecay) and schedule.decay)
+        if (
+            falls
+            and config.interval == "step"
+            and math.isfinite(steps)
+            and steps - schedule.steps > max(1, steps / 100)
+        ):
+            rank_zero_warn(
+                f"model.lr_scheduler: the rate of {type(schedule).__name__} is zero from step {schedule.steps} on, and "
+                f"the run has {steps} steps: the last {steps - schedule.steps} change nothing. Set its steps to {steps}"
+            )
 
 
 def size(module: LightningModule) -> str:

@@ -1,5 +1,6 @@
 """Which parts of the configuration may change when a run continues from a checkpoint."""
 
+import warnings
 from typing import Any
 
 from mupscale.commands.config import Config, brief, class_name, differences
@@ -19,6 +20,9 @@ FREE = (
 
 FREE_DATA = ("data_dir", "resident", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
 """Arguments of data modules that determine where samples are and how they are read, but not which samples."""
+
+WORKERS = ("num_workers", "persistent_workers")
+"""Those of them on which the random numbers in the processes of a DataLoader depend."""
 
 PLACE = ("trainer.logger", "trainer.default_root_dir", "checkpoint.dirpath")
 """Keys that determine the folder of a run; `resume` continues in the same folder."""
@@ -48,6 +52,12 @@ def refuse_changes(saved: Any, config: Config, step: int, *, same_place: bool) -
             raise UserError(
                 f"{key.replace('.init_args.', '.')} is {brief(there)} in the run and {brief(here)} here. {rule}. "
                 f"{SUMMARY}. To change anything else, start a new run from the weights: --model.init_from CHECKPOINT"
+            )
+        if key.startswith("data.init_args.") and key.rpartition(".")[2] in WORKERS:
+            warnings.warn(
+                f"{key.replace('.init_args.', '.')} is {brief(there)} in the run and {brief(here)} here: random "
+                "numbers that a data set draws in worker processes, for augmentation say, will be others from here on",
+                stacklevel=2,
             )
     _refuse_callbacks(callbacks, _callbacks(config), step)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mupscale.commands import cluster
 from mupscale.commands.arguments import STACK_HELP, ArgumentParser, Size, stack_size
+from mupscale.commands.leftovers import Leftovers
 from mupscale.commands.loading import without_collections
 from mupscale.commands.next_steps import command_line
 from mupscale.commands.termination import Terminated
@@ -89,8 +90,15 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
         settings = settings_of(options, rest)
         opened = partial(Sweep, options.out, settings, options.storage)
         if options.ray is None:
+            leftovers = Leftovers()
+            leftovers.watch(options.out)
             whole = opened()
-            work(whole, size)
+            try:
+                work(whole, size)
+            except UserError:
+                if whole.left == settings.trials:  # refused before any trial was finished: the folder stays free
+                    leftovers.remove()
+                raise
         else:
             with cluster.connected(options, settings.config["trainer"]["accelerator"], options.out) as there:
                 whole = opened()

@@ -49,6 +49,10 @@ def refuse_options(trainer: Any) -> None:
         if is_bad(value):
             shown = str(value).lower() if isinstance(value, bool | int) else "AsyncCheckpointIO"
             raise UserError(f"trainer.{key}: {shown} does not work here: {reason}; {remedy}")
+    for key in ("max_steps", "max_epochs", "limit_train_batches"):
+        value = trainer.get(key)
+        if value == 0 and not isinstance(value, bool):
+            raise UserError(f"trainer.{key} = {value}: the run would train nothing; give a larger number")
     refuse_callbacks(_listed(trainer.get("callbacks")))
     if is_sharding(trainer.get("strategy")):
         for callback in _listed(trainer.get("callbacks")):
