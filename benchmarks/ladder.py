@@ -45,7 +45,7 @@ RUNS_HEADER = (
 """`grown_at` and `budget` are binary logarithms of shares of the largest budget. Only `train_loss` is not held out."""
 CURVES_HEADER = ("run", "branch", "tokens", "flops", "train_loss")
 """`branch` is the budget for which the rate falls; a trunk has none."""
-METHODS = {"duplication": mupscale.Duplication, "diagonal": partial(mupscale.HyperCloning, "diagonal")}
+METHODS = {"duplication": mupscale.methods.Duplication, "diagonal": partial(mupscale.methods.HyperCloning, "diagonal")}
 
 
 class Size(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mupscale._torch import TorchDispatchMode, tree_leaves
 from mupscale.models.resnet import ResNet18Net
-from mupscale.widening.spectral import spectral_norms
+from mupscale.spectral import spectral_norms
 
 
 class Launches(TorchDispatchMode):

@@ -50,7 +50,7 @@ def prepared(width: int, layers: int, device: torch.device) -> tuple[nn.Module, 
         narrow = build(width // 2, layers)
     mupscale.set_base_shapes(narrow, base, delta, init=None)
     wide = mupscale.set_base_shapes(on_meta(width, layers), base, delta, init=None)
-    optimizer = mupscale.MuAdamW(narrow, lr=1e-3)
+    optimizer = mupscale.apply_mup(torch.optim.AdamW(narrow.parameters(), lr=1e-3), narrow)
     for parameter in narrow.parameters():
         optimizer.state[parameter] = {
             "step": torch.tensor(100.0),

@@ -3,7 +3,6 @@
 import torch
 from lightning.pytorch import Trainer
 
-from mupscale._torch import step_hooks
 from mupscale.callbacks.stacked_fits import Apart, Awaited, loss_of
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.device_memory import free_bytes
@@ -13,6 +12,7 @@ from mupscale.models._lightning_loop import training_loader
 from mupscale.models.base import WidthScalable, init_contexts
 from mupscale.models.checkpoint import Width
 from mupscale.stacking.memory import bytes_per_model
+from mupscale.widening.stepping import step_records
 
 SHARE = 0.9
 """The share of the free memory that a stack may use."""
@@ -79,7 +79,7 @@ def bytes_of(first: Awaited, width: Width) -> int:
                 shared=False,
                 losses=module.stacked_losses(),
                 amsgrad=any(group.get("amsgrad", False) for group in optimizer.param_groups),
-                grown=bool(step_hooks(optimizer))
+                grown=any(record.changes_steps for record in step_records(optimizer).values())
                 or any(isinstance(callback, UpscaleCallback) for callback in callbacks_of(first.trainer)),
             )
         finally:

@@ -86,16 +86,13 @@ def warn_of_rate_zero(trainer: Trainer) -> None:
     steps = trainer.estimated_stepping_batches
     for config in trainer.lr_scheduler_configs:
         schedule = config.scheduler
-        falls = isinstance(schedule, WarmupCosine) or (isinstance(schedule, WarmupStableDecay) and schedule.decay)
-        if (
-            falls
-            and config.interval == "step"
-            and math.isfinite(steps)
-            and steps - schedule.steps > max(1, steps / 100)
-        ):
+        if not isinstance(schedule, WarmupCosine | WarmupStableDecay) or config.interval != "step":
+            continue
+        end, falls = schedule.steps, isinstance(schedule, WarmupCosine) or bool(schedule.decay)
+        if falls and end is not None and math.isfinite(steps) and steps - end > max(1, steps / 100):
             rank_zero_warn(
-                f"model.lr_scheduler: the rate of {type(schedule).__name__} is zero from step {schedule.steps} on, and "
-                f"the run has {steps} steps: the last {steps - schedule.steps} change nothing. Set its steps to {steps}"
+                f"model.lr_scheduler: the rate of {type(schedule).__name__} is zero from step {end} on, and "
+                f"the run has {steps} steps: the last {steps - end} change nothing. Set its steps to {steps}"
             )
 
 

@@ -19,6 +19,8 @@ from mupscale.callbacks.own_batches import OwnBatches
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.recording import state_kept
 from mupscale.errors import UserError
+from mupscale.methods import GrowthMethod
+from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.models._lightning import (
     average_device,
     average_of,
@@ -29,23 +31,20 @@ from mupscale.models._lightning import (
 )
 from mupscale.models.base import WidthScalable, has_own_optimizers, init_contexts, without_log
 from mupscale.models.checkpoint import Width
-from mupscale.widening.frozen import carry_modes_
-from mupscale.widening.grow import UpscaleReport, grow
-from mupscale.widening.methods import GrowthMethod
-from mupscale.widening.mixed_axes import keep_reference_units
-from mupscale.widening.new_copies import StateRule
-from mupscale.widening.noise import Noise
-from mupscale.widening.optimizer_state import (
-    check_transfer,
+from mupscale.schedule_state import continue_schedule
+from mupscale.widening.groups import (
+    Source,
     continue_scheduled_rates_,
     continue_settings_,
     continued_groups,
     refuse_uneven_groups,
     sources_of,
-    transfer_state,
 )
-from mupscale.widening.plan import Plan
-from mupscale.widening.schedule import Source, continue_schedule
+from mupscale.widening.noise import Noise
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.state import check_transfer, transfer_state
+from mupscale.widening.stepping import StateRule, attach
+from mupscale.widening.write import carry_modes_
 
 
 class RefusedSwap(UserError, RuntimeError):
@@ -97,7 +96,7 @@ class Swap:
             # these cannot be given memory weight by weight
             if module.device_mesh is not None or isinstance(part, nn.RNNBase):
                 part.to_empty(device=module.device, recurse=False)
-        growth = self.method.plan(narrow, wide, None, None)
+        growth = self.method.plan(narrow, wide)
         noise = self.method.noise if self.noise is None else self.noise
         is_function_kept = self.method.claim(growth, narrow, ()).function
         keeps_function = is_function_kept and (noise is None or noise.centred)
@@ -115,7 +114,7 @@ class Swap:
             wide,
             noise=self.noise,
             seed=seed,
-            plan=growth,
+            hints=growth,
             consume=True,
             method=self.method,
             rebuild=partial(_built, trainer, module, self.width),
@@ -166,14 +165,14 @@ class Swap:
         A rate is the base rate (the narrow one's by the rule, or that of the new constant) times how far the schedule
         is.
         """
-        continued = continued_groups(growth, narrow, before, wide, self.method.mup_rate_factors)
+        continued = continued_groups(growth, narrow, before, wide, self.method.mup_rates)
         rates = {id(p): group for group in continued for p in group["params"]}
         if has_own_optimizers(module):
             try:
                 refuse_uneven_groups(continued, wide, after)
             except UserError as error:
                 raise RefusedSwap(f"{type(module).__name__}.{error}") from error
-        source_of = sources_of(growth, narrow, before, wide, self.method.mup_rate_factors)
+        source_of = sources_of(growth, narrow, before, wide, self.method.mup_rates)
         sources: list[Source] = []
         for group in after.param_groups:
             first = next((p for p in group["params"] if id(p) in rates), None)
@@ -208,7 +207,7 @@ class Swap:
             consume=True,
             state=self.state_rule,
             rewarm_steps=self.rewarm_steps,
-            factors_of=self.method.factors,
+            scale_of=self.method.scale,
             to_copies=self.method.state_to_copies,
         )
         return sources
@@ -224,7 +223,7 @@ class Swap:
             assert wide is not None
             narrow.to(module.device)
             wide.to(module.device, next(narrow.parameters()).dtype)
-            grow(narrow, wide, noise=report.same_noise(), seed=seed, plan=report.plan, method=self.method)
+            grow(narrow, wide, noise=report.same_noise(), seed=seed, hints=report.plan, method=self.method)
             wide.to(average_device(callback, module))
             new.n_averaged.copy_(old.n_averaged)
             set_average(callback, new)
@@ -235,7 +234,7 @@ def keep_units_of_own_optimizers(trainer: Trainer, module: LightningModule) -> N
     assert isinstance(module, WidthScalable)
     assert module.net is not None
     for optimizer in trainer.optimizers if has_own_optimizers(module) else ():
-        keep_reference_units(module.net, optimizer)
+        attach(module.net, optimizer)
 
 
 class Measured(NamedTuple):

@@ -17,8 +17,9 @@ from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of
 from mupscale.models.base import WidthScalable, init_contexts, without_log
 from mupscale.models.checkpoint import Width
+from mupscale.widening.growth import Growth
 from mupscale.widening.noise import Constants, Noise, SignalNoise, save_constants
-from mupscale.widening.plan import Plan, TensorPlan
+from mupscale.widening.plan_text import Plan
 
 DIVERGED = 10
 """How many times the loss of an untrained network, or of the network just after a swap, counts as divergence."""
@@ -291,10 +292,10 @@ class Recording(Noise):
     def level(self) -> float:
         return self.noise.level()
 
-    def applies(self, entry: TensorPlan) -> bool:
+    def applies(self, entry: Growth) -> bool:
         return self.noise.applies(entry)
 
-    def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
+    def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
         value = self.noise.constant(entry, narrow, widened, delta)
         self.constants[entry.name] = torch.as_tensor(value, dtype=torch.float64).tolist()
         return value

@@ -25,19 +25,18 @@ from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
+from mupscale.layer_names import notes_by_layer
+from mupscale.methods import Duplication, GrowthMethod
 from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.base import WidthScalable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
 from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
 from mupscale.models.growth_check import REMEDY, check_growth, refuse_inexact
-from mupscale.widening.layers import notes_by_layer
-from mupscale.widening.methods import Duplication, GrowthMethod
-from mupscale.widening.new_copies import StateRule, check_own_count, check_state_rule, rewarm_new_copies
+from mupscale.schedule_state import refuse_one_rate_for_all
 from mupscale.widening.noise import Noise
-from mupscale.widening.parameter_groups import names_by_id
-from mupscale.widening.plan import Plan
-from mupscale.widening.rules import rule_of
-from mupscale.widening.schedule import refuse_one_rate_for_all
+from mupscale.widening.optimizers import rule_of
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.stepping import StateRule, check_own_count, check_state_rule, names_by_id
 
 
 class UpscaleCallback(Strides):
@@ -91,7 +90,9 @@ class UpscaleCallback(Strides):
             )
         self.method = Duplication() if method is None else method
         if not isinstance(self.method, GrowthMethod):
-            raise UserError(f"UpscaleCallback.method must be a growth method, such as mupscale.Net2Net; got {method!r}")
+            raise UserError(
+                f"UpscaleCallback.method must be a growth method, such as mupscale.methods.Net2Net; got {method!r}"
+            )
         if noise is not None and self.method.noise is not None:
             raise UserError(
                 f"UpscaleCallback.noise: {type(self.method).__name__} has noise of its own. Give none, or use another "
@@ -168,7 +169,6 @@ class UpscaleCallback(Strides):
         for optimizer in trainer.optimizers:
             if self.state_rule == "reset_new_copies":
                 check_own_count(optimizer)
-            rewarm_new_copies(optimizer)  # resumed, it has the state but not the hooks
         if is_narrower(before, self.width):
             self.refuse_one_rate(trainer, pl_module)
             _refuse_parameters_outside(trainer, pl_module)
@@ -241,7 +241,7 @@ class UpscaleCallback(Strides):
         with generators_kept([]):  # building a network must not move the run's random numbers
             try:
                 narrow, wide = (module.network(width, meta=True) for width in (before, self.width))
-                growth = self.method.plan(narrow, wide, None, None)
+                growth = self.method.plan(narrow, wide)
             except ValueError as error:
                 raise UserError(
                     f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
@@ -413,7 +413,7 @@ def rate_factors(growth: Plan, narrow: nn.Module, optimizer: Optimizer, method: 
         for parameter in group["params"]:
             if id(parameter) in names:
                 entry = growth.parameters[names[id(parameter)]]
-                factors.add(rule.scale(group, method.mup_rate_factors(entry)).lr)
+                factors.add(rule.scale(group, method.mup_rates(entry)).lr)
     return factors
 
 

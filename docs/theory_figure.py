@@ -93,11 +93,11 @@ def finite_width(layers: str, run: Training, width: int, k: int, noise: Noise, s
     """What the limits are limits of: a network of this width is trained, upscaled by the factor k, and trained on."""
     torch.manual_seed(seed)
     narrow = network(layers, width)
-    narrow_opt = mupscale.MuSGD(narrow, lr=run.lr)
+    narrow_opt = mupscale.apply_mup(torch.optim.SGD(narrow.parameters(), lr=run.lr), narrow)
     before = train(narrow, narrow_opt, run, run.steps)
     with torch.device("meta"):
         wide = network(layers, k * width)
-    wide_opt = mupscale.MuSGD(wide, lr=run.lr_up)
+    wide_opt = mupscale.apply_mup(torch.optim.SGD(wide.parameters(), lr=run.lr_up), wide)
     mupscale.upscale(narrow, wide, narrow_opt, wide_opt, noise=noise, seed=seed)
     return Limit(before, train(wide, wide_opt, run, run.steps_up))
 

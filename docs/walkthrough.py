@@ -52,7 +52,7 @@ def main() -> None:
     torch.manual_seed(0)
     print("1. A narrow network, trained for 600 steps of AdamW under muP")
     narrow, wide = mup(16), mup(64)
-    narrow_opt = mupscale.MuAdamW(narrow, lr=3e-3)
+    narrow_opt = mupscale.apply_mup(torch.optim.AdamW(narrow.parameters(), lr=3e-3), narrow)
     before = train(narrow, narrow_opt, 600)
     print(f"   loss {before:.4f}\n")
 
@@ -64,7 +64,7 @@ def main() -> None:
     verdict = mupscale.verify(
         narrow,
         wide,
-        optimizer=lambda params: mupscale.MuAdamW(params, lr=3e-3),
+        optimizer=lambda params: mupscale.apply_mup(torch.optim.AdamW(params, lr=3e-3)),
         batches=batches,
         loss=loss_of,
         steps=50,

@@ -63,7 +63,7 @@ def main() -> None:
     wide = AutoModelForCausalLM.from_config(wide_config(CONFIG, 2))
     probe = batch(generator)
     found = mupscale.discover(narrow, wide, lambda model: model(input_ids=probe, use_cache=False))
-    report = mupscale.upscale(narrow, wide, optimizer, noise=mupscale.AdditiveNoise(0.01), **found.hints)
+    report = mupscale.upscale(narrow, wide, optimizer, noise=mupscale.AdditiveNoise(0.01), hints=found)
     print(report)
 
     with torch.no_grad():

@@ -86,7 +86,7 @@ def main() -> None:
     batch = torch.stack([Counting()[index]["input_ids"] for index in range(16)])
     found = mupscale.discover(narrow, wide, lambda model: model(input_ids=batch, use_cache=False))
     optimizer = getattr(first.optimizer, "optimizer", first.optimizer)  # inside of accelerate's
-    report = mupscale.upscale(narrow, wide, optimizer, noise=mupscale.AdditiveNoise(0.01), **found.hints)
+    report = mupscale.upscale(narrow, wide, optimizer, noise=mupscale.AdditiveNoise(0.01), hints=found)
     print(report)
 
     with torch.no_grad():

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from mupscale._torch import inner_schedulers
 from mupscale.arguments import refuse_unless_level, refuse_unless_whole
 from mupscale.errors import UserError
-from mupscale.widening.optimizer_state import refuse_bad_levels
+from mupscale.widening.state import refuse_bad_levels
 
 
 def refuse_bad_width(key: str, width: Any) -> None:

@@ -24,6 +24,7 @@ from mupscale._torch import is_too_large, tree_map
 from mupscale.base_shapes import Init, set_base_shapes
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.structures import leaves_of, map_leaves
+from mupscale.clipping import clip_grad_norm_
 from mupscale.cuda_graph import use_fused
 from mupscale.device_memory import bytes_of, physical_memory
 from mupscale.errors import UserError
@@ -44,10 +45,9 @@ from mupscale.models.checkpoint import (
 from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
 from mupscale.mup_optimizers import apply_mup
 from mupscale.stacking.stack import Losses
-from mupscale.widening.clip import clip_grad_norm_
-from mupscale.widening.frozen import carry_frozen_, carry_modes_
-from mupscale.widening.mixed_axes import keep_reference_units
-from mupscale.widening.survey import refuse_lazy
+from mupscale.widening.pairing import refuse_lazy
+from mupscale.widening.stepping import attach
+from mupscale.widening.write import carry_frozen_, carry_modes_
 
 
 class Scores(NamedTuple):
@@ -358,7 +358,7 @@ class WidthScalable(LightningModule):
         refuse_bad_hyperparameters(optimizer, trainer_of(self))
         apply_mup(optimizer, self.net)
         use_fused(optimizer)
-        keep_reference_units(self.net, optimizer)
+        attach(self.net, optimizer)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]  # ReduceLROnPlateau does not keep it, and a swap must know how far it is
         if self.lr_scheduler_callable is None:
@@ -413,7 +413,7 @@ class WidthScalable(LightningModule):
         refuse_other_architecture(self.net, self.hparams, checkpoint)
         restore_mixed_widths(self.net, checkpoint[CHECKPOINT_KEY]["mixed_widths"])
         for optimizer in trainer.optimizers if trainer is not None else ():
-            keep_reference_units(self.net, optimizer)  # a sharded checkpoint is read after they were made
+            attach(self.net, optimizer)  # a sharded checkpoint is read after they were made
 
     @unless_done
     def on_fit_start(self) -> None:

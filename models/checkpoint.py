@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,9 +12,9 @@ from torch.optim import Optimizer
 from mupscale.checksums import damage_in
 from mupscale.errors import UserError
 from mupscale.sharded_checkpoints import METADATA
-from mupscale.widening.finite import first_non_finite
 from mupscale.widening.sharding import is_sharded, whole
-from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
+from mupscale.widening.stepping import Records, record_of, records_of, store_records
+from mupscale.widening.write import first_non_finite
 
 Width = int | list[int]
 """What a user calls the width of a model: a number, or one for each layer."""
@@ -323,16 +322,14 @@ def optimizer_names(module: nn.Module, optimizer: Optimizer, prefix: str = "") -
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def mixed_widths(net: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """The widths of parameters whose pieces grew by different factors, or that have an affine unit, as primitives."""
-    return {name: astuple(width) for name, width in merged_table(net).items() if width.needs_hooks}
+def mixed_widths(net: nn.Module) -> dict[str, dict[str, Any]]:
+    """The records of parameters that one rate does not train (`widening/stepping.py`), as primitives."""
+    return {name: record.as_primitives() for name, record in records_of(net).items() if record.changes_steps}
 
 
-def restore_mixed_widths(net: nn.Module, saved: dict[str, tuple[Any, ...]]) -> None:
+def restore_mixed_widths(net: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
     if saved:
-        store_table(
-            net, Table(True, merged_table(net) | {name: WidthFactors(*values) for name, values in saved.items()})
-        )
+        store_records(net, Records(True, records_of(net) | {name: record_of(values) for name, values in saved.items()}))
 
 
 def _sharded_like(parameter: Tensor, value: Any) -> Any:

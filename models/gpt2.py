@@ -15,7 +15,7 @@ from mupscale.arguments import refuse_unless_level
 from mupscale.errors import UserError
 from mupscale.models.arguments import refuse_bad_counts, refuse_bad_width
 from mupscale.models.language import LanguageModel
-from mupscale.widening.readout import Readout
+from mupscale.readout import Readout
 
 ATTENTION_SCALE = 8.0
 """c in the logit scale c / head_dim: at head_dim 64 it is the usual 1 / sqrt(head_dim)."""

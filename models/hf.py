@@ -15,7 +15,7 @@ from mupscale.models._lightning import is_trial_run, run_folder
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.checkpoint import load_weights
 from mupscale.models.language import LanguageModel
-from mupscale.widening.roles import Role
+from mupscale.widening.growth import Role
 from mupscale.widening.sharding import gathered
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ class CausalLMNet(nn.Module):
     def width_roles(self, other: "CausalLMNet") -> dict[str, Role]:
         return self._named(self._found(other).roles)
 
-    def width_units(self, other: "CausalLMNet") -> dict[str, float | tuple[float, float]]:
+    def width_rescale(self, other: "CausalLMNet") -> dict[str, float | tuple[float, float]]:
         """By a factor that is not whole they follow the power of the width that doubling it shows."""
         found, ratio = self._found(other), self._ratio(other)
         if _is_whole(ratio):
-            return self._named(found.units)
+            return self._named(found.rescale)
         answer: dict[str, float | tuple[float, float]] = {}
-        for name, unit in found.units.items():
+        for name, unit in found.rescale.items():
             scale, *offset = unit if isinstance(unit, tuple) else (unit,)
             here = float(ratio) ** math.log2(scale)
             answer[name] = (here, offset[0]) if offset else here

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from mupscale._torch import has_hooks
 from mupscale.models.arguments import refuse_bad_counts
 from mupscale.models.classifier import Classifier
+from mupscale.readout import Readout
 from mupscale.stacking.stack import Losses
-from mupscale.widening.readout import Readout
 
 
 class MLPNet(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mupscale.models.arguments import refuse_bad_counts
 from mupscale.models.classifier import Classifier
-from mupscale.widening.readout import Readout
+from mupscale.readout import Readout
 
 
 class BasicBlock(nn.Module):

@@ -1,4 +1,4 @@
-"""mupscale: widen a trained network so that it computes and trains exactly as before, then let it use its new width."""
+"""mupscale: grow a trained network so that it computes and trains exactly as before, then let it use its new width."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,93 +6,65 @@ from typing import TYPE_CHECKING, Any
 from mupscale import _torchvision as _torchvision
 
 if TYPE_CHECKING:
+    from mupscale import methods as methods
+    from mupscale import schedules as schedules
     from mupscale.base_shapes import set_base_shapes
     from mupscale.checks.claims import check_claim
     from mupscale.checks.verdict import Verdict
     from mupscale.checks.verify import verify
+    from mupscale.clipping import clip_grad_norm_
     from mupscale.discovery.discover import discover
-    from mupscale.discovery.found import Found
+    from mupscale.errors import UserError
     from mupscale.growing.upscale import upscale
-    from mupscale.mup_optimizers import MuAdam, MuAdamW, MuSGD, apply_mup
-    from mupscale.schedules import WarmupCosine, WarmupStableDecay
-    from mupscale.widening.clip import clip_grad_norm_
-    from mupscale.widening.grow import UpscaleReport
-    from mupscale.widening.methods import (
-        AKI,
-        FPI,
-        Duplication,
-        HyperCloning,
-        Lemon,
-        LiGO,
-        Net2Net,
-        ShrinkAndPad,
-        ZeroPadding,
-    )
+    from mupscale.methods.grow import UpscaleReport
+    from mupscale.mup_optimizers import apply_mup
+    from mupscale.readout import Readout
+    from mupscale.widening.hints import Hints
     from mupscale.widening.noise import AdditiveNoise, RecordedNoise, SignalNoise
-    from mupscale.widening.plan import Plan, plan
-    from mupscale.widening.readout import Readout
-    from mupscale.widening.rules import register_optimizer
+    from mupscale.widening.optimizers import register_optimizer
+    from mupscale.widening.plan import plan
+    from mupscale.widening.plan_text import Plan
+    from mupscale.widening.stepping import attach
 
     __version__: str
 
 _HOME = {
-    "AKI": "widening.methods",
     "AdditiveNoise": "widening.noise",
-    "Duplication": "widening.methods",
-    "FPI": "widening.methods",
-    "Found": "discovery.found",
-    "HyperCloning": "widening.methods",
-    "Lemon": "widening.methods",
-    "LiGO": "widening.methods",
-    "MuAdam": "mup_optimizers",
-    "MuAdamW": "mup_optimizers",
-    "MuSGD": "mup_optimizers",
-    "Net2Net": "widening.methods",
-    "Plan": "widening.plan",
-    "Readout": "widening.readout",
+    "Hints": "widening.hints",
+    "Plan": "widening.plan_text",
+    "Readout": "readout",
     "RecordedNoise": "widening.noise",
-    "ShrinkAndPad": "widening.methods",
     "SignalNoise": "widening.noise",
-    "UpscaleReport": "widening.grow",
+    "UpscaleReport": "methods.grow",
+    "UserError": "errors",
     "Verdict": "checks.verdict",
-    "WarmupCosine": "schedules",
-    "WarmupStableDecay": "schedules",
-    "ZeroPadding": "widening.methods",
     "apply_mup": "mup_optimizers",
+    "attach": "widening.stepping",
     "check_claim": "checks.claims",
-    "clip_grad_norm_": "widening.clip",
+    "clip_grad_norm_": "clipping",
     "discover": "discovery.discover",
     "plan": "widening.plan",
-    "register_optimizer": "widening.rules",
+    "register_optimizer": "widening.optimizers",
     "set_base_shapes": "base_shapes",
     "upscale": "growing.upscale",
     "verify": "checks.verify",
 }
 
+_ROOMS = ("methods", "schedules")
+"""Modules with names of their own, loaded when they are used."""
+
 __all__ = [
-    "AKI",
-    "FPI",
     "AdditiveNoise",
-    "Duplication",
-    "Found",
-    "HyperCloning",
-    "Lemon",
-    "LiGO",
-    "MuAdam",
-    "MuAdamW",
-    "MuSGD",
-    "Net2Net",
+    "Hints",
     "Plan",
     "Readout",
     "RecordedNoise",
-    "ShrinkAndPad",
     "SignalNoise",
     "UpscaleReport",
+    "UserError",
     "Verdict",
-    "WarmupCosine",
-    "WarmupStableDecay",
-    "ZeroPadding",
     "apply_mup",
+    "attach",
     "check_claim",
     "clip_grad_norm_",
     "discover",
@@ -108,10 +80,12 @@ def __getattr__(name: str) -> Any:
     """Loads torch only when something is used, so that `python -m mupscale --help` answers at once."""
     if name == "__version__":
         return import_module("importlib.metadata").version("mupscale")
+    if name in _ROOMS:
+        return import_module(f"mupscale.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'mupscale' has no attribute {name!r}")
-    return getattr(import_module(f"mupscale.{_HOME[name]}"), name)
+    return globals().setdefault(name, getattr(import_module(f"mupscale.{_HOME[name]}"), name))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -41,3 +41,11 @@ def shown(value: Any) -> str:
     """A value in a few characters, for a message."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}... ({type(value).__name__})"
+
+
+def refuse_unless_model(name: str, model: object) -> None:
+    """Raises a UserError if something is not a model but, for example, a class, a state_dict or None."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{name} must be a torch.nn.Module, got {shown(model)}. Pass the network itself")

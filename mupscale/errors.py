@@ -6,7 +6,18 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """A mistake in what the caller gave: the message names it, and how to fix it."""
+    """A mistake in what the caller gave: the message names it, and how to fix it. It is a ValueError.
+
+    Examples:
+        >>> import mupscale
+        >>> from torch import nn
+        >>> narrow, wide = nn.Linear(4, 4), nn.Linear(8, 8)
+        >>> try:
+        ...     mupscale.plan(wide, narrow)
+        ... except mupscale.UserError as error:
+        ...     print(error)
+        'weight' (8, 8) → (4, 4): axis 0 is narrower in the wide model (4 < 8); swap the models?
+    """
 
 
 class UncheckedWarning(UserWarning):

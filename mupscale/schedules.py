@@ -19,14 +19,14 @@ class WarmupStableDecay(LRScheduler):
     In a configuration:
 
         lr_scheduler:
-          class_path: mupscale.WarmupStableDecay
+          class_path: mupscale.schedules.WarmupStableDecay
           init_args: {warmup: 100, steps: 1500, decay: 0.2}
 
     Examples:
         >>> import mupscale
         >>> import torch
         >>> optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
-        >>> schedule = mupscale.WarmupStableDecay(optimizer, warmup=2, steps=6, decay=0.5)
+        >>> schedule = mupscale.schedules.WarmupStableDecay(optimizer, warmup=2, steps=6, decay=0.5)
         >>> rates = []
         >>> for _ in range(6):
         ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))
@@ -70,7 +70,7 @@ class WarmupCosine(LRScheduler):
         >>> import mupscale
         >>> import torch
         >>> optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
-        >>> schedule = mupscale.WarmupCosine(optimizer, steps=6, warmup=2)
+        >>> schedule = mupscale.schedules.WarmupCosine(optimizer, steps=6, warmup=2)
         >>> rates = []
         >>> for _ in range(6):
         ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))

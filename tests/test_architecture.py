@@ -21,14 +21,16 @@ FOLDERS = {
 LEAVES = {
     f"mupscale.{name}"
     for name in (
-        "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops", "text_tables",
-        "watching",
+        "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops", "layer_names", "readout",
+        "spectral",
+        "text_tables", "watching",
     )
 }  # fmt: skip
 """Anybody may import these."""
 
 LAYERS = (
-    "leaves", "widening", "stacking", "root", "checks", "discovery", "growing", "hf", "models", "callbacks", "commands",
+    "leaves", "widening", "methods", "stacking", "root", "checks", "discovery", "growing", "hf", "models",
+    "callbacks", "commands",
 )  # fmt: skip
 """From the bottom to the top: a module imports from its own layer and from those below it."""
 

@@ -9,13 +9,14 @@ import mup
 import pytest
 import torch
 from architectures import CASES
+from mup_optimizers import MuAdam, MuAdamW, MuSGD
 from torch import nn
 
 import mupscale
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
-from mupscale.widening.width_table import merged_table
+from mupscale.widening.stepping import records_of
 
 
 def gpt2(width: int, tied: bool = True) -> nn.Module:
@@ -71,12 +72,12 @@ def test_copies_lose_nothing(how: str):
     assert torch.equal(twin(tokens), wanted)
     assert twin.head.readout.multiplier == 0.25
     assert all(wanted_rates[name] == rate for name, rate in rates(twin).items())
-    assert merged_table(twin) == merged_table(mup_gpt2(32))
+    assert records_of(twin) == records_of(mup_gpt2(32))
 
 
 def rates(model: nn.Module) -> dict[str, tuple[float, float]]:
     """By every name: some copies untie what was tied."""
-    groups = {id(p): (g["lr"], g["eps"]) for g in mupscale.MuAdamW(model).param_groups for p in g["params"]}
+    groups = {id(p): (g["lr"], g["eps"]) for g in MuAdamW(model).param_groups for p in g["params"]}
     return {name: groups[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
@@ -153,12 +154,12 @@ def test_the_norm_of_a_tied_multiplier_free_readout_carries_the_width():
         mupscale.set_base_shapes(Untold(8), Untold(2), Untold(4))
     model = mupscale.set_base_shapes(Tied(8), Tied(2), Tied(4))
     assert model.norm.weight.eq(0.25).all()
-    got = {tuple(p.shape): g["lr"] for g in mupscale.MuAdam(model, lr=1.0).param_groups for p in g["params"]}
+    got = {tuple(p.shape): g["lr"] for g in MuAdam(model, lr=1.0).param_groups for p in g["params"]}
     assert got == {(9, 8): 1.0, (8,): 0.25}
     verdict = mupscale.verify(
         model,
         mupscale.set_base_shapes(Tied(24), Tied(2), Tied(4)),
-        optimizer=lambda ps: mupscale.MuAdamW(ps, lr=0.01),
+        optimizer=lambda ps: MuAdamW(ps, lr=0.01),
         steps=20,
         batches=[torch.arange(9)],
         loss=lambda m, x: nn.functional.cross_entropy(m(x), x.flip(0)),
@@ -183,7 +184,7 @@ def test_mups_own_readout_works_too():
     torch.manual_seed(0)
     narrow, wide = (mupscale.set_base_shapes(Net(n), Net(2), Net(4)) for n in (8, 24))
     verdict = mupscale.verify(
-        narrow, wide, optimizer=lambda ps: mupscale.MuSGD(ps, lr=0.1, momentum=0.9), steps=20,
+        narrow, wide, optimizer=lambda ps: MuSGD(ps, lr=0.1, momentum=0.9), steps=20,
         batches=[torch.randn(8, 4) for _ in range(3)], loss=lambda m, x: (m(x) - 1).square().mean(),
     )  # fmt: skip
     assert verdict.passed, verdict
@@ -191,8 +192,8 @@ def test_mups_own_readout_works_too():
 
 def test_depthwise_transposed_and_grouped_widths():
     case = CASES["convnet"]
-    table = merged_table(mupscale.set_base_shapes(case.build(16), case.build(4), case.build(8)))
-    width = {name: (w.m_out, w.m_in) for name, w in table.items()}
+    table = records_of(mupscale.set_base_shapes(case.build(16), case.build(4), case.build(8)))
+    width = {name: (1 / w.scale.gradient, 1 / w.scale.weight) for name, w in table.items()}
     assert width["stem.weight"] == (4, 1)
     assert width["depthwise.weight"] == (4, 1)
     assert width["fixed_groups.weight"] == (4, 4)

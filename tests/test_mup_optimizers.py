@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from mup_optimizers import MuAdam, MuAdamW, MuSGD
 from nets import features, mlp, mup, train
 from torch import nn
 
@@ -22,16 +23,16 @@ def test_mup_hyperparameters_follow_the_table():
     model = mup(mlp, 8)
     matrix, vector, readout, scalar = "layers.1.weight", "layers.0.weight", "readout.weight", "readout.bias"
 
-    sgd = hyperparameters(model, mupscale.MuSGD(model, lr=1.0, weight_decay=1.0))
+    sgd = hyperparameters(model, MuSGD(model, lr=1.0, weight_decay=1.0))
     assert (sgd[matrix], sgd[vector], sgd[readout], sgd[scalar]) == ((1, 1), (2, 0.5), (2, 0.5), (1, 1))
-    adam = hyperparameters(model, mupscale.MuAdam(model.parameters(), lr=1.0, eps=1.0, weight_decay=1.0))
+    adam = hyperparameters(model, MuAdam(model.parameters(), lr=1.0, eps=1.0, weight_decay=1.0))
     assert (adam[matrix], adam[vector], adam[readout], adam[scalar]) == (
         (0.5, 0.5, 1),
         (1, 0.5, 0.5),
         (1, 0.5, 0.5),
         (1, 1, 1),
     )
-    adamw = hyperparameters(model, mupscale.MuAdamW(model, lr=1.0, eps=1.0, weight_decay=1.0))
+    adamw = hyperparameters(model, MuAdamW(model, lr=1.0, eps=1.0, weight_decay=1.0))
     assert (adamw[matrix], adamw[vector], adamw[readout], adamw[scalar]) == (
         (0.5, 0.5, 2),
         (1, 0.5, 1),
@@ -43,11 +44,11 @@ def test_mup_hyperparameters_follow_the_table():
 def test_unequal_fans_of_a_matrix():
     base, delta, model = (MLPNet(4, hidden, 3) for hidden in ((2, 2), (4, 4), (8, 6)))
     mupscale.set_base_shapes(model, base, delta)
-    got = hyperparameters(model, mupscale.MuSGD(model, lr=1.0, weight_decay=1.0))
+    got = hyperparameters(model, MuSGD(model, lr=1.0, weight_decay=1.0))
     assert got["layers.1.weight"] == (3 / 4, 4 / 3)
 
 
-@pytest.mark.parametrize("make", [mupscale.MuSGD, mupscale.MuAdam, mupscale.MuAdamW])
+@pytest.mark.parametrize("make", [MuSGD, MuAdam, MuAdamW])
 def test_rescaling_relative_to_the_narrow_run_is_muP_at_the_wide_width(make):
     narrow, wide = mup(mlp, 8), mup(mlp, 24)
     settings = {"lr": 0.1, "weight_decay": 0.3}
@@ -62,7 +63,7 @@ def test_rescaling_relative_to_the_narrow_run_is_muP_at_the_wide_width(make):
 
 def test_a_tensor_learning_rate_is_not_changed():
     lr = torch.tensor(0.1, dtype=torch.float64)
-    mupscale.MuAdam(mup(mlp, 8), lr=lr, foreach=False)
+    MuAdam(mup(mlp, 8), lr=lr, foreach=False)
     assert lr.item() == 0.1
 
 
@@ -70,7 +71,7 @@ def test_muP_needs_base_shapes_and_is_applied_once():
     with pytest.raises(ValueError, match="has no base shapes"):
         mupscale.apply_mup(torch.optim.SGD((model := mlp(4)).parameters()), model)
     with pytest.raises(ValueError, match="pass the model itself"):
-        mupscale.MuAdam(copy.deepcopy(mup(mlp, 8)).parameters())
+        MuAdam(copy.deepcopy(mup(mlp, 8)).parameters())
     model = mup(mlp, 8)
     optimizer = mupscale.apply_mup(torch.optim.SGD(model.parameters()), model)
     with pytest.raises(ValueError, match="muP-scaled already"):

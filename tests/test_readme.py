@@ -236,7 +236,7 @@ def test_the_quickstart_is_exact(capsys: pytest.CaptureFixture[str], monkeypatch
     quickstart("verify")
     assert "width 64 → 256: exact" in capsys.readouterr().out
     monkeypatch.setattr(
-        "mupscale.widening.rules.lr_factor", lambda *_: 1.0
+        "mupscale.widening.table.lr", lambda *_: 1.0
     )  # a broken rule: the verdict is no, and so is the exit code
     with pytest.raises(SystemExit) as caught:
         quickstart("verify")
@@ -249,11 +249,11 @@ def test_discover_as_the_page_shows_it():
     names: dict[str, Any] = {"__name__": "page"}
     exec(block(LIBRARY, "python", "mupscale.discover("), names)
     told = str(names["found"]).partition("\n")[2]  # without the number of passes, which may change
-    assert told.startswith("units:")
+    assert told.startswith("rescale:")
     assert told in LIBRARY.read_text()
     narrow, wide, tokens = (names[name] for name in ("narrow", "wide", "tokens"))
     torch.testing.assert_close(wide(tokens), narrow(tokens), rtol=0, atol=1e-5)
-    report = mupscale.upscale(narrow, wide, names["optimizer"], blocks=names["found"].resolved(narrow, wide).blocks)
+    report = mupscale.upscale(narrow, wide, names["optimizer"], hints=names["found"].resolved(narrow, wide))
     assert not torch.allclose(wide(tokens), narrow(tokens), rtol=0, atol=1e-2), f"the unit is not needed: {report}"
 
 

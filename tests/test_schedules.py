@@ -6,7 +6,7 @@ from torch import nn
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.widening.schedule import continue_schedule
+from mupscale.schedule_state import continue_schedule
 
 
 def rates(make, steps: int) -> list[float]:
@@ -22,14 +22,21 @@ def rates(make, steps: int) -> list[float]:
 
 
 def test_warmup_stable_decay() -> None:
-    found = rates(lambda optimizer: mupscale.WarmupStableDecay(optimizer, warmup=2, steps=8, decay=0.5), 10)
+    found = rates(lambda optimizer: mupscale.schedules.WarmupStableDecay(optimizer, warmup=2, steps=8, decay=0.5), 10)
     assert found == pytest.approx([0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0])
-    assert rates(lambda optimizer: mupscale.WarmupStableDecay(optimizer, warmup=4), 6) == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert rates(mupscale.WarmupStableDecay, 3) == [1, 1, 1]
+    assert rates(lambda optimizer: mupscale.schedules.WarmupStableDecay(optimizer, warmup=4), 6) == [
+        0.25,
+        0.5,
+        0.75,
+        1,
+        1,
+        1,
+    ]
+    assert rates(mupscale.schedules.WarmupStableDecay, 3) == [1, 1, 1]
 
 
 def test_warmup_cosine() -> None:
-    found = rates(lambda optimizer: mupscale.WarmupCosine(optimizer, steps=6, warmup=2), 8)
+    found = rates(lambda optimizer: mupscale.schedules.WarmupCosine(optimizer, steps=6, warmup=2), 8)
     assert found == pytest.approx([0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0, 0])
 
 
@@ -46,14 +53,14 @@ def test_warmup_cosine() -> None:
 )
 def test_what_makes_no_sense_is_refused(arguments: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        rates(lambda optimizer: mupscale.WarmupStableDecay(optimizer, **arguments), 1)
+        rates(lambda optimizer: mupscale.schedules.WarmupStableDecay(optimizer, **arguments), 1)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda optimizer: mupscale.WarmupStableDecay(optimizer, warmup=3, steps=12, decay=0.4),
-        lambda optimizer: mupscale.WarmupCosine(optimizer, steps=12, warmup=3),
+        lambda optimizer: mupscale.schedules.WarmupStableDecay(optimizer, warmup=3, steps=12, decay=0.4),
+        lambda optimizer: mupscale.schedules.WarmupCosine(optimizer, steps=12, warmup=3),
     ],
 )
 def test_a_growth_goes_on_where_the_schedule_stands(make) -> None:

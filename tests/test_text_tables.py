@@ -2,8 +2,8 @@
 
 import pytest
 
+from mupscale.layer_names import braced
 from mupscale.text_tables import Style, folded, table
-from mupscale.widening.layers import braced
 
 ROWS = [("name", "number", "where"), ("a.long.name", "5", "first, second"), ("b", "120", "")]
 

@@ -18,8 +18,8 @@ from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.recording import buffers_kept, float_copies
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
-from mupscale.widening.grow import grow
-from mupscale.widening.layout import duplicate
+from mupscale.methods.grow import grow
+from mupscale.widening.axes import duplicate
 from mupscale.widening.plan import Plan
 from mupscale.widening.sharding import is_sharded
 
@@ -176,7 +176,7 @@ class _Check:
         self._refuse_without_outputs()
         self.tolerance = _IN_FLOAT64 if dtype is torch.float64 else self._tolerance_in_float32()
         self.wide = _copy("wide", wide, dtype)
-        grow(self.narrow, self.wide, plan=plan)
+        grow(self.narrow, self.wide, hints=plan)
         self.tested: set[str] = set()
         """Parameters whose gradients, other than zero, were compared."""
 
@@ -285,7 +285,7 @@ class _Check:
             before = narrow[name] if name in narrow else wide[name].new_zeros(entry.narrow_shape)
             wanted = widened_gradient(entry, before)
             after = wide[name].to(wanted.device) if name in wide else torch.zeros_like(wanted)
-            size = max(_size(wanted), self.tolerance.least * largest / entry.factors.k_out, 1e-300)
+            size = max(_size(wanted), self.tolerance.least * largest * entry.scale.gradient, 1e-300)
             errors[name] = relative_error(after, wanted, size)
         worst = max(errors.values(), default=0.0)
         bad = [name for name, error in errors.items() if not error <= self.tolerance.gradients]

@@ -13,11 +13,10 @@ from mupscale.checks.float64 import float64_copy
 from mupscale.checks.recording import buffers_kept
 from mupscale.checks.verify import WARM_UP
 from mupscale.errors import UserError
+from mupscale.methods.base import Claim, GrowthMethod, Loss
+from mupscale.methods.grow import grow
 from mupscale.text_tables import Paint, folded, unpainted
-from mupscale.widening.grow import grow
-from mupscale.widening.methods.base import Claim, GrowthMethod, Loss
-from mupscale.widening.plan import Blocks
-from mupscale.widening.roles import Roles
+from mupscale.widening.hints import Hints
 
 PRESERVED = 1e-12
 """The largest relative deviation of a loss, in float64, that is rounding."""
@@ -62,8 +61,7 @@ def check_claim(
     batches: Sequence[Any],
     loss: Loss,
     steps: int = 20,
-    roles: Roles | None = None,
-    blocks: Blocks | None = None,
+    hints: Hints | None = None,
 ) -> ClaimCheck:
     """Checks what a growth method claims to preserve, on float64 copies of the models.
 
@@ -80,8 +78,9 @@ def check_claim(
         >>> def loss(model, batch):
         ...     return model(batch).square().mean()
         >>> batches = [torch.randn(5, 3) for _ in range(4)]
+        >>> method = mupscale.methods.Net2Net(groups=groups)
         >>> check = mupscale.check_claim(
-        ...     narrow, wide, mupscale.Net2Net(groups=groups), optimizer=torch.optim.AdamW, batches=batches, loss=loss)
+        ...     narrow, wide, method, optimizer=torch.optim.AdamW, batches=batches, loss=loss)
         >>> check.claim, check.holds
         (Claim(function=True, dynamics=True), True)
     """
@@ -93,8 +92,8 @@ def check_claim(
     for step in range(WARM_UP):
         _step(narrow, before, batches[step % len(batches)], loss)
     method = copy.deepcopy(method)
-    method.fit(narrow, wide, batches, loss, roles=roles, blocks=blocks)
-    report = grow(narrow, wide, before, method=method, roles=roles, blocks=blocks)
+    method.fit(narrow, wide, batches, loss, hints=hints)
+    report = grow(narrow, wide, before, method=method, hints=hints)
     after = report.optimizer
     assert isinstance(after, Optimizer)
     static = max(_deviation(_value(wide, batch, loss), _value(narrow, batch, loss)) for batch in batches)

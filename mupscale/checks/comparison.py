@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mupscale.checks.float64 import is_inexact
 from mupscale.checks.recording import Call
 from mupscale.checks.verdict import GRADIENT_MULTIPLE, LOSS_DIVISOR, Verdict
-from mupscale.widening.layout import (
+from mupscale.widening.axes import (
     Layout,
     Piece,
     duplicate,
@@ -23,8 +23,9 @@ from mupscale.widening.layout import (
     narrow_length,
     wide_length,
 )
-from mupscale.widening.plan import Plan, TensorPlan
-from mupscale.widening.weights import widen_, widen_gradient_
+from mupscale.widening.growth import Growth
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.write import widen_, widen_gradient_
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Comparison:
                 wanted = widened_gradient(entry, _dense(source.grad))
                 size = float(_dense(source.grad).abs().max()) if source.numel() else 0.0
                 error = float((_dense(targets[name].grad) - wanted).abs().max())
-                rows.append((name, error * entry.factors.k_out, size))
+                rows.append((name, error / entry.scale.gradient, size))
                 largest = max(largest, size)
         # a gradient that vanishes by symmetry (a bias before BatchNorm, of a key) is rounding noise: measure it by the
         # others
@@ -315,11 +316,11 @@ class Comparison:
             axes.append(options)
         # the output of a norm or a matrix in role `readout` carries the 1/k of the readout behind it, and any output
         # the unit of what produced it
-        scales = {1.0} | {entry.unit.scale for entry in self.plan.parameters.values()}
+        scales = {1.0} | {entry.rescale for entry in self.plan.parameters.values()}
         for entry in self.plan.parameters.values():
             summed = [axis for axis, side in enumerate(entry.sides) if side == "in"]
             if entry.role == "readout" and (entry.kind == "gain" or len(summed) > 1):
-                scales |= {entry.unit.scale / entry.reference(axis) for axis in summed}
+                scales |= {entry.rescale / entry.axes[axis].reference for axis in summed}
         if _is_normalised(narrow, wide):
             scales.add(math.sqrt(narrow.numel() / wide.numel()))
         for scale in sorted(scales, reverse=True):
@@ -334,10 +335,10 @@ def _concerns(noted: str, module: str) -> bool:
     )
 
 
-def widened_gradient(entry: TensorPlan, source: Tensor) -> Tensor:
+def widened_gradient(growth: Growth, source: Tensor) -> Tensor:
     """The gradient that Table 1 wants of the wide parameter, from that of the narrow one."""
-    target = source.new_empty(entry.wide_shape)
-    widen_gradient_(target, source, entry)
+    target = source.new_empty(growth.wide_shape)
+    widen_gradient_(target, source, growth)
     return target
 
 

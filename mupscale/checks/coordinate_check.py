@@ -23,18 +23,18 @@ from mupscale.arguments import (
     refuse_unless_callable,
     refuse_unless_iterable,
     refuse_unless_level,
+    refuse_unless_model,
     refuse_unless_whole,
     shown,
 )
 from mupscale.checks.recording import Recorder, buffers_kept
+from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import UserError
+from mupscale.methods.grow import as_list, grow
+from mupscale.readout import Readout
 from mupscale.text_tables import Paint, Style, folded, table, unpainted
 from mupscale.watching import Watch, unwatched
-from mupscale.widening.clip import clip_grad_norm_
-from mupscale.widening.grow import as_list, grow
 from mupscale.widening.noise import AdditiveNoise, Noise
-from mupscale.widening.readout import Readout
-from mupscale.widening.survey import refuse_unless_model
 
 FACTORS = (2, 4, 8)
 """The factors by which the narrowest network is upscaled; the others are upscaled by the first."""

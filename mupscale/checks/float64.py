@@ -13,7 +13,7 @@ from mupscale._torch import TorchDispatchMode, tree_leaves
 from mupscale.checks.recording import buffers_kept
 from mupscale.checks.structures import leaves_of, map_leaves, unknown_kinds
 from mupscale.errors import UserError
-from mupscale.widening.width_table import restore_infshapes
+from mupscale.widening.stepping import restore_infshapes
 
 _DOUBLE = (torch.float64, torch.complex128)
 

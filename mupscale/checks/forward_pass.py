@@ -14,7 +14,7 @@ from mupscale.checks.precision import Operation, Precision
 from mupscale.checks.random_numbers import seed_generators
 from mupscale.checks.recording import real_floats
 from mupscale.checks.structures import leaves_of
-from mupscale.widening.layout import duplicate_, narrow_length
+from mupscale.widening.axes import duplicate_, narrow_length
 
 Call = Callable[[nn.Module], Any]
 """One forward pass of a model."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mupscale.widening.layout import Layout, Piece, duplicate, evenly, wide_length
+from mupscale.widening.axes import Layout, Piece, duplicate, evenly, wide_length
 
 _MOST_LAYOUTS = 1024
 MASKED = 1e30

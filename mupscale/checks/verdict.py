@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from mupscale.text_tables import Paint, folded, table, unpainted
-from mupscale.widening.plan import Plan
+from mupscale.widening.plan_text import Plan
 
 TOLERANCE = 1e-8
 """Relative drift of activations in float64."""

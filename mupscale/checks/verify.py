@@ -10,6 +10,7 @@ from mupscale.arguments import (
     refuse_unless_callable,
     refuse_unless_iterable,
     refuse_unless_level,
+    refuse_unless_model,
     refuse_unless_whole,
     shown,
 )
@@ -18,15 +19,13 @@ from mupscale.checks.float64 import Batches, computes_in_float32, copied, loss_i
 from mupscale.checks.random_numbers import generators_kept, seed_generators
 from mupscale.checks.recording import Recorder
 from mupscale.checks.verdict import TOLERANCE, TOLERANCE_FLOAT32, Verdict
+from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import UserError
+from mupscale.methods.grow import as_list, grow
 from mupscale.watching import Watch, unwatched
-from mupscale.widening.clip import clip_grad_norm_
-from mupscale.widening.grow import as_list, grow
-from mupscale.widening.layout import duplicate
-from mupscale.widening.plan import Blocks
-from mupscale.widening.roles import Roles
-from mupscale.widening.survey import refuse_lazy, refuse_scripted, refuse_unless_model
-from mupscale.widening.units import Units
+from mupscale.widening.axes import duplicate
+from mupscale.widening.hints import Hints
+from mupscale.widening.pairing import refuse_lazy, refuse_scripted
 
 WARM_UP = 10
 """Training steps of the narrow copy before it is widened, so that the move of optimizer state is tested too."""
@@ -41,9 +40,7 @@ def verify(
     loss: Callable[[nn.Module, Any], Tensor],
     steps: int,
     clip: float | None = None,
-    roles: Roles | None = None,
-    blocks: Blocks | None = None,
-    units: Units | None = None,
+    hints: Hints | None = None,
     tolerance: float | None = None,
     watch: Watch = unwatched,
 ) -> Verdict:
@@ -92,9 +89,7 @@ def verify(
         if value is not None:
             refuse_unless_level(f"verify: {name}", value)
     with generators_kept():
-        return _verify(
-            narrow, wide, optimizer, Batches(batches), loss, steps, clip, roles, blocks, units, tolerance, watch
-        )
+        return _verify(narrow, wide, optimizer, Batches(batches), loss, steps, clip, hints, tolerance, watch)
 
 
 def _verify(
@@ -105,9 +100,7 @@ def _verify(
     loss: Callable[[nn.Module, Any], Tensor],
     steps: int,
     clip: float | None,
-    roles: Roles | None,
-    blocks: Blocks | None,
-    units: Units | None,
+    hints: Hints | None,
     tolerance: float | None,
     watch: Watch,
 ) -> Verdict:
@@ -125,7 +118,7 @@ def _verify(
         _backward(narrow, batches[step], loss, step)
         _flush(narrow, _vanishing(narrow))
         _step(narrow, narrow_opts, clip)
-    report = grow(narrow, wide, narrow_opts, roles=roles, blocks=blocks, units=units)
+    report = grow(narrow, wide, narrow_opts, hints=hints)
     assert isinstance(report.optimizer, list)
 
     comparison = Comparison(report.plan, tolerance)

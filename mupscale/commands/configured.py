@@ -12,12 +12,12 @@ from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
 from mupscale.commands.own_optimizers import made_for
 from mupscale.data_files import LOADER
+from mupscale.methods import Duplication, GrowthMethod
 from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters
 from mupscale.models.base import WidthScalable, doubled, has_own_optimizers
 from mupscale.models.checkpoint import Width
 from mupscale.mup_optimizers import apply_mup
-from mupscale.widening.methods import Duplication, GrowthMethod
-from mupscale.widening.plan import Plan
+from mupscale.widening.plan_text import Plan
 
 
 def configured(
@@ -103,5 +103,5 @@ def growths(module: WidthScalable, trainer: Trainer) -> list[Growth]:
         pairs = zip(pairwise(widths), scheduled, strict=True)
         return [Growth(a, b, callback.method, callback.planned(module, a)) for (a, b), callback in pairs]
     before, after, method = module.width, doubled(module.width), Duplication()
-    plan = method.plan(module.network(before, meta=True), module.network(after, meta=True), None, None)
+    plan = method.plan(module.network(before, meta=True), module.network(after, meta=True))
     return [Growth(before, after, method, plan)]

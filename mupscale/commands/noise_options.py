@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from mupscale.errors import UserError
-from mupscale.widening.methods import METHODS, GrowthMethod
+from mupscale.methods import METHODS, GrowthMethod
 from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
 
 

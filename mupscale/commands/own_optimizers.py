@@ -8,12 +8,12 @@ from torch.optim import Optimizer
 
 from mupscale.callbacks.upscale import rate_factors
 from mupscale.errors import UserError
+from mupscale.methods import GrowthMethod
 from mupscale.models._lightning import optimizers_of, schedulers_of
 from mupscale.models.base import WidthScalable
-from mupscale.widening.methods import GrowthMethod
-from mupscale.widening.optimizer_state import continued_groups, refuse_uneven_groups
-from mupscale.widening.plan import Plan
-from mupscale.widening.schedule import refuse_one_rate_for_all
+from mupscale.schedule_state import refuse_one_rate_for_all
+from mupscale.widening.groups import continued_groups, refuse_uneven_groups
+from mupscale.widening.plan_text import Plan
 
 
 class Made(NamedTuple):
@@ -50,7 +50,7 @@ def refuse_own_rates(
         return
     try:
         for before, after in zip(made.optimizers, grown.optimizers, strict=False):
-            continued = continued_groups(plan, narrow, before, wide, method.mup_rate_factors)
+            continued = continued_groups(plan, narrow, before, wide, method.mup_rates)
             refuse_uneven_groups(continued, wide, after)
         for scheduler in made.schedulers:
             refuse_one_rate_for_all(scheduler, rate_factors(plan, narrow, scheduler.optimizer, method))

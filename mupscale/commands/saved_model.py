@@ -10,15 +10,14 @@ from torch.optim import Optimizer
 
 from mupscale.commands.cli import import_classes
 from mupscale.errors import UserError
+from mupscale.methods import GrowthMethod
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed
 from mupscale.mup_optimizers import apply_mup
-from mupscale.widening.methods import GrowthMethod
-from mupscale.widening.optimizer_state import continued_groups, sources_of
-from mupscale.widening.parameter_groups import SOURCE_GROUP
-from mupscale.widening.plan import Plan
-from mupscale.widening.rules import registered_optimizer
-from mupscale.widening.schedule import refuse_one_rate_in_state, rescale_schedule_state
+from mupscale.schedule_state import refuse_one_rate_in_state, rescale_schedule_state
+from mupscale.widening.groups import SOURCE_GROUP, continued_groups, sources_of
+from mupscale.widening.optimizers import registered_optimizer
+from mupscale.widening.plan_text import Plan
 
 MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError)
 """What a model or an optimizer raises for arguments that it does not expect."""
@@ -153,7 +152,7 @@ def continue_groups(
 ) -> None:
     """Gives the groups of the wide optimizer the hyperparameters that continue the narrow ones."""
     continued: dict[int, dict[str, Any]] = {}
-    for group in continued_groups(plan, narrow, before, wide, method.mup_rate_factors):
+    for group in continued_groups(plan, narrow, before, wide, method.mup_rates):
         continued.update({id(parameter): group for parameter in group["params"]})
     for group in after.param_groups:
         group.update({**continued[id(group["params"][0])], "params": group["params"]})
@@ -172,7 +171,7 @@ def continue_schedules(
     for number, state in enumerate(states if narrow_opts else []):
         index = _optimizer_of(state, number, narrow_opts)
         before, after = narrow_opts[index], wide_opts[index]
-        source_of = sources_of(plan, narrow, before, wide, method.mup_rate_factors)
+        source_of = sources_of(plan, narrow, before, wide, method.mup_rates)
         sources = [source_of[id(group["params"][0])] for group in after.param_groups]
         try:
             refuse_one_rate_in_state(state, sources)

@@ -34,6 +34,8 @@ from mupscale.commands.saved_model import (
 from mupscale.commands.terminal import show
 from mupscale.commands.upscale_sharded import ShardedGrowth
 from mupscale.errors import UserError
+from mupscale.methods import Duplication, GrowthMethod
+from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import (
@@ -50,8 +52,6 @@ from mupscale.models.checkpoint import (
 )
 from mupscale.models.growth_check import check_growth, refuse_inexact
 from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
-from mupscale.widening.grow import UpscaleReport, grow
-from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.noise import Noise
 
 
@@ -160,12 +160,12 @@ def upscale_checkpoint(
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
     narrow_opts = [saved_optimizer(narrow, *row) for row in rows]
     wide_opts = [fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
-    plan = method.plan(narrow, wide, None, None)
+    plan = method.plan(narrow, wide)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         continue_groups(plan, narrow, before, wide, after, method)
     rebuild = partial(module.network, width)
     report = grow(
-        narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, plan=plan, method=method, rebuild=rebuild
+        narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, hints=plan, method=method, rebuild=rebuild
     )
     _store(checkpoint[key], wide)
     if averaged:
@@ -175,7 +175,7 @@ def upscale_checkpoint(
             wide_average,
             noise=report.same_noise(),
             seed=seed,
-            plan=report.plan,
+            hints=report.plan,
             method=method,
             rebuild=rebuild,
         )

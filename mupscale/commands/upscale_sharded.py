@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from mupscale.commands.saved_model import continue_groups, continue_schedules, fresh_optimizer, saved_optimizer
 from mupscale.errors import UserError
 from mupscale.hf.whole_folder import whole_folder
+from mupscale.methods import GrowthMethod
+from mupscale.methods.grow import UpscaleReport
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
@@ -24,17 +26,15 @@ from mupscale.models.checkpoint import (
     restore_mixed_widths,
 )
 from mupscale.models.sharded import WEIGHTS, Keys, ShardedCheckpoint, ShardWriter
-from mupscale.widening.finite import first_non_finite
-from mupscale.widening.grow import UpscaleReport
-from mupscale.widening.layout import duplicate_
-from mupscale.widening.methods import GrowthMethod
-from mupscale.widening.new_copies import NEW_COPIES
+from mupscale.widening import table
+from mupscale.widening.axes import duplicate_
+from mupscale.widening.growth import Growth
 from mupscale.widening.noise import Constants, Noise, add_noise_
-from mupscale.widening.optimizer_state import check_transfer
-from mupscale.widening.plan import Plan
-from mupscale.widening.rules import rule_of
-from mupscale.widening.tensor_plan import TensorPlan
-from mupscale.widening.weights import refuse_other_units, remember_widths, widen_
+from mupscale.widening.optimizers import rule_of
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.state import births_of, check_transfer
+from mupscale.widening.stepping import set_records
+from mupscale.widening.write import first_non_finite, refuse_other_rescale, remember_widths, widen_
 
 Rows = Callable[[slice], Tensor]
 """Makes some rows of a wide tensor."""
@@ -57,11 +57,11 @@ class ShardedGrowth:
         _refuse_method(method, optimizer)
         self.checkpoint, self.method, self.width, self.seed = checkpoint, method, width, seed
         self.narrow, self.wide = _networks(checkpoint, module, width)
-        self.plan: Plan = method.plan(self.narrow, self.wide, None, None)
-        refuse_other_units(self.plan, self.narrow, self.wide)
+        self.plan: Plan = method.plan(self.narrow, self.wide)
+        refuse_other_rescale(self.plan, self.narrow, self.wide)
         method.check(self.plan)
         self.noise = method.choose_noise(noise, self.plan)
-        self.entries: dict[str, TensorPlan] = {}
+        self.entries: dict[str, Growth] = {}
         for entry in (*self.plan.parameters.values(), *self.plan.buffers.values()):
             self.entries |= {f"net.{name}": entry for name in entry.names}
         self.constants: Constants = dict.fromkeys(self.plan.parameters, 0.0)
@@ -81,20 +81,23 @@ class ShardedGrowth:
             self.plan,
             self.narrow,
             self.wide,
-            self.method.factors,
+            self.method.scale,
             entrywise=self.method.hyperparameters == "table",
         )
         with whole_folder(out) as folder, ShardWriter(folder, self.checkpoint.shards) as writer:
             for path in self.checkpoint.paths(WEIGHTS):
                 self._write_weight(path, writer)
             for number, optimizer in enumerate(self.wide_opts):
+                set_records(self.wide, optimizer, births_of(self.plan, self.narrow, self.narrow_opts[number]))
                 for path in self.checkpoint.paths(f"optimizer_{number}", "state"):
                     self._write_state(path, self.narrow_opts[number], writer)
                 self._write_groups(number, optimizer, writer)
             writer.finish(self._rest())
         centred = self.noise is not None and self.noise.centred
         seconds = time.perf_counter() - start
-        return UpscaleReport(self.plan, None, self.constants, tuple(self.plan.notes), seconds, self.method, centred)
+        return UpscaleReport(
+            self.plan, None, self.constants, tuple(self.plan.notes), seconds, self.wide, self.method, centred
+        )
 
     def _saved_optimizers(self) -> list[Optimizer]:
         """The optimizers of the checkpoint on the meta device: their groups, and the shapes of their state."""
@@ -138,7 +141,7 @@ class ShardedGrowth:
             raise UserError(f"{name!r} has NaN or infinite entries; use an earlier checkpoint")
         writer.add_tensor(path, entry.wide_shape, source.dtype, self._rows_of(name, source, entry, is_parameter))
 
-    def _rows_of(self, name: str, source: Tensor, entry: TensorPlan, is_parameter: bool) -> Rows:
+    def _rows_of(self, name: str, source: Tensor, entry: Growth, is_parameter: bool) -> Rows:
         """What makes the rows of a weight or buffer: each by itself, or, where that is not possible, all at once."""
         if not is_parameter:
             return partial(_duplicated, source, entry, 1.0)
@@ -155,7 +158,7 @@ class ShardedGrowth:
         return weight.__getitem__ if entry.wide_shape else lambda _: weight
 
     def _write_state(self, path: Keys, optimizer: Optimizer, writer: ShardWriter) -> None:
-        """State of a parameter's shape as dup / k_out^power, counters as they are."""
+        """State of a parameter's shape, duplicated and scaled; counters as they are."""
         _, _, name, key = path
         value, entry, rule = self.checkpoint.read(path), self.entries.get(str(name)), rule_of(optimizer)
         if entry is None:
@@ -165,10 +168,10 @@ class ShardedGrowth:
                 f"optimizer state {key!r} of {name!r} has NaN or infinite entries; use an earlier checkpoint, or "
                 "leave the state out: --no-optimizer"
             )
-        if not isinstance(value, Tensor) or (key not in rule.state and key != NEW_COPIES):
+        if not isinstance(value, Tensor) or key not in rule.state:
             _copy(path, value, writer)
             return
-        scale = self.method.factors(entry).k_out ** -rule.state.get(str(key), 0)
+        scale = table.state(self.method.scale(entry), rule.state.get(str(key), 0))
         writer.add_tensor(path, entry.wide_shape, value.dtype, partial(_duplicated, value, entry, scale))
 
     def _write_groups(self, number: int, optimizer: Optimizer, writer: ShardWriter) -> None:
@@ -240,13 +243,13 @@ def _copy(path: Keys, value: Any, writer: ShardWriter) -> None:
         writer.add_value(path, value)
 
 
-def _widened(source: Tensor, entry: TensorPlan, rows: slice) -> Tensor:
+def _widened(source: Tensor, entry: Growth, rows: slice) -> Tensor:
     target = torch.empty(rows.stop - rows.start, *entry.wide_shape[1:], dtype=source.dtype)
     widen_(target, source, entry, rows)
     return target
 
 
-def _duplicated(source: Tensor, entry: TensorPlan, scale: float, rows: slice) -> Tensor:
+def _duplicated(source: Tensor, entry: Growth, scale: float, rows: slice) -> Tensor:
     if not entry.wide_shape:
         return source * scale if scale != 1.0 else source
     target = torch.empty(rows.stop - rows.start, *entry.wide_shape[1:], dtype=source.dtype)

@@ -17,10 +17,10 @@ from mupscale.commands.configured import configured, first_batches, growths
 from mupscale.commands.own_optimizers import moved_optimizers, refuse_own_rates
 from mupscale.commands.status import Status
 from mupscale.commands.terminal import columns, paint
+from mupscale.methods import Duplication
 from mupscale.models.base import has_own_optimizers
 from mupscale.models.growth_check import LossByWidth
 from mupscale.mup_optimizers import apply_mup
-from mupscale.widening.methods import Duplication
 
 NOT_CHECKED = "cannot be checked outside of a run: model.optimizer is checked in its place"
 STEPS = 50

@@ -11,9 +11,9 @@ from mupscale.discovery.cuts import PairedCut, layouts_of
 from mupscale.discovery.found import nearest_power
 from mupscale.discovery.hypothesis import Group, Hypothesis, is_known
 from mupscale.discovery.passes import Event, Outcome
-from mupscale.widening.layers import starred
-from mupscale.widening.layout import Layout, Piece, evenly
-from mupscale.widening.modules import Side
+from mupscale.layer_names import starred
+from mupscale.widening.axes import Layout, Piece, evenly
+from mupscale.widening.table import Side
 
 _MOST_PAIRED = 24
 """Of the changes of layouts, those that are tried together with another change."""

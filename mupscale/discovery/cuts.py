@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mupscale.widening.layout import Layout, Piece
+from mupscale.widening.axes import Layout, Piece
 
 Cut = tuple[int, ...]
 """The lengths of the sections of an axis."""

@@ -6,34 +6,35 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mupscale.arguments import refuse_unless_callable
+from mupscale.arguments import refuse_unless_callable, refuse_unless_model
 from mupscale.checks.float64 import copied, perturb_, unfreeze_
 from mupscale.checks.forward_pass import Call
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.discovery.cuts import PairedCut, paired
-from mupscale.discovery.found import Found, Unit, growth_factors, without_rounding
+from mupscale.discovery.found import Found, growth_factors, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known
 from mupscale.discovery.passes import Recording
 from mupscale.discovery.search import Search
 from mupscale.errors import UserError
+from mupscale.methods.grow import grow
 from mupscale.watching import Watch, unwatched
-from mupscale.widening.grow import grow
-from mupscale.widening.layout import LayoutSpec
-from mupscale.widening.modules import Side
+from mupscale.widening.axes import LayoutSpec
+from mupscale.widening.growth import Role
+from mupscale.widening.hints import Hints, Rescale
+from mupscale.widening.pairing import Use, refuse_lazy
 from mupscale.widening.plan import plan
-from mupscale.widening.roles import Role
-from mupscale.widening.survey import Use, refuse_lazy, refuse_unless_model
+from mupscale.widening.table import Side
 from mupscale.widening.weight_norm import fold_weight_norms_
 
 TOLERANCE = 1e-9
 
 
 def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwatched) -> Found:
-    """Finds how `narrow` grows to `wide`: the layouts, roles and units of all parameters.
+    """Finds how `narrow` grows to `wide`: the blocks, roles and factors of all parameters.
 
     `call(model)` must run one forward pass and return what it computes. `discover` runs it on float64 copies of both
     models on the CPU, with slightly perturbed parameters, because initial zeros and ones would hide differences. Where
-    the outputs of the two copies first differ, it tries other layouts, roles and units for the modules before that
+    the outputs of the two copies first differ, it tries other blocks, roles and factors for the modules before that
     point, until all outputs and all gradients agree. The arguments are not changed. `watch(words, done, total)` is
     called after every try.
 
@@ -51,10 +52,10 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
         ...         return self.last(self.scale * self.first(x))
         >>> narrow, wide = Scaled(4), Scaled(8)
         >>> found = mupscale.discover(narrow, wide, lambda model: model(torch.ones(1, 3)))
-        >>> found.units  # compensates for the scale
+        >>> found.rescale  # compensates for the scale
         {'last.weight': 1.4142135623730951}
-        >>> report = mupscale.upscale(narrow, wide, **found.hints)
         >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(narrow, wide, hints=found, call=lambda model: model(x))
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
     """
@@ -72,9 +73,9 @@ def discover(narrow: nn.Module, wide: nn.Module, call: Call, watch: Watch = unwa
     with generators_kept(), torch.inference_mode(False), torch.enable_grad():
         before, after = _copies(narrow, wide)
         search = Search(before, after, call, TOLERANCE, watch)
-        search.hypothesis.survey.refuse_inexact_modules()
+        search.hypothesis.pairing.refuse_inexact_modules()
         _refuse_not_finite(search, narrow)
-        planned = partial(plan, before, after, roles=_unknown_roles(search.hypothesis))
+        planned = partial(plan, before, after, hints=Hints(roles=_unknown_roles(search.hypothesis)))
         try:
             search.run(planned)
         except UserError:
@@ -101,7 +102,7 @@ def confirm(narrow: nn.Module, wide: nn.Module, call: Call, found: Found) -> Non
         before, after = _copies(narrow, wide)
         search = Search(before, after, call, TOLERANCE)
         _refuse_not_finite(search, narrow)
-        search.hypothesis.assume(plan(before, after, **found.hints))
+        search.hypothesis.assume(plan(before, after, hints=found))
         outcome = search.outcome()
         if not outcome.complete:
             reason = outcome.reason or f"copies of one entry of {outcome.untrained[0]!r} do not get the same gradient"
@@ -139,17 +140,17 @@ def _refuse_not_finite(search: Search, narrow: nn.Module) -> None:
         ):
             return
         reason = "what the model returns becomes NaN or infinite where its parameters are slightly perturbed"
-    raise UserError(f"discover: {reason}, so that widths cannot be compared. Give roles, blocks and units by hand")
+    raise UserError(f"discover: {reason}, so that widths cannot be compared. Give Hints by hand")
 
 
 def _found(search: Search, undecided: tuple[str, ...]) -> Found:
     hypothesis = search.hypothesis
     roles: dict[str, Role] = {}
     blocks: dict[str, dict[int, LayoutSpec]] = {}
-    units: dict[str, Unit] = {}
+    rescale: dict[str, Rescale] = {}
     tied = any(_is_tied(use) for use in hypothesis.uses.values())
     shapes = {name: (use.narrow_shape, use.wide_shape) for name, use in hypothesis.uses.items()}
-    shapes |= {name: (tuple(before.shape), tuple(after.shape)) for name, before, after in hypothesis.survey.buffers}
+    shapes |= {name: (tuple(before.shape), tuple(after.shape)) for name, before, after in hypothesis.pairing.buffers}
     for name, assumed in hypothesis.assumed.items():
         axes: dict[int, LayoutSpec] = {}
         for axis, layout in enumerate(assumed.layouts):
@@ -171,17 +172,17 @@ def _found(search: Search, undecided: tuple[str, ...]) -> Found:
                 roles[name] = role
         if abs(unit - 1) > 1e-9 or assumed.offset:  # of a bias that does not grow, too
             said = (unit, assumed.offset) if assumed.offset else unit
-            units[name] = without_rounding(said, growth_factors(shapes, name), 1e-12)
+            rescale[name] = without_rounding(said, growth_factors(shapes, name), 1e-12)
     untested = search.without_effect()
     without_gradient = tuple(name for name in search.without_gradient() if name not in untested)
     notes = untested, undecided, without_gradient, search.differs_in_training()
-    return Found(roles, blocks, units, search.passes, shapes, tuple(search.cuts), *notes)
+    return Found(roles, blocks, rescale, search.passes, shapes, tuple(search.cuts), *notes)
 
 
 def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
     """Raises a UserError unless `upscale` with these findings writes the weights that agreed, with exact rates."""
     written = {name: tensor.detach().clone() for name, tensor in _saved_tensors(hypothesis.wide)}
-    report = grow(hypothesis.narrow, hypothesis.wide, **found.hints)
+    report = grow(hypothesis.narrow, hypothesis.wide, hints=found)
     for name, tensor in _saved_tensors(hypothesis.wide):
         size = float(written[name].abs().max()) if tensor.numel() and not tensor.is_complex() else 1.0
         if not torch.allclose(tensor, written[name], rtol=1e-9, atol=1e-9 * size):
@@ -189,7 +190,7 @@ def _refuse_unsayable(hypothesis: Hypothesis, found: Found) -> None:
     for name, entry in report.plan.parameters.items():
         assumed = hypothesis.assumed[name]
         if not entry.mixed and not math.isclose(
-            entry.factors.k_out, assumed.copies * hypothesis.weight_scale(name), rel_tol=1e-9
+            entry.scale.gradient * assumed.copies * hypothesis.weight_scale(name), 1.0, rel_tol=1e-9
         ):
             raise UserError(f"discover: {name!r} has a role that a plan cannot express. Give its role by hand")
 

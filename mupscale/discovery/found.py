@@ -1,4 +1,4 @@
-"""What was found: roles, blocks and units by parameter name, as `plan`, `upscale` and `verify` take them."""
+"""What was found: hints by parameter name, as `plan`, `upscale` and `verify` take them."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from mupscale.discovery.cuts import PairedCut, layouts_of
 from mupscale.errors import UserError
-from mupscale.widening.layers import by_layer, starred
-from mupscale.widening.layout import Layout, LayoutSpec, Piece, narrow_length, parse_layout, wide_length
-from mupscale.widening.roles import Role
+from mupscale.layer_names import by_layer, starred
+from mupscale.widening.axes import Layout, LayoutSpec, Piece, narrow_length, parse_layout, wide_length
+from mupscale.widening.growth import Role
+from mupscale.widening.hints import Blocks, Hints, Rescale
 from mupscale.widening.weight_norm import named_weights
 
-Unit = float | tuple[float, float]
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(Hints):
     """The result of `discover`: how a model grows. `print` it.
 
-    `upscale(narrow, wide, optimizer, roles=found.roles, blocks=found.blocks, units=found.units)`
+    `upscale(narrow, wide, optimizer, hints=found)`
 
     Examples:
         >>> import mupscale
@@ -36,15 +36,17 @@ class Found:
         >>> found.blocks
         {'0.weight': {0: 4}, '0.bias': {0: 4}, '2.weight': {1: 4}}
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (100, 200))
-        >>> report = mupscale.upscale(narrow, wide, **found.resolved(narrow, wide).hints)
+        >>> report = mupscale.upscale(
+        ...     narrow, wide, hints=found.resolved(narrow, wide), call=lambda model: model(torch.ones(1, 3))
+        ... )
     """
 
-    roles: dict[str, Role]
-    blocks: dict[str, dict[int, LayoutSpec]]
-    units: dict[str, Unit]
-    passes: int
+    roles: dict[str, Role] = field(default_factory=dict)
+    blocks: dict[str, Blocks] = field(default_factory=dict)
+    rescale: dict[str, Rescale] = field(default_factory=dict)
+    passes: int = 0
     """The number of forward passes of the wide model that the search took."""
-    shapes: dict[str, tuple[Shape, Shape]] = field(repr=False)
+    shapes: dict[str, tuple[Shape, Shape]] = field(default_factory=dict, repr=False)
     """Of every parameter and buffer in the narrow and in the wide model."""
     cuts: tuple[PairedCut, ...] = field(default=(), repr=False)
     """Where the models cut their axes into sections."""
@@ -56,11 +58,6 @@ class Found:
     """Growing parameters that affect what the model returns, but have no gradient: how they train is not tested."""
     differs_in_training: bool = False
     """Whether the two models agree only in evaluation mode, dropout layers aside: then training is not exact."""
-
-    @property
-    def hints(self) -> dict[str, Any]:
-        """All three, as keyword arguments: `plan(narrow, wide, **found.hints)`."""
-        return {"roles": self.roles, "blocks": self.blocks, "units": self.units}
 
     def resolved(self, narrow: nn.Module, wide: nn.Module, cuts: Callable[[], Sequence[PairedCut]] = tuple) -> "Found":
         """The same for two models of the same family with other sizes and another depth.
@@ -125,7 +122,7 @@ class Found:
         return [names[0]] * (count - 1) + [names[-1]]
 
     def _said_of(self, name: str) -> tuple[Any, ...]:
-        return self.roles.get(name), str(self.blocks.get(name)), self.units.get(name)
+        return self.roles.get(name), str(self.blocks.get(name)), self.rescale.get(name)
 
     def _carry_over(
         self,
@@ -141,8 +138,8 @@ class Found:
         answer.shapes[name] = shapes
         if model in self.roles:
             answer.roles[name] = self.roles[model]
-        if model in self.units:
-            answer.units[name] = without_rounding(self.units[model], growth_factors(self.shapes, model), 1e-6)
+        if model in self.rescale:
+            answer.rescale[name] = without_rounding(self.rescale[model], growth_factors(self.shapes, model), 1e-6)
         for axis, (n, w) in enumerate(zip(*shapes, strict=True)):
             before, after = self.shapes[model]
             small = before[axis], after[axis]
@@ -181,7 +178,7 @@ class Found:
 
     def __str__(self) -> str:
         lines = [f"found in {self.passes} forward pass{'es' * (self.passes != 1)} of the wide model"]
-        for title, values in (("roles", self.roles), ("units", self.units), ("blocks", self.blocks)):
+        for title, values in (("roles", self.roles), ("rescale", self.rescale), ("blocks", self.blocks)):
             if values:
                 lines += [
                     f"{title}:",
@@ -243,17 +240,17 @@ def growth_factors(shapes: Mapping[str, tuple[Shape, Shape]], name: str) -> set[
     return of(narrow, wide) if narrow != wide else set().union(*(of(*pair) for pair in shapes.values()))
 
 
-def without_rounding(unit: Unit, factors: Collection[int], tolerance: float) -> Unit:
-    """A unit as a power of the growth factor, where it is one but for rounding.
+def without_rounding(rescale: Rescale, factors: Collection[int], tolerance: float) -> Rescale:
+    """A factor as a power of the growth factor, where it is one but for rounding.
 
     That of a constant which a model holds in float32 is one to 1e-6.
     """
-    scale = unit[0] if isinstance(unit, tuple) else unit
+    scale = rescale[0] if isinstance(rescale, tuple) else rescale
     for factor in sorted(factors):
         power = nearest_power(scale, factor)
         if math.isclose(scale, power, rel_tol=tolerance):
             scale = power
-    return (scale, unit[1]) if isinstance(unit, tuple) else scale
+    return (scale, rescale[1]) if isinstance(rescale, tuple) else scale
 
 
 def _rescaled(

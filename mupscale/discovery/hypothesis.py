@@ -3,17 +3,18 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from mupscale._torch import BatchNormBase, ConvNd, non_persistent_buffers
+from mupscale.layer_names import starred
 from mupscale.widening import modules
-from mupscale.widening.layers import starred
-from mupscale.widening.layout import Layout, Piece, centre_, duplicate_, evenly, narrow_length, wide_length
-from mupscale.widening.modules import Side
-from mupscale.widening.plan import Plan
-from mupscale.widening.survey import Survey, Use
+from mupscale.widening.axes import Layout, Piece, centre_, duplicate_, evenly, narrow_length, whole_factor, wide_length
+from mupscale.widening.pairing import Pairing, Use
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.table import Side, scale_of_axis
 
 Axis = tuple[str, int]
 """An axis of a tensor, by the tensor's name."""
@@ -30,6 +31,13 @@ class Assumed:
 
     def with_layout(self, axis: int, layout: Layout) -> "Assumed":
         return replace(self, layouts=tuple(layout if i == axis else old for i, old in enumerate(self.layouts)))
+
+    def by_piece(self, column: Literal["weight", "gradient"]) -> list[list[float]]:
+        """What the entries of each piece of each axis are multiplied by, without the factor."""
+        return [
+            [getattr(scale_of_axis(side or "out", piece.factor, whole_factor(layout)), column) for piece in layout]
+            for layout, side in zip(self.layouts, self.sides, strict=True)
+        ]
 
     @property
     def copies(self) -> float:
@@ -53,19 +61,19 @@ class Hypothesis:
     """What is assumed, and the wide model that follows from it. Both models are the caller's copies, in float64."""
 
     def __init__(self, narrow: nn.Module, wide: nn.Module) -> None:
-        self.survey = Survey(narrow, wide)
+        self.pairing = Pairing(narrow, wide)
         self.narrow, self.wide = narrow, wide
-        self.uses = {use.name: use for use in self.survey.uses}
+        self.uses = {use.name: use for use in self.pairing.uses}
         own = {
             f"{name}.{attribute}".removeprefix(".")
             for name, module in wide.named_modules()
             for attribute in non_persistent_buffers(module)
         }
-        self.buffers = {name: (a, b) for name, a, b in self.survey.buffers if name not in own}
+        self.buffers = {name: (a, b) for name, a, b in self.pairing.buffers if name not in own}
         self.assumed: dict[str, Assumed] = {}
         self.pinned: frozenset[Axis] = frozenset()
         """Axes whose layout was chosen; those of others follow from what their module reads."""
-        for use in self.survey.uses:
+        for use in self.pairing.uses:
             self.assumed[use.name] = Assumed(_first_layouts(use.narrow_shape, use.wide_shape), first_sides(use))
         for name, (before, after) in self.buffers.items():
             shapes = tuple(before.shape), tuple(after.shape)
@@ -85,7 +93,7 @@ class Hypothesis:
         for name, entry in {**plan.parameters, **plan.buffers}.items():
             if name in self.assumed:
                 sides = entry.sides
-                self.assumed[name] = Assumed(entry.layouts, sides, entry.unit.scale, entry.unit.offset)
+                self.assumed[name] = Assumed(entry.layouts, sides, entry.rescale, entry.offset)
                 self.pinned |= {(name, axis) for axis in range(len(sides))}
 
     def choose(self, group: Group, layout: Layout) -> None:
@@ -116,12 +124,8 @@ class Hypothesis:
                 continue
             source = self.uses[name].narrow if name in self.uses else self.buffers[name][0]
             target = self._wide[name]
-            scales = [
-                [1 / piece.factor if side == "in" else 1.0 for piece in layout]
-                for layout, side in zip(assumed.layouts, assumed.sides, strict=True)
-            ]
             source = source + assumed.offset if assumed.offset else source
-            duplicate_(target, source, assumed.layouts, scales, assumed.unit)
+            duplicate_(target, source, assumed.layouts, assumed.by_piece("weight"), assumed.unit)
             if assumed.offset:
                 target.sub_(assumed.offset)
             self._written[name] = assumed
@@ -169,7 +173,7 @@ class Hypothesis:
 
     def own(self, module: str) -> list[str]:
         """The names, as assumed, of the parameters that a module itself holds."""
-        first = self.survey.parameter_names()
+        first = self.pairing.parameter_names()
         held = self.narrow.get_submodule(module).named_parameters(recurse=False, remove_duplicate=False)
         return [first[f"{module}.{attribute}".removeprefix(".")] for attribute, _ in held]
 

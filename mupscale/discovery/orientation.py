@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import combinations, islice
 
 from mupscale.discovery.hypothesis import Assumed, Hypothesis, is_known
-from mupscale.widening.layers import starred
-from mupscale.widening.layout import is_mixed
-from mupscale.widening.modules import Side
+from mupscale.layer_names import starred
+from mupscale.widening.axes import is_mixed
+from mupscale.widening.table import Side
 
 _MOST_COMBINATIONS = 16
 

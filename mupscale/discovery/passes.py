@@ -14,7 +14,7 @@ from mupscale.checks.recording import buffers_kept
 from mupscale.discovery.cuts import Cut, cuts_of
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
 from mupscale.errors import UserError
-from mupscale.widening.layout import Layout, duplicate, wide_length
+from mupscale.widening.axes import Layout, duplicate, wide_length
 
 
 @dataclass
@@ -192,7 +192,7 @@ def _grows(found: Match) -> bool:
 def _follow(hypothesis: Hypothesis, name: str, inputs: list[Tensor], matches: list[Match]) -> None:
     """Parameters that read, or act on, the units of an input are duplicated as it is."""
     module = hypothesis.narrow.get_submodule(name)
-    first_names = hypothesis.survey.parameter_names()
+    first_names = hypothesis.pairing.parameter_names()
     changed = []
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for attribute, tensor in tensors:

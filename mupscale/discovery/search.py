@@ -15,10 +15,10 @@ from mupscale.discovery.hypothesis import Assumed, Axis, Hypothesis
 from mupscale.discovery.orientation import decide
 from mupscale.discovery.passes import Call, Outcome, Recording, agrees, compare, gradients, returned
 from mupscale.errors import UserError
+from mupscale.layer_names import starred
 from mupscale.watching import Watch, unwatched
-from mupscale.widening.layers import starred
-from mupscale.widening.layout import duplicate_
-from mupscale.widening.plan import Plan
+from mupscale.widening.axes import duplicate_
+from mupscale.widening.plan_text import Plan
 
 MOST_PASSES = 1500
 """Forward passes of the wide model, after which the search ends."""
@@ -186,11 +186,7 @@ class Search:
         for name in reversed([*before]):
             assumed = self.hypothesis.assumed[name]
             wanted = before[name].new_empty(self.hypothesis.uses[name].wide_shape)
-            scales = [
-                [1.0 if side == "in" else 1 / piece.factor for piece in layout]
-                for layout, side in zip(assumed.layouts, assumed.sides, strict=True)
-            ]
-            duplicate_(wanted, before[name], assumed.layouts, scales, 1 / assumed.unit)
+            duplicate_(wanted, before[name], assumed.layouts, assumed.by_piece("gradient"), 1 / assumed.unit)
             found = after.get(name)
             if found is None:
                 answer.append(name)

@@ -1,9 +1,12 @@
 """`upscale`: widens a trained model, after a check that the wide one computes and trains as the narrow one."""
 
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import nn
 
 from mupscale.arguments import refuse_unless_callable
@@ -11,16 +14,14 @@ from mupscale.checks.agreement import Agreement, check_agreement
 from mupscale.checks.forward_pass import Call
 from mupscale.discovery.discover import discover
 from mupscale.errors import UncheckedWarning, UserError
-from mupscale.widening.buffers import Rebuild
-from mupscale.widening.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_list, grow
-from mupscale.widening.methods import Duplication, GrowthMethod
-from mupscale.widening.new_copies import StateRule
+from mupscale.methods import Duplication, GrowthMethod
+from mupscale.methods.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_list, grow
+from mupscale.widening.hints import Hints
 from mupscale.widening.noise import Noise
-from mupscale.widening.plan import Blocks, Plan
+from mupscale.widening.pairing import some_names
 from mupscale.widening.plan import plan as make_plan
-from mupscale.widening.roles import Roles
-from mupscale.widening.survey import some_names
-from mupscale.widening.units import Units
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.write import parameters_on_meta
 
 OnMismatch = Literal["discover", "error", "note"]
 
@@ -33,22 +34,16 @@ _has_warned = False
 
 def upscale(
     narrow: nn.Module,
-    wide: nn.Module,
+    wide: nn.Module | Callable[[], nn.Module],
     narrow_opt: Optimizers = None,
     wide_opt: Optimizers = None,
     *,
     call: Call | None = None,
+    hints: Hints | Plan | None = None,
     noise: Noise | None = None,
     seed: int = 0,
-    roles: Roles | None = None,
-    blocks: Blocks | None = None,
-    units: Units | None = None,
-    plan: Plan | None = None,
-    consume: bool = False,
-    state: StateRule | None = None,
-    rewarm_steps: int = 0,
     method: GrowthMethod | None = None,
-    rebuild: Rebuild | None = None,
+    consume: bool = False,
     on_mismatch: OnMismatch = "discover",
 ) -> UpscaleReport:
     """Widens a trained model: writes the weights, buffers and optimizer state of `narrow` into `wide`.
@@ -64,28 +59,22 @@ def upscale(
 
     Args:
         narrow: The trained model.
-        wide: The same architecture at a larger width. Its values are overwritten. It may be on the meta device; its
-            parameters are then allocated on the device of `narrow`.
+        wide: The same architecture at a larger width, whose values are overwritten; or a function that builds it: then
+            its parameters get memory one by one, where those of `narrow` are, and it is `report.wide`. A model on the
+            meta device gets memory in the same way.
         narrow_opt: The optimizer of `narrow`, or a list of them.
         wide_opt: The optimizer of `wide`, or a list in the same order. It receives the state and keeps its own
             hyperparameters (under muP, those of `apply_mup`). With None, `report.optimizer` is a new optimizer of the
             same class, its hyperparameters rescaled from those of `narrow_opt`.
-        call: One forward pass of a model, which returns what it computes: `lambda model: model(batch)`. A small batch
-            is enough. Without it nothing is checked, and `report.exact` is None.
+        call: One forward pass of a model, `lambda model: model(batch)`. Without it nothing is compared.
+        hints: How parameters grow, where neither module types nor model classes tell: `Hints`, what `discover` found,
+            or the result of `mupscale.plan` for the same models.
         noise: Noise that makes the copies of a unit different.
         seed: The seed of the noise.
-        roles: Roles of parameters by name pattern, where neither module types nor model classes define them.
-        blocks: Layouts of axes by name pattern, likewise.
-        units: Extra factors of parameters by name pattern, likewise.
-        plan: The result of `mupscale.plan` for the same models.
+        method: The growth method (`mupscale.methods`); by default the paper's duplication. It also says what happens
+            to the optimizer state: `Duplication(state="reset_new_copies", rewarm_steps=100)`.
         consume: Free `narrow` and its optimizer state tensor by tensor. Peak memory is then that of the wide model,
             its state and one tensor.
-        state: `carry` moves the optimizer state, `reset` drops it. `reset_new_copies` moves it for the first copy of
-            each unit; the other copies start with zero state and a step count of zero. The default depends on `method`.
-        rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
-        method: The growth method (`mupscale.widening.methods`); by default the paper's duplication.
-        rebuild: Builds the wide model again, on the CPU. It provides the buffers that are not saved, if `wide` is on
-            the meta device. `wide` keeps its own value of any other buffer that is not saved.
         on_mismatch: What happens where the models differ: `discover` looks for a plan with which they agree, up to 20
             million wide parameters; `error` does not look; `note` writes the wide model all the same.
 
@@ -99,58 +88,55 @@ def upscale(
         >>> report = mupscale.upscale(narrow, wide, optimizer, call=lambda model: model(x))
         >>> report.exact
         True
-        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
-        True
         >>> sorted({group["lr"] for group in report.optimizer.param_groups})  # the rates that continue the run
         [0.005, 0.01]
     """
     if on_mismatch not in get_args(OnMismatch):
         raise UserError(f"on_mismatch must be discover, error or note; got {on_mismatch!r}")
-    hints: dict[str, Any] = {"roles": roles, "blocks": blocks, "units": units}
-    settings: dict[str, Any] = {
-        "noise": noise,
-        "seed": seed,
-        "consume": consume,
-        "state": state,
-        "rewarm_steps": rewarm_steps,
-        "method": method,
-        "rebuild": rebuild,
-    }
+    build, target = (
+        (None, wide) if isinstance(wide, nn.Module) or not callable(wide) else (wide, _built(wide, meta=True))
+    )
+    settings: dict[str, Any] = {"noise": noise, "seed": seed, "consume": consume, "method": method}
     if call is None:
-        report = grow(narrow, wide, narrow_opt, wide_opt, plan=plan, **hints, **settings)
+        report = grow(narrow, target, narrow_opt, wide_opt, hints=hints, **settings)
         _warn_once()
         return report
     refuse_unless_callable("upscale: call", call, "lambda model: model(batch)")
-    checked = _checked(narrow, wide, call, plan, hints, on_mismatch)
-    notes = checked.notes
-    exact = checked.agreement.exact
+    checked = _checked(narrow, target if build is None else _built(build), call, hints, on_mismatch)
+    notes, exact = checked.notes, checked.agreement.exact
     if method is None or type(method) is Duplication:
-        plan = checked.plan
+        hints = checked.plan
     else:
-        plan = plan if checked.hints is hints else None
+        hints = checked.hints
         if exact and not method.claim(checked.plan, narrow, as_list(narrow_opt)).dynamics:
             exact = False
             notes = (*notes, f"{type(method).__name__} does not continue the training; the check was by duplication")
-    report = grow(narrow, wide, narrow_opt, wide_opt, plan=plan, **checked.hints, **settings)
+    report = grow(narrow, target, narrow_opt, wide_opt, hints=hints, **settings)
     return replace(report, exact=exact, check=checked.text, notes=(*notes, *report.notes))
+
+
+def _built(build: Callable[[], nn.Module], *, meta: bool = False) -> nn.Module:
+    """The wide model; on the meta device, its parameters have no memory."""
+    with parameters_on_meta() if meta else nullcontext(), torch.random.fork_rng(devices=[]):
+        return build()
 
 
 class _Checked(NamedTuple):
     """A plan, and what the check of it gave."""
 
     plan: Plan
-    hints: dict[str, Any]
+    hints: Hints | Plan | None
     agreement: Agreement
     notes: tuple[str, ...]
     text: str
 
 
 def _checked(
-    narrow: nn.Module, wide: nn.Module, call: Call, plan: Plan | None, hints: dict[str, Any], on_mismatch: OnMismatch
+    narrow: nn.Module, wide: nn.Module, call: Call, hints: Hints | Plan | None, on_mismatch: OnMismatch
 ) -> _Checked:
     """The plan with which the models agree: the guessed one, or that of `discover`. Raises a UserError without one."""
     try:
-        planned = make_plan(narrow, wide, **hints) if plan is None else plan
+        planned = hints if isinstance(hints, Plan) else make_plan(narrow, wide, hints=hints)
     except UserError as error:
         if on_mismatch != "discover":
             raise
@@ -166,7 +152,7 @@ def _checked(
     return _discovered(narrow, wide, call, differs, agreement.reason)
 
 
-_BY_HAND = 'Leave on_mismatch="discover", or give roles, blocks and units by hand (mupscale.plan shows the guess)'
+_BY_HAND = 'Leave on_mismatch="discover", or give Hints by hand (mupscale.plan shows the guess)'
 
 
 def _discovered(narrow: nn.Module, wide: nn.Module, call: Call, refusal: UserError, reason: str) -> _Checked:
@@ -175,18 +161,18 @@ def _discovered(narrow: nn.Module, wide: nn.Module, call: Call, refusal: UserErr
     if parameters > MOST_PARAMETERS:
         raise UserError(
             f"{refusal}. The wide model has {parameters:,} parameters, too many for a search: call mupscale.discover "
-            "with smaller models of the same family, and give upscale **found.resolved(narrow, wide).hints"
+            "with smaller models of the same family, and give upscale hints=found.resolved(narrow, wide)"
         ) from refusal
     try:
         found = discover(narrow, wide, call)
-        planned = make_plan(narrow, wide, **found.hints)
+        planned = make_plan(narrow, wide, hints=found)
         agreement = check_agreement(narrow, wide, planned, call)
     except Exception as error:  # whatever a model does when it runs
         raise UserError(f"{refusal}. A search for another plan failed: {_first_line(error)}") from error
     if not agreement.exact:
         raise UserError(f"{refusal}. The best plan of a search differs too: {agreement.reason}") from refusal
     text = f"{agreement}, with a plan that discover found in {found.passes} passes (as guessed, {reason})"
-    return _Checked(planned, found.hints, agreement, _notes(agreement), text)
+    return _Checked(planned, found, agreement, _notes(agreement), text)
 
 
 def _notes(agreement: Agreement) -> tuple[str, ...]:

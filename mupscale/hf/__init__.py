@@ -8,18 +8,16 @@ if TYPE_CHECKING:
     from mupscale.hf.continuing import parameter_groups
     from mupscale.hf.in_memory import upscale
     from mupscale.hf.widened_folder import FolderReport, upscale_folder
-    from mupscale.widening.mixed_axes import keep_reference_units
 
 _HOME = {
     "FolderReport": "mupscale.hf.widened_folder",
-    "keep_reference_units": "mupscale.widening.mixed_axes",
     "parameter_groups": "mupscale.hf.continuing",
     "upscale": "mupscale.hf.in_memory",
     "upscale_folder": "mupscale.hf.widened_folder",
     "wide_config": "mupscale.hf.config",
 }
 
-__all__ = ["FolderReport", "keep_reference_units", "parameter_groups", "upscale", "upscale_folder", "wide_config"]
+__all__ = ["FolderReport", "parameter_groups", "upscale", "upscale_folder", "wide_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,7 @@
 """Training a wide model elsewhere: factors of learning rate, eps and weight decay per parameter, beside its weights."""
 
 import json
-import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,14 @@ from mupscale.arguments import refuse_unless_iterable, refuse_unless_level, show
 from mupscale.data_files import json_of, what_is_wrong
 from mupscale.errors import UserError
 from mupscale.hf.folder import GROWTH_FILE
-from mupscale.widening.grow import UpscaleReport
-from mupscale.widening.layers import unwrapped
-from mupscale.widening.methods import GrowthMethod
-from mupscale.widening.plan import Plan
-from mupscale.widening.roles import matches
-from mupscale.widening.rules import rule_of
-from mupscale.widening.weights import remember_widths
-from mupscale.widening.width_table import Table, WidthFactors, merged_table, store_table
+from mupscale.layer_names import unwrapped
+from mupscale.methods import GrowthMethod
+from mupscale.methods.grow import UpscaleReport
+from mupscale.widening.hints import matches
+from mupscale.widening.optimizers import rule_of
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.stepping import Record, Records, record_of, records_of, store_records, write_records
+from mupscale.widening.write import remember_widths
 
 FORMAT = "mupscale growth, version 1"
 
@@ -32,8 +30,8 @@ def growth_record(
     plan: Plan, narrow: nn.Module, wide: nn.Module, method: GrowthMethod, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What `parameter_groups` reads: role, layouts and factors of each parameter. Plain data, for a JSON file."""
-    remember_widths(plan, narrow, wide, method.factors, entrywise=method.hyperparameters == "table")
-    widths = merged_table(wide)
+    remember_widths(plan, narrow, wide, method.scale, entrywise=method.hyperparameters == "table")
+    widths = records_of(wide)
     scaling = _factors(plan, method)
     parameters = {}
     for name, entry in plan.parameters.items():
@@ -42,9 +40,9 @@ def growth_record(
             "narrow_shape": list(entry.narrow_shape),
             "wide_shape": list(entry.wide_shape),
             "layouts": [[list(piece) for piece in layout] for layout in entry.layouts],
-            "unit": getattr(entry, "unit", 1.0),
+            "rescale": entry.rescale,
             "factors": scaling[name],
-            "width": asdict(widths[name]) if name in widths else None,
+            "width": widths[name].as_primitives() if name in widths else None,
         }
     return {"format": FORMAT, **settings, "parameters": parameters}
 
@@ -55,8 +53,8 @@ def _factors(plan: Plan, method: GrowthMethod) -> dict[str, dict[str, dict[str, 
     rules = {name: rule_of(kind(unused, lr=1.0)) for name, kind in OPTIMIZERS.items()}
     answer = {}
     for name, entry in plan.parameters.items():
-        factors = method.rate_factors(entry)
-        answer[name] = {kind: rule.scale({}, factors)._asdict() for kind, rule in rules.items()}
+        sized = method.rates(entry)
+        answer[name] = {kind: rule.scale({}, sized)._asdict() for kind, rule in rules.items()}
     return answer
 
 
@@ -109,6 +107,7 @@ def parameter_groups(
     if widths:
         _remember(model, widths)
     groups: dict[tuple[float, float, float], dict[str, Any]] = {}
+    records: dict[tuple[float, float, float], list[Record | None]] = {}
     for name, parameter in parameters.items():
         factor = factors[name][optimizer]
         decays = not any(matches(name, pattern) for pattern in patterns)
@@ -118,12 +117,15 @@ def parameter_groups(
             row["eps"] = (1e-8 if eps is None else eps) * factor["eps"]
         key = row["lr"], row["weight_decay"], row.get("eps", 0.0)
         groups.setdefault(key, {"params": [], **row})["params"].append(parameter)
+        records.setdefault(key, []).append(widths.get(name))
+    for key, group in groups.items():
+        write_records(group, records[key])
     return list(groups.values())
 
 
 def _read(
     grown: str | Path | UpscaleReport | Mapping[str, Any],
-) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, WidthFactors], dict[str, tuple[int, ...]]]:
+) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, Record], dict[str, tuple[int, ...]]]:
     """Factors, widths and wide shapes by the names of parameters."""
     if isinstance(grown, UpscaleReport):
         shapes = {name: tuple(entry.wide_shape) for name, entry in grown.plan.parameters.items()}
@@ -139,7 +141,7 @@ def _read(
         raise UserError(f"this is not the record of a growth: wanted a folder that `upscale` wrote, got {grown!r:.60}")
     try:
         factors = {name: _numbers(row["factors"]) for name, row in rows.items()}
-        widths = {name: _width(row["width"]) for name, row in rows.items() if row.get("width")}
+        widths = {name: record_of(row["width"]) for name, row in rows.items() if row.get("width")}
         shapes = {name: tuple(row["wide_shape"]) for name, row in rows.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the record of the growth is damaged: {what_is_wrong(error)}") from error
@@ -154,37 +156,15 @@ def _numbers(factors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, fl
     return answer
 
 
-def _width(row: Mapping[str, Any]) -> WidthFactors:
-    known = {each.name for each in fields(WidthFactors)}
-    return WidthFactors(**{key: _tuples(value) for key, value in row.items() if key in known})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
-
-
-def _remember(model: nn.Module, widths: dict[str, WidthFactors]) -> None:
-    """Leaves the width factors on the model, for `clip_grad_norm_` and `keep_reference_units`."""
+def _remember(model: nn.Module, widths: dict[str, Record]) -> None:
+    """Leaves the records on the model, for `clip_grad_norm_`."""
     owner = model
     while not widths.keys() <= {name for name, _ in owner.named_parameters()}:
         children = list(owner.children())
         if len(children) != 1:
             return
         owner = children[0]
-    store_table(owner, Table(False, widths))
-    unequal = [name for name, width in widths.items() if any(_unlike(width))]
-    if unequal:
-        warnings.warn(
-            f"{len(unequal)} parameters ({unequal[0]} and others) have no single rate: after the optimizer is made, "
-            "call mupscale.hf.keep_reference_units(model, optimizer)",
-            stacklevel=3,
-        )
-
-
-def _unlike(width: WidthFactors) -> list[Any]:
-    """What parameter groups cannot express of a parameter: entries of unequal factors, shifted units."""
-    plain = WidthFactors(width.m_out, width.m_in, width.base)
-    return [each.name for each in fields(WidthFactors) if getattr(width, each.name) != getattr(plain, each.name)]
+    store_records(owner, Records(False, widths))
 
 
 def written(record: Mapping[str, Any]) -> str:

@@ -23,8 +23,8 @@ from mupscale.hf.growth import on_meta
 from mupscale.hf.inputs import Call, default_call
 from mupscale.hf.outputs import difference, quiet
 from mupscale.hf.whole_rows import whole_rows
+from mupscale.methods.grow import grow
 from mupscale.watching import Watch, unwatched
-from mupscale.widening.grow import grow
 
 OTHER_SIZE = 3
 """Times the size of the small models: there, what was found is confirmed to hold for other sizes too."""
@@ -150,7 +150,7 @@ def _check_reloaded(narrow: Any, wide: Any, found: Found, call: Call) -> None:
     """Raises a UserError if the wide model, once it is saved and loaded again, computes something else."""
     before: Any = float64_copy(narrow).eval()
     after: Any = float64_copy(wide).eval()
-    grow(before, after, **found.hints)
+    grow(before, after, hints=found)
     with tempfile.TemporaryDirectory() as folder, quiet():
         after.save_pretrained(folder)
         loaded = type(wide).from_pretrained(folder, dtype=torch.float64, local_files_only=True)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Growth:
-    """By how much the widths of a configuration grow. `Growth(2).wide(config)` is the wide configuration."""
+class ConfigGrowth:
+    """By how much the widths of a configuration grow. `ConfigGrowth(2).wide(config)` is the wide configuration."""
 
     factor: float
     keep_heads: bool | None = None

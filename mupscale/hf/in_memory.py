@@ -15,12 +15,12 @@ from mupscale.discovery.found import Found
 from mupscale.errors import UserError, needs_extra
 from mupscale.hf.family import CannotShrink, found_between
 from mupscale.hf.folder import read_folder
-from mupscale.hf.growth import Growth
+from mupscale.hf.growth import ConfigGrowth
 from mupscale.hf.inputs import Call, default_call
 from mupscale.hf.outputs import quiet
+from mupscale.methods import GrowthMethod
+from mupscale.methods.grow import Optimizers, UpscaleReport, grow
 from mupscale.watching import Watch, unwatched
-from mupscale.widening.grow import Optimizers, UpscaleReport, grow
-from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.noise import Noise
 from mupscale.widening.plan import plan
 
@@ -75,11 +75,11 @@ def upscale(
     else:
         narrow = model_or_folder
         _refuse_unless_pretrained(narrow)
-    growth = Growth(factor, keep_heads, only, fields)
+    growth = ConfigGrowth(factor, keep_heads, only, fields)
     wide = _wide_model(narrow, growth.wide(narrow.config))
     found = _found(narrow, wide, call, watch)
     check = _checked(narrow, wide, found, call or default_call)
-    report = grow(narrow, wide, optimizer, noise=noise, seed=seed, method=method, **found.hints)
+    report = grow(narrow, wide, optimizer, noise=noise, seed=seed, method=method, hints=found)
     wide.train(narrow.training)
     return wide, replace(report, exact=check.exact, check=str(check))
 
@@ -97,7 +97,7 @@ def _checked(narrow: "PreTrainedModel", wide: "PreTrainedModel", found: Found, c
             compared(narrow)
     except Exception as error:  # only the caller knows which inputs a model takes
         return Agreement(None, reason=f"no input is known ({' '.join(str(error).split())[:200]}). Give call")
-    answer = check_agreement(narrow, wide, plan(narrow, wide, **found.hints), compared)
+    answer = check_agreement(narrow, wide, plan(narrow, wide, hints=found), compared)
     if answer.exact is False:
         raise UserError(f"this {narrow.config.model_type} model is not widened exactly: {answer.reason}")
     return answer

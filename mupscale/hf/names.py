@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from mupscale.errors import UserError
 from mupscale.hf.safetensors_files import StoredTensor
-from mupscale.widening.layout import Layout, Piece
-from mupscale.widening.plan import Plan
-from mupscale.widening.survey import some_names
-from mupscale.widening.tensor_plan import TensorPlan
+from mupscale.widening.axes import Layout, Piece
+from mupscale.widening.growth import Growth
+from mupscale.widening.pairing import some_names
+from mupscale.widening.plan_text import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ class GrowingTensor:
     """A tensor of a folder, and how it grows."""
 
     source: StoredTensor
-    entry: TensorPlan
+    entry: Growth
     parameter: str | None
     """The parameter of the model that it is, or is a part of; None for a buffer."""
 
@@ -73,8 +73,8 @@ def growing_tensors(
     return growing, unused
 
 
-def _by_every_name(plan: Plan) -> dict[str, TensorPlan]:
-    answer: dict[str, TensorPlan] = {}
+def _by_every_name(plan: Plan) -> dict[str, Growth]:
+    answer: dict[str, Growth] = {}
     for entry in (*plan.parameters.values(), *plan.buffers.values()):
         answer.update(dict.fromkeys(entry.names, entry))
     return answer
@@ -161,7 +161,7 @@ _KNOWN_STEPS = (
 """Experts stacked; two projections of each joined and stacked; projections joined."""
 
 
-def _part_of(entry: TensorPlan, part: Part, tensor: StoredTensor) -> TensorPlan:
+def _part_of(entry: Growth, part: Part, tensor: StoredTensor) -> Growth:
     """The plan of a tensor that is a part of a parameter."""
     kept = [axis for axis, own in enumerate(part.axes) if own is not None]
     layouts: list[Layout] = []
@@ -177,8 +177,7 @@ def _part_of(entry: TensorPlan, part: Part, tensor: StoredTensor) -> TensorPlan:
         names=(tensor.name,),
         narrow_shape=tuple(sum(piece.length for piece in layout) for layout in layouts),
         wide_shape=tuple(sum(piece.length * piece.factor for piece in layout) for layout in layouts),
-        sides=tuple(entry.sides[axis] for axis in kept),
-        layouts=tuple(layouts),
+        axes=tuple(entry.axes[axis]._replace(pieces=layout) for axis, layout in zip(kept, layouts, strict=True)),
         matrix_axes=matrix_axes,
         summed_axes=tuple(new_axis[axis] for axis in entry.summed_axes if axis in new_axis),
     )

@@ -28,10 +28,10 @@ from mupscale.hf.safetensors_files import (
     stored_tensors,
     write_all,
 )
-from mupscale.widening.layout import Layout, Piece, narrow_length, wide_length
-from mupscale.widening.methods import Duplication, GrowthMethod
+from mupscale.methods import Duplication, GrowthMethod
+from mupscale.widening.axes import Layout, Piece, narrow_length, wide_length
+from mupscale.widening.growth import Growth
 from mupscale.widening.noise import Constants, Noise, add_noise_
-from mupscale.widening.tensor_plan import TensorPlan
 
 CHUNK_BYTES = 2 * 2**20
 """Of a wide tensor, computed and written at once: it stays in a core's cache, so that writing takes half as long."""
@@ -57,9 +57,14 @@ class Widening:
     def by_rows(self, tensor: GrowingTensor) -> bool:
         """Whether rows of a tensor can be widened without the others."""
         plain = type(self.method).widen_ is GrowthMethod.widen_
-        return plain and not tensor.entry.shares and bool(tensor.entry.layouts) and not self.is_noisy(tensor)
+        return (
+            plain
+            and not any(axis.shares for axis in tensor.entry.axes)
+            and bool(tensor.entry.layouts)
+            and not self.is_noisy(tensor)
+        )
 
-    def widen_(self, target: Tensor, source: Tensor, tensor: GrowingTensor, entry: TensorPlan) -> None:
+    def widen_(self, target: Tensor, source: Tensor, tensor: GrowingTensor, entry: Growth) -> None:
         """Writes the widened rows into `target`; buffers are duplicated by every method."""
         if tensor.parameter is None:
             GrowthMethod.widen_(self.method, target, source, entry)
@@ -182,7 +187,7 @@ class Streamer:
         """The wide tensor in chunks; `buffers.give` takes them back. `again`: its entries are known to be finite."""
         entry, stored = tensor.entry, tensor.source
         row_size = torch.Size(entry.wide_shape[1:]).numel() * stored.dtype.itemsize
-        alike = all(scale == 1.0 for scale in entry.scales(out_power=0, in_power=-1)[0])
+        alike = all(scale == 1.0 for scale in entry.by_piece("weight")[0])
         for chunk in row_chunks(entry.layouts[0], CHUNK_BYTES // max(row_size, 1), alike=alike):
             count = narrow_length(chunk.layout)
             source = self.rows(stored, chunk.start, count)
@@ -194,7 +199,7 @@ class Streamer:
                 entry,
                 narrow_shape=tuple(source.shape),
                 wide_shape=shape,
-                layouts=(chunk.layout, *entry.layouts[1:]),
+                axes=(entry.axes[0]._replace(pieces=chunk.layout), *entry.axes[1:]),
             )
             self.widening.widen_(target, source, tensor, part)
             self.buffers.give(source)

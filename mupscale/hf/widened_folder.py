@@ -15,19 +15,19 @@ from mupscale.errors import UserError
 from mupscale.hf.continuing import growth_record, written
 from mupscale.hf.family import found_between
 from mupscale.hf.folder import CONFIG_FILE, GROWTH_FILE, ModelFolder, read_folder
-from mupscale.hf.growth import Growth, on_meta
+from mupscale.hf.growth import ConfigGrowth, on_meta
 from mupscale.hf.inputs import Call
 from mupscale.hf.names import GrowingTensor, growing_tensors
 from mupscale.hf.outputs import fits, largest_difference
 from mupscale.hf.safetensors_files import INDEX_FILE, NewFile, index_text, split_into_files
 from mupscale.hf.streaming import Widening, Written, refuse_unlike_twins, write_wide
 from mupscale.hf.whole_folder import whole_folder
+from mupscale.layer_names import notes_by_layer
+from mupscale.methods import Duplication, GrowthMethod
 from mupscale.text_tables import size_of
 from mupscale.watching import Watch, unwatched
-from mupscale.widening.layers import notes_by_layer
-from mupscale.widening.methods import Duplication, GrowthMethod
 from mupscale.widening.noise import Constants, Noise, save_constants
-from mupscale.widening.plan import Plan
+from mupscale.widening.plan_text import Plan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -105,7 +105,7 @@ def upscale_folder(
     """
     start = time.perf_counter()
     out = Path(out)
-    growth = Growth(factor, keep_heads, only, fields)
+    growth = ConfigGrowth(factor, keep_heads, only, fields)
     if out.exists() or out.is_symlink():
         raise UserError(f"--out {out} exists; name another folder, or delete it")
     narrow = read_folder(Path(folder))
@@ -144,7 +144,7 @@ class _Counted:
 
 def _prepared(
     folder: ModelFolder,
-    growth: Growth,
+    growth: ConfigGrowth,
     method: GrowthMethod,
     noise: Noise | None,
     seed: int,
@@ -157,7 +157,7 @@ def _prepared(
     config = growth.wide(folder.config)
     narrow, wide = on_meta(folder.model_class, folder.config), on_meta(folder.model_class, config)
     found = found_between(narrow, wide, model_class=folder.model_class, call=call, watch=watch)
-    plan = method.plan(narrow, wide, **found.hints)
+    plan = method.plan(narrow, wide, hints=found)
     method.check(plan)
     noise = method.choose_noise(noise, plan)
     growing, unused = growing_tensors(folder.tensors, plan, narrow)
@@ -281,8 +281,8 @@ def _tolerance(job: _Job) -> float:
     """Float32 rounding; where weights were divided by a factor that is no power of two, that of their format."""
     worst = 1e-4
     for tensor in job.tensors.values():
-        k_in, dtype = tensor.entry.k_in, tensor.source.dtype
-        dyadic = float(k_in).hex().startswith("0x1.0000000000000p")
+        weight, dtype = tensor.entry.scale.weight, tensor.source.dtype
+        dyadic = float(weight).hex().startswith("0x1.0000000000000p")
         centred = job.widening.is_noisy(tensor)  # copies of an input no longer cancel to the last bit
         if dtype.is_floating_point and (centred or not dyadic):
             worst = max(worst, 16 * torch.finfo(dtype).eps)

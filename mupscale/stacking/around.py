@@ -1,7 +1,5 @@
-"""What a stack does around the update of a weight, as hooks do around the step of a single optimizer.
-
-Two kinds of hooks are known: those that show the step some weights in other units (`mupscale.widening.mixed_axes`), and
-those that scale the updates of new copies, which have their own step count (`mupscale.widening.new_copies`).
+"""What a stack does around the update of a weight, as `mupscale.widening.stepping` does around a single optimizer's:
+it shows the step some weights in other units, and scales the updates of new copies, which have their own step count.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,35 +9,37 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mupscale.widening.mixed_axes import REFERENCE_UNITS
-from mupscale.widening.modules import Side
-from mupscale.widening.new_copies import NEW_COPIES
-from mupscale.widening.step_hooks import has_other_hooks
-from mupscale.widening.width_table import WidthFactors
+from mupscale._torch import step_hooks
+from mupscale.widening.stepping import Record
+from mupscale.widening.table import Side
 
 Around = dict[str, Tensor]
-"""For one weight, each with a leading axis for the models: which entries are new copies ("new"), which models see it in
-other units ("mixed"), and what these are ("inward", "outward", "shift"). Empty for most weights."""
+"""For one weight, each with an axis for the models: which entries are new copies, for each birth ("new"), which models
+see it in other units ("mixed"), and what these are ("inward", "outward", "shift"). Empty for most weights."""
 
 
 def has_unknown_hooks(optimizer: Optimizer) -> bool:
     """Whether something is called around the steps of an optimizer that a stack does not do."""
-    return has_other_hooks(optimizer, REFERENCE_UNITS, NEW_COPIES)
+    return step_hooks(optimizer) > 0
 
 
-def around(weight: Tensor, widths: Sequence[WidthFactors], new_copies: Sequence[Tensor | None]) -> Around:
-    """What happens around the update of a stacked weight: the widths of its models, and their masks of new copies."""
+def around(weight: Tensor, records: Sequence[Record]) -> Around:
+    """What happens around the update of a stacked weight, from the records of its parameter in each model."""
     answer: Around = {}
-    if any(mask is not None for mask in new_copies):
+    born = [record.born(weight[0]) if record.births else [] for record in records]
+    if any(born):
         none = torch.zeros_like(weight[0], dtype=torch.bool, requires_grad=False)
-        answer["new"] = torch.stack([none if mask is None else mask.bool() for mask in new_copies])
-    if any(width.needs_hooks for width in widths):
+        levels = range(max(map(len, born)))
+        masks = [torch.stack([own[level][0] if level < len(own) else none for own in born]) for level in levels]
+        answer["new"] = torch.stack(masks)
+    if any(record.steps_in_own_units for record in records):
         one = [1] * (weight.ndim - 1)
-        answer["mixed"] = torch.tensor([width.needs_hooks for width in widths], device=weight.device).view(-1, *one)
-        shifts = torch.tensor([width.shift for width in widths], dtype=torch.float64)
+        mixed = torch.tensor([record.steps_in_own_units for record in records], device=weight.device)
+        answer["mixed"] = mixed.view(-1, *one)
+        shifts = torch.tensor([record.shift for record in records], dtype=torch.float64)
         answer["shift"] = shifts.to(weight.device, weight.dtype).view(-1, *one)
-        answer["inward"] = relative_scales(widths, "in", weight)
-        answer["outward"] = relative_scales(widths, "out", weight)
+        answer["inward"] = relative_scales(records, "in", weight)
+        answer["outward"] = relative_scales(records, "out", weight)
     return answer
 
 
@@ -49,9 +49,9 @@ def moved_around(
     weight: Tensor,
     gradient: Tensor,
     *rest: Any,
-    factor: Tensor | None = None,
+    new_factors: Sequence[Tensor] = (),
 ) -> None:
-    """Moves a weight by `update(weight, gradient, *rest)`; the updates of new copies are multiplied by `factor`."""
+    """Moves a weight by `update(weight, gradient, *rest)`; those of new copies are multiplied by a factor per birth."""
     if not parts:
         update(weight, gradient, *rest)
         return
@@ -65,10 +65,10 @@ def moved_around(
         weight.copy_(torch.where(parts["mixed"], back, weight))
     else:
         update(weight, gradient, *rest)
-    if "new" in parts and factor is not None:
-        weight.copy_(torch.where(parts["new"], before.lerp(weight, factor), weight))
+    for mask, factor in zip(parts.get("new", ()), new_factors, strict=False):
+        weight.copy_(torch.where(mask, before.lerp(weight, factor), weight))
 
 
-def relative_scales(widths: Sequence[WidthFactors], side: Side, weight: Tensor) -> Tensor:
+def relative_scales(records: Sequence[Record], side: Side, weight: Tensor) -> Tensor:
     """The relative factors of that side for each model, broadcastable to a stacked weight."""
-    return torch.stack(torch.broadcast_tensors(*(width.relative_scale(side, weight[0]) for width in widths)))
+    return torch.stack(torch.broadcast_tensors(*(record.entry_scale(side, weight[0]) for record in records)))

@@ -6,20 +6,21 @@ import torch
 from torch import Tensor, nn
 
 from mupscale.stacking.around import relative_scales
-from mupscale.widening.width_table import WidthFactors, merged_table
+from mupscale.widening import table
+from mupscale.widening.stepping import Record, records_of
 
 
 class StackedClip:
     """`mupscale.clip_grad_norm_` for models that take their steps together."""
 
     def __init__(self, models: Sequence[nn.Module], weights: dict[str, Tensor]) -> None:
-        tables = [merged_table(model) for model in models]
+        tables = [records_of(model) for model in models]
         self._factors: list[tuple[Tensor, tuple[Tensor, Tensor] | None]] = []
         for name, weight in weights.items():
-            widths = [table.get(name, WidthFactors()) for table in tables]
-            factors = torch.tensor([width.m_out / width.m_in for width in widths], dtype=torch.float64)
+            widths = [table.get(name, Record()) for table in tables]
+            factors = torch.tensor([table.clip(width.scale) for width in widths], dtype=torch.float64)
             sides = None
-            if any(width.relative for width in widths):
+            if any(width.entries for width in widths):
                 outward, inward = (relative_scales(widths, side, weight.detach()).sqrt() for side in ("out", "in"))
                 sides = outward, inward
             self._factors.append((factors.to(weight.device, weight.dtype), sides))

@@ -19,9 +19,11 @@ from mupscale.errors import UserError
 from mupscale.stacking.around import Around, around, moved_around
 from mupscale.stacking.clip import along
 from mupscale.stacking.compiled import Compiled
-from mupscale.widening.new_copies import GROWN_AT, NEW_COPIES, REWARM_STEPS, update_factor
-from mupscale.widening.rules import rule_of
-from mupscale.widening.width_table import WidthFactors, merged_table
+from mupscale.widening.optimizers import rule_of
+from mupscale.widening.stepping import Record, step_records, update_factor
+
+_NEW = "new copies "
+"""How the names of the factors of new copies begin, one for each birth."""
 
 
 class StackedOptimizer:
@@ -47,19 +49,11 @@ class StackedOptimizer:
         self._places = [_places(model, optimizer, weights) for model, optimizer in zip(models, optimizers, strict=True)]
         self._refuse_unlike()
         device = next(iter(weights.values())).device
-        tables = [merged_table(model) for model in models]
         self._around = {
-            name: around(
-                weight.detach(),
-                [table.get(name, WidthFactors()) for table in tables],
-                [place[name].new_copies() for place in self._places],
-            )
+            name: around(weight.detach(), [place[name].record for place in self._places])
             for name, weight in weights.items()
         }
-        for name, parts in self._around.items():
-            self._share_masks(name, parts)
-        if any("new" in parts for parts in self._around.values()):
-            self.numbers = (*self.numbers, GROWN_AT, REWARM_STEPS)
+        self._births = self._stacked_births()
         shape = len(self.numbers), len(weights), len(models)
         self._table = torch.zeros(shape, dtype=torch.float64, device=device)
         self._values = torch.full(shape, torch.nan, dtype=torch.float64)  # what the table has, on the host
@@ -83,11 +77,11 @@ class StackedOptimizer:
         self.begin()
         moved = [index for index, gradient in enumerate(gradients) if gradient is not None]
         names = list(self.weights)
-        table, steps, begun = self._table, self.steps, self.begun.clone()
+        table, births, steps, begun = self._table, self._births, self.steps, self.begun.clone()
         if len(moved) < len(names):
             chosen = self._chosen(tuple(moved))
             steps.index_add_(0, chosen, torch.ones_like(steps[: len(moved)]))
-            table, steps, begun = table[:, chosen], steps[chosen], begun[chosen]
+            table, births, steps, begun = table[:, chosen], births[:, :, chosen], steps[chosen], begun[chosen]
             self.begun.index_fill_(0, chosen, 1.0)
         else:
             steps.add_(1)
@@ -96,8 +90,8 @@ class StackedOptimizer:
         states = [self.state[names[index]] for index in moved]
         values = dict(zip(self.numbers, table, strict=True))
         factors = self.factors(values, steps, begun)
-        if GROWN_AT in values:
-            factors[NEW_COPIES] = self._factor_of_new_copies(values, steps)
+        for level, (birth, rewarm_steps) in enumerate(births):
+            factors[f"{_NEW}{level}"] = self._factor_of_new_copies(values, steps, birth, rewarm_steps)
         if len({weight.dtype for weight in weights}) == 1:  # converted for all weights at once
             factors = {key: value.to(weights[0].dtype) for key, value in factors.items()}
         self._update_all(
@@ -151,7 +145,7 @@ class StackedOptimizer:
         return tuple((key, self.flag(key)) for key in self.flags)
 
     def number(self, group: dict[str, Any], key: str) -> float:
-        return float(group.get(key, 0) if key in (GROWN_AT, REWARM_STEPS) else group[key])
+        return float(group[key])
 
     def flag(self, key: str) -> Any:
         """What all groups have in common."""
@@ -203,24 +197,31 @@ class StackedOptimizer:
                     own[key] = stacked[index]
         return joined
 
-    def _share_masks(self, name: str, parts: Around) -> None:
-        """Makes the masks of new copies in the optimizers' state views of the stacked ones."""
-        for index, place in enumerate(self._places):
-            if place[name].new_copies() is not None:
-                place[name].state()[NEW_COPIES] = parts["new"][index]
+    def _stacked_births(self) -> Tensor:
+        """[births, 2, parameters, models]: the step count at which copies were new, and the steps of their warm-up."""
+        born = [[place[name].born() for place in self._places] for name in self.weights]
+        levels = max((len(own) for row in born for own in row), default=0)
+        answer = torch.zeros(levels, 2, len(born), len(self._places), dtype=torch.float64)
+        for row, of_models in enumerate(born):
+            for column, own in enumerate(of_models):
+                for level, numbers in enumerate(own):
+                    answer[level, :, row, column] = torch.tensor(numbers, dtype=torch.float64)
+        return answer.to(next(iter(self.weights.values())).device)
 
     def _count_those_of_new_copies(self) -> None:
         """Makes the step counts of new copies, which torch's optimizer does not have, entries of `steps`."""
         for name, steps in zip(self.weights, self.steps, strict=True):
             for index, place in enumerate(self._places):
-                if place[name].new_copies() is not None:
+                if place[name].record.births:
                     own = place[name].state()
                     steps[index].copy_(own["step"])
                     own["step"] = steps[index]
 
-    def _factor_of_new_copies(self, values: dict[str, Tensor], steps: Tensor) -> Tensor:
+    def _factor_of_new_copies(
+        self, values: dict[str, Tensor], steps: Tensor, birth: Tensor, rewarm_steps: Tensor
+    ) -> Tensor:
         group = {**values, "betas": (values.get("beta1"), values.get("beta2"))}
-        return update_factor(self._rule, group, steps.double(), values[GROWN_AT], values[REWARM_STEPS])
+        return update_factor(self._rule, group, steps.double(), birth, rewarm_steps)
 
     def _refuse_unlike(self) -> None:
         first = next(iter(self._places[0].values())).group
@@ -237,16 +238,16 @@ class StackedOptimizer:
 class Place:
     """Where an optimizer has a parameter: its group, and its state."""
 
-    def __init__(self, optimizer: Optimizer, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        self.optimizer, self.parameter, self.group = optimizer, parameter, group
+    def __init__(self, optimizer: Optimizer, parameter: nn.Parameter, group: dict[str, Any], record: Record) -> None:
+        self.optimizer, self.parameter, self.group, self.record = optimizer, parameter, group, record
 
     def has_state(self) -> bool:
-        """Whether a step has been taken: new copies of a model that grew before have their marks only."""
-        return bool(self.optimizer.state.get(self.parameter, {}).keys() - {NEW_COPIES, "step"})
+        """Whether a step has been taken: new copies of a model that grew before have their count only."""
+        return bool(self.optimizer.state.get(self.parameter, {}).keys() - {"step"})
 
-    def new_copies(self) -> Tensor | None:
-        mask: Tensor | None = self.optimizer.state.get(self.parameter, {}).get(NEW_COPIES)
-        return mask
+    def born(self) -> list[tuple[float, int]]:
+        """The births of new copies, and the steps of their warm-up."""
+        return [(birth, steps) for _, birth, steps in self.record.born(self.parameter)] if self.record.births else []
 
     def state(self) -> dict[str, Any]:
         return self.optimizer.state[self.parameter]
@@ -384,8 +385,8 @@ def _update_all(
     """Moves all weights. The factors are [weights, models]."""
     for index, (weight, gradient, state, parts) in enumerate(zip(weights, gradients, states, arounds, strict=True)):
         own = {key: along(value[index], weight) for key, value in factors.items()}
-        factor = own.pop(NEW_COPIES, None)
-        moved_around(parts, update, weight, gradient, state, own, flags, factor=factor)
+        new_factors = [own.pop(key) for key in list(own) if key.startswith(_NEW)]
+        moved_around(parts, update, weight, gradient, state, own, flags, new_factors=new_factors)
 
 
 def _send(values: Tensor, table: Tensor) -> None:
@@ -423,6 +424,7 @@ def stacked_optimizer(
 
 def _places(model: nn.Module, optimizer: Optimizer, weights: dict[str, Tensor]) -> dict[str, Place]:
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    records = step_records(optimizer)
     places = {}
     for name, parameter in model.named_parameters():
         if name in weights:
@@ -430,5 +432,6 @@ def _places(model: nn.Module, optimizer: Optimizer, weights: dict[str, Tensor]) 
                 raise UserError(
                     f"{name} is trained, but its optimizer does not have it; freeze it, or leave it to torch"
                 )
-            places[name] = Place(optimizer, parameter, groups[id(parameter)])
+            record = records.get(id(parameter), Record())
+            places[name] = Place(optimizer, parameter, groups[id(parameter)], record)
     return places

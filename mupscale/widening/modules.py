@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
 from mupscale._torch import BatchNormBase, ConvNd, ConvTransposeNd, DropoutNd
-from mupscale.widening.layout import LayoutSpec
-from mupscale.widening.readout import Readout
-
-Side = Literal["out", "in"] | None
-"""A width axis produces its units ("out"), or is summed over ("in"); None is an axis that is not width."""
+from mupscale.readout import Readout
+from mupscale.widening.axes import LayoutSpec
+from mupscale.widening.table import Side
 
 Kind = Literal["weight", "bias", "gain"]
 

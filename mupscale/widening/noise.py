@@ -32,13 +32,14 @@ from torch import Tensor
 from mupscale.arguments import refuse_unless_level, shown
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
-from mupscale.widening.layers import unwrapped
-from mupscale.widening.layout import centre_
-from mupscale.widening.plan import Plan, TensorPlan
-from mupscale.widening.roles import matches
-from mupscale.widening.spectral import spectral_norms
-from mupscale.widening.survey import some_names
-from mupscale.widening.units import NO_UNIT
+from mupscale.layer_names import unwrapped
+from mupscale.spectral import spectral_norms
+from mupscale.widening import table
+from mupscale.widening.axes import centre_
+from mupscale.widening.growth import Growth
+from mupscale.widening.hints import matches
+from mupscale.widening.pairing import some_names
+from mupscale.widening.plan_text import Plan
 
 Constants = dict[str, float | list[Any]]
 """σ̄ of every parameter: 0 where it gets no noise; nested lists where each kernel position has its own."""
@@ -62,14 +63,14 @@ class Noise(ABC):
         return math.inf
 
     @abstractmethod
-    def applies(self, entry: TensorPlan) -> bool:
+    def applies(self, entry: Growth) -> bool:
         """Whether this parameter gets noise."""
 
     @abstractmethod
-    def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
+    def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
         """σ̄ of one parameter, or of each position, from its narrow and widened values and the draw Δ at σ̄ = 1."""
 
-    def reads_widened(self, entry: TensorPlan) -> bool:
+    def reads_widened(self, entry: Growth) -> bool:
         """Whether `constant` needs all widened values of this parameter; if not, some of its rows are enough."""
         return True
 
@@ -113,13 +114,13 @@ class AdditiveNoise(Noise):
         _check_patterns(plan, self.where, self.centred)
         refuse_inert(self, plan)
 
-    def applies(self, entry: TensorPlan) -> bool:
+    def applies(self, entry: Growth) -> bool:
         return is_noisy(entry, self.where, self.centred)
 
-    def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
+    def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
         return self.std
 
-    def reads_widened(self, entry: TensorPlan) -> bool:
+    def reads_widened(self, entry: Growth) -> bool:
         return False
 
 
@@ -161,16 +162,16 @@ class SignalNoise(Noise):
         _check_patterns(plan, self.where, self.centred)
         refuse_inert(self, plan)
 
-    def applies(self, entry: TensorPlan) -> bool:
+    def applies(self, entry: Growth) -> bool:
         return is_noisy(entry, self.where, self.centred)
 
-    def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor:
+    def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor:
         # of unlike pieces the norm does not follow from the narrow one
         signal = spectral_norms(_matrices(widened, entry)) if entry.mixed else widened_norms(entry, narrow)
         ratio = self.t * signal / spectral_norms(_matrices(delta, entry)).to(signal.device)
         return ratio.reshape(_positions(entry))
 
-    def reads_widened(self, entry: TensorPlan) -> bool:
+    def reads_widened(self, entry: Growth) -> bool:
         return entry.mixed
 
 
@@ -238,14 +239,14 @@ class RecordedNoise(Noise):
         if self.level() > 0:
             refuse_inert(self, plan)
 
-    def applies(self, entry: TensorPlan) -> bool:
+    def applies(self, entry: Growth) -> bool:
         recorded = bool(torch.as_tensor(self.constants[unwrapped(entry.name)]).any())
         return recorded and (not self.centred or entry.copies_summed > 1)
 
-    def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
+    def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
         return torch.tensor(self.constants[unwrapped(entry.name)], dtype=torch.float64)
 
-    def reads_widened(self, entry: TensorPlan) -> bool:
+    def reads_widened(self, entry: Growth) -> bool:
         return False
 
 
@@ -284,7 +285,7 @@ def save_constants(constants: Constants, path: str | Path, centred: bool = False
         raise UserError(f"save_noise: {path} cannot be written ({error.strerror}); name another file") from error
 
 
-def is_noisy(entry: TensorPlan, where: Mapping[str, bool] | None = None, centred: bool = False) -> bool:
+def is_noisy(entry: Growth, where: Mapping[str, bool] | None = None, centred: bool = False) -> bool:
     """Whether a parameter gets noise: by the default rule, or by the last matching pattern of `where`.
 
     Centred noise goes only to parameters that sum over copies, whatever `where` says.
@@ -298,14 +299,12 @@ def is_noisy(entry: TensorPlan, where: Mapping[str, bool] | None = None, centred
     return answer
 
 
-def init_scale(entry: TensorPlan) -> float:
+def init_scale(entry: Growth) -> float:
     """The muP initialisation scale of the role: N_in^-1/2 with two width axes, base / N_in for a readout, 1 otherwise.
 
     A plain model has no base width: its own counts as one, so that the scale of a readout is 1.
     """
-    if "in" in entry.sides and "out" in entry.sides:
-        return entry.fan_in**-0.5
-    return 1.0 if entry.base is None else entry.base / entry.fan_in
+    return table.std(entry.sides, entry.fan_in, entry.fan_in if entry.base is None else entry.base)
 
 
 def may_overflow(level: float, dtype: torch.dtype) -> bool:
@@ -314,7 +313,7 @@ def may_overflow(level: float, dtype: torch.dtype) -> bool:
 
 
 def add_noise_(
-    target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, seed: int, rows: slice | None = None
+    target: Tensor, entry: Growth, noise: Noise, narrow: Tensor, seed: int, rows: slice | None = None
 ) -> float | list[Any]:
     """Adds `noise` to the widened `target` in place; returns σ̄, ready to be saved.
 
@@ -324,19 +323,19 @@ def add_noise_(
         return 0.0
     delta, constant = _drawn(target, entry, noise, narrow, seed)
     delta.mul_(_align(constant.to(target.device, delta.dtype), entry))
-    if entry.unit.scale != 1:
-        delta.mul_(entry.unit.scale)
+    if entry.rescale != 1:
+        delta.mul_(entry.rescale)
     added = delta if rows is None else delta[rows]
     target.copy_(added.add_(target))
     return constant.tolist()
 
 
-def noise_constant(target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, seed: int) -> float | list[Any]:
+def noise_constant(target: Tensor, entry: Growth, noise: Noise, narrow: Tensor, seed: int) -> float | list[Any]:
     """σ̄ of the noise that `add_noise_` would add."""
     return _drawn(target, entry, noise, narrow, seed)[1].tolist() if noise.applies(entry) else 0.0
 
 
-def _drawn(target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def _drawn(target: Tensor, entry: Growth, noise: Noise, narrow: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Noise at σ̄ = 1, and σ̄.
 
     The draw depends on seed, parameter name and device type alone, so every rank, every resumed run and every average
@@ -351,17 +350,17 @@ def _drawn(target: Tensor, entry: TensorPlan, noise: Noise, narrow: Tensor, seed
         delta[list(entry.quiet)] = 0
     if noise.centred:
         centre_(delta, entry.layouts, entry.summed_axes)
-    in_role_units = target if entry.unit == NO_UNIT else (target - entry.shift) / entry.unit.scale
+    in_role_units = target if entry.rescale == 1 and not entry.offset else (target - entry.shift) / entry.rescale
     constant = torch.as_tensor(noise.constant(entry, narrow, in_role_units, delta), dtype=torch.float64)
     return delta, constant
 
 
-def widened_norms(entry: TensorPlan, narrow: Tensor) -> Tensor:
-    """‖W̃‖ of every matrix of the widened weight, without its unit: sqrt(k_out / k_in) times the narrow norm."""
-    return spectral_norms(_matrices(narrow, entry)) * math.sqrt(entry.k_out / entry.k_in)
+def widened_norms(entry: Growth, narrow: Tensor) -> Tensor:
+    """‖W̃‖ of every matrix of the widened weight, without `rescale`."""
+    return spectral_norms(_matrices(narrow, entry)) * table.spectral(entry.scale) / entry.rescale
 
 
-def _matrices(tensor: Tensor, entry: TensorPlan) -> Tensor:
+def _matrices(tensor: Tensor, entry: Growth) -> Tensor:
     """(positions, rows, columns): one matrix per kernel position."""
     rows, columns = _axes(entry)
     if tensor.ndim == 0:
@@ -373,22 +372,22 @@ def _matrices(tensor: Tensor, entry: TensorPlan) -> Tensor:
     )
 
 
-def _axes(entry: TensorPlan) -> tuple[int, int | None]:
+def _axes(entry: Growth) -> tuple[int, int | None]:
     if entry.matrix_axes is not None:
         return entry.matrix_axes
-    produced = [axis for axis, side in enumerate(entry.sides) if side == "out"]
+    produced = [axis for axis, side in enumerate(entry.sides) if side in ("out", "mean")]
     summed = [axis for axis, side in enumerate(entry.sides) if side == "in"]
     return next(iter(produced + summed), 0), None
 
 
-def _positions(entry: TensorPlan) -> tuple[int, ...]:
+def _positions(entry: Growth) -> tuple[int, ...]:
     """The shape of the per-position constants: the axes beside the two of the matrix."""
     if entry.matrix_axes is None:
         return ()
     return tuple(size for axis, size in enumerate(entry.wide_shape) if axis not in entry.matrix_axes)
 
 
-def _align(constant: Tensor, entry: TensorPlan) -> Tensor:
+def _align(constant: Tensor, entry: Growth) -> Tensor:
     """Per-position constants, with axes of length 1 where the matrix stands."""
     if constant.ndim == 0:
         return constant

@@ -1,105 +1,45 @@
-"""The plan: which axes of each parameter and buffer are width, how they grow, in which blocks, in what role.
+"""The plan: which axes of each parameter and buffer are width, how they grow, in which blocks, on which side.
 
-Factors follow from the shapes of the two models, and roles from their module types (`modules.py`), so a plain PyTorch
-model needs no preparation. Where that is not enough, the caller gives `roles`, `blocks` and `units` by name pattern. A
-model class can declare them itself, in attributes `width_roles`, `width_blocks` and `width_units`, with patterns
-relative to the module. Each of these is a mapping, or a method that takes the same module of the wide model and returns
-the mapping.
+Factors follow from the shapes of the two models, and sides from their module types (`modules.py`), so a plain PyTorch
+model needs no preparation. Where that is not enough, there are hints (`hints.py`).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mupscale._torch import DropoutNd, non_persistent_buffers
 from mupscale.errors import UserError
-from mupscale.text_tables import Paint, folded, table, unpainted
-from mupscale.widening import fractional_growth, modules
-from mupscale.widening.layers import braced, notes_by_layer
-from mupscale.widening.layout import (
+from mupscale.widening import fractional, modules
+from mupscale.widening.axes import (
+    Axis,
     Layout,
     LayoutSpec,
     Piece,
     evenly,
-    is_fractional,
     is_mixed,
-    is_unit_by_unit,
     narrow_length,
     parse_layout,
-    whole_factor,
     wide_length,
 )
-from mupscale.widening.modules import Side
-from mupscale.widening.roles import Role, Roles, all_sides, declared, given_pairs, match_roles, matches
-from mupscale.widening.summed_axes import may_be_summed
-from mupscale.widening.survey import Survey, Use, refuse_scripted, some_names, unsaved_buffers
-from mupscale.widening.tensor_plan import TensorPlan
-from mupscale.widening.units import NO_UNIT, Unit, Units, match_units
-from mupscale.widening.weight_norm import unit_of_gain
-from mupscale.widening.width_table import merged_table
-
-Blocks = Mapping[str, Mapping[int, LayoutSpec]]
+from mupscale.widening.growth import Growth
+from mupscale.widening.hints import Blocks, Hints, all_sides, match_hints
+from mupscale.widening.pairing import Pairing, Use, refuse_scripted, unsaved_buffers
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.stepping import records_of
+from mupscale.widening.table import Side
+from mupscale.widening.weight_norm import rescale_of_gain
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What `upscale` will do to each parameter. `print` it.
-
-    Examples:
-        >>> import mupscale
-        >>> from torch import nn
-        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> plan = mupscale.plan(narrow, wide)
-        >>> {name: entry.role for name, entry in plan.parameters.items()}
-        {'0.weight': 'vector', '0.bias': 'vector', '2.weight': 'readout', '2.bias': 'scalar'}
-        >>> report = mupscale.upscale(narrow, wide, plan=plan)  # the plan is not made again
-    """
-
-    parameters: dict[str, TensorPlan]
-    buffers: dict[str, TensorPlan]
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, columns: int | None = None, paint: Paint = unpainted) -> str:
-        """A table with a row for each parameter and buffer.
-
-        With `columns`, for a terminal that is so wide: parameters that differ only in the number of their layer, and
-        grow alike, share a row.
-        """
-        rows = [_row(entry) for entry in (*self.parameters.values(), *self.buffers.values())]
-        if columns is not None:
-            rows = _grouped(rows)
-        before = sum(math.prod(e.narrow_shape) for e in self.parameters.values())
-        after = sum(math.prod(e.wide_shape) for e in self.parameters.values())
-        below = [f"{before:,} → {after:,} parameters"]
-        below += fractional_growth.described(self.parameters)
-        if any(_BY in row[-1] for row in rows):
-            below.append("by N: blocks of N entries are repeated as wholes")
-        below += [f"note: {note}" for note in notes_by_layer(self.notes)]
-        lines = table([_HEADING, *rows], right=_NUMBERS, columns=columns, paint=paint)
-        return "\n".join([*lines, *folded(below, columns)])
-
-
-def plan(
-    narrow: nn.Module,
-    wide: nn.Module,
-    *,
-    roles: Roles | None = None,
-    blocks: Blocks | None = None,
-    units: Units | None = None,
-) -> Plan:
+def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None) -> Plan:
     """The dry run of `upscale`: changes nothing, and raises a UserError if the widening would not be exact.
 
     Args:
         narrow: The trained model.
         wide: The same architecture at a larger width. Both may be on the meta device.
-        roles: What a parameter does with its width axes, by name pattern: `{"head.weight": "readout"}`.
-        blocks: How axes are duplicated, by name pattern and axis: `{"*.q.weight": {0: 64}}` repeats blocks of 64.
-        units: Extra factors of weights, by name pattern: `{"embed.weight": 0.5}`.
+        hints: How parameters grow, by name pattern, where the types of their modules do not tell.
 
     Examples:
         >>> import mupscale
@@ -114,149 +54,121 @@ def plan(
         2.bias     scalar   2                  1     1  copy
         26 → 50 parameters
     """
-    survey = Survey(narrow, wide)
+    pairing = Pairing(narrow, wide)
     refuse_scripted("narrow", narrow)
     refuse_scripted("wide", wide)
-    survey.refuse_inexact_modules()
-    if not survey.uses:
+    pairing.refuse_inexact_modules()
+    if not pairing.uses:
         raise UserError(
             f"the model ({type(narrow).__name__}) has no parameters: there is nothing to widen. Pass the network itself"
         )
-    role_of = match_roles(survey, roles)
-    implied = _implied_blocks(survey)
-    block_of = _given_blocks(survey, blocks)
-    given_units = match_units(survey, units)
-    sides = all_sides(survey, role_of)
-    unit_of = given_units | _units_of_gains(survey, sides, given_units)
-    directions = {survey.parameter_names()[norm.direction] for norm in survey.weight_norms}
-    entries: dict[str, TensorPlan] = {}
+    hinted = match_hints(pairing, hints)
+    sides = all_sides(pairing, hinted.roles)
+    rescale = hinted.rescale | _rescale_of_gains(pairing, sides, hinted.rescale)
+    directions = {pairing.parameter_names()[norm.direction] for norm in pairing.weight_norms}
+    implied = _implied_blocks(pairing)
     layouts: dict[str, tuple[Layout, ...]] = {}
     in_pieces: dict[str, set[int]] = {}
-    weights_first = sorted(survey.uses, key=lambda use: _follows_a_weight(use.owners[0][3]))
-    for use in weights_first:  # a bias follows the layout of its weight
-        given = _merge(block_of, use.names)
-        spec = {**_merge(implied, use.names), **_inherited(survey, layouts, sides, use), **given}
+    for use in sorted(pairing.uses, key=_follows_a_weight):  # a bias follows the layout of its weight
+        given = _merge(hinted.blocks, use.names)
+        spec = {**_merge(implied, use.names), **_inherited(pairing, layouts, sides, use), **given}
         layouts[use.name] = _layouts(use.name, use.narrow_shape, use.wide_shape, spec, given)
         in_pieces[use.name] = {axis for axis, row in spec.items() if not isinstance(row, int)}
-    widths = merged_table(narrow, mup_only=True) | merged_table(wide, mup_only=True)
-    for use in survey.uses:
-        unit = unit_of.get(use.name, NO_UNIT)
-        base = widths[use.name].base if use.name in widths else ()
-        entries[use.name] = _entry(use, *sides[use.name], layouts[use.name], unit, use.name in directions, base)
-    fractional_growth.refuse_averages(survey, entries, in_pieces)
-    for use in survey.uses:
-        _refuse_tied(use, entries[use.name])
-        _refuse_entry(use, entries[use.name])
-    fractional_growth.refuse_one_sided(entries, in_pieces)
+    records = records_of(narrow, mup_only=True) | records_of(wide, mup_only=True)
+    growths: dict[str, Growth] = {}
+    for use in pairing.uses:
+        base = records[use.name].base if use.name in records else ()
+        axes = tuple(map(Axis, layouts[use.name], sides[use.name]))
+        factors = rescale.get(use.name, (1.0, 0.0))
+        growths[use.name] = _growth(use, axes, factors, base, normed=use.name in directions)
+    is_fractional = any(growth.fractional_axes for growth in growths.values())
+    if is_fractional:
+        fractional.refuse_averages(pairing, growths, in_pieces)
+    for use in pairing.uses:
+        _refuse_tied(use, growths[use.name])
+        _refuse_growth(use, growths[use.name])
+    if is_fractional:
+        fractional.refuse_one_sided(growths, in_pieces)
+    buffers = _buffers(pairing, growths, implied, hinted.blocks)
+    return Plan(growths, buffers, tuple(notes_on(pairing, growths, hinted.roles)))
 
-    buffers: dict[str, TensorPlan] = {}
-    unsaved = unsaved_buffers(wide)
-    for name, source, target in survey.buffers:
+
+def _buffers(
+    pairing: Pairing, growths: dict[str, Growth], implied: dict[str, Blocks], given_blocks: dict[str, Blocks]
+) -> dict[str, Growth]:
+    answer: dict[str, Growth] = {}
+    unsaved = unsaved_buffers(pairing.modules[0][2])
+    for name, source, target in pairing.buffers:
         shapes = tuple(source.shape), tuple(target.shape)
         if name in unsaved:
-            buffers[name] = _kept_buffer(name, *shapes)
+            axes = tuple(Axis((Piece(n, max(n, 1), 1),)) for n in shapes[0])
+            answer[name] = Growth((name,), *shapes, "buffer", axes, kept=True)
             continue
         if shapes[0] != shapes[1] and source.dtype in (torch.int8, torch.uint8):
             raise UserError(
                 f"buffer {name!r} {shapes[0]} → {shapes[1]} is quantised ({source.dtype}): its scales lie elsewhere, "
                 "and cannot be widened with it. Take the model as it was before, in floating point"
             )
-        owner = name.rpartition(".")[0]
-        weight = f"{owner}.weight" if owner else "weight"
-        given = block_of.get(name, {})
-        spec = {} if weight not in layouts else _like(layouts[weight], sides[weight][1], *shapes)
+        weight = growths.get(f"{name.rpartition('.')[0]}.weight".removeprefix("."))
+        given = given_blocks.get(name, {})
+        spec = {} if weight is None else _like(weight.layouts, weight.sides, *shapes)
         own = _layouts(name, *shapes, {**implied.get(name, {}), **spec, **given}, given)
-        buffers[name] = TensorPlan((name,), *shapes, "buffer", "buffer", (None,) * source.ndim, own, 1, None)
-        fractional_growth.refuse_buffer(buffers[name], entries, given)
-    in_blocks = [name for name, entry in entries.items() if entry.in_blocks]
-    in_units = [name for use in survey.uses if given_units.get(use.name, NO_UNIT) != NO_UNIT for name in use.names]
-    return Plan(entries, buffers, (*survey.caveats(in_blocks, in_units), *_guesses(survey, role_of)))
-
-
-def _kept_buffer(name: str, narrow: tuple[int, ...], wide: tuple[int, ...]) -> TensorPlan:
-    layouts = tuple((Piece(n, max(n, 1), 1),) for n in narrow)
-    return TensorPlan((name,), narrow, wide, "buffer", "buffer", (None,) * len(narrow), layouts, 1, None, kept=True)
-
-
-def _guesses(survey: Survey, role_of: Mapping[str, Role]) -> Iterator[str]:
-    for use in survey.uses:
-        _, owner, _, attribute = use.owners[0]
-        guessed = use.name not in role_of and modules.axis_sides(owner, attribute, use.narrow) is None
-        if not guessed or not use.growing:
-            continue
-        remedy = f'if its width is summed over, give roles={{"{use.name}": "readout"}}'
-        if len(use.narrow_shape) == 2:
-            yield f"{use.name}: treated as a vector, whose width is its output; {remedy}"
-        elif _may_be_summed(survey, use):
-            yield f"{use.name}: treated as a vector, but a forward pass may sum over its width; {remedy}"
-
-
-def _may_be_summed(survey: Survey, use: Use) -> bool:
-    """Whether the code of a module around the parameter looks as if it sums over its width."""
-    ndim = len(use.narrow_shape)
-    for name in use.names:
-        path = [(prefix, module) for prefix, module, _ in survey.modules if not prefix or name.startswith(f"{prefix}.")]
-        if any(may_be_summed(path, name, ndim, axis) for axis in use.growing):
-            return True
-    return False
-
-
-def _units_of_gains(
-    survey: Survey, sides: Mapping[str, tuple[Role, tuple[Side, ...]]], given: Mapping[str, Unit]
-) -> dict[str, Unit]:
-    """The units of the gains of normalised weights, times those given."""
-    names, uses = survey.parameter_names(), {use.name: use for use in survey.uses}
-    answer = {}
-    for norm in survey.weight_norms:
-        direction, unit = uses[names[norm.direction]], given.get(names[norm.gain], NO_UNIT)
-        shapes = zip(direction.narrow_shape, direction.wide_shape, strict=True)
-        own = unit_of_gain(norm, sides[direction.name][1], [wide / max(narrow, 1) for narrow, wide in shapes])
-        answer[names[norm.gain]] = unit._replace(scale=unit.scale * own)
+        answer[name] = Growth((name,), *shapes, "buffer", tuple(map(Axis, own)))
+        if answer[name].fractional_axes:
+            fractional.refuse_buffer(answer[name], growths, given)
     return answer
 
 
-def _follows_a_weight(attribute: str) -> bool:
+def _rescale_of_gains(
+    pairing: Pairing, sides: Mapping[str, tuple[Side, ...]], given: Mapping[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    """What the gains of normalised weights are multiplied by, times what is given."""
+    names, uses = pairing.parameter_names(), {use.name: use for use in pairing.uses}
+    answer = {}
+    for norm in pairing.weight_norms:
+        direction, gain = uses[names[norm.direction]], names[norm.gain]
+        shapes = zip(direction.narrow_shape, direction.wide_shape, strict=True)
+        own = rescale_of_gain(norm, sides[direction.name], [wide / max(narrow, 1) for narrow, wide in shapes])
+        by, offset = given.get(gain, (1.0, 0.0))
+        answer[gain] = by * own, offset
+    return answer
+
+
+def _follows_a_weight(use: Use) -> bool:
     """Whether a parameter has the layout of another of its layer: a bias, or the gain of a normalised weight."""
+    attribute = use.owners[0][3]
     return "bias" in attribute or attribute.endswith("_g")
 
 
-def _entry(
-    use: Use,
-    role: Role,
-    sides: tuple[Side, ...],
-    layouts: tuple[Layout, ...],
-    unit: Unit,
-    normed: bool,
-    base: tuple[int | None, ...],
-) -> TensorPlan:
+def _growth(
+    use: Use, axes: tuple[Axis, ...], rescale: tuple[float, float], base: tuple[int | None, ...], *, normed: bool
+) -> Growth:
     _, before, _, attribute = use.owners[0]
     known = modules.axis_sides(before, attribute, use.narrow)
-    axes = next(
+    sides = tuple(axis.side for axis in axes)
+    matrix_axes = next(
         ((s.index("out"), s.index("in")) for s in (known, sides) if s and s.count("in") == 1 and "out" in s), None
     )
     summed = [axis for axis, side in enumerate(sides) if side == "in"]
-    fan_in = math.prod(use.wide_shape[axis] for axis in summed)
-    return TensorPlan(
+    return Growth(
         names=use.names,
         narrow_shape=use.narrow_shape,
         wide_shape=use.wide_shape,
-        role=role,
         kind=modules.kind_of(before, attribute, use.narrow),
-        sides=sides,
-        layouts=layouts,
-        fan_in=fan_in,
+        axes=axes,
+        matrix_axes=matrix_axes,
+        rescale=rescale[0],
+        offset=rescale[1],
         base=math.prod(base[axis] or use.wide_shape[axis] for axis in summed) if base else None,
-        matrix_axes=axes,
         zero_initialised=any(getattr(owner, "readout_zero_init", False) for _, owner, _, _ in use.owners),
         quiet=tuple(set.intersection(*(modules.untrained_rows(wide, key) for _, _, wide, key in use.owners))),
-        summed_axes=_summed_axes(use, role, sides),
-        unit=unit,
+        summed_axes=_summed_axes(use, sides),
         normed=normed,
     )
 
 
-def _summed_axes(use: Use, role: Role, sides: tuple[Side, ...]) -> tuple[int, ...]:
-    if role != "mu_readout":
+def _summed_axes(use: Use, sides: tuple[Side, ...]) -> tuple[int, ...]:
+    if "mean" not in sides:
         return tuple(axis for axis, side in enumerate(sides) if side == "in")
     width = {axis for axis, side in enumerate(sides) if side}
     summed = set(width)
@@ -269,7 +181,7 @@ def _summed_axes(use: Use, role: Role, sides: tuple[Side, ...]) -> tuple[int, ..
     return tuple(sorted(summed))
 
 
-def _refuse_tied(use: Use, entry: TensorPlan) -> None:
+def _refuse_tied(use: Use, entry: Growth) -> None:
     """Raises a UserError for an embedding tied to a muP readout whose units have unequal numbers of copies."""
     mixed = {axis for axis, layout in enumerate(entry.layouts) if is_mixed(layout)}
     is_read = any(modules.is_readout(module) and attribute == "weight" for _, module, _, attribute in use.owners)
@@ -281,18 +193,18 @@ def _refuse_tied(use: Use, entry: TensorPlan) -> None:
         )
 
 
-def _refuse_entry(use: Use, entry: TensorPlan) -> None:
+def _refuse_growth(use: Use, entry: Growth) -> None:
     _, owner, _, _ = use.owners[0]
-    if entry.k_in > 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
+    if entry.scale.weight < 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
         raise UserError(
             f"{use.name!r} {use.narrow_shape} → {use.wide_shape} holds whole numbers ({use.narrow.dtype}), which "
             "cannot be divided by "
-            f"{entry.k_in}. Give both models floating-point weights"
+            f"{1 / entry.scale.weight:g}. Give both models floating-point weights"
         )
-    if entry.unit.scale != 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
+    if entry.rescale != 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
         raise UserError(
-            f"units: {use.name!r} holds whole numbers ({use.narrow.dtype}), which cannot be multiplied by "
-            f"{entry.unit.scale:g}. Give both models floating-point weights"
+            f"rescale: {use.name!r} holds whole numbers ({use.narrow.dtype}), which cannot be multiplied by "
+            f"{entry.rescale:g}. Give both models floating-point weights"
         )
     refuse_uneven_shift(entry)
     if entry.normed and entry.mixed:
@@ -306,7 +218,7 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
             "elsewhere, and cannot be widened with it. Take the model as it was before, in floating point, and "
             "quantise the wide one"
         )
-    whole_groups = isinstance(owner, nn.GroupNorm) and fractional_growth.in_whole_groups(owner, entry)
+    whole_groups = isinstance(owner, nn.GroupNorm) and fractional.in_whole_groups(owner, entry)
     if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) and not whole_groups:
         raise UserError(
             f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors, which "
@@ -314,14 +226,14 @@ def _refuse_entry(use: Use, entry: TensorPlan) -> None:
         )
 
 
-def refuse_uneven_shift(entry: TensorPlan) -> None:
+def refuse_uneven_shift(entry: Growth) -> None:
     """Raises a UserError for an affine unit of a parameter whose entries are divided by different numbers."""
-    layouts = [layout for axis, layout in enumerate(entry.layouts) if entry.relative_side(axis) == "in"]
-    shared = any(entry.relative_side(axis) == "in" for axis, _ in entry.shares)
-    if entry.unit.offset and (shared or any(is_mixed(layout) for layout in layouts)):
+    uneven = any(axis.relative_side == "in" and (axis.shares or is_mixed(axis.pieces)) for axis in entry.axes)
+    if entry.offset and uneven:
         raise UserError(
-            f"units: {entry.name!r} {entry.narrow_shape} → {entry.wide_shape} has an affine unit {tuple(entry.unit)}, "
-            "and its entries are divided by different numbers of copies. Grow this width by a whole factor"
+            f"rescale: {entry.name!r} {entry.narrow_shape} → {entry.wide_shape} has an offset to rescale, "
+            f"{(entry.rescale, entry.offset)}, and its entries are divided by different numbers of copies. Grow this "
+            "width by a whole factor"
         )
 
 
@@ -344,7 +256,7 @@ def _layouts(
                     raise UserError(f"blocks: {where}") from None
                 raise UserError(
                     f"{where}. The module implies this layout; give another: "
-                    f'blocks={{"{name}": {{{axis}: [(length, block, factor), ...]}}}}'
+                    f'hints=Hints(blocks={{"{name}": {{{axis}: [(length, block, factor), ...]}}}})'
                 ) from None
         elif n == w:
             answer.append((Piece(n, max(n, 1), 1),))
@@ -363,23 +275,23 @@ def _layouts(
 
 
 def _inherited(
-    survey: Survey,
+    pairing: Pairing,
     layouts: Mapping[str, tuple[Layout, ...]],
-    sides: Mapping[str, tuple[Role, tuple[Side, ...]]],
+    sides: Mapping[str, tuple[Side, ...]],
     use: Use,
 ) -> dict[int, LayoutSpec]:
     """A bias, or a norm's shift, is duplicated as the rows of the weight beside it; a weight norm's gain, as its v."""
     module_name, _, _, attribute = use.owners[0]
-    for norm in survey.weight_norms:
-        if use.growing and use.name == survey.parameter_names()[norm.gain]:
-            layout = layouts[survey.parameter_names()[norm.direction]]
+    for norm in pairing.weight_norms:
+        if use.growing and use.name == pairing.parameter_names()[norm.gain]:
+            layout = layouts[pairing.parameter_names()[norm.direction]]
             return {axis: [tuple(piece) for piece in layout[axis]] for axis in use.growing}
     if "bias" not in attribute or len(use.narrow_shape) != 1:
         return {}
-    weight = survey.names_of_weights().get(f"{module_name}." * bool(module_name) + attribute.replace("bias", "weight"))
+    weight = pairing.names_of_weights().get(f"{module_name}." * bool(module_name) + attribute.replace("bias", "weight"))
     if weight is None or weight not in layouts:
         return {}
-    return _like(layouts[weight], sides[weight][1], use.narrow_shape, use.wide_shape)
+    return _like(layouts[weight], sides[weight], use.narrow_shape, use.wide_shape)
 
 
 def _like(
@@ -400,98 +312,90 @@ def _merge(block_of: Mapping[str, Mapping[int, LayoutSpec]], names: Iterable[str
     return {axis: spec for name in names for axis, spec in block_of.get(name, {}).items()}
 
 
-def _implied_blocks(survey: Survey) -> dict[str, dict[int, LayoutSpec]]:
+def _implied_blocks(pairing: Pairing) -> dict[str, dict[int, LayoutSpec]]:
     """What module types imply, by tensor name."""
     answer: dict[str, dict[int, LayoutSpec]] = {}
-    names = survey.names_of_weights()
-    for prefix, before, after in survey.modules:
+    names = pairing.names_of_weights()
+    for prefix, before, after in pairing.modules:
         for attribute, spec in modules.own_blocks(before, after).items():
             name = f"{prefix}.{attribute}" if prefix else attribute
             answer.setdefault(names.get(name, name), {}).update(spec)
     return answer
 
 
-def _given_blocks(survey: Survey, given: Blocks | None) -> dict[str, dict[int, LayoutSpec]]:
-    """Blocks by tensor name: what model classes declare, then what the caller gives."""
-    shapes = {name: use.narrow_shape for use in survey.uses for name in use.names}
-    shapes |= {name: tuple(buffer.shape) for name, buffer, _ in survey.buffers}
-    meant = {norm.weight: norm.direction for norm in survey.weight_norms}
-    shapes |= {name: shapes[direction] for name, direction in meant.items()}
-    answer: dict[str, dict[int, LayoutSpec]] = {}
-    for pattern, axes in [*declared(survey, "width_blocks"), *given_pairs("blocks", given)]:
-        if not isinstance(axes, Mapping) or not all(isinstance(axis, int) for axis in axes):
-            raise UserError(f"blocks: {pattern!r} must map to {{axis: block}} with whole numbers, got {axes!r}")
-        matched = [name for name in shapes if matches(name, pattern)]
-        if not matched:
-            raise UserError(
-                f"blocks: the pattern {pattern!r} matches no parameter or buffer; there are {some_names(shapes)}"
+def notes_on(pairing: Pairing, growths: dict[str, Growth], hinted: Collection[str]) -> Iterator[str]:
+    """A note on each guess, on constants that change with the width, and on what is inexact. `hinted` have a role."""
+    growing = [name for growth in growths.values() if growth.grows for name in growth.names]
+    in_blocks = [name for growth in growths.values() if growth.in_blocks for name in growth.names]
+    rescaled = [name for growth in growths.values() if growth.rescale != 1 for name in growth.names]
+    for name, before, after in pairing.modules:
+        inside, title = f"{name}." if name else "", name or "(the model)"
+        # a configuration is handed to every module, and only some of them have heads
+        heads = modules.growing_heads(before, after, of_configuration=not name or modules.is_attention(before))
+        if heads and _any_inside(inside, growing) and not _any_inside(inside, in_blocks):
+            yield f"{title}: {heads}; its projections need blocks of whole heads"
+        text = modules.caveat(before, after)
+        if text:
+            yield f"{title}: {text}"
+        if not _any_inside(inside, rescaled):
+            for constant in _changed_numbers(before, after):
+                yield f"{title}: {constant}"
+        for attribute, note in _own_buffers(before, after):
+            yield f"{inside}{attribute}: {note}"
+    for use in pairing.uses:
+        _, owner, _, attribute = use.owners[0]
+        guessed = use.name not in hinted and modules.axis_sides(owner, attribute, use.narrow) is None
+        if guessed and use.growing and len(use.narrow_shape) == 2:
+            yield (
+                f"{use.name}: treated as a vector, whose width is its output; if its width is summed over, give "
+                f'hints=Hints(roles={{"{use.name}": "readout"}})'
             )
-        for axis, spec in axes.items():
-            holders = [name for name in matched if -len(shapes[name]) <= axis < len(shapes[name])]
-            if not holders:
-                raise UserError(
-                    f"blocks: nothing that {pattern!r} matches has an axis {axis}; {matched[0]!r} has shape "
-                    f"{shapes[matched[0]]}"
-                )
-            for name in holders:
-                answer.setdefault(meant.get(name, name), {})[axis % len(shapes[name])] = spec
-    return answer
 
 
-_HEADING = ("parameter", "role", "narrow → wide", "k_out", "k_in", "weight", "duplicated")
-_NUMBERS = (_HEADING.index("k_out"), _HEADING.index("k_in"))
-_BY = " by "
+def _any_inside(prefix: str, names: list[str]) -> bool:
+    return any(name.startswith(prefix) for name in names)
 
 
-def _grouped(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """One row for all layers of which the same is said, where the first of them is."""
-    names_of: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        names_of.setdefault(row[1:], []).append(row[0])
-    by_first = {}
-    for cells, names in names_of.items():
-        for label, members in braced(names).items():
-            many = f"  ×{len(members)}" if len(members) > 1 else ""
-            by_first[members[0]] = (label + many, *cells)
-    return [by_first[name] for name, *_ in rows if name in by_first]
+def _changed_numbers(narrow: nn.Module, wide: nn.Module) -> Iterator[str]:
+    """Constants of a module that differ between the two models, such as `embed_scale`."""
+    if isinstance(narrow, DropoutNd) or modules.is_readout(narrow):
+        return
+    for attribute, before in vars(narrow).items():
+        after = vars(wide).get(attribute)
+        if attribute.startswith("_") or not isinstance(before, float) or not isinstance(after, float):
+            continue
+        if before != after and before * after > 0:
+            yield (
+                f"its constant {attribute} changes {before:g} → {after:g}; if it multiplies something that grows, "
+                "compensate for it with Hints(rescale=...)"
+            )
 
 
-def _row(entry: TensorPlan) -> tuple[str, ...]:
-    shapes = f"{_shape(entry.narrow_shape)} → {_shape(entry.wide_shape)}" if entry.grows else _shape(entry.narrow_shape)
-    k_out, k_in = fractional_growth.as_text(entry.k_out), fractional_growth.as_text(entry.k_in)
-    by_copies = any(is_mixed(layout) for axis, layout in enumerate(entry.layouts) if entry.relative_side(axis) == "in")
-    weight = "copy" if not entry.grows else "dup" if entry.k_in == 1 else f"dup / {k_in}"
-    if by_copies and entry.fractional_axes:
-        weight = f"dup · {k_out} / copies" if entry.role == "mu_readout" else "dup / copies"
-    if any(entry.relative_side(axis) == "in" for axis in entry.relative_shares):
-        weight += ", unequal shares"
-    if entry.kept:
-        weight = "kept"
-    if entry.unit.scale != 1:
-        weight += f" · {entry.unit.scale:.3g}"
-    if entry.unit.offset:
-        weight += f" on {entry.unit.offset:g} + w"
-    return " = ".join(entry.names), entry.role, shapes, k_out, k_in, weight, _layout_text(entry)
+def _own_buffers(narrow: nn.Module, wide: nn.Module) -> Iterator[tuple[str, str]]:
+    """The buffers that the wide module does not save, with a note where its own is not the narrow one duplicated."""
+    for attribute in sorted(non_persistent_buffers(wide)):
+        before, after = getattr(narrow, attribute, None), getattr(wide, attribute, None)
+        if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.is_meta or after.is_meta:
+            continue
+        if before.shape == after.shape:
+            if not torch.equal(before, after.to(before)):
+                text = "this buffer is not saved with the model, and differs between the two"
+                yield attribute, f"{text}; the wide model keeps its own"
+        elif not _is_duplicate(before, after.to(before)):
+            yield (
+                attribute,
+                f"this buffer {tuple(before.shape)} → {tuple(after.shape)} is not saved with the model, and the wide "
+                "one is not a duplicate of the narrow one (such as sinusoids). The wide model keeps its own, so "
+                "modules that read it are not exact",
+            )
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape)) or "()"
-
-
-_MANY_PIECES = 6
-"""Of an axis, more of which are only counted in the printed plan."""
-
-
-def _layout_text(entry: TensorPlan) -> str:
-    texts = []
-    for axis, layout in enumerate(entry.layouts):
-        if is_fractional(layout) and is_unit_by_unit(layout):
-            factor = fractional_growth.as_text(whole_factor(layout))
-            texts.append(f"axis {axis} ×{factor}" + f"{_BY}{layout[0].block}" * (layout[0].block > 1))
-        elif len(layout) > _MANY_PIECES:
-            texts.append(f"axis {axis}: {narrow_length(layout)} → {wide_length(layout)} in {len(layout)} pieces")
-        elif len(layout) > 1:
-            texts.append(f"axis {axis}: " + " + ".join(f"{p.length}·{p.factor} by {p.block}" for p in layout))
-        elif layout[0].factor > 1:
-            texts.append(f"axis {axis} ×{layout[0].factor}" + f"{_BY}{layout[0].block}" * (layout[0].block > 1))
-    return ", ".join(texts)
+def _is_duplicate(narrow: Tensor, wide: Tensor) -> bool:
+    """Whether `wide` is `narrow` repeated entry by entry, or as a whole, along the axes that grow."""
+    if any(n == 0 or w % n for n, w in zip(narrow.shape, wide.shape, strict=True)):
+        return False
+    factors = [w // n for n, w in zip(narrow.shape, wide.shape, strict=True)]
+    interleaved = narrow
+    for axis, factor in enumerate(factors):
+        interleaved = interleaved.repeat_interleave(factor, axis)
+    return torch.equal(interleaved, wide) or torch.equal(narrow.repeat(factors), wide)

@@ -14,7 +14,8 @@ from torch.nn.utils import parametrize, remove_weight_norm
 from torch.nn.utils.weight_norm import WeightNorm as WeightNormHook
 
 from mupscale._torch import ConvNd, WeightNormParametrization, forward_pre_hooks
-from mupscale.widening.modules import Side, is_conv1d
+from mupscale.widening.modules import is_conv1d
+from mupscale.widening.table import Side, product, scale_of_axis, weight_norm_gain
 
 
 class WeightNorm(NamedTuple):
@@ -96,12 +97,12 @@ def why_reparametrised(name: str, module: nn.Module, *, weight_norm: bool) -> st
     )
 
 
-def unit_of_gain(norm: WeightNorm, sides: Sequence[Side], factors: Sequence[float]) -> float:
-    """The unit of g, from the sides and the factors of the axes of v."""
-    k_in = math.prod(factor for factor, side in zip(factors, sides, strict=True) if side == "in")
+def rescale_of_gain(norm: WeightNorm, sides: Sequence[Side], factors: Sequence[float]) -> float:
+    """What g is multiplied by beyond its own axis, from the sides and the factors of the axes of v."""
+    scales = [scale_of_axis(side, factor, factor) for side, factor in zip(sides, factors, strict=True)]
     normed = math.prod(factor for axis, factor in enumerate(factors) if axis != norm.axis)
-    by_role = factors[norm.axis] if norm.axis is not None and sides[norm.axis] == "in" else 1.0
-    return math.sqrt(normed) / k_in * by_role
+    own = scales[norm.axis].weight if norm.axis is not None else 1.0
+    return weight_norm_gain(normed, product(scales).weight / own)
 
 
 def fold_weight_norms_(model: nn.Module) -> None:

@@ -17,7 +17,8 @@ import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
-from mupscale.widening.schedule import Source, refuse_one_rate_for_all, rescale_schedule_state
+from mupscale.schedule_state import refuse_one_rate_for_all, rescale_schedule_state
+from mupscale.widening.groups import Source
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -104,7 +105,7 @@ def test_a_least_rate_of_all_groups_is_refused_before_training(tmp_path: Path) -
             fit(own(scaled, schedule), tmp_path, UpscaleCallback(20, 24))
     assert list(tmp_path.iterdir()) == []
     fit(own(scaled, least), tmp_path, steps=5)
-    same = mupscale.HyperCloning()
+    same = mupscale.methods.HyperCloning()
     fit(own(scaled, least), tmp_path, UpscaleCallback(2, 16, method=same), steps=5)
 
 
@@ -125,7 +126,7 @@ def test_a_group_with_different_rates_is_refused_at_the_swap(tmp_path: Path) -> 
     )
     with pytest.raises(UserError, match=message):
         fit(own(unscaled), tmp_path, UpscaleCallback(20, 24))
-    fit(own(unscaled), tmp_path, UpscaleCallback(2, 16, method=mupscale.HyperCloning()), steps=5)
+    fit(own(unscaled), tmp_path, UpscaleCallback(2, 16, method=mupscale.methods.HyperCloning()), steps=5)
 
 
 def test_one_rate_for_two_optimizers_is_refused_before_training(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
+from mupscale.methods import base
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import optimizer_names
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
-from mupscale.widening.methods import base
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 

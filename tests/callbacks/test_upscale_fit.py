@@ -28,8 +28,8 @@ pytestmark = [
 ]
 
 
-def learned(**settings: Any) -> mupscale.LiGO:
-    return mupscale.LiGO(**{"steps": 15, "lr": 0.01} | settings)
+def learned(**settings: Any) -> mupscale.methods.LiGO:
+    return mupscale.methods.LiGO(**{"steps": 15, "lr": 0.01} | settings)
 
 
 class Seen(Callback):
@@ -74,7 +74,7 @@ def jittered(samples: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
 def test_a_learned_method_leaves_the_run_as_it_was(model: str, tmp_path: Path) -> None:
     make, width = MODELS[model]
     without, within = Seen(), Seen()
-    fit(make(), tmp_path, without, UpscaleCallback(12, width, method=mupscale.FPI()), steps=25)
+    fit(make(), tmp_path, without, UpscaleCallback(12, width, method=mupscale.methods.FPI()), steps=25)
     swap = UpscaleCallback(12, width, method=learned())
     fit(make(), tmp_path, within, swap, steps=25)
     assert within.batches == without.batches
@@ -138,7 +138,7 @@ def test_loaders_of_any_kind(loader: Callable[..., Any], passed: bool, tmp_path:
         trainer.fit(mlp(), data.train_dataloader()) if passed else trainer.fit(mlp(), datamodule=data)
         return seen.batches, seen.numbers, data.generator.get_state()
 
-    without, within = batches(mupscale.FPI()), batches(learned())
+    without, within = batches(mupscale.methods.FPI()), batches(learned())
     assert within[:2] == without[:2]
     assert torch.equal(within[2], without[2])
 

@@ -14,9 +14,9 @@ from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit
 import mupscale
 from mupscale.__main__ import main
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.methods import Net2Net
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
-from mupscale.widening.methods import Net2Net
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 

@@ -116,7 +116,7 @@ def test_hyperparameters_that_changed_during_the_run_continue(change: str, tmp_p
     wide = fit(make(), tmp_path, Changed(**settings), UpscaleCallback(20, 24), UpscaleCallback(30, 40), steps=40)
     assert gap(narrow, wide) < 1e-9
     assert gap(narrow, fit(make(), tmp_path, steps=40)) > 1e-3
-    same = mupscale.Net2Net(hyperparameters="same")
+    same = mupscale.methods.Net2Net(hyperparameters="same")
     kept = fit(make(), tmp_path, Changed(**settings), UpscaleCallback(20, 16, method=same), steps=25)
     assert all(group[key] == settings[key] for group in kept.trainer.optimizers[0].param_groups for key in settings)
 
@@ -198,7 +198,7 @@ RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
 @pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize(
     "method",
-    [mupscale.Net2Net(), mupscale.HyperCloning("diagonal", **RULES), mupscale.Lemon()],
+    [mupscale.methods.Net2Net(), mupscale.methods.HyperCloning("diagonal", **RULES), mupscale.methods.Lemon()],
     ids=["net2net", "diagonal", "lemon"],
 )
 def test_a_method_that_keeps_the_training(method: Any, optimizer: str, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_method_that_keeps_the_training(method: Any, optimizer: str, tmp_path:
 
 
 def test_zero_padding_has_the_rates_of_its_width(tmp_path: Path) -> None:
-    swap = UpscaleCallback(20, 24, method=mupscale.ZeroPadding())
+    swap = UpscaleCallback(20, 24, method=mupscale.methods.ZeroPadding())
     padded = fit(mlp(), tmp_path, swap, steps=40)
     assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-12)
     assert rates(padded) == pytest.approx(rates(fit(mlp(24), tmp_path, steps=1)), rel=1e-12)
@@ -223,13 +223,13 @@ def test_zero_padding_has_the_rates_of_its_width(tmp_path: Path) -> None:
 def test_a_method_as_published(tmp_path: Path) -> None:
     """The function stays, the optimizer starts anew, and the rates are those before."""
     narrow = fit(mlp(), tmp_path, steps=40)
-    swap = UpscaleCallback(20, 24, method=mupscale.HyperCloning("noisy"))
+    swap = UpscaleCallback(20, 24, method=mupscale.methods.HyperCloning("noisy"))
     wide = fit(mlp(), tmp_path, swap, steps=40)
     assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-12)
     assert rates(wide) == rates(narrow)
     assert gap(narrow, wide) > 1e-3
     with pytest.raises(UserError, match=r"UpscaleCallback.noise: HyperCloning has noise of its own"):
-        UpscaleCallback(20, 24, method=mupscale.HyperCloning("noisy"), noise=mupscale.AdditiveNoise(0.1))
+        UpscaleCallback(20, 24, method=mupscale.methods.HyperCloning("noisy"), noise=mupscale.AdditiveNoise(0.1))
 
 
 def test_an_optimizer_that_cannot_start_anew_in_part_is_refused_before_training(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.tensor(math.sqrt(width)), persistent=False)
         self.register_buffer("units", torch.arange(width), persistent=False)
 
-    def width_units(self, wide: "Net") -> dict[str, Any]:
+    def width_rescale(self, wide: "Net") -> dict[str, Any]:
         k = wide.width / self.width
         return {"inputs.weight": k**-0.5, "gain": (k**0.5, 1.0)}
 

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 import mupscale
 from mupscale.checks.claims import ClaimCheck, check_claim
 from mupscale.errors import UserError
-from mupscale.models.gpt2 import GPT2Net
-from mupscale.widening.methods import (
+from mupscale.methods import (
     AKI,
     FPI,
     Claim,
@@ -30,6 +29,7 @@ from mupscale.widening.methods import (
     ShrinkAndPad,
     ZeroPadding,
 )
+from mupscale.models.gpt2 import GPT2Net
 
 RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from extensions import UnscaledMLP
+from mup_optimizers import MuSGD
 from tiers import slow_except
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,13 +16,14 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.checks.coordinate_check import CoordCheck, Scan, _judged, coord_check, log_log_slope
+from mupscale.methods import base as methods
 from mupscale.models import gpt2
 from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP, MLPNet
 from mupscale.models.resnet import ResNet18
-from mupscale.widening import noise, optimizer_state
-from mupscale.widening.methods import base as methods
+from mupscale.widening import noise, state
+from mupscale.widening.growth import Growth
 
 WIDTHS = (32, 64, 128)
 
@@ -270,13 +272,13 @@ STATE = [("exp_avg", adamw), ("exp_avg_sq", adamw), ("momentum_buffer", sgd)]
 def test_state_in_the_wrong_units_shows_in_how_updates_depend_on_the_factor(
     key: str, optimizer: Callable[[Any], Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = optimizer_state.rule_of
+    original = state.rule_of
 
     def broken(made: Optimizer) -> Any:
         rule = original(made)
         return replace(rule, state={**rule.state, key: 0})
 
-    monkeypatch.setattr(optimizer_state, "rule_of", broken)
+    monkeypatch.setattr(state, "rule_of", broken)
     answer = check_mlp(optimizer=optimizer)
     assert failing(answer, "fresh") == failing(answer, "doubled") == []
     assert len(failing(answer, "grown")) >= 3
@@ -288,9 +290,12 @@ def test_state_in_the_wrong_units_shows_in_how_updates_depend_on_the_factor(
 @pytest.mark.slow
 def test_weights_that_are_not_divided_show_in_how_outputs_depend_on_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     original = methods.widen_
-    monkeypatch.setattr(
-        methods, "widen_", lambda target, source, entry: (original(target, source, entry), target.mul_(entry.k_in))
-    )
+
+    def undivided(target: Tensor, source: Tensor, entry: Growth) -> None:
+        original(target, source, entry)
+        target.div_(entry.scale.weight)
+
+    monkeypatch.setattr(methods, "widen_", undivided)
     answer = check_mlp()
     assert failing(answer, "fresh") == []
     assert failing(answer, "grown")[0] == "layers.1"
@@ -363,7 +368,7 @@ def test_measuring_is_no_training() -> None:
 
     def optimizer(net: nn.Module) -> Optimizer:
         nets.append(net)
-        return mupscale.MuSGD(net, lr=0.0)
+        return MuSGD(net, lr=0.0)
 
     answer = check(Dropping(width=32, base_width=32), samples((20,)), optimizer=optimizer, seeds=1, noise=None)
     assert answer.passed

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mupscale.checks.matching import as_layout, match
-from mupscale.widening.layout import Piece, duplicate, evenly, parse_layout, source_index
+from mupscale.widening.axes import Piece, duplicate, evenly, parse_layout, source_index
 
 LAYOUTS = [
     (12, 24, 12),

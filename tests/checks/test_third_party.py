@@ -337,7 +337,7 @@ def verdict(
     torch.manual_seed(0)
     narrow, wide = case.build(1), case.build(k)
     settings = {"optimizer": optimizer, "batches": case.batches(), "loss": case.loss, "steps": steps, "clip": clip}
-    return mupscale.verify(narrow, wide, roles=case.roles, blocks=case.blocks, **settings)
+    return mupscale.verify(narrow, wide, hints=mupscale.Hints(roles=case.roles, blocks=case.blocks), **settings)
 
 
 def check(case: Case, answer: mupscale.Verdict) -> None:
@@ -396,9 +396,7 @@ def test_tied_t5_is_exact_with_a_unit():
         batches=case.batches(),
         loss=case.loss,
         steps=12,
-        roles=case.roles,
-        blocks=case.blocks,
-        units={"decoder.final_layer_norm.weight": 2**0.5},
+        hints=mupscale.Hints(roles=case.roles, blocks=case.blocks, rescale={"decoder.final_layer_norm.weight": 2**0.5}),
     )
     check(case, answer)
 

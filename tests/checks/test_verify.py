@@ -17,16 +17,16 @@ import mupscale
 from mupscale.checks.verdict import TOLERANCE, TOLERANCE_FLOAT32
 from mupscale.checks.verify import WARM_UP
 from mupscale.errors import UserError
-from mupscale.widening import optimizer_state, rules, weights
-from mupscale.widening.plan import TensorPlan
+from mupscale.widening import optimizers, state, table, write
 
 
 def verdict(case_name: str, optimizer_name: str, **settings) -> mupscale.Verdict:
     case = CASES[case_name]
     torch.manual_seed(0)
+    hints = mupscale.Hints(**{"roles": case.plain_roles} | settings)
     return mupscale.verify(
         case.build(case.narrow), case.build(case.wide), optimizer=GRID_OPTIMIZERS[optimizer_name],
-        batches=case.batches(), loss=cross_entropy, steps=8, clip=0.05, **{"roles": case.plain_roles} | settings,
+        batches=case.batches(), loss=cross_entropy, steps=8, clip=0.05, hints=hints,
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_a_verdict_in_words_and_as_a_truth_value():
     assert drifts[0].split()[1] == f"{answer.loss_drift:.1e}"
     assert answer.first_divergent is answer.reason is None
     assert list(answer.drift_by_module) == ["0", "1", "2", "3", ""]
-    answer = verify_layers(layers(4), layers(12), blocks={"3.weight": {1: 2}})
+    answer = verify_layers(layers(4), layers(12), hints=mupscale.Hints(blocks={"3.weight": {1: 2}}))
     assert not answer
     head, *_, reason = str(answer).splitlines()
     assert head == "NOT exact: 3 diverges first (tolerance 1e-08, 3 steps after the upscale)"
@@ -179,7 +179,7 @@ def test_complex_weights_are_compared_in_complex128(optimizer: str):
     assert answer.passed, answer
     assert answer.tolerance == TOLERANCE
     assert answer.weight_drift < 1e-12
-    broken = verify_layers(build(4), build(12), **settings, blocks={"2.weight": {1: 2}})
+    broken = verify_layers(build(4), build(12), **settings, hints=mupscale.Hints(blocks={"2.weight": {1: 2}}))
     assert broken.first_divergent == "2"
 
 
@@ -205,25 +205,25 @@ def test_complex_numbers_that_are_rounded_get_the_tolerance_of_float32():
 @pytest.mark.parametrize(
     ("rule", "optimizer_name"),
     [
-        ("lr_factor", "sgd"),
-        ("lr_factor", "adamw"),
-        ("eps_factor", "adam"),
-        ("coupled_weight_decay_factor", "sgd_dampened"),
-        ("coupled_weight_decay_factor", "adam"),
-        ("decoupled_weight_decay_factor", "adamw"),
+        ("lr", "sgd"),
+        ("lr", "adamw"),
+        ("eps", "adam"),
+        ("coupled_weight_decay", "sgd_dampened"),
+        ("coupled_weight_decay", "adam"),
+        ("decoupled_weight_decay", "adamw"),
     ],
 )
 def test_an_unscaled_hyperparameter(rule: str, optimizer_name: str, monkeypatch: pytest.MonkeyPatch):
     assert verdict("mlp", optimizer_name).passed
-    monkeypatch.setattr(rules, rule, lambda *_: 1.0)
+    monkeypatch.setattr(table, rule, lambda *_: 1.0)
     assert not verdict("mlp", optimizer_name).passed
 
 
-@pytest.mark.parametrize("side", ["k_out", "k_in"])
-@pytest.mark.parametrize("rule", ["lr_factor", "coupled_weight_decay_factor"])
-def test_one_half_of_a_factor_missing(rule: str, side: str, monkeypatch: pytest.MonkeyPatch):
-    original = getattr(rules, rule)
-    monkeypatch.setattr(rules, rule, lambda f, *m: original(f._replace(**{side: 1}), *m))
+@pytest.mark.parametrize("column", ["gradient", "weight"])
+@pytest.mark.parametrize("rule", ["lr", "coupled_weight_decay"])
+def test_one_half_of_a_factor_missing(rule: str, column: str, monkeypatch: pytest.MonkeyPatch):
+    original = getattr(table, rule)
+    monkeypatch.setattr(table, rule, lambda scale, *m: original(scale._replace(**{column: 1}), *m))
     assert not verdict("mlp", "sgd_dampened").passed
 
 
@@ -247,30 +247,28 @@ FAST = ("sgd_nesterov", "muon")
 )
 def test_a_state_moved_by_another_power(optimizer_name: str, kind: type, key: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", float64_newton_schulz)
-    rule = rules._REGISTRY[kind]
+    rule = optimizers._REGISTRY[kind]
     wrong = {**rule.state, key: 1 - rule.state[key] if rule.state[key] < 2 else 1}
-    monkeypatch.setitem(rules._REGISTRY, kind, replace(rule, state=wrong))
+    monkeypatch.setitem(optimizers._REGISTRY, kind, replace(rule, state=wrong))
     assert not verdict("gpt2_untied", optimizer_name).passed
 
 
 def test_a_counter_shared_instead_of_cloned(monkeypatch: pytest.MonkeyPatch):
-    moved = optimizer_state._moved
-    monkeypatch.setattr(
-        optimizer_state, "_moved", lambda key, value, *rest: value if key == "step" else moved(key, value, *rest)
-    )
+    moved = state._moved
+    monkeypatch.setattr(state, "_moved", lambda key, value, *rest: value if key == "step" else moved(key, value, *rest))
     assert not verdict("mlp", "adamw").passed
 
 
 def test_weights_not_divided_by_the_fan_in_factor(monkeypatch: pytest.MonkeyPatch):
-    original = TensorPlan.scales
-    monkeypatch.setattr(TensorPlan, "scales", lambda self, out_power, in_power: original(self, out_power, 0))
+    original = table.scale_of_axis
+    monkeypatch.setattr(table, "scale_of_axis", lambda *given: original(*given)._replace(weight=1.0))
     answer = verdict("mlp", "adamw")
     assert not answer.passed
     assert answer.first_divergent == "layers.1"  # the first layer with a width behind it
 
 
 def test_buffers_left_behind(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.grow.widen_buffers_", lambda *_: None)
+    monkeypatch.setattr("mupscale.methods.grow.widen_buffers_", lambda *_: None)
     case = CASES["resnet18"]
     torch.manual_seed(0)
     narrow, wide = case.build(2).eval(), case.build(4).eval()
@@ -285,7 +283,7 @@ def test_buffers_left_behind(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_widths_forgotten_in_clipping(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(weights, "store_table", lambda *_: None)
+    monkeypatch.setattr(write, "store_records", lambda *_: None)
     assert not verdict("mlp", "adamw").passed
 
 
@@ -405,7 +403,7 @@ def test_a_mixture_of_experts_is_verified_in_float64_as_it_is():
             return super().forward(x)
 
     narrow, wide = Experts(3, 4), Experts(3, 8)
-    assert verify_layers(narrow, wide, roles={"weight": "vector"}).passed
+    assert verify_layers(narrow, wide, hints=mupscale.Hints(roles={"weight": "vector"})).passed
     assert narrow.implementation == wide.implementation == "grouped"
 
 
@@ -505,7 +503,7 @@ def test_a_scale_that_moves_a_buffer_or_changes_is_not_exact(kind: type[nn.Modul
 
 
 def test_a_scale_in_an_inexact_model_is_still_blamed():
-    answer = verify_layers(Mixture(4), Mixture(12), loss=first_square, units={"value.*": 2.0})
+    answer = verify_layers(Mixture(4), Mixture(12), loss=first_square, hints=mupscale.Hints(rescale={"value.*": 2.0}))
     assert not answer.passed
     assert answer.first_divergent == "softmax"
 
@@ -584,7 +582,7 @@ def test_an_attribute_that_cannot_be_copied_is_named():
 
 def test_modules_inside_vmap_are_compared():
     assert verify_layers(Mapped(4), Mapped(12)).passed
-    answer = verify_layers(Mapped(4), Mapped(12), blocks={"readout.weight": {1: 2}})
+    answer = verify_layers(Mapped(4), Mapped(12), hints=mupscale.Hints(blocks={"readout.weight": {1: 2}}))
     assert answer.first_divergent == "readout"
     assert "although its input agrees" in answer.reason
 

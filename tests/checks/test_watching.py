@@ -1,6 +1,7 @@
 """What is told of long work while it is done."""
 
 import torch
+from mup_optimizers import MuAdamW
 from torch import nn
 
 import mupscale
@@ -31,7 +32,7 @@ def test_a_coordinate_check_counts_its_networks() -> None:
     told: list[tuple[str, int, int]] = []
     coord_check(
         lambda width: mupscale.set_base_shapes(network(width), network(4), network(8)), [4, 8, 16],
-        optimizer=lambda net: mupscale.MuAdamW(net.parameters(), lr=1e-3),
+        optimizer=lambda net: MuAdamW(net.parameters(), lr=1e-3),
         batches=BATCHES, loss=loss, steps=1, seeds=2, watch=lambda *words: told.append(words),
     )  # fmt: skip
     total = 2 * (3 + 3 + 2)  # three fresh, as many doubled, and the narrowest to two more widths

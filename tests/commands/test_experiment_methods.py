@@ -22,7 +22,7 @@ from mupscale.commands.reporting.draw import draw_ends
 from mupscale.commands.reporting.methods import compared, is_edge, ranking
 from mupscale.commands.stacks import Unit
 from mupscale.commands.tuning.results import Results
-from mupscale.widening.methods import METHODS
+from mupscale.methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -31,9 +31,9 @@ METHOD = "UpscaleCallback.method"
 FILES = sorted((ROOT / "configs/experiments").glob("methods_*.yaml"))
 
 THREE = {
-    "duplication": {"class_path": "mupscale.Duplication"},
-    "net2net": {"class_path": "mupscale.Net2Net"},
-    "diagonal": {"class_path": "mupscale.HyperCloning", "init_args": {"variant": "diagonal"}},
+    "duplication": {"class_path": "mupscale.methods.Duplication"},
+    "net2net": {"class_path": "mupscale.methods.Net2Net"},
+    "diagonal": {"class_path": "mupscale.methods.HyperCloning", "init_args": {"variant": "diagonal"}},
 }
 
 
@@ -184,7 +184,7 @@ def test_a_name_that_is_there_twice_is_refused() -> None:
 
 @pytest.mark.slow
 def test_methods_that_cannot_grow_the_model_are_refused_before_the_first_run() -> None:
-    noisy = {"class_path": "mupscale.HyperCloning", "init_args": {"variant": "noisy"}}
+    noisy = {"class_path": "mupscale.methods.HyperCloning", "init_args": {"variant": "noisy"}}
     forced = {"callback_args": {"UpscaleCallback": {"method": THREE["net2net"]}}}
     for keys, parts in (
         ({"methods": {"a": {"class_path": "mupscale.Cloning"}}}, ["methods.a:", "Cloning"]),
@@ -200,7 +200,11 @@ def test_methods_that_cannot_grow_the_model_are_refused_before_the_first_run() -
 # --- the report
 
 GRID = {LR: [0.01, 0.02, 0.04], NOISE: [0.0, 0.5]}
-CLASSES = {"lemon": "mupscale.Lemon", "copies": "mupscale.Duplication", "pad": "mupscale.ZeroPadding"}
+CLASSES = {
+    "lemon": "mupscale.methods.Lemon",
+    "copies": "mupscale.methods.Duplication",
+    "pad": "mupscale.methods.ZeroPadding",
+}
 
 
 def sweep(method: str, *rows: tuple[float, float, str], flops: float) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 def configuration(name: str) -> Config:
     swap = upscale(1, 16)
-    swap["init_args"]["method"] = {"class_path": "mupscale.Duplication"}
+    swap["init_args"]["method"] = {"class_path": "mupscale.methods.Duplication"}
     swap["init_args"]["noise"] = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
     config = described(["--config", small(Path("c.yaml"), swap, max_steps=3)], "sweep")[0]
     config["trainer"]["logger"] = {"class_path": "CSVLogger", "init_args": {"save_dir": name, "version": "one"}}
@@ -54,7 +54,7 @@ def test_numbers_and_texts_need_no_parsing() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("UpscaleCallback.method", {"class_path": "mupscale.HyperCloning"}),
+        ("UpscaleCallback.method", {"class_path": "mupscale.methods.HyperCloning"}),
         ("UpscaleCallback.noise", None),
         ("UpscaleCallback.noise", {"class_path": "mupscale.SignalNoise", "init_args": {"t": 0.1}}),
         ("UpscaleCallback.width", [16, 16]),
@@ -99,7 +99,7 @@ def test_a_sweep_over_methods_has_the_defaults_of_each(capsys: pytest.CaptureFix
     from mupscale.__main__ import main
 
     swap = upscale(2, 16)
-    methods = "{class_path: mupscale.Duplication},{class_path: mupscale.HyperCloning}"
+    methods = "{class_path: mupscale.methods.Duplication},{class_path: mupscale.methods.HyperCloning}"
     arguments = ["--config", small(Path("c.yaml"), swap, max_steps=4), "--sweep", f"UpscaleCallback.method={methods}"]
     main(["sweep", *arguments, "--metric", "last_50%", "--out", "out"])
     rules = set()

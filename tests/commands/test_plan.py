@@ -34,7 +34,7 @@ def test_the_plan_of_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_plan_of_a_method(capsys: pytest.CaptureFixture[str]) -> None:
     """The units of a hidden layer have numbers of copies of their own; those before the muP readout too."""
     swap = upscale(3, 16)
-    swap["init_args"]["method"] = {"class_path": "mupscale.Net2Net"}
+    swap["init_args"]["method"] = {"class_path": "mupscale.methods.Net2Net"}
     main(["plan", "--config", small(Path("c.yaml"), swap)])
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert "axis 0: 8 → 16 in 8 pieces" in rows["layers.0.weight"]

@@ -24,8 +24,8 @@ def test_another_number_of_workers_is_said() -> None:
 
 
 SCHEDULES = {
-    "mupscale.WarmupStableDecay": "{steps: 4, decay: 0.5}",
-    "mupscale.WarmupCosine": "{steps: 4}",
+    "mupscale.schedules.WarmupStableDecay": "{steps: 4, decay: 0.5}",
+    "mupscale.schedules.WarmupCosine": "{steps: 4}",
 }
 
 
@@ -42,7 +42,7 @@ def test_a_schedule_that_ends_long_before_the_run_is_said(name: str, tmp_path: P
 
 def test_a_rate_that_does_not_fall_lasts_as_long_as_the_run(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", max_steps=10, enable_progress_bar=False)
-    main(["fit", "--config", config, "--model.lr_scheduler={class_path: mupscale.WarmupStableDecay}"])
+    main(["fit", "--config", config, "--model.lr_scheduler={class_path: mupscale.schedules.WarmupStableDecay}"])
 
 
 @pytest.mark.parametrize("key", ["max_steps", "max_epochs", "limit_train_batches"])

@@ -486,7 +486,7 @@ def test_best_composes_with_another_width(tmp_path: Path) -> None:
 def test_growth_methods_are_an_axis(tmp_path: Path) -> None:
     """By name, and with arguments; the one that learns among them. Another name is refused before any trial."""
     config = small(Path("c.yaml"), upscale(2, 16), max_steps=6)
-    values = "Lemon,{class_path: mupscale.LiGO, init_args: {steps: 3}}"
+    values = "Lemon,{class_path: mupscale.methods.LiGO, init_args: {steps: 3}}"
     main(["sweep", "--config", config, "--out", "s", "--sweep", f"UpscaleCallback.method={values}"])
     rows = table(Path("s"))
     assert [row["run"] for row in rows] == ["trials/000_method=Lemon", "trials/001_method=LiGO-steps=3-"]

@@ -14,10 +14,10 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.upscale_checkpoint import upscale_checkpoint
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
+from mupscale.methods import METHODS
 from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
 from mupscale.models.mlp import MLP
 from mupscale.mup_optimizers import apply_mup
-from mupscale.widening.methods import METHODS
 from mupscale.widening.noise import AdditiveNoise
 
 pytestmark = [

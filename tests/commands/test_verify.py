@@ -6,7 +6,7 @@ import pytest
 from command_line import refused, small, upscale
 
 from mupscale.__main__ import main
-from mupscale.widening import rules
+from mupscale.widening import table
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -17,7 +17,7 @@ def test_a_right_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_broken_rule_is_an_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "lr_factor", lambda *_: 1.0)
+    monkeypatch.setattr(table, "lr", lambda *_: 1.0)
     with pytest.raises(SystemExit) as exit:
         main(["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50"])
     assert exit.value.code == 1
@@ -71,13 +71,13 @@ def test_the_claim_of_a_method(
     broken: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swap = upscale(3, 16)
-    swap["init_args"]["method"] = {"class_path": "mupscale.Net2Net", "init_args": {"seed": 1}}
+    swap["init_args"]["method"] = {"class_path": "mupscale.methods.Net2Net", "init_args": {"seed": 1}}
     command = ["verify", "--config", small(Path("c.yaml"), swap), "--data.batch_size=50"]
     if not broken:
         main(command)
         assert "width 8 → 16: Net2Net: function preserved" in capsys.readouterr().out
         return
-    monkeypatch.setattr(rules, "lr_factor", lambda *_: 1.0)
+    monkeypatch.setattr(table, "lr", lambda *_: 1.0)
     with pytest.raises(SystemExit) as exit:
         main(command)
     assert exit.value.code == 1
@@ -86,7 +86,7 @@ def test_the_claim_of_a_method(
 
 def test_the_claim_of_a_method_that_learns(capsys: pytest.CaptureFixture[str]) -> None:
     swap = upscale(3, 16)
-    swap["init_args"]["method"] = {"class_path": "mupscale.LiGO", "init_args": {"steps": 5, "lr": 0.01}}
+    swap["init_args"]["method"] = {"class_path": "mupscale.methods.LiGO", "init_args": {"steps": 5, "lr": 0.01}}
     main(["verify", "--config", small(Path("c.yaml"), swap), "--data.batch_size=50"])
     printed = capsys.readouterr().out
     assert "width 8 → 16: LiGO: function not preserved (deviation " in printed

@@ -13,6 +13,7 @@ from unprepared import HEAD, MODELS, TOKENS, Attention, Build, Decoder, Sinusoid
 
 import mupscale
 from mupscale.discovery.discover import cuts_between
+from mupscale.discovery.found import Found
 from mupscale.discovery.search import Search
 from mupscale.errors import UserError
 
@@ -36,12 +37,12 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, s
     return answer
 
 
-def drift_of_training(narrow: nn.Module, wide: nn.Module, found: mupscale.Found, inputs: Tensor, kind: type) -> float:
+def drift_of_training(narrow: nn.Module, wide: nn.Module, found: Found, inputs: Tensor, kind: type) -> float:
     """The largest relative difference of the losses in twelve steps after growing."""
     narrow, wide = narrow.double(), wide.double()
     optimizer = kind(narrow.parameters(), lr=0.01, weight_decay=0.1)
     losses(narrow, optimizer, inputs, 4)
-    report = mupscale.upscale(narrow, wide, optimizer, **found.hints)
+    report = mupscale.upscale(narrow, wide, optimizer, hints=found)
     before = losses(narrow, optimizer, inputs, 12)
     after = losses(wide, report.optimizer, inputs, 12)
     return max(abs(a / b - 1) for a, b in zip(after, before, strict=True))
@@ -132,7 +133,7 @@ def test_a_finding_is_carried_over_to_another_size(name: str) -> None:
         shapes = build(16), build(32)
     resolved = found.resolved(*shapes, lambda: cuts_between(*shapes, lambda model: model(inputs.to("meta"))))
     again = mupscale.discover(narrow, wide, lambda model: model(inputs))
-    assert (resolved.roles, resolved.blocks, resolved.units) == (again.roles, again.blocks, again.units)
+    assert (resolved.roles, resolved.blocks, resolved.rescale) == (again.roles, again.blocks, again.rescale)
 
 
 class InOut(nn.Module):
@@ -164,7 +165,7 @@ def test_the_axis_that_is_summed_over_is_found_where_weights_and_gradients_agree
     assert found.roles == {**transposed, "outin": "matrix"}
     assert found.undecided == ()
     for noise in (mupscale.AdditiveNoise(0.5, centred=True), mupscale.SignalNoise(0.5, centred=True)):
-        mupscale.upscale(narrow, wide, noise=noise, **found.hints)
+        mupscale.upscale(narrow, wide, noise=noise, hints=found)
         assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-12)
 
 
@@ -205,7 +206,7 @@ class Scores:
 def test_what_the_call_returns_is_compared_without_a_forward(wrap: Callable, dtype: torch.dtype) -> None:
     inputs = torch.randn(6, 5, dtype=dtype)
     found = mupscale.discover(*pair(Features, 2), lambda model: wrap(model.features(inputs)))
-    assert found.units == {"last.weight": 0.5}
+    assert found.rescale == {"last.weight": 0.5}
     assert found.untested == ()
 
 
@@ -254,7 +255,7 @@ class Rates(nn.Module):
 def test_parameters_that_must_stay_between_0_and_1_are_perturbed_inside_it() -> None:
     inputs = torch.randn(7, 5)
     found = mupscale.discover(*pair(Rates, 2), lambda model: model(inputs))
-    assert (found.roles, found.units, found.untested) == ({}, {}, ())
+    assert (found.roles, found.rescale, found.untested) == ({}, {}, ())
 
 
 @pytest.mark.parametrize("least", [0.9, 2.0])
@@ -271,7 +272,7 @@ def test_masked_outputs_are_not_refused() -> None:
             return self.features(x).masked_fill(torch.tensor([False, True, False]), -torch.inf)
 
     found = mupscale.discover(*pair(Masked, 2), lambda model: model(torch.ones(2, 5)))
-    assert found.units == {"last.weight": 0.5}
+    assert found.rescale == {"last.weight": 0.5}
 
 
 class Hypernetwork(nn.Module):
@@ -293,12 +294,12 @@ def test_an_axis_that_is_a_product_of_widths_is_carried_over(sizes: tuple[int, i
     torch.manual_seed(0)
     found = mupscale.discover(Hypernetwork(8, 10), Hypernetwork(16, 20), lambda model: model(inputs))
     narrow, wide = Hypernetwork(*sizes).double(), Hypernetwork(*(2 * size for size in sizes)).double()
-    mupscale.upscale(narrow, wide, **found.resolved(narrow, wide).hints)
+    mupscale.upscale(narrow, wide, hints=found.resolved(narrow, wide))
     assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-10)
 
 
 def test_a_product_of_widths_whose_blocks_are_no_width_is_not_carried_over() -> None:
-    found = mupscale.Found({}, {"make": {0: 12}}, {}, 1, {"make": ((192,), (768,)), "last": ((8,), (16,))})
+    found = Found({}, {"make": {0: 12}}, {}, 1, {"make": ((192,), (768,)), "last": ((8,), (16,))})
     narrow, wide = (nn.ParameterDict({"make": torch.ones(3 * n * n), "last": torch.ones(n)}) for n in (32, 64))
     with pytest.raises(UserError, match="cannot be cut as it was"):
         found.resolved(narrow, wide)
@@ -349,8 +350,8 @@ def test_a_factor_behind_a_bias_that_does_not_grow_is_found(power: float) -> Non
     inputs = torch.randn(7, 5, dtype=torch.float64)
     narrow, wide = pair(Logits, 2)
     found = mupscale.discover(narrow, wide, lambda model: model(inputs))
-    assert found.units == {"last.weight": 2.0**-power, "last.bias": 2.0**-power}
-    assert found.resolved(Logits(20), Logits(40)).units == found.units
+    assert found.rescale == {"last.weight": 2.0**-power, "last.bias": 2.0**-power}
+    assert found.resolved(Logits(20), Logits(40)).rescale == found.rescale
     assert drift_of_training(narrow, wide, found, inputs, torch.optim.AdamW) < 1e-10
 
 
@@ -376,7 +377,7 @@ def test_buffers_that_a_forward_pass_changes_are_restored(replaced: bool) -> Non
     inputs = torch.randn(7, 5) + 1
     narrow, wide = pair(Normaliser, 2)
     found = mupscale.discover(narrow, wide, lambda model: model(inputs))
-    assert (found.roles, found.units, found.untested) == ({}, {}, ())
+    assert (found.roles, found.rescale, found.untested) == ({}, {}, ())
     assert not narrow.count
     assert not wide.count
 
@@ -446,7 +447,7 @@ def test_what_a_forward_pass_may_do(kind: type[nn.Module]) -> None:
     found = mupscale.discover(narrow, wide, lambda model: model(Scores(inputs) if kind is OfScores else inputs))
     assert found.untested == ()
     assert found.roles == {}
-    assert list(found.units) == (["last.weight", "last.bias"] if kind is Complex else [])
+    assert list(found.rescale) == (["last.weight", "last.bias"] if kind is Complex else [])
 
 
 def test_gradients_are_taken_whatever_the_caller_is_in_the_middle_of() -> None:
@@ -463,7 +464,7 @@ def test_a_compiled_model_runs_as_it_was_written() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Features, "forward", Features.features, raising=False)
         found = mupscale.discover(narrow, wide, lambda model: model(inputs))
-    assert found.units == {"_orig_mod.last.weight": 0.5}
+    assert found.rescale == {"_orig_mod.last.weight": 0.5}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -28,7 +28,7 @@ class Excited(nn.Module):
 def test_a_model_that_grows_as_it_is_planned_needs_no_search() -> None:
     inputs = torch.randn(4, 3, 9)
     found = mupscale.discover(Excited(8), Excited(16), lambda model: model(inputs))
-    assert (found.roles, found.units, found.differs_in_training) == ({}, {}, False)
+    assert (found.roles, found.rescale, found.differs_in_training) == ({}, {}, False)
     assert found.blocks["grouped.weight"] == {0: 1, 1: 1}
     assert found.passes <= 3
 
@@ -89,7 +89,7 @@ def test_a_single_head_is_carried_over_to_many() -> None:
     inputs = torch.randn(2, 5, 3, dtype=torch.float64)
     found = mupscale.discover(Heads(4), Heads(8), lambda model: model(inputs))
     narrow, wide = Heads(16).double(), Heads(32).double()
-    mupscale.upscale(narrow, wide, **found.resolved(narrow, wide).hints)
+    mupscale.upscale(narrow, wide, hints=found.resolved(narrow, wide))
     assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-12)
 
 
@@ -118,7 +118,7 @@ def test_an_axis_that_is_joined_of_known_widths_is_carried_over() -> None:
     narrow, wide = Joined(20).double(), Joined(40).double()
     resolved = found.resolved(narrow, wide)
     assert resolved.blocks["middle.weight"][1] == [(20, 20, 2), (10, 10, 2), (5, 5, 1)]
-    mupscale.upscale(narrow, wide, **resolved.hints)
+    mupscale.upscale(narrow, wide, hints=resolved)
     assert torch.allclose(wide(inputs), narrow(inputs), rtol=1e-12)
 
 
@@ -152,5 +152,5 @@ def test_two_axes_that_are_cut_into_the_same_sections() -> None:
     inputs = torch.randn(2, 4, 5)
     narrow, wide = CutTwice(2), CutTwice(4)
     found = mupscale.discover(narrow, wide, lambda model: model(inputs))
-    mupscale.upscale(narrow, wide, **found.hints)
+    mupscale.upscale(narrow, wide, hints=found)
     torch.testing.assert_close(wide(inputs), narrow(inputs))

@@ -129,27 +129,29 @@ def test_a_given_plan_is_checked():
     narrow, wide = attention(8, dim=4), attention(16, dim=4)
     sequences = batch("sequences").float()
     found = mupscale.discover(narrow, wide, lambda model: model(sequences))
-    plan = mupscale.plan(narrow, wide, **found.hints)
-    report = mupscale.upscale(narrow, wide, call=lambda model: model(sequences), plan=plan, on_mismatch="error")
+    plan = mupscale.plan(narrow, wide, hints=found)
+    report = mupscale.upscale(narrow, wide, call=lambda model: model(sequences), hints=plan, on_mismatch="error")
     assert report.exact is True
     assert report.plan is plan
     wrong = mupscale.plan(narrow, wide)
     with pytest.raises(UserError, match="does not compute and train"):
-        mupscale.upscale(narrow, wide, call=lambda model: model(sequences), plan=wrong, on_mismatch="error")
+        mupscale.upscale(narrow, wide, call=lambda model: model(sequences), hints=wrong, on_mismatch="error")
 
 
 def test_hints_are_checked():
     narrow, wide = mlp(8), mlp(16)
     with pytest.raises(UserError, match=r"'2' \(Linear\) returns differs"):
-        mupscale.upscale(narrow, wide, call=call, blocks={"2.weight": {1: 4}}, on_mismatch="error")
+        mupscale.upscale(
+            narrow, wide, call=call, hints=mupscale.Hints(blocks={"2.weight": {1: 4}}), on_mismatch="error"
+        )
 
 
 @pytest.mark.parametrize(
     ("method", "exact"),
     [
-        (mupscale.Duplication(), True),
-        (mupscale.HyperCloning("symmetric", state="carry", hyperparameters="table"), True),
-        (mupscale.HyperCloning("symmetric"), False),
+        (mupscale.methods.Duplication(), True),
+        (mupscale.methods.HyperCloning("symmetric", state="carry", hyperparameters="table"), True),
+        (mupscale.methods.HyperCloning("symmetric"), False),
     ],
 )
 def test_a_method_that_does_not_continue_training_is_not_exact(method: Any, exact: bool):

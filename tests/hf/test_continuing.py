@@ -10,7 +10,7 @@ from torch import nn
 
 import mupscale
 from mupscale.hf.continuing import growth_record, parameter_groups
-from mupscale.widening.methods import Duplication, GrowthMethod, HyperCloning, Net2Net, ShrinkAndPad, ZeroPadding
+from mupscale.methods import Duplication, GrowthMethod, HyperCloning, Net2Net, ShrinkAndPad, ZeroPadding
 
 SETTINGS: dict[str, float] = {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.3}
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from model_folders import edit, llama, save
 
+import mupscale
 from mupscale.errors import UserError
 from mupscale.hf.folder import read_folder
-from mupscale.hf.growth import Growth, on_meta
+from mupscale.hf.growth import ConfigGrowth, on_meta
 from mupscale.hf.names import growing_tensors
 from mupscale.hf.streaming import refuse_unlike_twins
 from mupscale.widening.plan import plan
@@ -177,7 +178,7 @@ def test_a_snapshot_of_a_hub_cache_may_link_to_its_blobs(saved: Path, tmp_path: 
 def matched(folder: Path):
     """The tensors of a folder that grows twofold."""
     read = read_folder(folder)
-    narrow, wide = (on_meta(read.model_class, config) for config in (read.config, Growth(2).wide(read.config)))
+    narrow, wide = (on_meta(read.model_class, config) for config in (read.config, ConfigGrowth(2).wide(read.config)))
     return growing_tensors(read.tensors, plan(narrow, wide), narrow)
 
 
@@ -209,8 +210,12 @@ def test_a_tied_parameter_may_be_in_the_folder_once_or_twice(folder: Path, tmp_p
     model = on_meta(read.model_class, read.config)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     narrow = on_meta(read.model_class, read.config)
-    wide = on_meta(read.model_class, Growth(2).wide(read.config))
-    once = plan(narrow, wide, roles={"model.norm.weight": "readout", "model.embed_tokens.weight": "vector"})
+    wide = on_meta(read.model_class, ConfigGrowth(2).wide(read.config))
+    once = plan(
+        narrow,
+        wide,
+        hints=mupscale.Hints(roles={"model.norm.weight": "readout", "model.embed_tokens.weight": "vector"}),
+    )
     growing, _ = growing_tensors(read.tensors, once, narrow)
     assert "lm_head.weight" not in {tensor.name for tensor in growing}
     embedding = tied.model.embed_tokens.weight.detach()

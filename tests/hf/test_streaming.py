@@ -10,11 +10,11 @@ from mupscale.hf import streaming
 from mupscale.hf.names import GrowingTensor, _layout_between
 from mupscale.hf.safetensors_files import as_bytes, new_file, split_into_files, stored_tensors, write_all
 from mupscale.hf.streaming import Streamer, Widening, check_file, row_chunks, write_wide
-from mupscale.widening.layout import Layout, Piece, evenly, narrow_length, source_index, wide_length
-from mupscale.widening.methods import Duplication, HyperCloning
+from mupscale.methods import Duplication, HyperCloning
+from mupscale.widening.axes import Axis, Layout, Piece, evenly, narrow_length, source_index, wide_length
+from mupscale.widening.growth import Growth
 from mupscale.widening.noise import AdditiveNoise, add_noise_
-from mupscale.widening.tensor_plan import TensorPlan
-from mupscale.widening.weights import widen_
+from mupscale.widening.write import widen_
 
 LAYOUTS: dict[str, Layout] = {
     "fixed": (Piece(24, 24, 1),),
@@ -26,15 +26,15 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def planned(rows: Layout, columns: Layout, sides: tuple[str, str] = ("out", "in")) -> TensorPlan:
+def planned(rows: Layout, columns: Layout, sides: tuple[str, str] = ("out", "in")) -> Growth:
     layouts = (rows, columns)
     shapes = [tuple(length(layout) for layout in layouts) for length in (narrow_length, wide_length)]
     summed = tuple(axis for axis, side in enumerate(sides) if side == "in")
     axes = (sides.index("out"), sides.index("in"))
-    return TensorPlan(("w",), *shapes, "matrix", "weight", sides, layouts, 8, axes, summed_axes=summed)
+    return Growth(("w",), *shapes, "weight", tuple(map(Axis, layouts, sides)), axes, summed_axes=summed)
 
 
-def saved(folder, content: Tensor, entry: TensorPlan) -> GrowingTensor:
+def saved(folder, content: Tensor, entry: Growth) -> GrowingTensor:
     file = new_file(folder / "narrow.safetensors", [("w", content.dtype, tuple(content.shape))])
     with file.path.open("xb") as stream:
         write_all(stream, 0, file.header)

@@ -10,6 +10,7 @@ from tiny_modules import gpt2, mlp
 from torch import nn
 from torch.optim import Optimizer
 
+import mupscale
 from mupscale.errors import UserError
 from mupscale.growing.upscale import upscale
 from mupscale.models.base import WidthScalable
@@ -26,7 +27,7 @@ from mupscale.models.checkpoint import (
     refuse_other_architecture,
     restore_mixed_widths,
 )
-from mupscale.widening.width_table import merged_table
+from mupscale.widening.stepping import records_of
 
 
 def built(module: WidthScalable) -> WidthScalable:
@@ -170,10 +171,10 @@ def test_state_of_another_class_is_refused() -> None:
 
 def test_mixed_widths_survive_as_primitives(tmp_path: Path) -> None:
     narrow, wide, fresh = (nn.Sequential(nn.Linear(width + 3, 2)) for width in (4, 8, 8))
-    upscale(narrow, wide, blocks={"0.weight": {1: [(4, 1, 2), (3, 1, 1)]}})
+    upscale(narrow, wide, hints=mupscale.Hints(blocks={"0.weight": {1: [(4, 1, 2), (3, 1, 1)]}}))
     torch.save(mixed_widths(wide), tmp_path / "widths.pt")
     restore_mixed_widths(fresh, torch.load(tmp_path / "widths.pt", weights_only=True))
-    assert merged_table(fresh)["0.weight"] == merged_table(wide)["0.weight"]
+    assert records_of(fresh)["0.weight"] == records_of(wide)["0.weight"]
     assert mixed_widths(fresh).keys() == {"0.weight"}
     assert mixed_widths(narrow) == {}
 

@@ -8,6 +8,7 @@ from typing import Any
 import mup
 import pytest
 import torch
+from mup_optimizers import MuAdamW
 from tiers import slow_except
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -209,7 +210,7 @@ def test_the_recipe_grows_exactly() -> None:
     verdict = mupscale.verify(
         module.network(8),
         module.network(24),
-        optimizer=lambda params: mupscale.MuAdamW(params, lr=0.003, eps=1e-3, weight_decay=0.1),
+        optimizer=lambda params: MuAdamW(params, lr=0.003, eps=1e-3, weight_decay=0.1),
         batches=[torch.randint(VOCABULARY, (4, 9)) for _ in range(4)],
         loss=lambda net, batch: net(batch[:, :-1], batch[:, 1:]),
         steps=20,
@@ -236,7 +237,7 @@ def test_both_ways_to_grow_are_exact(
     verdict = mupscale.verify(
         module.network(8),
         module.network(24),
-        optimizer=lambda params: mupscale.MuAdamW(params, lr=0.003, eps=1e-3, weight_decay=0.1),
+        optimizer=lambda params: MuAdamW(params, lr=0.003, eps=1e-3, weight_decay=0.1),
         batches=rows,
         loss=lambda net, batch: net(batch[:, :-1], batch[:, 1:]),
         steps=20,

@@ -14,9 +14,7 @@ import mupscale
 from mupscale.errors import UserError
 from mupscale.models.base import WidthScalable
 from mupscale.stacking.stack import Stack
-from mupscale.widening.mixed_axes import keep_reference_units
-from mupscale.widening.new_copies import NEW_COPIES
-from mupscale.widening.width_table import Table, WidthFactors, store_table
+from mupscale.widening.stepping import Record, Records, attach, step_records, store_records
 
 
 def rate(step: int) -> float:
@@ -115,9 +113,8 @@ def test_new_copies_leave_and_enter_a_stack(optimizer: str) -> None:
     for module, own in alone:
         train_alone(module, own, data)
     stack = stacked(ours)
-    masks = [state[NEW_COPIES] for _, own in ours for state in own.state.values() if NEW_COPIES in state]
-    assert len(masks) == 14  # of two models; the bias of the readout does not grow
-    assert all(mask._base is not None for mask in masks)  # the stack and the optimizers share them
+    records = [record for _, own in ours for record in step_records(own).values() if record.births]
+    assert len(records) == 14  # of two models; the bias of the readout does not grow
     for batch in data[:10]:
         stack.step(batch)
     for module, own in ours:
@@ -146,12 +143,12 @@ def test_affine_units_train_as_alone() -> None:
         for index in range(3):
             torch.manual_seed(index)
             model = nn.Linear(4, 3, dtype=torch.float64)
-            widths = {"bias": WidthFactors(shift=0.1 * index)}
+            widths = {"bias": Record(shift=0.1 * index)}
             if index == 2:
-                widths["weight"] = WidthFactors(relative=((1, "in", (1.0, 1.0, 0.5, 0.5)), (0, "out", (2.0, 1.0, 1.0))))
-            store_table(model, Table(False, widths))
+                widths["weight"] = Record(entries=((1, "in", (1.0, 1.0, 0.5, 0.5)), (0, "out", (2.0, 1.0, 1.0))))
+            store_records(model, Records(False, widths))
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
-            keep_reference_units(model, optimizer)
+            attach(model, optimizer)
             found.append((model, optimizer))
         return found
 

@@ -25,9 +25,9 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.checkpoints import checked
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
+from mupscale.methods import GrowthMethod
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import optimizer_names
-from mupscale.widening.methods import GrowthMethod
 from mupscale.widening.sharding import gathered
 
 MAKE = {"mlp": (mlp, 24, ADAMW), "gpt2": (gpt2, 24, SGD), "resnet18": (resnet, 4, SGD)}
@@ -51,7 +51,7 @@ class Data(LightningDataModule):
 
 def learned() -> GrowthMethod:
     """A method that learns from the run's data."""
-    return mupscale.LiGO(steps=10, lr=0.01)
+    return mupscale.methods.LiGO(steps=10, lr=0.01)
 
 
 def strategy(name: str) -> Any:

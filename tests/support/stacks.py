@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import mupscale
+from mupscale.methods import Duplication, Lemon, Net2Net
 from mupscale.models.base import WidthScalable
 from mupscale.stacking.stack import Stack
 
@@ -45,16 +46,16 @@ Rules = list[dict[str, Any]]
 
 CARRIED: Rules = [{}]
 MIXED: Rules = [
-    {"state": "carry"},
-    {"state": "reset_new_copies"},
-    {"state": "reset_new_copies", "rewarm_steps": 30},
-    {"state": "reset"},
+    {"method": Duplication()},
+    {"method": Duplication(state="reset_new_copies")},
+    {"method": Duplication(state="reset_new_copies", rewarm_steps=30)},
+    {"method": Duplication(state="reset")},
 ]
 UNLIKE: Rules = [
     {},
-    {"method": mupscale.Net2Net()},
-    {"method": mupscale.Lemon()},
-    {"method": mupscale.Net2Net(), "state": "reset_new_copies", "rewarm_steps": 10},
+    {"method": Net2Net()},
+    {"method": Lemon()},
+    {"method": Net2Net(state="reset_new_copies", rewarm_steps=10)},
 ]
 
 

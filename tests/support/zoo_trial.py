@@ -78,7 +78,7 @@ def found(entry: Entry, narrow: nn.Module, wide: nn.Module) -> dict[str, object]
     if not hasattr(mupscale, "discover"):
         return {"blocks": tiled(narrow, wide)}
     finding = mupscale.discover(narrow, wide, entry.call)
-    return {"roles": finding.roles, "blocks": finding.blocks, "units": finding.units}
+    return {"hints": finding}
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, entry: Entry, seed: int) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from architectures import ViT
+from mup_optimizers import MuAdamW
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -84,13 +85,13 @@ def test_2_gpt2_init_and_noise_follow_mup():
 def test_3_eps_is_scaled_for_gpt2():
     """Their GPT-2 trains with one eps at every width, beside gradients that shrink as 1/width."""
     model = mup_gpt2(16)
-    optimizer = mupscale.MuAdamW(model, lr=0.01, eps=1e-6)
+    optimizer = MuAdamW(model, lr=0.01, eps=1e-6)
     eps = {id(p): group["eps"] for group in optimizer.param_groups for p in group["params"]}
     assert len(eps) == len(list(model.parameters()))
     # every parameter produces width: m_out = 4
     assert list(eps.values()) == pytest.approx([1e-6 / 4] * len(eps), rel=1e-12)
     narrow = mup_gpt2(8)
-    continued = mupscale.upscale(narrow, model, mupscale.MuAdamW(narrow, lr=0.01, eps=1e-6)).optimizer
+    continued = mupscale.upscale(narrow, model, MuAdamW(narrow, lr=0.01, eps=1e-6)).optimizer
     assert all(group["eps"] == pytest.approx(1e-6 / 4, rel=1e-12) for group in continued.param_groups)
 
 
@@ -137,7 +138,7 @@ def test_5_batchnorm_statistics_are_carried_over_and_its_gains_get_no_noise():
 def test_6_step_counters_are_not_shared():
     """They hand the narrow optimizer's `step` tensors on: on the CPU both runs then advance one counter."""
     narrow, wide = mup_gpt2(8), mup_gpt2(16)
-    narrow_opt = mupscale.MuAdamW(narrow)
+    narrow_opt = MuAdamW(narrow)
     step(narrow, narrow_opt, 0)
     wide_opt = mupscale.upscale(narrow, wide, narrow_opt).optimizer
     step(wide, wide_opt, 1)
@@ -150,7 +151,7 @@ def test_6_step_counters_are_not_shared():
 def test_7_state_is_not_cast_to_the_parameter_dtype():
     """They cast all state to the dtype of its parameter; bfloat16 cannot count past 256."""
     narrow, wide = mup_gpt2(8).bfloat16(), mup_gpt2(16).bfloat16()
-    narrow_opt = mupscale.MuAdamW(narrow)
+    narrow_opt = MuAdamW(narrow)
     step(narrow, narrow_opt, 0)
     for state in narrow_opt.state.values():
         state["step"].fill_(257)
@@ -175,7 +176,7 @@ def test_8_parameters_with_three_axes_are_widened():
     plan = mupscale.upscale(narrow, wide).plan
     for name in ("cls_token", "pos_embed"):
         assert torch.equal(wide.get_parameter(name), narrow.get_parameter(name).repeat_interleave(3, -1))
-        assert (plan.parameters[name].k_out, plan.parameters[name].k_in, plan.parameters[name].role) == (3, 1, "vector")
+        assert (plan.parameters[name].scale, plan.parameters[name].role) == ((1, 1 / 3, 3), "vector")
 
 
 def test_9_a_target_that_is_not_zero_is_not_added_to():
@@ -204,7 +205,7 @@ def test_10_a_transformer_is_equivalent_and_resumes_from_a_checkpoint(tmp_path):
     torch.manual_seed(0)
     narrow, wide = mup_gpt2(8).double(), mup_gpt2(24).double()
     settings = {"lr": 0.003, "eps": 1e-3, "weight_decay": 0.1}
-    narrow_opt, wide_opt = mupscale.MuAdamW(narrow, **settings), mupscale.MuAdamW(wide, **settings)
+    narrow_opt, wide_opt = MuAdamW(narrow, **settings), MuAdamW(wide, **settings)
 
     def clip(model: nn.Module) -> Tensor:
         return mupscale.clip_grad_norm_(model, 0.05)
@@ -217,7 +218,7 @@ def test_10_a_transformer_is_equivalent_and_resumes_from_a_checkpoint(tmp_path):
 
     torch.save({"model": wide.state_dict(), "optimizer": wide_opt.state_dict()}, tmp_path / "wide.ckpt")
     resumed = mup_gpt2(24).double()
-    resumed_opt = mupscale.MuAdamW(resumed, **settings)
+    resumed_opt = MuAdamW(resumed, **settings)
     checkpoint = torch.load(tmp_path / "wide.ckpt", weights_only=True)
     resumed.load_state_dict(checkpoint["model"])
     resumed_opt.load_state_dict(checkpoint["optimizer"])

@@ -198,7 +198,7 @@ def layer_norm_over_unlike_pieces() -> Input:
     return (
         nn.Sequential(nn.LayerNorm(6)),
         nn.Sequential(nn.LayerNorm(10)),
-        {"blocks": {"0.*": {0: [(4, 1, 2), (2, 1, 1)]}}},
+        {"hints": mupscale.Hints(blocks={"0.*": {0: [(4, 1, 2), (2, 1, 1)]}})},
     )
 
 
@@ -305,82 +305,82 @@ def readout_multipliers_from_different_bases() -> Input:
 
 @bad("pattern 'fc.*' matches no parameter", "there are '0.weight'")
 def role_pattern_without_match() -> Input:
-    return *linear(4, 8), {"roles": {"fc.*": "matrix"}}
+    return *linear(4, 8), {"hints": mupscale.Hints(roles={"fc.*": "matrix"})}
 
 
 @bad("'0.weight' has role 'hidden'", "the roles are matrix, transposed_matrix, vector")
 def unknown_role() -> Input:
-    return *linear(4, 8), {"roles": {"0.weight": "hidden"}}
+    return *linear(4, 8), {"hints": mupscale.Hints(roles={"0.weight": "hidden"})}
 
 
 @bad("roles must map name patterns", "['matrix']")
 def roles_that_are_no_mapping() -> Input:
-    return *linear(4, 8), {"roles": ["matrix"]}
+    return *linear(4, 8), {"hints": mupscale.Hints(roles=["matrix"])}
 
 
 @bad("'0.weight' (4, 4) → (8, 4) grows, so it is no scalar")
 def growing_scalar() -> Input:
-    return *linear(4, 8), {"roles": {"0.weight": "scalar"}}
+    return *linear(4, 8), {"hints": mupscale.Hints(roles={"0.weight": "scalar"})}
 
 
 @bad("'mixing' (2, 2, 2) → (4, 4, 4) is no matrix", "3 axes")
 def matrix_of_three_width_axes() -> Input:
-    return Bare(2, 2, 2), Bare(4, 4, 4), {"roles": {"mixing": "matrix"}}
+    return Bare(2, 2, 2), Bare(4, 4, 4), {"hints": mupscale.Hints(roles={"mixing": "matrix"})}
 
 
 @bad("only one axis of 'mixing' (2, 3, 3) → (4, 3, 3) grows", 'say "vector"', '"readout"')
 def matrix_without_a_side() -> Input:
-    return Bare(2, 3, 3), Bare(4, 3, 3), {"roles": {"mixing": "matrix"}}
+    return Bare(2, 3, 3), Bare(4, 3, 3), {"hints": mupscale.Hints(roles={"mixing": "matrix"})}
 
 
 @bad("pattern '1.gain' matches no parameter or buffer", "there are '0.weight'")
 def block_pattern_without_match() -> Input:
-    return *linear(4, 8), {"blocks": {"1.gain": {0: 2}}}
+    return *linear(4, 8), {"hints": mupscale.Hints(blocks={"1.gain": {0: 2}})}
 
 
 @bad("'0.weight' must map to {axis: block}", "got 2")
 def block_without_axis() -> Input:
-    return *linear(4, 8), {"blocks": {"0.weight": 2}}
+    return *linear(4, 8), {"hints": mupscale.Hints(blocks={"0.weight": 2})}
 
 
 @bad("blocks must map name patterns", "got 4")
 def blocks_that_are_no_mapping() -> Input:
-    return *linear(4, 8), {"blocks": 4}
+    return *linear(4, 8), {"hints": mupscale.Hints(blocks=4)}
 
 
 @bad("'0.bias'", "axis 1", "shape (4,)")
 def block_on_an_axis_that_is_not_there() -> Input:
-    return *linear(4, 8), {"blocks": {"0.bias": {1: 2}}}
+    return *linear(4, 8), {"hints": mupscale.Hints(blocks={"0.bias": {1: 2}})}
 
 
 @bad("axis 0 of '0.weight' (4, 4) → (8, 4)", "a block of 3 does not divide 4 entries")
 def block_that_does_not_divide() -> Input:
-    return *linear(4, 8), {"blocks": {"0.weight": {0: 3}}}
+    return *linear(4, 8), {"hints": mupscale.Hints(blocks={"0.weight": {0: 3}})}
 
 
 @bad("axis 0 of '0.weight' (4, 4) → (7, 4)", "a block of 2 does not divide 7 entries")
 def block_of_an_indivisible_axis() -> Input:
-    return *linear(4, 7), {"blocks": {"0.weight": {0: 2}}}
+    return *linear(4, 7), {"hints": mupscale.Hints(blocks={"0.weight": {0: 2}})}
 
 
 @bad("axis 0 of '0.weight' (4, 4) → (8, 4)", "[(2, 1, 2), (2, 1, 1)] cover 4 → 6 entries, the axis has 4 → 8")
 def pieces_that_do_not_fill_the_axis() -> Input:
-    return *linear(4, 8), {"blocks": {"0.weight": {0: [(2, 1, 2), (2, 1, 1)]}}}
+    return *linear(4, 8), {"hints": mupscale.Hints(blocks={"0.weight": {0: [(2, 1, 2), (2, 1, 1)]}})}
 
 
 @bad("axis 0 of '0.weight'", "at least 1", "(4, 0, 2)")
 def empty_block() -> Input:
-    return *linear(4, 8), {"blocks": {"0.weight": {0: [(4, 0, 2)]}}}
+    return *linear(4, 8), {"hints": mupscale.Hints(blocks={"0.weight": {0: [(4, 0, 2)]}})}
 
 
 @bad("axis 0 of '0.weight'", "give a block length, or a list of (length, block, factor)", "'heads'")
 def block_that_is_no_number() -> Input:
-    return *linear(4, 8), {"blocks": {"0.weight": {0: "heads"}}}
+    return *linear(4, 8), {"hints": mupscale.Hints(blocks={"0.weight": {0: "heads"}})}
 
 
 @bad("axis 0 of 'mixing' (0, 2) → (0, 4)")
 def block_of_an_empty_axis() -> Input:
-    return Bare(0, 2), Bare(0, 4), {"blocks": {"mixing": {0: 1}}}
+    return Bare(0, 2), Bare(0, 4), {"hints": mupscale.Hints(blocks={"mixing": {0: 1}})}
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -9,7 +9,8 @@ from bad_input import Input, assert_refused, linear, registry, stepped
 from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer, RAdam
 
-from mupscale.widening import rules
+import mupscale
+from mupscale.widening import optimizers
 
 BAD, bad = registry()
 
@@ -137,7 +138,14 @@ def radam_that_never_gets_ready() -> Input:
 @bad("'0.weight'", "needs a learning rate for each entry", "Muon")
 def muon_on_unlike_pieces() -> Input:
     narrow, wide = (nn.Sequential(nn.Linear(w + 2, w, bias=False)) for w in (4, 8))
-    return narrow, wide, {"narrow_opt": Muon(narrow.parameters()), "blocks": {"0.weight": {1: [(4, 1, 2), (2, 1, 1)]}}}
+    return (
+        narrow,
+        wide,
+        {
+            "narrow_opt": Muon(narrow.parameters()),
+            "hints": mupscale.Hints(blocks={"0.weight": {1: [(4, 1, 2), (2, 1, 1)]}}),
+        },
+    )
 
 
 class Demanding(SGD):
@@ -153,5 +161,5 @@ def optimizer_that_cannot_be_rebuilt() -> Input:
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_before_anything_is_written(case: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(rules._REGISTRY, Demanding, rules._REGISTRY[SGD])
+    monkeypatch.setitem(optimizers._REGISTRY, Demanding, optimizers._REGISTRY[SGD])
     assert_refused(*BAD[case])

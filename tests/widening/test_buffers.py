@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.widening.buffers import parameters_on_meta
+from mupscale.methods.grow import grow
+from mupscale.widening.write import parameters_on_meta
 
 
 class Scaled(nn.Module):
@@ -32,7 +33,7 @@ UNITS = {"embed.weight": 2**-0.5}
 def test_a_buffer_that_is_not_saved_stays_that_of_the_wide_model():
     narrow, wide = Scaled(4, grows=True), Scaled(8, grows=True)
     narrow.norm.running_mean.copy_(torch.arange(4.0))
-    report = mupscale.upscale(narrow, wide, units=UNITS)
+    report = mupscale.upscale(narrow, wide, hints=mupscale.Hints(rescale=UNITS))
     assert wide.scale == torch.tensor(math.sqrt(8))
     assert torch.equal(wide.frequencies, torch.linspace(1, 2, 8))
     assert torch.equal(wide.norm.running_mean, torch.arange(4.0).repeat_interleave(2))
@@ -48,7 +49,7 @@ def test_a_buffer_that_is_not_saved_stays_that_of_the_wide_model():
 def test_the_outputs_after_saving_and_loading_are_those_in_memory():
     torch.manual_seed(0)
     narrow, wide, loaded = Scaled(4).eval(), Scaled(8).eval(), Scaled(8).eval()
-    mupscale.upscale(narrow, wide, units=UNITS)
+    mupscale.upscale(narrow, wide, hints=mupscale.Hints(rescale=UNITS))
     loaded.load_state_dict(wide.state_dict())
     tokens = torch.arange(7)
     assert torch.equal(loaded(tokens), wide(tokens))
@@ -84,7 +85,7 @@ def test_on_the_meta_device_a_growing_buffer_needs_a_rebuilt_model():
     assert "\n" not in str(refusal.value)
     assert all(parameter.is_meta for parameter in wide.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in narrow.state_dict().items())
-    report = mupscale.upscale(narrow, wide, rebuild=lambda: Scaled(8, grows=True))
+    report = grow(narrow, wide, rebuild=lambda: Scaled(8, grows=True))
     assert torch.equal(wide.frequencies, torch.linspace(1, 2, 8))
     assert wide.scale == torch.tensor(math.sqrt(8))
     assert not any("buffer" in note for note in report.notes)
@@ -106,13 +107,13 @@ def test_memory_without_values_is_filled_from_a_rebuilt_model():
         wide = Scaled(8)
     wide.to_empty(device="cpu")
     wide.scale.fill_(math.nan)
-    mupscale.upscale(narrow, wide, rebuild=lambda: Scaled(8))
+    grow(narrow, wide, rebuild=lambda: Scaled(8))
     assert wide.scale == torch.tensor(math.sqrt(8))
 
 
 def test_a_rebuilt_model_of_another_size_is_refused():
     with pytest.raises(UserError, match=r"rebuild: the model that it builds has no buffer 'norm.running_mean'"):
-        mupscale.upscale(Scaled(4), Scaled(8), rebuild=lambda: Scaled(4))
+        grow(Scaled(4), Scaled(8), rebuild=lambda: Scaled(4))
 
 
 def test_a_rebuilt_model_has_no_memory_for_its_parameters_and_draws_nothing():
@@ -127,5 +128,5 @@ def test_a_rebuilt_model_has_no_memory_for_its_parameters_and_draws_nothing():
     state = torch.get_rng_state()
     mupscale.upscale(narrow := Scaled(4), wide := Scaled(8))
     torch.set_rng_state(state)
-    mupscale.upscale(narrow, wide, rebuild=lambda: (torch.rand(3), Scaled(8))[1])
+    grow(narrow, wide, rebuild=lambda: (torch.rand(3), Scaled(8))[1])
     assert torch.equal(torch.get_rng_state(), state)

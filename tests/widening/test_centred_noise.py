@@ -15,10 +15,10 @@ from tiers import slow_except
 from torch import Tensor, nn
 
 import mupscale
+from mupscale.methods.grow import UpscaleReport
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
-from mupscale.widening.grow import UpscaleReport
-from mupscale.widening.layout import centre_, duplicate, interleaved, parse_layout
+from mupscale.widening.axes import centre_, duplicate, interleaved, parse_layout
 from mupscale.widening.noise import Noise, save_constants
 
 NOISES: dict[str, Callable[[], Noise]] = {
@@ -70,7 +70,7 @@ def test_the_first_loss_is_the_last_one(case: str, mup: bool, noise: str):
     batch = double(CASES[case].batches(1)[0])
     before = cross_entropy(narrow, batch).item()
     roles = None if mup else CASES[case].plain_roles
-    report = mupscale.upscale(narrow, wide, noise=NOISES[noise](), roles=roles)
+    report = mupscale.upscale(narrow, wide, noise=NOISES[noise](), hints=mupscale.Hints(roles=roles))
     assert any(torch.as_tensor(constant).any() for constant in report.noise.values())
     assert abs(cross_entropy(wide, batch).item() / before - 1) <= 1e-12
 
@@ -190,7 +190,7 @@ def test_a_tied_embedding_gets_none_whatever_its_role_is_called():
 
     narrow, wide = (mupscale.set_base_shapes(build(width), build(4), build(8), init="constant") for width in (8, 16))
     noise = mupscale.AdditiveNoise(0.5, centred=True)
-    report = mupscale.upscale(narrow, wide, noise=noise, roles={"wte.weight": "mu_readout"})
+    report = mupscale.upscale(narrow, wide, noise=noise, hints=mupscale.Hints(roles={"wte.weight": "mu_readout"}))
     assert report.plan.parameters["wte.weight"].role == "mu_readout"
     assert report.noise["wte.weight"] == 0
     assert drift(narrow, wide, torch.arange(11)[None]) <= 1e-13
@@ -276,7 +276,7 @@ def distance_of_copies(report: UpscaleReport, wide: nn.Module) -> float:
 def distance_after_50_steps(case: Case, noise: Noise | None) -> float:
     narrow, wide = models(case, mup=False)
     optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.003)
-    report = mupscale.upscale(narrow, wide, optimizer, noise=noise, roles=case.plain_roles)
+    report = mupscale.upscale(narrow, wide, optimizer, noise=noise, hints=mupscale.Hints(roles=case.plain_roles))
     batches = [double(batch) for batch in case.batches()]
     for step in range(50):
         report.optimizer.zero_grad()

@@ -36,7 +36,7 @@ def test_the_norm_does_not_change_with_width(name: str):
     case = CASES[name]
     narrow, wide, batch = case.build(case.narrow).double(), case.build(case.wide).double(), case.batches()[0]
     batch = tuple(x.double() if x.is_floating_point() else x for x in batch)
-    mupscale.upscale(narrow, wide, roles=case.plain_roles)
+    mupscale.upscale(narrow, wide, hints=mupscale.Hints(roles=case.plain_roles))
     norms = []
     for model in (narrow, wide):
         cross_entropy(model, batch).backward()

@@ -1,6 +1,5 @@
 """Notes on constants of a model that depend on its width, and on head counts."""
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +23,6 @@ class Model(nn.Module):
             setattr(self, name, value)
 
 
-class RootOfTheWidth(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * (self.d_model**-0.5) / math.sqrt(self.config.kept)
-
-
 class Attention(Model):
     pass
 
@@ -37,37 +31,14 @@ def test_a_number_that_changes_is_noted():
     narrow, wide = Model(4, embed_scale=2.0, p=0.5), Model(16, embed_scale=4.0, p=0.5)
     assert notes(narrow, wide) == [
         "(the model): its constant embed_scale changes 2 → 4; if it multiplies something that grows, compensate "
-        "for it with `units`"
+        "for it with Hints(rescale=...)"
     ]
-    assert notes(narrow, wide, units={"layer.*": 0.5}) == []
+    assert notes(narrow, wide, hints=mupscale.Hints(rescale={"layer.*": 0.5})) == []
 
 
-def test_a_root_of_a_size_in_a_forward_pass_is_noted():
-    narrow, wide = (RootOfTheWidth(n, d_model=n, config=SimpleNamespace(kept=7)) for n in (4, 8))
-    assert notes(narrow, wide) == [
-        "(the model): its forward pass takes a root of d_model, which grows 4 → 8; if it multiplies something that "
-        "grows, compensate for it with `units`"
-    ]
-
-
-def test_a_logit_scale_is_noted_with_its_unit():
-    (note,) = notes(Attention(4, scale=0.5), Attention(8, scale=0.5 / math.sqrt(2)))
-    assert "scale shrinks by sqrt(2)" in note
-    assert "or with a unit of 1/sqrt(2) on what produces the queries" in note
-
-
-def test_alibi_with_more_heads_is_noted():
-    def build(heads: int, **config: Any) -> nn.Module:
-        return Model(4 * heads, config=SimpleNamespace(num_heads=heads, **config))
-
-    def has_note(**config: Any) -> bool:
-        return any("slopes of ALiBi" in note for note in notes(build(2, **config), build(4, **config)))
-
-    assert has_note(alibi=True)
-    assert has_note(position_embedding_type="alibi")
-    assert not has_note(alibi=False)
-    assert not has_note()
-    assert not any("ALiBi" in note for note in notes(build(2, alibi=True), build(2, alibi=True)))
+def test_a_logit_scale_is_noted():
+    (note,) = notes(Attention(4, scale=0.5), Attention(8, scale=0.25))
+    assert note.startswith("(the model): its constant scale changes 0.5 → 0.25; if it multiplies something that grows")
 
 
 def test_a_table_that_grows_and_is_not_saved_is_noted_unless_it_is_a_duplicate():
@@ -95,4 +66,4 @@ def test_head_counts_are_noted_only_where_there_are_heads():
         return model
 
     assert [note.partition(":")[0] for note in notes(build(2), build(4))] == ["(the model)", "attention"]
-    assert notes(build(2), build(4), blocks={"attention.layer.weight": {0: 4}}) == []
+    assert notes(build(2), build(4), hints=mupscale.Hints(blocks={"attention.layer.weight": {0: 4}})) == []

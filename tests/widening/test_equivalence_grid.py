@@ -6,6 +6,7 @@ import pytest
 import torch
 from architectures import CASES, Case, cross_entropy
 from grid_optimizers import GRID_OPTIMIZERS, float64_newton_schulz, muon_and_adamw
+from mup_optimizers import MuAdam, MuAdamW, MuSGD
 from tiers import slow_except
 from torch import nn
 
@@ -27,7 +28,7 @@ def check(case: Case, make_optimizer, steps: int, *, mup: bool, clip: float = 0.
     narrow, wide = ((mup_model(case, size) if mup else case.build(size)) for size in (case.narrow, case.wide))
     return mupscale.verify(
         narrow, wide, optimizer=make_optimizer, batches=case.batches(), loss=cross_entropy, steps=steps, clip=clip,
-        roles=None if mup else case.plain_roles,
+        hints=mupscale.Hints(roles=None if mup else case.plain_roles),
     )  # fmt: skip
 
 
@@ -67,19 +68,19 @@ def test_plain_model_with_clipping(case: str, optimizer_name: str, steps: int, m
     assert_exact(check(CASES[case], GRID_OPTIMIZERS[optimizer_name], steps, mup=False))
 
 
-MUP_GRID = [(case, make) for case in CASES for make in (mupscale.MuSGD, mupscale.MuAdam, mupscale.MuAdamW)]
+MUP_GRID = [(case, make) for case in CASES for make in (MuSGD, MuAdam, MuAdamW)]
 MUP_KEPT = [
-    *((case, mupscale.MuAdamW) for case in CASES),
-    *((case, make) for case in ("mlp", "llama") for make in (mupscale.MuSGD, mupscale.MuAdam)),
+    *((case, MuAdamW) for case in CASES),
+    *((case, make) for case in ("mlp", "llama") for make in (MuSGD, MuAdam)),
 ]
 
 
 @pytest.mark.parametrize(
     ("case", "make_optimizer"),
-    slow_except(MUP_GRID, ("mlp", mupscale.MuAdamW), ("gpt2_tied", mupscale.MuAdamW), kept=MUP_KEPT),
+    slow_except(MUP_GRID, ("mlp", MuAdamW), ("gpt2_tied", MuAdamW), kept=MUP_KEPT),
 )
 def test_mup_model(case: str, make_optimizer, steps: int):
-    settings = {"lr": 0.02, "momentum": 0.9} if make_optimizer is mupscale.MuSGD else {"lr": 0.003, "eps": 1e-3}
+    settings = {"lr": 0.02, "momentum": 0.9} if make_optimizer is MuSGD else {"lr": 0.003, "eps": 1e-3}
     make = partial(make_optimizer, weight_decay=0.1, **settings)
     assert_exact(check(CASES[case], make, steps, mup=True))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from architectures import Case, ConvNet, Llama, Recurrent, cross_entropy, rotate
 from bad_input import Input, assert_refused, linear, registry, stepped
+from mup_optimizers import MuAdamW
 from nets import OPTIMIZERS, features, mlp, mup, train
 from tiers import slow_except
 from torch import Tensor, nn
@@ -18,11 +19,10 @@ import mupscale
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
-from mupscale.widening.layout import centre_, copy_index, duplicate, evenly, parse_layout, source_index
-from mupscale.widening.new_copies import new_copies
+from mupscale.widening.axes import centre_, copy_index, duplicate, evenly, parse_layout, source_index
 from mupscale.widening.noise import Noise
-from mupscale.widening.weights import widen_
-from mupscale.widening.width_table import merged_table
+from mupscale.widening.stepping import new_copies, records_of
+from mupscale.widening.write import widen_
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=1e-2)
@@ -219,7 +219,11 @@ class Grown:
         self.reports = []
         for growth in range(growths):
             report = mupscale.upscale(
-                self.models[growth], self.models[growth + 1], self.optimizers[growth], roles=roles, **settings
+                self.models[growth],
+                self.models[growth + 1],
+                self.optimizers[growth],
+                hints=mupscale.Hints(roles=roles),
+                **settings,
             )
             self.reports.append(report)
             self.optimizers.append(report.optimizer)
@@ -269,7 +273,7 @@ def test_every_optimizer_goes_on_exactly(optimizer: str):
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "grouped queries"])
 def test_the_optimizer_needs_its_rates_by_entry(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.grow.keep_reference_units", lambda *_: None)
+    monkeypatch.setattr("mupscale.widening.stepping._work_of", lambda _: [])
     for optimizer in (ADAMW, SGD):
         assert Grown(name, optimizer, is_mup=True).drift() > 1e-5
 
@@ -278,11 +282,11 @@ def test_rates_are_those_of_mup():
     """So that an optimizer made for the wide model continues the run, and base constants mean what they meant."""
     torch.manual_seed(0)
     narrow, wide = (mup(mlp, width).double() for width in (13, 15))
-    optimizers = [mupscale.MuAdamW(model, lr=0.01, weight_decay=0.1) for model in (narrow, wide)]
+    optimizers = [MuAdamW(model, lr=0.01, weight_decay=0.1) for model in (narrow, wide)]
     train(narrow, optimizers[0], features)
     report = mupscale.upscale(narrow, wide, *optimizers)
     assert report.notes == ()
-    assert {name: width.m_in for name, width in merged_table(wide).items()}["layers.1.weight"] == 15 / 4  # exactly
+    assert records_of(wide)["layers.1.weight"].scale.weight == pytest.approx(4 / 15, rel=1e-15)
     for _ in range(3):
         losses = [
             float(backward(model, optimizer)) for model, optimizer in zip((narrow, wide), optimizers, strict=True)
@@ -301,7 +305,11 @@ def backward(model: nn.Module, optimizer: Optimizer) -> Tensor:
 
 def test_the_state_of_new_copies_starts_anew():
     grown = Grown(
-        "mlp", partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0), is_mup=True, growths=1, state="reset_new_copies"
+        "mlp",
+        partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0),
+        is_mup=True,
+        growths=1,
+        method=mupscale.methods.Duplication(state="reset_new_copies"),
     )
     model, optimizer = grown.models[1], grown.optimizers[1]
     entry = grown.reports[0].plan.parameters["layers.1.weight"]
@@ -313,7 +321,7 @@ def test_the_state_of_new_copies_starts_anew():
     grown.step(1, 5)
     # the first step of an Adam that starts anew is the learning rate, which is that of the entry
     (rate,) = (group["lr"] for group in optimizer.param_groups if any(p is weight for p in group["params"]))
-    by_entry = rate / merged_table(model)["layers.1.weight"].relative_scale("in", weight).expand_as(weight)
+    by_entry = rate / records_of(model)["layers.1.weight"].entry_scale("in", weight).expand_as(weight)
     update = (weight.detach() - before).abs()
     moved = new & (weight.grad.abs() > 1e-5)
     assert int(moved.sum()) > 50
@@ -323,7 +331,9 @@ def test_the_state_of_new_copies_starts_anew():
 def test_hooks_around_the_step_are_nested():
     """SGD without momentum has no state, so starting anew changes nothing, and the run goes on exactly."""
     plain = partial(torch.optim.SGD, lr=0.05, weight_decay=1e-2)
-    assert Grown("mlp", plain, is_mup=True, state="reset_new_copies").drift() <= 1e-12
+    assert (
+        Grown("mlp", plain, is_mup=True, method=mupscale.methods.Duplication(state="reset_new_copies")).drift() <= 1e-12
+    )
 
 
 # --- noise

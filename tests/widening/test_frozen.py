@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.widening.methods import METHODS, LiGO
+from mupscale.methods import METHODS, LiGO
 
 
 class Net(nn.Sequential):

@@ -7,7 +7,7 @@ from nets import OPTIMIZERS, backward, features, mlp
 
 import mupscale
 from mupscale.cuda_graph import CapturedStep
-from mupscale.widening.spectral import spectral_norms
+from mupscale.spectral import spectral_norms
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def test_architectures_are_exact(name: str):
         loss=cross_entropy,
         steps=30,
         clip=0.05,
-        roles=case.plain_roles,
+        hints=mupscale.Hints(roles=case.plain_roles),
     )
     assert verdict.passed, verdict
 
@@ -134,7 +134,8 @@ def test_a_warm_up_of_new_copies_inside_a_cuda_graph(kind: str):
         for _ in range(5):
             backward(narrow, inputs)
             optimizer.step()
-        report = mupscale.upscale(narrow, wide, optimizer, state="reset_new_copies", rewarm_steps=15)
+        method = mupscale.methods.Duplication(state="reset_new_copies", rewarm_steps=15)
+        report = mupscale.upscale(narrow, wide, optimizer, method=method)
         after = report.optimizer
         for _ in range(3):
             backward(wide, inputs)

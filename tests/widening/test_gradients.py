@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mupscale
-from mupscale.widening.methods import Duplication, GrowthMethod, HyperCloning, Lemon, Net2Net, ZeroPadding
+from mupscale.methods import Duplication, GrowthMethod, HyperCloning, Lemon, Net2Net, ZeroPadding
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -71,7 +71,7 @@ def test_a_unit():
     torch.manual_seed(0)
     narrow, wide = build(6), build(12)
     loss(narrow, features()).backward()
-    mupscale.upscale(narrow, wide, units={"2.weight": 0.25})
+    mupscale.upscale(narrow, wide, hints=mupscale.Hints(rescale={"2.weight": 0.25}))
     torch.testing.assert_close(wide[2].weight.grad, narrow[2].weight.grad.repeat_interleave(2, 1) * 4)
     torch.testing.assert_close(wide[0].weight.grad, narrow[0].weight.grad.repeat_interleave(2, 0) / 2)
 

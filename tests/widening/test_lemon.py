@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.widening.methods import Lemon
+from mupscale.methods import Lemon
 
 
 def widened(method: Lemon, width: int = 4, **settings: Any) -> tuple[nn.Module, nn.Module, mupscale.UpscaleReport]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.widening.methods import LiGO
+from mupscale.methods import LiGO
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

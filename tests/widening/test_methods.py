@@ -11,11 +11,9 @@ from nets import features, mlp, mup, train
 from torch import Tensor, nn
 
 import mupscale
+from mupscale import methods
 from mupscale.errors import UserError
-from mupscale.models.mlp import MLPNet
-from mupscale.widening import methods
-from mupscale.widening.layout import duplicate_, parse_layout
-from mupscale.widening.methods import (
+from mupscale.methods import (
     FPI,
     Duplication,
     GrowthMethod,
@@ -25,6 +23,8 @@ from mupscale.widening.methods import (
     ShrinkAndPad,
     ZeroPadding,
 )
+from mupscale.models.mlp import MLPNet
+from mupscale.widening.axes import duplicate_, parse_layout
 
 METHODS: dict[str, Callable[[], GrowthMethod]] = {
     "duplication": Duplication,
@@ -104,7 +104,7 @@ def test_net2net_maps_at_random_and_by_its_seed():
     assert copies(1) == copies(1)
     assert copies(1) != copies(2)
     entry = grown(Net2Net(), mlp(8), mlp(24)).plan.parameters["layers.1.weight"]
-    assert (entry.k_out, entry.k_in) == (3, 3)  # so that rates are those that muP gives to the width
+    assert entry.scale == (1 / 3, 1 / 3, 9)  # so that rates are those that muP gives to the width
     assert min(copies(1)) >= 1
     assert len(set(copies(1))) > 1
 
@@ -147,7 +147,7 @@ def test_net2net_maps_at_random_to_any_width(is_mup: bool):
     narrow, wide = (mup(mlp, width) if is_mup else mlp(width) for width in (8, 20))
     entry = grown(Net2Net(), narrow, wide).plan.parameters["layers.1.weight"]
     assert [sum(piece.factor for piece in layout) for layout in entry.layouts] == [20, 20]
-    assert (entry.k_out, entry.k_in) == (2.5, 2.5)
+    assert entry.scale == (0.4, 0.4, 6.25)
     assert {piece.factor for piece in entry.layouts[0]} > {2, 3}  # which duplication would give
 
 
@@ -247,7 +247,11 @@ def two_layers(method: GrowthMethod, **settings: Any) -> Callable[[], Any]:
 def pieces() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
     narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)) for n in (5, 9))
     row = [(4, 1, 2), (1, 1, 1)]
-    return narrow, wide, {"method": ZeroPadding(), "blocks": {"0.*": {0: row}, "1.weight": {1: row}}}
+    return (
+        narrow,
+        wide,
+        {"method": ZeroPadding(), "hints": mupscale.Hints(blocks={"0.*": {0: row}, "1.weight": {1: row}})},
+    )
 
 
 @pytest.mark.parametrize(

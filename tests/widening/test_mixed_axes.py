@@ -94,7 +94,9 @@ def follow(
         step(*runs[0], index)
     for before, after in pairwise(widths):
         wide = models[widths.index(after)]
-        report = mupscale.upscale(runs[-1][0], wide, runs[-1][1], blocks=kind.blocks(before, after // before))
+        report = mupscale.upscale(
+            runs[-1][0], wide, runs[-1][1], hints=mupscale.Hints(blocks=kind.blocks(before, after // before))
+        )
         assert any(entry.mixed for entry in report.plan.parameters.values())
         runs.append((wide, report.optimizer))
     drift = 0.0
@@ -131,7 +133,7 @@ def test_a_readout_of_unlike_pieces_is_exact(is_mup: bool):
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_unlike_pieces_need_their_hooks(optimizer_name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.grow.keep_reference_units", lambda *_: None)
+    monkeypatch.setattr("mupscale.widening.stepping._work_of", lambda _: [])
     assert follow(Concat, OPTIMIZERS[optimizer_name], is_mup=False) > 1e-6
     assert follow(MultiQuery, OPTIMIZERS[optimizer_name], is_mup=False) > 1e-6
 
@@ -140,7 +142,7 @@ def test_a_weight_without_update_is_not_rounded():
     """Converting to reference units and back would move it by a rounding error at each step."""
     narrow, wide = Concat(4), Concat(12)
     optimizer = torch.optim.SGD(narrow.parameters(), lr=0.1)
-    optimizer = mupscale.upscale(narrow, wide, optimizer, blocks=Concat.blocks(4, 3)).optimizer
+    optimizer = mupscale.upscale(narrow, wide, optimizer, hints=mupscale.Hints(blocks=Concat.blocks(4, 3))).optimizer
     before = wide.fc.weight.detach().clone()
     wide.fc.weight.grad = gradient = torch.zeros_like(before)
     optimizer.step()

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import mupscale
 from mupscale.errors import UserError
+from mupscale.methods import AKI, FPI, Net2Net
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
-from mupscale.widening.layout import copy_index, source_index
-from mupscale.widening.methods import AKI, FPI, Net2Net
+from mupscale.widening.axes import copy_index, source_index
 
 
 def deep(width: int) -> nn.Module:

@@ -1,7 +1,9 @@
 """State rules: what becomes of the optimizer state of new copies, and their own count and rate."""
 
 import copy
+import io
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mupscale
-from mupscale.widening.new_copies import new_copies, rewarm_new_copies
+from mupscale.errors import UserError
+from mupscale.methods import Duplication
+from mupscale.widening.stepping import new_copies, step_records
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -34,7 +38,7 @@ def grown(name: str, count: int | None = None, **settings: Any) -> tuple[nn.Modu
     train(narrow, optimizer, features, steps=30)
     for state in optimizer.state.values() if count else ():
         state["step"].fill_(count)
-    report = mupscale.upscale(narrow, wide, optimizer, **settings)
+    report = mupscale.upscale(narrow, wide, optimizer, method=Duplication(**settings))
     assert isinstance(report.optimizer, Optimizer)
     return wide, report.optimizer, report.plan
 
@@ -59,7 +63,9 @@ def test_which_entries_are_new():
     assert not matrix[::3, ::3].any()
     assert not new_copies(plan.parameters["readout.bias"]).any()
     narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)) for n in (4, 8))
-    in_blocks = mupscale.plan(narrow, wide, blocks={"0.weight": {0: 2}, "1.weight": {1: 2}}).parameters["1.weight"]
+    in_blocks = mupscale.plan(
+        narrow, wide, hints=mupscale.Hints(blocks={"0.weight": {0: 2}, "1.weight": {1: 2}})
+    ).parameters["1.weight"]
     assert new_copies(in_blocks)[0].tolist() == [False, False, True, True] * 2
 
 
@@ -94,7 +100,7 @@ def test_without_a_count_of_their_own_the_first_updates_would_be_too_large(monke
         return answer
 
     assert largest_updates() == pytest.approx([1.0] * 10, rel=1e-9)
-    monkeypatch.setattr("mupscale.widening.optimizer_state.rewarm_new_copies", lambda _: None)
+    monkeypatch.setattr("mupscale.widening.stepping._work_of", lambda _: [])
     too_large = largest_updates()
     assert too_large[0] == pytest.approx(0.1 / 0.001**0.5, rel=1e-4)
     assert too_large[9] == pytest.approx((1 - 0.9**10) / (1 - 0.999**10) ** 0.5, rel=1e-4)
@@ -121,7 +127,6 @@ def test_it_goes_on_after_loading():
     groups = [{"params": [twin_of[p] for p in group["params"]]} for group in optimizer.param_groups]
     loaded = torch.optim.AdamW(groups)
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    rewarm_new_copies(loaded)
     for a, b in zip(follow(wide, optimizer), follow(again, loaded), strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -146,7 +151,7 @@ def test_reset_moves_nothing_and_the_report_says_so():
     narrow, wide = mlp(4), mlp(8)
     optimizer = torch.optim.AdamW(narrow.parameters(), lr=0.1)
     train(narrow, optimizer, features)
-    report = mupscale.upscale(narrow, wide, optimizer, state="reset")
+    report = mupscale.upscale(narrow, wide, optimizer, method=Duplication(state="reset"))
     assert not report.optimizer.state
     assert report.notes == ("the state of the optimizer is reset",)
     rates = {group["lr"] for group in report.optimizer.param_groups}
@@ -160,7 +165,7 @@ def refused_optimizer(make: Callable[[Any], Optimizer]) -> Callable[[], Any]:
     def build() -> tuple[nn.Module, nn.Module, dict[str, Any]]:
         narrow, wide = linear(4, 8)
         optimizer = stepped(narrow, make(narrow.parameters()), 12)
-        return narrow, wide, {"narrow_opt": optimizer, "state": "reset_new_copies"}
+        return narrow, wide, {"narrow_opt": optimizer, "method": Duplication(state="reset_new_copies")}
 
     return build
 
@@ -168,15 +173,121 @@ def refused_optimizer(make: Callable[[Any], Optimizer]) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("build", "fragments"),
     [
-        (lambda: (*linear(4, 8), {"state": "keep"}), ("state rule must be one of carry, reset,", "'keep'")),
-        (lambda: (*linear(4, 8), {"rewarm_steps": 3}), ("rewarm_steps = 3", "'carry'", "Use reset_new_copies")),
-        (
-            lambda: (*linear(4, 8), {"state": "reset_new_copies", "rewarm_steps": -1}),
-            ("rewarm_steps must be a whole number of at least 0, got -1",),
-        ),
         (refused_optimizer(torch.optim.NAdam), ("NAdam", "not known", "Use carry or reset")),
         (refused_optimizer(lambda params: torch.optim.RAdam(params)), ("RAdam", "not known")),
     ],
 )
-def test_bad_input_is_refused(build: Callable[[], Any], fragments: tuple[str, ...]):
+def test_an_optimizer_of_unknown_count_is_refused(build: Callable[[], Any], fragments: tuple[str, ...]):
     assert_refused(build, fragments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"state": "keep"}, "state rule must be one of carry, reset, reset_new_copies; got 'keep'"),
+        ({"rewarm_steps": 3}, "rewarm_steps = 3 needs the state rule reset_new_copies, got 'carry'"),
+        (
+            {"state": "reset_new_copies", "rewarm_steps": -1},
+            "rewarm_steps must be a whole number of at least 0, got -1",
+        ),
+    ],
+)
+def test_bad_input_is_refused(settings: dict[str, Any], words: str):
+    with pytest.raises(UserError, match=words):
+        Duplication(**settings)
+
+
+# --- two growths in a row
+
+
+def test_new_copies_of_two_growths_keep_their_own_counts():
+    """The first update of new copies at a constant gradient is lr, at each growth, whatever the count of the others."""
+    torch.manual_seed(0)
+    models = [mlp(width).double() for width in (2, 4, 8)]
+    optimizer = torch.optim.Adam(models[0].parameters(), lr=0.01, eps=1e-30)
+    method, rate = Duplication(state="reset_new_copies"), 0.01
+    for narrow, wide in pairwise(models):
+        for _ in range(300):
+            for parameter in narrow.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        report = mupscale.upscale(narrow, wide, optimizer, method=method)
+        optimizer, rate = report.optimizer, rate / 2
+        before = wide.layers[1].weight.detach().clone()
+        for parameter in wide.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        moved = (wide.layers[1].weight.detach() - before).abs()
+        new = new_copies(report.plan.parameters["layers.1.weight"])
+        assert moved[new].tolist() == pytest.approx([rate] * int(new.sum()), rel=1e-9)
+    record = next(record for record in step_records(optimizer).values() if len(record.births) == 2)
+    (first, birth, _), (_, later, _) = record.born(before)
+    assert (birth, later) == (300, 601)
+    assert float(moved[first].max()) <= 1.15 * rate  # copies of the first growth keep their count: without it, 2 × rate
+
+
+def test_a_fresh_adam_is_warmed_up_too():
+    torch.manual_seed(0)
+    narrow, wide = mlp(4).double(), mlp(8).double()
+    method = Duplication(state="reset_new_copies", rewarm_steps=10)
+    report = mupscale.upscale(narrow, wide, torch.optim.Adam(narrow.parameters(), lr=0.01, eps=1e-30), method=method)
+    new, start = new_copies(report.plan.parameters["layers.1.weight"]), wide.layers[1].weight.detach().clone()
+    for parameter in wide.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    report.optimizer.step()
+    moved = (wide.layers[1].weight.detach() - start).abs()
+    assert moved[new].tolist() == pytest.approx([0.0005] * int(new.sum()), rel=1e-9)
+    assert moved[~new].tolist() == pytest.approx([0.005] * int((~new).sum()), rel=1e-9)
+
+
+# --- copies, and pairs restored by hand
+
+
+def fractional() -> tuple[nn.Module, Optimizer, nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    narrow, wide = mlp(6).double(), mlp(10).double()
+    optimizer = torch.optim.AdamW(narrow.named_parameters(), lr=0.01)
+    train(narrow, optimizer, features, steps=10)
+    return narrow, optimizer, wide, mupscale.upscale(narrow, wide, optimizer).optimizer
+
+
+def restored(wide: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    buffer = io.BytesIO()
+    torch.save((wide.state_dict(), optimizer.state_dict()), buffer)
+    buffer.seek(0)
+    weights, state = torch.load(buffer, weights_only=True)
+    model = mlp(10).double()
+    model.load_state_dict(weights)
+    named = dict(model.named_parameters())
+    names = [group["param_names"] for group in state["param_groups"]]
+    again = torch.optim.AdamW([{"params": [(name, named[name]) for name in group]} for group in names])
+    again.load_state_dict(state)
+    return model, mupscale.attach(model, again)
+
+
+@pytest.mark.parametrize("copied", [lambda *pair: copy.deepcopy(pair), restored])
+def test_copies_and_restored_pairs_train_as_the_narrow_run(copied: Callable[..., Any]):
+    narrow, narrow_opt, *pair = fractional()
+    wide, wide_opt = copied(*pair)
+    for seed in range(20):
+        losses = []
+        for model, optimizer in ((narrow, narrow_opt), (wide, wide_opt)):
+            torch.manual_seed(seed)
+            loss = model(features().double()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            mupscale.clip_grad_norm_(model, 0.05)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_records_of_other_groups_are_refused():
+    _, _, wide, optimizer = fractional()
+    group = next(group for group in optimizer.param_groups if len(group["params"]) > 1)
+    group["params"] = group["params"][1:]
+    with pytest.raises(UserError, match=r"parameters, and records of \d+: load the optimizer state into groups"):
+        mupscale.attach(wide, optimizer)
+    group["mupscale"] = '[{"entries": 1}]'
+    with pytest.raises(UserError, match="record of the growth in a parameter group is damaged"):
+        optimizer.step()

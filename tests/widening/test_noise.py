@@ -16,8 +16,8 @@ import mupscale
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
+from mupscale.spectral import spectral_norms
 from mupscale.widening.noise import widened_norms
-from mupscale.widening.spectral import spectral_norms
 
 
 def added(narrow: nn.Module, wide_twice: tuple[nn.Module, nn.Module], noise, **settings) -> dict[str, torch.Tensor]:
@@ -142,7 +142,7 @@ def test_signal_noise_on_complex_weights(dtype: torch.dtype, centred: bool):
 
 def test_hypercloning_noise_on_complex_weights_has_their_size():
     narrow, noisy, clean = (nn.Linear(width, 64, dtype=torch.complex64) for width in (64, 128, 128))
-    mupscale.upscale(narrow, noisy, method=mupscale.HyperCloning("noisy", decibels=20.0))
+    mupscale.upscale(narrow, noisy, method=mupscale.methods.HyperCloning("noisy", decibels=20.0))
     mupscale.upscale(narrow, clean)
     delta = (noisy.weight - clean.weight).detach()
     ratio = delta.abs().square().mean() / clean.weight.detach().abs().square().mean()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import CASES, cross_entropy
+from mup_optimizers import MuAdamW
 from nets import (
     assert_same,
     backward,
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mupscale
-from mupscale.widening.layout import duplicate
+from mupscale.widening.axes import duplicate
 
 
 def test_frozen_parameters_and_parameters_without_state():
@@ -33,9 +34,9 @@ def test_frozen_parameters_and_parameters_without_state():
 
 def test_state_is_moved_by_name_into_groups_of_another_order():
     narrow, wide = mup(mlp, 8), mup(mlp, 16)
-    narrow_opt = mupscale.MuAdamW(narrow)
+    narrow_opt = MuAdamW(narrow)
     train(narrow, narrow_opt, features)
-    wide_opt = mupscale.MuAdamW(list(reversed(list(wide.parameters()))))
+    wide_opt = MuAdamW(list(reversed(list(wide.parameters()))))
     mupscale.upscale(narrow, wide, narrow_opt, wide_opt)
     for name, parameter in wide.named_parameters():
         source = narrow_opt.state[narrow.get_parameter(name)]
@@ -119,7 +120,7 @@ def test_lists_of_optimizers_are_paired_in_order():
 
 def test_hyperparameters_off_the_rule_are_noted():
     narrow, wide = mup(mlp, 8), mup(mlp, 16)
-    narrow_opt = mupscale.MuAdamW(narrow, lr=0.1)
+    narrow_opt = MuAdamW(narrow, lr=0.1)
     report = mupscale.upscale(narrow, wide, narrow_opt, torch.optim.AdamW(wide.parameters(), lr=0.1))
     assert [note.partition(" is ")[0] for note in report.notes] == [
         "wide_opt: lr",
@@ -129,7 +130,7 @@ def test_hyperparameters_off_the_rule_are_noted():
     assert "lr is 1 times (of layers.0.weight) and 4 times (of layers.1.weight) what continues" in report.notes[0]
     assert report.notes[0] in str(report)
     for lr in (0.1, 0.05):  # another base constant is a decision, not a mistake
-        assert mupscale.upscale(narrow, wide, narrow_opt, mupscale.MuAdamW(wide, lr=lr)).notes == ()
+        assert mupscale.upscale(narrow, wide, narrow_opt, MuAdamW(wide, lr=lr)).notes == ()
     assert mupscale.upscale(narrow, wide, narrow_opt).notes == ()
 
 
@@ -164,9 +165,9 @@ def test_dtypes(before: torch.dtype, after: torch.dtype):
         assert state["step"] == 3
         # powers of two: exact but for the one rounding to the target's dtype
         for got, old, scale in (
-            (parameter, source, 1 / entry.k_in),
-            (state["exp_avg"], narrow_opt.state[source]["exp_avg"], 1 / entry.k_out),
-            (state["exp_avg_sq"], narrow_opt.state[source]["exp_avg_sq"], 1 / entry.k_out**2),
+            (parameter, source, entry.scale.weight),
+            (state["exp_avg"], narrow_opt.state[source]["exp_avg"], entry.scale.gradient),
+            (state["exp_avg_sq"], narrow_opt.state[source]["exp_avg_sq"], entry.scale.gradient**2),
         ):
             assert torch.equal(got.detach(), (duplicate(old.detach().double(), entry.layouts) * scale).to(got.dtype))
     backward(wide, features())
@@ -191,8 +192,8 @@ def test_a_reset_adagrad_begins_with_its_sum_in_the_units_of_the_wide_gradient(e
     torch.manual_seed(0)
     narrow, middle, wide = (mlp(width).double() for width in (4, 8, 24))
     before = adagrad(narrow, eps)
-    between = mupscale.upscale(narrow, middle, before, state="reset").optimizer
-    after = mupscale.upscale(middle, wide, between, state="reset").optimizer
+    between = mupscale.upscale(narrow, middle, before, method=mupscale.methods.Duplication(state="reset")).optimizer
+    after = mupscale.upscale(middle, wide, between, method=mupscale.methods.Duplication(state="reset")).optimizer
     assert after.state[wide.layers[1].weight]["sum"].unique().item() == pytest.approx(0.3 / 36, rel=1e-14)
     assert after.state[wide.readout.weight]["sum"].unique().item() == 0.3
     assert_equal_losses(narrow, before, wide, after)
@@ -203,7 +204,7 @@ def test_a_reset_adagrad_under_muP_on_the_meta_device():
     narrow, wide = mup(mlp, 8).double(), mup(mlp, 24).double().to("meta")
     before, given = (mupscale.apply_mup(adagrad(model), model) for model in (narrow, wide))
     assert before.state[narrow.layers[1].weight]["sum"].unique().item() == pytest.approx(0.3 / 4, rel=1e-14)
-    after = mupscale.upscale(narrow, wide, before, given, state="reset").optimizer
+    after = mupscale.upscale(narrow, wide, before, given, method=mupscale.methods.Duplication(state="reset")).optimizer
     assert after is given
     assert after.state[wide.layers[1].weight]["sum"].unique().item() == pytest.approx(0.3 / 36, rel=1e-14)
     assert_equal_losses(narrow, before, wide, after)
@@ -214,7 +215,9 @@ def test_new_copies_in_adagrad_begin_with_its_sum_in_the_units_of_the_wide_gradi
     narrow, wide = mlp(4).double(), mlp(12).double()
     optimizer = adagrad(narrow)
     train(narrow, optimizer, features)
-    after = mupscale.upscale(narrow, wide, optimizer, state="reset_new_copies").optimizer
+    after = mupscale.upscale(
+        narrow, wide, optimizer, method=mupscale.methods.Duplication(state="reset_new_copies")
+    ).optimizer
     sums = after.state[wide.layers[1].weight]["sum"]
     torch.testing.assert_close(sums[1::3], torch.full((4, 12), 0.3 / 9).double())
     torch.testing.assert_close(sums[::3, ::3], optimizer.state[narrow.layers[1].weight]["sum"] / 9)

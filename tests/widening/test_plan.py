@@ -52,14 +52,14 @@ def test_layers_that_grow_alike_share_a_row_on_a_terminal():
 
 def test_blocks_are_explained():
     narrow, wide = (nn.Sequential(nn.Linear(3, width)) for width in (4, 8))
-    text = str(mupscale.plan(narrow, wide, blocks={"0.*": {0: 2}}))
+    text = str(mupscale.plan(narrow, wide, hints=mupscale.Hints(blocks={"0.*": {0: 2}})))
     assert "axis 0 ×2 by 2" in text
     assert text.endswith("by N: blocks of N entries are repeated as wholes")
 
 
 def test_pieces_of_an_axis_in_words():
     narrow, wide = (nn.Sequential(nn.Linear(width + 3, 2)) for width in (4, 8))
-    plan = mupscale.plan(narrow, wide, blocks={"0.weight": {1: [(4, 1, 2), (3, 1, 1)]}})
+    plan = mupscale.plan(narrow, wide, hints=mupscale.Hints(blocks={"0.weight": {1: [(4, 1, 2), (3, 1, 1)]}}))
     assert "axis 1: 4·2 by 1 + 3·1 by 1" in str(plan)
 
 
@@ -72,23 +72,25 @@ def test_a_bias_follows_the_blocks_of_its_norm_in_any_role():
     narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.LayerNorm(n), nn.Linear(n, 2)) for n in (4, 8))
     blocks = {"*.weight": {0: 2}, "2.weight": {0: 1, 1: 2}}
     for role in ("vector", "readout"):
-        plan = mupscale.plan(narrow, wide, blocks=blocks, roles={"1.*": role})
+        plan = mupscale.plan(narrow, wide, hints=mupscale.Hints(blocks=blocks, roles={"1.*": role}))
         assert duplicated(plan, "1.bias") == duplicated(plan, "1.weight") == [(4, 2, 2)]
     # the bias of a square readout is no copy of what it sums over
     square = [nn.Sequential(nn.Linear(3, n), nn.Linear(n, 4)) for n in (4, 8)]
-    assert duplicated(mupscale.plan(*square, blocks={"0.weight": {0: 2}, "1.weight": {1: 2}}), "1.bias") == [(4, 4, 1)]
+    assert duplicated(
+        mupscale.plan(*square, hints=mupscale.Hints(blocks={"0.weight": {0: 2}, "1.weight": {1: 2}})), "1.bias"
+    ) == [(4, 4, 1)]
 
 
 def test_a_bias_and_statistics_follow_the_blocks_of_a_depthwise_convolution():
     def build(n: int) -> nn.Module:
         return nn.Sequential(nn.Conv1d(3, n, 1), nn.Conv1d(n, n, 3, groups=n), nn.BatchNorm1d(n))
 
-    plan = mupscale.plan(build(4), build(8), blocks={"*.weight": {0: 2}})
+    plan = mupscale.plan(build(4), build(8), hints=mupscale.Hints(blocks={"*.weight": {0: 2}}))
     assert duplicated(plan, "1.bias") == duplicated(plan, "1.weight") == [(4, 2, 2)]
     assert tuple(plan.buffers["2.running_mean"].layouts[0][0]) == (4, 2, 2)
     # what the module implies holds where nothing is given, and what is given for the bias itself wins
     assert duplicated(mupscale.plan(build(4), build(8)), "1.bias") == [(4, 1, 2)]
-    plan = mupscale.plan(build(4), build(8), blocks={"*.weight": {0: 2}, "1.bias": {0: 4}})
+    plan = mupscale.plan(build(4), build(8), hints=mupscale.Hints(blocks={"*.weight": {0: 2}, "1.bias": {0: 4}}))
     assert duplicated(plan, "1.bias") == [(4, 4, 2)]
 
 
@@ -113,7 +115,7 @@ def test_a_readout_role_with_two_axes_carries_the_factor_of_a_tied_readout():
     answer = mupscale.verify(
         Projected(4),
         Projected(12),
-        roles={"project.*": "readout"},
+        hints=mupscale.Hints(roles={"project.*": "readout"}),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
         batches=[tokens],
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.roll(1).flatten()),
@@ -125,7 +127,7 @@ def test_a_readout_role_with_two_axes_carries_the_factor_of_a_tied_readout():
 def test_blocks_that_do_not_fit_have_a_remedy():
     narrow, wide = nn.Sequential(nn.Linear(3, 8)), nn.Sequential(nn.Linear(3, 4))
     with pytest.raises(UserError, match=r"blocks: axis 0 of '0.weight' .* narrower in the wide model \(4 < 8\); swap"):
-        mupscale.plan(narrow, wide, blocks={"0.weight": {0: 2}})
+        mupscale.plan(narrow, wide, hints=mupscale.Hints(blocks={"0.weight": {0: 2}}))
 
 
 def test_a_layout_that_a_module_implies_is_not_blamed_on_blocks(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.spectral import Launches, kernel_matrices, main
-from mupscale.widening.spectral import spectral_norms
+from mupscale.spectral import spectral_norms
 
 
 def orthogonal(n: int, k: int) -> torch.Tensor:

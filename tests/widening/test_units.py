@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.widening.mixed_axes import keep_reference_units
 from mupscale.widening.noise import init_scale
-from mupscale.widening.width_table import merged_table
+from mupscale.widening.stepping import attach, records_of
 
 VOCABULARY = 11
 
@@ -147,10 +146,13 @@ def drift(kind: type, make_optimizer, widths: tuple[int, ...], *, reload: bool =
     for index in range(5):
         step(*runs[0], data[index % 4])
     for before, after in pairwise(widths):
-        given = {"roles": getattr(kind, "roles", None), "units": kind.units(after / before)} | changed
+        given = {"roles": getattr(kind, "roles", None), "rescale": kind.units(after / before)} | changed
+        method = given.pop("method", None)
         model, optimizer = runs[-1]
         wide = kind(after).double()
-        runs.append((wide, mupscale.upscale(model, wide, optimizer, **given).optimizer))
+        runs.append(
+            (wide, mupscale.upscale(model, wide, optimizer, hints=mupscale.Hints(**given), method=method).optimizer)
+        )
         for index in range(2):
             for run in runs:
                 step(*run, data[index])
@@ -170,7 +172,7 @@ def reloaded(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimiz
     groups = [{**group, "params": [named[p] for p in group["params"]]} for group in optimizer.param_groups]
     again = type(optimizer)(groups, lr=1.0)
     again.load_state_dict(optimizer.state_dict())
-    keep_reference_units(twin, again)
+    attach(twin, again)
     return twin, again
 
 
@@ -191,11 +193,11 @@ def test_units_compose_over_two_upscales_and_a_resume(kind: type):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_their_units_the_models_drift(kind: type):
-    assert drift(kind, OPTIMIZERS["adamw"], (8, 16), units=None) > 1e-5
+    assert drift(kind, OPTIMIZERS["adamw"], (8, 16), rescale=None) > 1e-5
 
 
 def test_an_affine_unit_under_decay_needs_its_hooks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mupscale.widening.grow.keep_reference_units", lambda *_: None)
+    monkeypatch.setattr("mupscale.widening.stepping._work_of", lambda _: [])
     for make_optimizer in OPTIMIZERS.values():
         assert drift(Gemma, make_optimizer, (8, 16)) > 1e-6
 
@@ -213,7 +215,7 @@ def test_rates_of_a_unit_of_one_half(optimizer: str, lr: float, eps: float | Non
         made = OPTIMIZERS[optimizer](narrow.parameters())
         loss_of(narrow, batches(1)[0]).backward()
         made.step()
-        continued = mupscale.upscale(narrow, wide, made, units=units).optimizer
+        continued = mupscale.upscale(narrow, wide, made, hints=mupscale.Hints(rescale=units)).optimizer
         group = next(g for g in continued.param_groups if any(p is wide.embed.weight for p in g["params"]))
         groups.append((group, continued.state[wide.embed.weight]))
     (plain, plain_state), (group, state) = groups
@@ -241,8 +243,8 @@ def test_noise_is_added_in_the_unit_and_recorded_without_it(noise):
     results = []
     for units in ({}, {"hidden.weight": 0.25, "last.weight": (0.5, 1.0), "embed.weight": 0.5}):
         quiet, loud = Gemma(8).double(), Gemma(8).double()
-        mupscale.upscale(narrow, quiet, roles=Gemma.roles, units=units)
-        report = mupscale.upscale(narrow, loud, roles=Gemma.roles, units=units, noise=noise)
+        mupscale.upscale(narrow, quiet, hints=mupscale.Hints(roles=Gemma.roles, rescale=units))
+        report = mupscale.upscale(narrow, loud, hints=mupscale.Hints(roles=Gemma.roles, rescale=units), noise=noise)
         added = {name: p - dict(quiet.named_parameters())[name] for name, p in loud.named_parameters()}
         results.append((report.noise, added))
     (constants, base), (again, scaled) = results
@@ -262,14 +264,18 @@ def test_noise_of_unlike_pieces_is_measured_without_the_unit():
     constants = []
     for units in ({}, {"1.weight": 0.25}):
         wide = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2))
-        constants.append(mupscale.upscale(narrow, wide, noise=noise, blocks=blocks, units=units).noise["1.weight"])
+        constants.append(
+            mupscale.upscale(narrow, wide, noise=noise, hints=mupscale.Hints(blocks=blocks, rescale=units)).noise[
+                "1.weight"
+            ]
+        )
     assert constants[1] == pytest.approx(constants[0])
 
 
 def test_the_clip_is_the_same_in_any_unit():
     torch.manual_seed(0)
     narrow, wide = Gemma(4).double(), Gemma(12).double()
-    mupscale.upscale(narrow, wide, roles=Gemma.roles, units=Gemma.units(3))
+    mupscale.upscale(narrow, wide, hints=mupscale.Hints(roles=Gemma.roles, rescale=Gemma.units(3)))
     norms = []
     for model in (narrow, wide):
         loss_of(model, batches(1)[0]).backward()
@@ -281,10 +287,10 @@ def test_the_weights_of_an_affine_unit():
     """1 + w' = (s / k) (1 + w) in role readout, s (1 + w) in role vector."""
     narrow, wide = Gemma(4), Gemma(8)
     units = {"last.weight": (3.0, 1.0), "before.weight": (0.5, 2.0)}
-    mupscale.upscale(narrow, wide, roles=Gemma.roles, units=units)
+    mupscale.upscale(narrow, wide, hints=mupscale.Hints(roles=Gemma.roles, rescale=units))
     torch.testing.assert_close(1 + wide.last.weight, 1.5 * (1 + narrow.last.weight).repeat_interleave(2))
     torch.testing.assert_close(2 + wide.before.weight, 0.5 * (2 + narrow.before.weight).repeat_interleave(2))
-    widths = merged_table(wide)
+    widths = records_of(wide)
     assert widths["last.weight"].shift == pytest.approx(0.5)
     assert widths["before.weight"].shift == pytest.approx(-1.0)
 
@@ -296,13 +302,13 @@ def test_a_parameter_without_axes_may_have_a_unit():
             self.temperature = nn.Parameter(torch.tensor(2.0))
 
     narrow, wide = Temperature(4), Temperature(8)
-    mupscale.upscale(narrow, wide, units={"temperature": 0.5})
+    mupscale.upscale(narrow, wide, hints=mupscale.Hints(rescale={"temperature": 0.5}))
     assert wide.temperature.item() == 1.0
 
 
 def test_a_model_class_may_declare_units_roles_and_blocks_as_methods_of_the_wide_twin():
     class Declared(Gemma):
-        def width_units(self, wide: Gemma) -> dict:
+        def width_rescale(self, wide: Gemma) -> dict:
             return self.units((wide.scale / self.scale) ** 2)
 
         def width_roles(self, wide: Gemma) -> dict:
@@ -313,16 +319,26 @@ def test_a_model_class_may_declare_units_roles_and_blocks_as_methods_of_the_wide
             return {"hidden.weight": {0: 2, 1: 2}, "*.weight": {-1: 2}, "hidden.bias": {0: 2}}
 
     plan = mupscale.plan(Declared(4), Declared(12))
-    assert plan.parameters["last.weight"].unit == pytest.approx((3**0.5, 1.0))
+    last = plan.parameters["last.weight"]
+    assert (last.rescale, last.offset) == pytest.approx((3**0.5, 1.0))
     assert plan.parameters["last.weight"].role == "readout"
     assert plan.parameters["hidden.weight"].in_blocks
-    assert drift(Declared, OPTIMIZERS["adamw"], (8, 16), units=None, roles=None) <= 1e-12
+    assert drift(Declared, OPTIMIZERS["adamw"], (8, 16), rescale=None, roles=None) <= 1e-12
     # what is given comes last
-    assert mupscale.plan(Declared(4), Declared(12), units={"*": 1.0}).parameters["last.weight"].unit == (1.0, 0.0)
+    assert (
+        mupscale.plan(Declared(4), Declared(12), hints=mupscale.Hints(rescale={"*": 1.0}))
+        .parameters["last.weight"]
+        .rescale
+        == 1.0
+    )
 
 
 def test_a_printed_plan_has_units():
-    text = str(mupscale.plan(Gemma(4), Gemma(8), roles=Gemma.roles, units={"hidden.*": 0.5} | Gemma.units(2)))
+    text = str(
+        mupscale.plan(
+            Gemma(4), Gemma(8), hints=mupscale.Hints(roles=Gemma.roles, rescale={"hidden.*": 0.5} | Gemma.units(2))
+        )
+    )
     rows = {line.split("  ")[0]: line for line in text.splitlines()}
     assert "dup / 2 · 0.5" in rows["hidden.weight"]
     assert "dup · 0.707" in rows["embed.weight = head.weight"]
@@ -338,15 +354,18 @@ def test_verify_knows_units(kind: type):
         "loss": loss_of,
         "steps": 4,
         "clip": 0.1,
-        "roles": getattr(kind, "roles", None),
     }
-    verdict = mupscale.verify(kind(8), kind(16), units=kind.units(2), **arguments)
+    roles = getattr(kind, "roles", None)
+    hints = mupscale.Hints(roles=roles, rescale=kind.units(2))
+    verdict = mupscale.verify(kind(8), kind(16), hints=hints, **arguments)
     assert verdict.passed, verdict
-    assert not mupscale.verify(kind(8), kind(16), **arguments).passed
+    assert not mupscale.verify(kind(8), kind(16), hints=mupscale.Hints(roles=roles), **arguments).passed
 
 
 def mup_model(width: int, **given) -> nn.Module:
-    model = mupscale.set_base_shapes(Gemma(width), Gemma(4), Gemma(8), init="constant", roles=Gemma.roles, **given)
+    model = mupscale.set_base_shapes(
+        Gemma(width), Gemma(4), Gemma(8), init="constant", hints=mupscale.Hints(roles=Gemma.roles, **given)
+    )
     return model.double()
 
 
@@ -354,15 +373,17 @@ def mup_model(width: int, **given) -> nn.Module:
 def test_units_of_base_shapes_are_exact_under_mup(optimizer_name: str):
     """Both models take their rates from the base width, in units from there."""
     torch.manual_seed(0)
-    narrow, wide = (mup_model(width, units=Gemma.units(width / 4)) for width in (8, 16))
+    narrow, wide = (mup_model(width, rescale=Gemma.units(width / 4)) for width in (8, 16))
     optimizers = []
     for model in (narrow, wide):
         optimizers.append(mupscale.apply_mup(OPTIMIZERS[optimizer_name](model.parameters()), model))
-        keep_reference_units(model, optimizers[-1])
+        attach(model, optimizers[-1])
     data = batches()
     for index in range(5):
         step(narrow, optimizers[0], data[index % 4])
-    report = mupscale.upscale(narrow, wide, *optimizers, roles=Gemma.roles, units=Gemma.units(2))
+    report = mupscale.upscale(
+        narrow, wide, *optimizers, hints=mupscale.Hints(roles=Gemma.roles, rescale=Gemma.units(2))
+    )
     assert not any("wide_opt" in note for note in report.notes)
     for index in range(20):
         losses = [
@@ -372,8 +393,8 @@ def test_units_of_base_shapes_are_exact_under_mup(optimizer_name: str):
 
 
 def test_units_that_base_shapes_do_not_have_are_refused():
-    with pytest.raises(UserError, match=r"units: 'embed.weight' has the unit .* set_base_shapes"):
-        mupscale.upscale(mup_model(8), mup_model(16), roles=Gemma.roles, units=Gemma.units(2))
+    with pytest.raises(UserError, match=r"rescale: 'embed.weight' is rescaled by .* set_base_shapes"):
+        mupscale.upscale(mup_model(8), mup_model(16), hints=mupscale.Hints(roles=Gemma.roles, rescale=Gemma.units(2)))
 
 
 @pytest.mark.parametrize(
@@ -383,8 +404,8 @@ def test_units_that_base_shapes_do_not_have_are_refused():
     + [{"embed.weight": value} for value in ((1.0,), (1.0, math.nan), (1.0, 2.0, 3.0))],
 )
 def test_bad_units_are_refused_in_one_line(units):
-    with pytest.raises(UserError, match="units") as refusal:
-        mupscale.plan(ScaledEmbedding(4), ScaledEmbedding(8), units=units)
+    with pytest.raises(UserError, match="rescale") as refusal:
+        mupscale.plan(ScaledEmbedding(4), ScaledEmbedding(8), hints=mupscale.Hints(rescale=units))
     assert "\n" not in str(refusal.value)
 
 
@@ -392,8 +413,8 @@ def test_an_affine_unit_of_unlike_pieces_is_refused():
     pieces = [(2, 1, 1), (2, 1, 2)]
     blocks = {"0.weight": {0: pieces}, "1.weight": {1: pieces}}
     narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Linear(n, 2)) for n in (4, 6))
-    with pytest.raises(UserError, match=r"units: '1.weight' .* divided by different numbers of copies"):
-        mupscale.plan(narrow, wide, blocks=blocks, units={"1.weight": (2.0, 1.0)})
+    with pytest.raises(UserError, match=r"rescale: '1.weight' .* divided by different numbers of copies"):
+        mupscale.plan(narrow, wide, hints=mupscale.Hints(blocks=blocks, rescale={"1.weight": (2.0, 1.0)}))
 
 
 class Mapped(ScaledEmbedding):
@@ -411,17 +432,17 @@ class Mapped(ScaledEmbedding):
 
 
 METHODS = {
-    "lemon": mupscale.Lemon(),
-    "net2net": mupscale.Net2Net(),
-    "fpi": mupscale.FPI(state="carry", hyperparameters="table"),
-    "diagonal": mupscale.HyperCloning("diagonal", state="carry", hyperparameters="table"),
+    "lemon": mupscale.methods.Lemon(),
+    "net2net": mupscale.methods.Net2Net(),
+    "fpi": mupscale.methods.FPI(state="carry", hyperparameters="table"),
+    "diagonal": mupscale.methods.HyperCloning("diagonal", state="carry", hyperparameters="table"),
 }
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_apply_units(name: str):
     units = ScaledEmbedding.units(2) | {"up.*": 1.0}
-    assert drift(Mapped, OPTIMIZERS["adamw"], (8, 16), method=METHODS[name], units=units) <= 1e-12
+    assert drift(Mapped, OPTIMIZERS["adamw"], (8, 16), method=METHODS[name], rescale=units) <= 1e-12
 
 
 def test_a_diagonal_matrix_has_its_unit():
@@ -431,22 +452,31 @@ def test_a_diagonal_matrix_has_its_unit():
 def test_ligo_starts_from_weights_in_their_units():
     torch.manual_seed(0)
     narrow, wide = Mapped(4).double(), Mapped(8).double()
-    method, affine = mupscale.LiGO(steps=1, lr=1e-30), (0.5, 1.0)
+    method, affine = mupscale.methods.LiGO(steps=1, lr=1e-30), (0.5, 1.0)
     units = Mapped.units(2) | {"up.bias": affine, "readout.bias": affine}
-    method.fit(narrow, wide, batches(1), lambda model, batch: loss_of(model, batch), units=units)
-    mupscale.upscale(narrow, wide, method=method, units=units)
+    method.fit(
+        narrow, wide, batches(1), lambda model, batch: loss_of(model, batch), hints=mupscale.Hints(rescale=units)
+    )
+    mupscale.upscale(narrow, wide, method=method, hints=mupscale.Hints(rescale=units))
     assert method.losses[0] == pytest.approx(loss_of(wide, batches(1)[0]).item(), rel=1e-12)
     torch.testing.assert_close(wide.readout.bias, 0.5 * narrow.readout.bias - 0.5)
     torch.testing.assert_close(wide.up.bias, 0.5 * narrow.up.bias.repeat_interleave(2) - 0.5)
     torch.testing.assert_close(wide.embed.weight, 2**-0.5 * narrow.embed.weight.repeat_interleave(2, 1))
 
 
-@pytest.mark.parametrize("method", [mupscale.ZeroPadding(), mupscale.ShrinkAndPad()])
+@pytest.mark.parametrize("method", [mupscale.methods.ZeroPadding(), mupscale.methods.ShrinkAndPad()])
 def test_padding_refuses_units(method):
     with pytest.raises(UserError, match=f"{type(method).__name__}: parameter 'embed.weight' has a unit"):
-        mupscale.upscale(ScaledEmbedding(4), ScaledEmbedding(8), method=method, units=ScaledEmbedding.units(2))
+        mupscale.upscale(
+            ScaledEmbedding(4),
+            ScaledEmbedding(8),
+            method=method,
+            hints=mupscale.Hints(rescale=ScaledEmbedding.units(2)),
+        )
 
 
 def test_noise_scale_is_that_of_the_role():
-    entry = mupscale.plan(Gemma(4), Gemma(8), roles=Gemma.roles, units={"hidden.weight": 0.1}).parameters
+    entry = mupscale.plan(
+        Gemma(4), Gemma(8), hints=mupscale.Hints(roles=Gemma.roles, rescale={"hidden.weight": 0.1})
+    ).parameters
     assert init_scale(entry["hidden.weight"]) == 8**-0.5

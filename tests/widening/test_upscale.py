@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mup_optimizers import MuAdamW
 from nets import (
     OPTIMIZERS,
     assert_same,
@@ -28,10 +29,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 import mupscale
+from mupscale.methods.grow import grow
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
-from mupscale.widening.grow import grow
 
 
 class Net(nn.Module):
@@ -61,7 +62,7 @@ class Wrap(nn.Module):
 def trained_net(width: int = 8) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     model = mup(lambda w: Net(w), width, "constant")
-    optimizer = mupscale.MuAdamW(model, lr=0.01)
+    optimizer = MuAdamW(model, lr=0.01)
     train(model, optimizer, tokens)
     return model, optimizer
 
@@ -73,10 +74,10 @@ def test_wide_on_the_meta_device():
     narrow, narrow_opt = trained_net()
     narrow.gpt.wpe.weight.requires_grad_(False)
     expected = mup(Net, 24, "constant")
-    expected_opt = mupscale.upscale(narrow, expected, narrow_opt, mupscale.MuAdamW(expected, lr=0.01)).optimizer
+    expected_opt = mupscale.upscale(narrow, expected, narrow_opt, MuAdamW(expected, lr=0.01)).optimizer
     with torch.device("meta"):
         wide = mup(Net, 24, "constant")
-    wide_opt = mupscale.MuAdamW(wide, lr=0.01)
+    wide_opt = MuAdamW(wide, lr=0.01)
     held = {id(p) for group in wide_opt.param_groups for p in group["params"]}
     report = mupscale.upscale(narrow, wide, narrow_opt, wide_opt)
     assert report.optimizer is wide_opt
@@ -170,7 +171,7 @@ def test_peak_memory(consume: bool, noise):
     narrow, narrow_opt = trained_net(32)
     with torch.device("meta"):
         wide = mup(Net, 64, "constant")
-    wide_opt = mupscale.MuAdamW(wide, lr=0.01)
+    wide_opt = MuAdamW(wide, lr=0.01)
 
     def tensors(optimizer: Optimizer) -> list[Tensor]:
         return [tensor for state in optimizer.state.values() for tensor in state.values()]
@@ -260,7 +261,7 @@ def test_at_equal_widths_it_is_a_copy(build):
     assert_same(named_state(wide, report.optimizer), named_state(narrow, narrow_opt))
     assert len(report.optimizer.param_groups) == 1
     assert [report.optimizer.param_groups[0][key] for key in ("lr", "eps", "weight_decay")] == [0.01, 1e-8, 0.3]
-    assert {entry.k_out * entry.k_in for entry in report.plan.parameters.values()} == {1}
+    assert {entry.scale for entry in report.plan.parameters.values()} == {(1, 1, 1)}
 
 
 def test_the_seed_decides_the_noise_and_the_global_generator_does_not():

@@ -113,20 +113,20 @@ def test_discover_finds_blocks_and_leaves_the_models_alone(api):
     assert found.blocks["3.weight"] in ({1: 6}, {1: 24})
     assert [*dict(narrow.named_parameters())] == names
     assert [type(module) for module in narrow.modules()] == types
-    mupscale.upscale(narrow, wide, **found.hints)
+    mupscale.upscale(narrow, wide, hints=found)
     torch.testing.assert_close(wide(x), narrow(x))
     larger, largest = (
         nn.Sequential(norm(nn.Conv1d(3, width, 3)), nn.Flatten(), nn.Tanh(), norm(nn.Linear(6 * width, 2)))
         for width in (10, 30)
     )
-    mupscale.upscale(larger, largest, **found.resolved(larger, largest).hints)
+    mupscale.upscale(larger, largest, hints=found.resolved(larger, largest))
     torch.testing.assert_close(largest(x), larger(x))
 
 
 def test_a_unit_of_the_weight_scales_its_gain():
     torch.manual_seed(0)
     narrow, wide = (nn.Sequential(parametrizations.weight_norm(nn.Linear(3, width))) for width in (4, 8))
-    mupscale.upscale(narrow, wide, units={"0.weight": 0.5})
+    mupscale.upscale(narrow, wide, hints=mupscale.Hints(rescale={"0.weight": 0.5}))
     torch.testing.assert_close(wide[0].weight, 0.5 * narrow[0].weight.repeat_interleave(2, 0))
 
 
@@ -147,7 +147,9 @@ def test_noise():
         assert torch.allclose(wide(x), narrow(x), atol=1e-5) == centred
 
 
-@pytest.mark.parametrize("method", [mupscale.ZeroPadding(), mupscale.HyperCloning("diagonal"), mupscale.Lemon])
+@pytest.mark.parametrize(
+    "method", [mupscale.methods.ZeroPadding(), mupscale.methods.HyperCloning("diagonal"), mupscale.methods.Lemon]
+)
 def test_methods_whose_copies_differ_are_refused(method):
     narrow, wide = (
         nn.Sequential(nn.Linear(3, width), parametrizations.weight_norm(nn.Linear(width, 2))) for width in (4, 8)
@@ -175,5 +177,5 @@ def test_a_weight_that_is_only_named_like_a_gain_gets_noise():
             super().__init__()
             self.w_g = nn.Parameter(torch.randn(width, width))
 
-    entry = mupscale.plan(Gated(4), Gated(8), roles={"w_g": "matrix"}).parameters["w_g"]
+    entry = mupscale.plan(Gated(4), Gated(8), hints=mupscale.Hints(roles={"w_g": "matrix"})).parameters["w_g"]
     assert entry.kind == "weight"

@@ -238,7 +238,7 @@ def listed_axis(where: str, key: Any, values: Any) -> Axis:
 
 def methods_of(content: dict[str, Any]) -> dict[str, Config]:
     """The growth methods that an experiment compares, by name. UserError if two are one and the same."""
-    methods = named("methods", content["methods"], "{net2net: {class_path: mupscale.Net2Net}}")
+    methods = named("methods", content["methods"], "{net2net: {class_path: mupscale.methods.Net2Net}}")
     for key in content["sweep_2"]:
         if key == METHOD or str(key).startswith(f"{METHOD}."):
             raise UserError(
@@ -363,7 +363,7 @@ def refuse_growth(growth: Growth, cli: CLI) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             narrow, wide = (cli.model.network(width, meta=True) for width in (growth.before, growth.after))
-            planned = swap.method.plan(narrow, wide, None, None)
+            planned = swap.method.plan(narrow, wide)
         swap.method.choose_noise(swap.noise, planned)
     except ValueError as error:
         raise UserError(f"widths {growth}: {error}") from error

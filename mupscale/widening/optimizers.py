@@ -1,10 +1,4 @@
-"""Table 1 of the paper as pure functions, and the registry of optimizers they hold for.
-
-`k_out` and `k_in` are the factors of the axes that a parameter produces and sums over: from narrow to wide in an
-upscale, from the base width in muP. m is the optimizer's degree of homogeneity: its update is proportional to the m-th
-power of the gradient. A `vector` has k_in = 1, a `readout` k_out = 1, a `mu_readout` behaves as a vector, a `scalar`
-has both 1.
-"""
+"""The registry of optimizers that Table 1 holds for: the degree m of each, and what its state holds."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,33 +9,18 @@ import torch
 from torch import Tensor
 
 from mupscale.errors import UserError
+from mupscale.widening import table
+from mupscale.widening.table import Scale
 
 Group = dict[str, Any]
 
 
-class Factors(NamedTuple):
-    """Of one parameter: the two width factors, and its shapes before and after growing by them."""
+class Sized(NamedTuple):
+    """The scale of one parameter, and its shapes before and after, which Muon's rate depends on."""
 
-    k_out: float
-    k_in: float
+    scale: Scale
     before: tuple[int, ...]
     after: tuple[int, ...]
-
-
-def lr_factor(f: Factors, m: int) -> float:
-    return f.k_out**m / f.k_in
-
-
-def eps_factor(f: Factors) -> float:
-    return 1 / f.k_out
-
-
-def coupled_weight_decay_factor(f: Factors) -> float:
-    return f.k_in / f.k_out
-
-
-def decoupled_weight_decay_factor(f: Factors, m: int) -> float:
-    return f.k_in * f.k_out**-m
 
 
 class Scaling(NamedTuple):
@@ -59,11 +38,10 @@ class OptimizerRule:
     degree: int
     """m: 1 for SGD, 0 for the Adam family."""
     state: Mapping[str, int] = field(default_factory=dict)
-    """For each state tensor of the parameter's shape, the power p of the gradient it holds: it moves as dup / k_out^p.
-    """
+    """For each state tensor of the parameter's shape, the power of the gradient it holds."""
     decoupled_weight_decay: bool | None = None
     """None means: as `decoupled_weight_decay` in each parameter group says, and False if it is not there."""
-    scaling: Callable[["OptimizerRule", Group, Factors], Scaling] | None = None
+    scaling: Callable[[Group, Sized], Scaling] | None = None
     """Computes the scaling of an optimizer that is not entrywise, in place of Table 1."""
     ready: Callable[[Group, Mapping[str, Any]], str | None] | None = None
     """Why this parameter's state cannot be moved yet, or None."""
@@ -80,21 +58,21 @@ class OptimizerRule:
             return bool(group.get("decoupled_weight_decay", False))
         return self.decoupled_weight_decay
 
-    def scale(self, group: Group, f: Factors) -> Scaling:
-        return self.scaling(self, group, f) if self.scaling else table_scaling(self, group, f)
+    def scale(self, group: Group, sized: Sized) -> Scaling:
+        """What the hyperparameters of a parameter of this group are multiplied by."""
+        if self.scaling:
+            return self.scaling(group, sized)
+        scale, decay = sized.scale, table.coupled_weight_decay(sized.scale)
+        if self.decouples_decay(group):
+            decay = table.decoupled_weight_decay(scale, self.degree)
+        return Scaling(table.lr(scale, self.degree), table.eps(scale), decay)
 
 
-def table_scaling(rule: OptimizerRule, group: Group, f: Factors) -> Scaling:
-    decay = coupled_weight_decay_factor(f)
-    if rule.decouples_decay(group):
-        decay = decoupled_weight_decay_factor(f, rule.degree)
-    return Scaling(lr_factor(f, rule.degree), eps_factor(f), decay)
-
-
-def muon_scaling(rule: OptimizerRule, group: Group, f: Factors) -> Scaling:
-    """Newton–Schulz commutes with duplication, up to 1/sqrt(k_out · k_in); torch then adjusts the rate by the shape."""
-    lr = math.sqrt(f.k_out / f.k_in) * _muon_adjustment(group, f.before) / _muon_adjustment(group, f.after)
-    return Scaling(lr, math.sqrt(f.k_in / f.k_out), 1 / lr)
+def muon_scaling(group: Group, sized: Sized) -> Scaling:
+    """Muon's update has the size of the matrix, and torch adjusts the rate by the shape."""
+    lr, eps = table.muon(sized.scale)
+    lr *= _muon_adjustment(group, sized.before) / _muon_adjustment(group, sized.after)
+    return Scaling(lr, eps, 1 / lr)
 
 
 def _muon_adjustment(group: Group, shape: tuple[int, ...]) -> float:

@@ -1,19 +1,19 @@
 """Two models of one architecture walked side by side: their modules, parameters and buffers in pairs, by name."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
-from mupscale._torch import non_persistent_buffers
-from mupscale.arguments import shown
+from mupscale._torch import forward_pre_hooks, non_persistent_buffers
+from mupscale.arguments import refuse_unless_model
 from mupscale.errors import UserError
 from mupscale.widening import modules
-from mupscale.widening.constants import buffer_caveats, constant_caveats
+from mupscale.widening.stepping import records_of
 from mupscale.widening.weight_norm import WeightNorm, weight_norms, why_reparametrised
-from mupscale.widening.width_table import merged_table
 
 
 class Use(NamedTuple):
@@ -42,7 +42,7 @@ class Use(NamedTuple):
         return tuple(i for i, (n, w) in enumerate(zip(self.narrow_shape, self.wide_shape, strict=True)) if n != w)
 
 
-class Survey:
+class Pairing:
     """The two models walked side by side, refused where they are not two widths of one architecture.
 
     `width_axes` names axes that are width although their size is the same in both models (from the muP table).
@@ -54,7 +54,7 @@ class Survey:
         refuse_unless_model("narrow", narrow)
         refuse_unless_model("wide", wide)
         self.modules = _pair_modules(narrow, wide)
-        self.weight_norms = weight_norms({name: module for name, module, _ in self.modules})
+        self.weight_norms = weight_norms(found) if (found := self._reparametrised()) else []
         self.uses = _pair_parameters(self.modules, self.weight_norms, narrow, wide)
         self._first_names = {alias: use.name for use in self.uses for alias in use.names}
         self.buffers = _pair_buffers(narrow, wide)
@@ -77,9 +77,14 @@ class Survey:
         known = self.width_axes.get(use.name) or (False,) * use.narrow.ndim
         return [axis for axis in range(use.narrow.ndim) if axis in use.growing or known[axis]]
 
+    def _reparametrised(self) -> dict[str, nn.Module]:
+        """The modules whose weights may be made of other parameters, by name."""
+        pairs = ((name, module) for name, module, _ in self.modules)
+        return {name: module for name, module in pairs if is_parametrized(module) or forward_pre_hooks(module)}
+
     def refuse_reparametrised(self, *, weight_norm: bool) -> None:
         """Raises a UserError where parameters are not the weights, other than by an allowed `weight_norm`."""
-        for name, module, _ in self.modules:
+        for name, module in self._reparametrised().items():
             reason = why_reparametrised(name or "(the model)", module, weight_norm=weight_norm)
             if reason:
                 raise UserError(reason)
@@ -103,35 +108,6 @@ class Survey:
             reason = reason or modules.why_not_exact(name or "(the model)", before, after)
             if reason:
                 raise UserError(reason)
-
-    def caveats(self, in_blocks: Sequence[str], in_units: Sequence[str]) -> Iterator[str]:
-        """What a reader of the plan should know.
-
-        `in_blocks` are the parameters that are duplicated in blocks, `in_units` those that have a unit.
-        """
-        growing = [name for use in self.uses if use.growing for name in use.names]
-        for name, before, after in self.modules:
-            inside = f"{name}." if name else ""
-            # a configuration is handed to every module, and only some of them have heads
-            of_configuration = not name or modules.is_attention(before)
-            heads = modules.growing_heads(before, after, of_configuration=of_configuration)
-            has_projections = any(parameter.startswith(inside) for parameter in growing)
-            if heads and has_projections and not any(parameter.startswith(inside) for parameter in in_blocks):
-                yield f"{name or '(the model)'}: {heads}; its projections need blocks of whole heads"
-            text = modules.caveat(before, after)
-            if text:
-                yield f"{name or '(the model)'}: {text}"
-            if not any(parameter.startswith(inside) for parameter in in_units):
-                for constant in constant_caveats(before, after):
-                    yield f"{name or '(the model)'}: {constant}"
-            for attribute, note in buffer_caveats(before, after):
-                yield f"{inside}{attribute}: {note}"
-
-
-def refuse_unless_model(name: str, model: object) -> None:
-    """Raises a UserError if something is not a model but, for example, a class, a state_dict or None."""
-    if not isinstance(model, nn.Module):
-        raise UserError(f"{name} must be a torch.nn.Module, got {shown(model)}. Pass the network itself")
 
 
 def refuse_lazy(*models: nn.Module) -> None:
@@ -259,7 +235,5 @@ def _same_names(what: str, narrow: Mapping[str, object], wide: Mapping[str, obje
 
 def _known_width_axes(model: nn.Module) -> dict[str, tuple[bool, ...]]:
     return {
-        name: tuple(size is not None for size in width.base)
-        for name, width in merged_table(model).items()
-        if width.base
+        name: tuple(size is not None for size in width.base) for name, width in records_of(model).items() if width.base
     }

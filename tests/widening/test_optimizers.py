@@ -6,11 +6,14 @@ import pytest
 import torch
 
 import mupscale
-from mupscale.widening import rules
-from mupscale.widening.rules import Factors, rule_of
+from mupscale.widening import optimizers as rules
+from mupscale.widening.optimizers import Sized, rule_of
+from mupscale.widening.table import Scale
 
 SHAPES = ((6, 4), (18, 8))
-MATRIX, VECTOR, READOUT, SCALAR = (Factors(k_out, k_in, *SHAPES) for k_out, k_in in ((3, 2), (3, 1), (1, 2), (1, 1)))
+MATRIX, VECTOR, READOUT, SCALAR = (
+    Sized(Scale(1 / k_in, 1 / k_out, k_out * k_in), *SHAPES) for k_out, k_in in ((3, 2), (3, 1), (1, 2), (1, 1))
+)
 
 # (lr, eps, weight decay) multipliers
 EXPECTED = {

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.widening.layout import copy_index, duplicate_
-from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
-from mupscale.widening.modules import Side
-from mupscale.widening.new_copies import StateRule
+from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.widening.axes import copy_index, duplicate_
+from mupscale.widening.groups import is_nonzero
+from mupscale.widening.growth import Growth
 from mupscale.widening.noise import Noise, init_scale, is_noisy, refuse_inert
-from mupscale.widening.parameter_groups import is_nonzero, names_by_id
-from mupscale.widening.plan import Plan, TensorPlan
-from mupscale.widening.rules import rule_of
-from mupscale.widening.weights import widen_
+from mupscale.widening.optimizers import rule_of
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.stepping import StateRule, names_by_id
+from mupscale.widening.table import Side
+from mupscale.widening.write import widen_
 
 
 class Duplication(GrowthMethod):
@@ -28,7 +29,7 @@ class Duplication(GrowthMethod):
         >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.Duplication())  # the default
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.Duplication())  # the default
         >>> x = torch.randn(5, 3)
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
@@ -58,7 +59,7 @@ class HyperCloning(GrowthMethod):
         >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.HyperCloning("diagonal"))
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.HyperCloning("diagonal"))
         >>> x = torch.randn(5, 3)
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
@@ -70,6 +71,7 @@ class HyperCloning(GrowthMethod):
         decibels: float = 10.0,
         state: StateRule = "reset",
         hyperparameters: Hyperparameters = "same",
+        rewarm_steps: int = 0,
     ) -> None:
         """
         Args:
@@ -77,19 +79,20 @@ class HyperCloning(GrowthMethod):
             decibels: For `noisy`: the ratio of the mean squares of weights and noise.
             state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
         """
-        super().__init__(state, hyperparameters)
+        super().__init__(state, hyperparameters, rewarm_steps)
         if variant not in get_args(Variant):
             raise UserError(f"HyperCloning: variant must be one of {', '.join(get_args(Variant))}; got {variant!r}")
         self.variant = variant
         self.grows_weight_norms = variant != "diagonal"
         self.noise = _BelowTheWeights(decibels) if variant == "noisy" else None
 
-    def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+    def widen_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
         if not self._is_diagonal(entry):
             widen_(target, source, entry)
             return
-        duplicate_(target, source, entry.layouts, scale=entry.unit.scale)
+        duplicate_(target, source, entry.layouts, scale=entry.rescale)
         row = _growing(entry, "out")[0]
         for column in _growing(entry, "in"):
             shares = _diagonal_shares(entry.layouts[row][0].factor, entry.layouts[column][0].factor)
@@ -103,10 +106,10 @@ class HyperCloning(GrowthMethod):
             return Claim(True, False)
         return Claim(True, not any(self._is_diagonal(plan.parameters[name]) for name in _decayed(narrow, optimizers)))
 
-    def _is_diagonal(self, entry: TensorPlan) -> bool:
+    def _is_diagonal(self, entry: Growth) -> bool:
         """Whether copies of a weight differ."""
         both = bool(_growing(entry, "out")) and bool(_growing(entry, "in"))
-        return self.variant == "diagonal" and both and not entry.mixed and not entry.unit.offset
+        return self.variant == "diagonal" and both and not entry.mixed and not entry.offset
 
 
 def _decayed(narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
@@ -140,15 +143,15 @@ class _BelowTheWeights(Noise):
         self.check_level()
         refuse_inert(self, plan)
 
-    def applies(self, entry: TensorPlan) -> bool:
+    def applies(self, entry: Growth) -> bool:
         return is_noisy(entry, centred=True)
 
-    def constant(self, entry: TensorPlan, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
+    def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
         size = float(widened.abs().double().square().mean().sqrt())
         return size * 10 ** (-self.decibels / 20) / init_scale(entry)
 
 
-def _growing(entry: TensorPlan, side: Side) -> list[int]:
+def _growing(entry: Growth, side: Side) -> list[int]:
     """The axes of a side that grow."""
     axes = zip(entry.layouts, entry.sides, strict=True)
     return [i for i, (layout, own) in enumerate(axes) if own == side and any(piece.factor > 1 for piece in layout)]

@@ -6,11 +6,11 @@ from typing import NamedTuple
 from torch import nn
 
 from mupscale.errors import UserError
-from mupscale.widening.layout import Layout, is_unit_by_unit, narrow_length, whole_factor
+from mupscale.widening.axes import Layout, is_unit_by_unit, narrow_length, whole_factor
+from mupscale.widening.hints import matches
 from mupscale.widening.modules import normalises_width
-from mupscale.widening.plan import Plan
-from mupscale.widening.roles import matches
-from mupscale.widening.survey import some_names
+from mupscale.widening.pairing import some_names
+from mupscale.widening.plan_text import Plan
 
 AxisGroups = Mapping[str, Mapping[str, int]]
 """For each group of units, the axis of every parameter (by name pattern) that produces or reads them."""
@@ -61,7 +61,7 @@ def unit_groups(
     answer, averaged = [], []
     for name, axes in groups.items():
         members = _members(method, plan, name, axes)
-        is_averaged = any(plan.parameters[member].role == "mu_readout" for member in members)
+        is_averaged = any("mean" in plan.parameters[member].sides for member in members)
         if is_averaged and not with_mup_readouts:
             averaged.append(name)
             continue

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 
-from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
-from mupscale.widening.methods.duplication import Duplication, HyperCloning, Variant
-from mupscale.widening.methods.groups import AxisGroups
-from mupscale.widening.methods.lemon import Lemon
-from mupscale.widening.methods.ligo import LiGO
-from mupscale.widening.methods.net2net import AKI, FPI, Net2Net
-from mupscale.widening.methods.padding import ShrinkAndPad, ZeroPadding
+from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.methods.duplication import Duplication, HyperCloning, Variant
+from mupscale.methods.groups import AxisGroups
+from mupscale.methods.lemon import Lemon
+from mupscale.methods.ligo import LiGO
+from mupscale.methods.net2net import AKI, FPI, Net2Net
+from mupscale.methods.padding import ShrinkAndPad, ZeroPadding
 
 __all__ = [
     "AKI",

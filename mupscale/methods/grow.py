@@ -1,6 +1,5 @@
 """The paper's meta-algorithm over (model, optimizer): `grow` writes what a plan says."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,15 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.arguments import refuse_unless_whole, shown
+from mupscale.arguments import refuse_unless_model, refuse_unless_whole, shown
 from mupscale.errors import UserError
-from mupscale.widening.buffers import Rebuild, copied_for_want_of_own, refuse_unknown_buffers, widen_buffers_
-from mupscale.widening.finite import refuse_non_finite_model
-from mupscale.widening.frozen import carry_frozen_, carry_modes_
-from mupscale.widening.layers import notes_by_layer
-from mupscale.widening.methods import Duplication, GrowthMethod
-from mupscale.widening.mixed_axes import keep_reference_units
-from mupscale.widening.new_copies import StateRule, check_state_rule
+from mupscale.layer_names import notes_by_layer
+from mupscale.methods import Duplication, GrowthMethod
+from mupscale.widening.groups import continued_optimizer, off_the_rule
+from mupscale.widening.growth import Growth
+from mupscale.widening.hints import Hints
 from mupscale.widening.noise import (
     Constants,
     Noise,
@@ -30,21 +27,24 @@ from mupscale.widening.noise import (
     noise_constant,
     save_constants,
 )
-from mupscale.widening.optimizer_state import check_transfer, continued_optimizer, off_the_rule, transfer_state
-from mupscale.widening.plan import Blocks, Plan
-from mupscale.widening.roles import Roles
+from mupscale.widening.plan_text import Plan
 from mupscale.widening.sharding import gathered, own_part, whole
-from mupscale.widening.survey import refuse_unless_model
-from mupscale.widening.tensor_plan import TensorPlan
-from mupscale.widening.units import Units
-from mupscale.widening.weights import (
+from mupscale.widening.state import check_transfer, transfer_state
+from mupscale.widening.write import (
+    Rebuild,
+    carry_frozen_,
+    carry_modes_,
+    copied_for_want_of_own,
     materialise_,
     materialise_recurrent_,
     refuse_held,
-    refuse_other_units,
+    refuse_non_finite_model,
+    refuse_other_rescale,
+    refuse_unknown_buffers,
     release_,
     remember_widths,
     widen_,
+    widen_buffers_,
 )
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -58,9 +58,11 @@ class UpscaleReport:
 
     Examples:
         >>> import mupscale
+        >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, noise=mupscale.AdditiveNoise(0.1))
+        >>> noise = mupscale.AdditiveNoise(0.1)
+        >>> report = mupscale.upscale(narrow, wide, noise=noise, call=lambda model: model(torch.ones(1, 3)))
         >>> report.noise
         {'0.weight': 0.1, '0.bias': 0.0, '2.weight': 0.1, '2.bias': 0.0}
     """
@@ -74,6 +76,8 @@ class UpscaleReport:
     """Reasons, other than noise, why the wide run does not continue the narrow one exactly, and what was frozen in the
     wide model alone."""
     seconds: float
+    wide: nn.Module = field(repr=False)
+    """The wide model."""
     method: GrowthMethod = field(repr=False)
     """The growth method, which decides what rates, eps and weight decay are multiplied by."""
     centred: bool = False
@@ -95,11 +99,7 @@ class UpscaleReport:
         return SameNoise(self.noise, self.centred)
 
     def __str__(self) -> str:
-        entries = self.plan.parameters.values()
-        before, after = (
-            sum(math.prod(shape) for shape in shapes)
-            for shapes in zip(*((e.narrow_shape, e.wide_shape) for e in entries), strict=True)
-        )
+        before, after = self.plan.sizes
         noisy = sum(bool(torch.as_tensor(constant).any()) for constant in self.noise.values())
         lines = [
             f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; {'centred ' * self.centred}noise on "
@@ -116,25 +116,19 @@ def grow(
     narrow_opt: Optimizers = None,
     wide_opt: Optimizers = None,
     *,
+    hints: Hints | Plan | None = None,
     noise: Noise | None = None,
     seed: int = 0,
-    roles: Roles | None = None,
-    blocks: Blocks | None = None,
-    units: Units | None = None,
-    plan: Plan | None = None,
-    consume: bool = False,
-    state: StateRule | None = None,
-    rewarm_steps: int = 0,
     method: GrowthMethod | None = None,
+    consume: bool = False,
     rebuild: Rebuild | None = None,
     before_noise: Callable[[], None] | None = None,
 ) -> UpscaleReport:
-    """Widens a trained model by its plan, without a check of what the two models compute: see `mupscale.upscale`.
+    """What `mupscale.upscale` does once the growth is checked, with the same arguments.
 
-    `before_noise` is called when all weights and buffers are written, and noise is not yet.
-
-    All that can be known without a forward pass is checked before anything is written: after a UserError both models
-    are unchanged.
+    `rebuild` builds the wide model again, on the CPU. It provides the buffers that are not saved, if `wide` is on the
+    meta device. `wide` keeps its own value of any other buffer that is not saved. `before_noise` is called when all
+    weights and buffers are written, and noise is not yet.
     """
     start = time.perf_counter()
     refuse_unless_whole("upscale: seed", seed, least=None)
@@ -142,17 +136,13 @@ def grow(
         method = Duplication()
     if not isinstance(method, GrowthMethod):
         raise UserError(f"method must be a growth method, such as Duplication() or Net2Net(); got {method!r}")
-    state = method.state if state is None else state
-    check_state_rule(state, rewarm_steps)
-    if plan is None:
-        plan = method.plan(narrow, wide, roles, blocks, units)
-    else:
-        _refuse_other_plan(plan, narrow, wide)
-    refuse_other_units(plan, narrow, wide)
+    plan = hints if isinstance(hints, Plan) else method.plan(narrow, wide, hints)
+    _refuse_other_plan(plan, narrow, wide)
+    refuse_other_rescale(plan, narrow, wide)
     method.check(plan)
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
-        check_transfer(plan, narrow, before, wide, after, state=state)
+        check_transfer(plan, narrow, before, wide, after, state=method.state)
     noise = method.choose_noise(noise, plan)
     refuse_unknown_buffers(plan, wide, rebuild)
     refuse_non_finite_model(plan, narrow, wide)
@@ -194,15 +184,15 @@ def grow(
         for name, target in targets.items():
             with own_part(target) as (weight, rows):
                 add_noise_(weight, plan.parameters[name], same, weight, seed, rows)
-    remember_widths(plan, narrow, wide, method.factors, entrywise=method.hyperparameters == "table")
+    remember_widths(plan, narrow, wide, method.scale, entrywise=method.hyperparameters == "table")
     optimizers: list[Optimizer] = []
-    if narrow_opts and state != "carry":
-        notes.append(f"the state of {'new copies' if state == 'reset_new_copies' else 'the optimizer'} is reset")
+    if narrow_opts and method.state != "carry":
+        notes.append(f"the state of {'new copies' if method.state == 'reset_new_copies' else 'the optimizer'} is reset")
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         after = given
         if after is None:
-            after = continued_optimizer(plan, narrow, before, wide, state=state, factors_of=method.rate_factors)
-        notes += off_the_rule(plan, narrow, before, wide, after, method.rate_factors)
+            after = continued_optimizer(plan, narrow, before, wide, state=method.state, rates_of=method.rates)
+        notes += off_the_rule(plan, narrow, before, wide, after, method.rates)
         transfer_state(
             plan,
             narrow,
@@ -210,22 +200,21 @@ def grow(
             wide,
             after,
             consume=consume,
-            state=state,
-            rewarm_steps=rewarm_steps,
-            factors_of=method.factors,
+            state=method.state,
+            rewarm_steps=method.rewarm_steps,
+            scale_of=method.scale,
             to_copies=method.state_to_copies,
         )
-        keep_reference_units(wide, after)
         optimizers.append(after)
     answer = optimizers[0] if isinstance(narrow_opt, Optimizer) else optimizers if narrow_opt is not None else None
     centred = noise is not None and noise.centred
-    return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start, method, centred)
+    return UpscaleReport(plan, answer, constants, tuple(notes), time.perf_counter() - start, wide, method, centred)
 
 
 def _write(
     target: Tensor,
     source: Tensor,
-    entry: TensorPlan,
+    entry: Growth,
     method: GrowthMethod,
     noise: Noise | None,
     seed: int,
@@ -249,7 +238,7 @@ def _write(
         return add_noise_(weight, entry, noise, source, seed, rows)
 
 
-def _carry_gradient(target: Tensor, source: Tensor, entry: TensorPlan, method: GrowthMethod) -> Tensor | None:
+def _carry_gradient(target: Tensor, source: Tensor, entry: Growth, method: GrowthMethod) -> Tensor | None:
     """The gradient that waits on a narrow parameter, in an accumulation window, as that of the wide one."""
     waiting = source.grad
     if waiting is None or not target.requires_grad:
@@ -291,8 +280,6 @@ def as_list(optimizers: Optimizers) -> list[Optimizer]:
 
 def _refuse_other_plan(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None:
     """Raises a UserError if a plan is not one of these two models."""
-    if not isinstance(plan, Plan):
-        raise UserError(f"plan must be what mupscale.plan(narrow, wide) returns, got {shown(plan)}")
     for name, model in (("narrow", narrow), ("wide", wide)):
         refuse_unless_model(name, model)
         planned = {key: getattr(entry, f"{name}_shape") for key, entry in plan.parameters.items()}

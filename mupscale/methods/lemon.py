@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
-from mupscale.widening.methods.groups import AxisGroups, UnitGroup, norms_over_width, unit_groups, with_biases
-from mupscale.widening.new_copies import StateRule
-from mupscale.widening.plan import Blocks, Plan, refuse_uneven_shift
+from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.methods.groups import AxisGroups, UnitGroup, norms_over_width, unit_groups, with_biases
+from mupscale.widening.hints import Hints
 from mupscale.widening.plan import plan as make_plan
-from mupscale.widening.roles import Roles
-from mupscale.widening.units import Units
+from mupscale.widening.plan import refuse_uneven_shift
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.stepping import StateRule
 
 
 class Lemon(GrowthMethod):
@@ -31,7 +31,7 @@ class Lemon(GrowthMethod):
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
         >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.Lemon(groups=groups))
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.Lemon(groups=groups))
         >>> x = torch.randn(5, 3)
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
@@ -44,6 +44,7 @@ class Lemon(GrowthMethod):
         groups: AxisGroups | None = None,
         state: StateRule = "carry",
         hyperparameters: Hyperparameters = "table",
+        rewarm_steps: int = 0,
     ) -> None:
         """
         Args:
@@ -53,8 +54,9 @@ class Lemon(GrowthMethod):
                 the model\'s `width_groups`.
             state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
         """
-        super().__init__(state, hyperparameters)
+        super().__init__(state, hyperparameters, rewarm_steps)
         if isinstance(spread, bool) or not isinstance(spread, float | int) or not 0 < spread < 1:
             raise UserError(f"Lemon: spread must be a number between 0 and 1, got {spread!r}")
         self.seed = seed
@@ -65,11 +67,9 @@ class Lemon(GrowthMethod):
         self,
         narrow: nn.Module,
         wide: nn.Module,
-        roles: Roles | None,
-        blocks: Blocks | None,
-        units: Units | None = None,
+        hints: Hints | None = None,
     ) -> Plan:
-        plan = make_plan(narrow, wide, roles=roles, blocks=blocks, units=units)
+        plan = make_plan(narrow, wide, hints=hints)
         normalised = set(norms_over_width(plan, narrow))
         generator = torch.Generator().manual_seed(self.seed)
         parameters = dict(plan.parameters)
@@ -84,7 +84,9 @@ class Lemon(GrowthMethod):
                 entry = parameters[name]
                 times = entry.narrow_shape[axis] // (group.units * block)
                 row = shares.repeat_interleave(block).repeat(times)
-                parameters[name] = replace(entry, shares=(*entry.shares, (axis, tuple(row.tolist()))))
+                axes = list(entry.axes)
+                axes[axis] = axes[axis]._replace(shares=tuple(row.tolist()))
+                parameters[name] = replace(entry, axes=tuple(axes))
                 refuse_uneven_shift(parameters[name])
         return replace(plan, parameters=parameters)
 

@@ -7,16 +7,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.widening.layout import copy_index, duplicate_, is_unit_by_unit
-from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
-from mupscale.widening.methods.groups import norms_over_width
-from mupscale.widening.new_copies import StateRule, new_copies
-from mupscale.widening.plan import Blocks, Plan, TensorPlan
+from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.methods.groups import norms_over_width
+from mupscale.widening.axes import copy_index, duplicate_, is_unit_by_unit
+from mupscale.widening.growth import Growth
+from mupscale.widening.hints import Hints
 from mupscale.widening.plan import plan as make_plan
-from mupscale.widening.roles import Roles
-from mupscale.widening.rules import Factors
+from mupscale.widening.plan_text import Plan
 from mupscale.widening.sharding import gathered
-from mupscale.widening.units import NO_UNIT, Units
+from mupscale.widening.stepping import StateRule, new_copies
+from mupscale.widening.table import Scale, product, scale_of_axis
 
 
 class ZeroPadding(GrowthMethod):
@@ -30,7 +30,7 @@ class ZeroPadding(GrowthMethod):
         >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.ZeroPadding())
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.ZeroPadding())
         >>> x = torch.randn(5, 3)
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
@@ -43,13 +43,11 @@ class ZeroPadding(GrowthMethod):
         self,
         narrow: nn.Module,
         wide: nn.Module,
-        roles: Roles | None,
-        blocks: Blocks | None,
-        units: Units | None = None,
+        hints: Hints | None = None,
     ) -> Plan:
-        plan = make_plan(narrow, wide, roles=roles, blocks=blocks, units=units)
+        plan = make_plan(narrow, wide, hints=hints)
         own = type(self).__name__
-        in_units = [name for name, entry in plan.parameters.items() if entry.unit != NO_UNIT]
+        in_units = [name for name, entry in plan.parameters.items() if entry.rescale != 1 or entry.offset]
         if in_units:
             raise UserError(
                 f"{own}: parameter {in_units[0]!r} has a unit (a factor that is right for duplication only). Use "
@@ -71,19 +69,19 @@ class ZeroPadding(GrowthMethod):
             )
         return plan
 
-    def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
-        duplicate_(target, source, entry.layouts, scale=1 / self.factors(entry).k_in)
+    def widen_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
+        duplicate_(target, source, entry.layouts, scale=self.scale(entry).weight)
         target.masked_fill_(new_copies(entry).to(target.device), 0.0)
 
-    def widen_gradient_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
-        duplicate_(target, source, entry.layouts, scale=1 / self.factors(entry).k_out)
+    def widen_gradient_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
+        duplicate_(target, source, entry.layouts, scale=self.scale(entry).gradient)
         target.masked_fill_(new_copies(entry).to(target.device), 0.0)
 
-    def factors(self, entry: TensorPlan) -> Factors:
-        k = entry.k_out if entry.role == "mu_readout" else 1  # whose multiplier falls with the width all the same
-        return Factors(k, 1 / k, entry.wide_shape, entry.wide_shape)
+    def scale(self, growth: Growth) -> Scale:
+        """One copy of each entry. The multiplier of a muP readout falls with the width all the same."""
+        return product(scale_of_axis(axis.side, 1, axis.reference) for axis in growth.axes if axis.side == "mean")
 
-    def maps(self, entry: TensorPlan, axis: int) -> tuple[Tensor, Tensor]:
+    def maps(self, entry: Growth, axis: int) -> tuple[Tensor, Tensor]:
         out, _ = super().maps(entry, axis)
         out = out * (copy_index(entry.layouts[axis]) == 0)[:, None]
         return out, out
@@ -108,25 +106,30 @@ class ShrinkAndPad(ZeroPadding):
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
         >>> noise = mupscale.AdditiveNoise(1.0)
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.ShrinkAndPad(shrink=0.4), noise=noise)
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.ShrinkAndPad(shrink=0.4), noise=noise)
     """
 
     def __init__(
-        self, shrink: float = 0.4, state: StateRule = "reset", hyperparameters: Hyperparameters = "table"
+        self,
+        shrink: float = 0.4,
+        state: StateRule = "reset",
+        hyperparameters: Hyperparameters = "table",
+        rewarm_steps: int = 0,
     ) -> None:
         """
         Args:
             shrink: The factor on the weights.
             state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
         """
-        super().__init__(state, hyperparameters)
+        super().__init__(state, hyperparameters, rewarm_steps)
         number = isinstance(shrink, float | int) and not isinstance(shrink, bool)
         if not number or not math.isfinite(shrink) or not 0 < shrink <= 1:
             raise UserError(f"ShrinkAndPad: shrink must be a number above 0 and at most 1, got {shrink!r}")
         self.shrink = shrink
 
-    def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+    def widen_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
         super().widen_(target, source, entry)
         if entry.kind == "weight":
             target.mul_(self.shrink)

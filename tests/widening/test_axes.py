@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mupscale.widening.layout import Layout, Piece, duplicate, duplicate_, interleaved, parse_layout, wide_length
+from mupscale.widening.axes import Layout, Piece, duplicate, duplicate_, interleaved, parse_layout, wide_length
 
 
 def test_interleaved_is_repeat_interleave():
@@ -74,7 +74,7 @@ def test_bad_layouts(spec, message: str):
 def test_some_rows_are_those_of_the_whole(layout: Layout, many_cells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank writes its rows alone; one of many may have none."""
     if many_cells:
-        monkeypatch.setattr("mupscale.widening.layout._MANY_CELLS", 0)
+        monkeypatch.setattr("mupscale.widening.axes._MANY_CELLS", 0)
     source = torch.arange(30.0, dtype=torch.float64).view(6, 5) + 1
     layouts = layout, (Piece(5, 1, 2),)
     scales = [[1.0 / (number + 2) for number in range(len(layout))], [0.5]]

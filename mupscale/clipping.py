@@ -1,21 +1,23 @@
 """Gradient clipping that has the same effect on a model and on its widened copy."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from mupscale._torch import foreach_mul, foreach_norm
-from mupscale.arguments import refuse_unless_level
+from mupscale.arguments import refuse_unless_level, refuse_unless_model
+from mupscale.widening import table
 from mupscale.widening.sharding import gathered
-from mupscale.widening.survey import refuse_unless_model
-from mupscale.widening.width_table import WidthFactors, merged_table
+from mupscale.widening.stepping import Record, records_of
 
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Clips the gradients of `model` to a width-invariant global norm, in place; returns that norm before clipping.
 
-    norm² = Σ ‖g‖² · m_out / m_in, where m_out and m_in are the widths of a parameter in units of the base width.
-    Duplication does not change this norm, and at the base width it is the usual norm. The widths come from
+    In the norm, each gradient is multiplied by what `table.clip` says for the width of its parameter, so that
+    duplication does not change it; at the base width it is the usual norm. The widths come from
     `set_base_shapes`, or from the upscale that made the model; without either, this is
     `torch.nn.utils.clip_grad_norm_`. The call does not synchronise with the device. `max_norm` must be finite and at
     least 0.
@@ -34,19 +36,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     refuse_unless_model("clip_grad_norm_: model", model)
     refuse_unless_level("clip_grad_norm_: max_norm", max_norm)
-    table = merged_table(model)
+    widths = records_of(model)
     clipped, values, factors = [], [], []
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if gradient is None:
             continue
-        width = table.get(name, WidthFactors())
+        width = widths.get(name, Record())
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        if width.relative:
-            dense = dense * (width.relative_scale("out", dense) / width.relative_scale("in", dense)).sqrt()
+        if width.entries:
+            dense = dense * (width.entry_scale("out", dense) / width.entry_scale("in", dense)).sqrt()
         clipped.append(parameter)
         values.append(dense)
-        factors.append((width.m_out / width.m_in) ** 0.5)
+        factors.append(math.sqrt(table.clip(width.scale)))
     if not clipped:
         return torch.tensor(0.0)
     # a kernel for many gradients, not one for each: a large network has hundreds

@@ -15,7 +15,7 @@ noise       the random part of N, or None
 state       what happens to the optimizer state (`new_copies.py`)
 hyperparameters
             `table` rescales learning rate, eps and weight decay as the maps imply, `same` keeps them
-factors     k_out and k_in of a parameter: its gradient falls by k_out, its weight by k_in
+scale       what the weight and the gradient of a parameter are multiplied by
 claim       whether function and dynamics are preserved, for a model; `checks/claims.py` measures it
 """
 
@@ -28,15 +28,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.widening.layout import narrow_length, source_index
-from mupscale.widening.new_copies import StateRule, check_state_rule
+from mupscale.widening.axes import narrow_length, source_index
+from mupscale.widening.groups import table_rates
+from mupscale.widening.growth import Growth
+from mupscale.widening.hints import Hints
 from mupscale.widening.noise import Noise, SameNoise
-from mupscale.widening.plan import Blocks, Plan, TensorPlan
+from mupscale.widening.optimizers import Sized
 from mupscale.widening.plan import plan as make_plan
-from mupscale.widening.roles import Roles
-from mupscale.widening.rules import Factors
-from mupscale.widening.units import Units
-from mupscale.widening.weights import widen_, widen_gradient_
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.stepping import StateRule, check_state_rule
+from mupscale.widening.table import Scale
+from mupscale.widening.write import widen_, widen_gradient_
 
 Hyperparameters = Literal["table", "same"]
 
@@ -67,28 +69,31 @@ class GrowthMethod(ABC):
     needs_batches: bool = False
     """Whether `fit` must run before the weights can be written."""
 
-    def __init__(self, state: StateRule = "carry", hyperparameters: Hyperparameters = "table") -> None:
+    def __init__(
+        self, state: StateRule = "carry", hyperparameters: Hyperparameters = "table", rewarm_steps: int = 0
+    ) -> None:
         """
         Args:
-            state: What happens to the optimizer state.
+            state: `carry` moves the optimizer state, `reset` drops it. `reset_new_copies` moves it for the first copy
+                of each unit; the other copies start with zero state and a step count of zero.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
         """
-        check_state_rule(state, 0)
+        check_state_rule(state, rewarm_steps)
         if hyperparameters not in get_args(Hyperparameters):
             raise UserError(f"hyperparameters must be table or same, got {hyperparameters!r}")
         self.state = state
         self.hyperparameters = hyperparameters
+        self.rewarm_steps = rewarm_steps
 
     def plan(
         self,
         narrow: nn.Module,
         wide: nn.Module,
-        roles: Roles | None,
-        blocks: Blocks | None,
-        units: Units | None = None,
+        hints: Hints | None = None,
     ) -> Plan:
         """Which axes grow and in which layout; raises a UserError if this method cannot grow the model."""
-        return make_plan(narrow, wide, roles=roles, blocks=blocks, units=units)
+        return make_plan(narrow, wide, hints=hints)
 
     def fit(  # noqa: B027  most methods have nothing to learn
         self,
@@ -97,9 +102,7 @@ class GrowthMethod(ABC):
         batches: Iterable[Any],
         loss: Loss,
         *,
-        roles: Roles | None = None,
-        blocks: Blocks | None = None,
-        units: Units | None = None,
+        hints: Hints | None = None,
         average: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Learns from batches how to grow `narrow`. Neither the models nor the global random state change.
@@ -136,11 +139,11 @@ class GrowthMethod(ABC):
             )
         return noise
 
-    def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+    def widen_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
         """Writes the widened weight into `target`."""
         widen_(target, source, entry)
 
-    def widen_gradient_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+    def widen_gradient_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
         """Writes the gradient that the widened weight has where the narrow one has `source`."""
         widen_gradient_(target, source, entry)
 
@@ -152,27 +155,27 @@ class GrowthMethod(ABC):
     def edit_(self, plan: Plan, wide: nn.Module) -> None:  # noqa: B027  most methods treat weights one by one
         """Changes the wide model across layers, after all weights are written."""
 
-    def factors(self, entry: TensorPlan) -> Factors:
-        """By how much the gradient of a parameter falls (k_out), and its weight (k_in)."""
-        return entry.factors
+    def scale(self, growth: Growth) -> Scale:
+        """What the weight and the gradient of a parameter are multiplied by."""
+        return growth.scale
 
-    def rate_factors(self, entry: TensorPlan) -> Factors:
-        """The factors that hyperparameters follow."""
+    def rates(self, growth: Growth) -> Sized:
+        """What hyperparameters follow."""
         if self.hyperparameters == "same":
-            return Factors(1, 1, entry.wide_shape, entry.wide_shape)
-        return self.factors(entry)
+            return Sized(Scale(), growth.wide_shape, growth.wide_shape)
+        return Sized(self.scale(growth), growth.narrow_shape, growth.wide_shape)
 
-    def mup_rate_factors(self, entry: TensorPlan) -> Factors:
-        """The factors that the hyperparameters of a model under muP follow: those of its width, or none."""
-        return self.rate_factors(entry) if self.hyperparameters == "same" else entry.factors
+    def mup_rates(self, growth: Growth) -> Sized:
+        """What the hyperparameters of a model under muP follow: its width, or nothing."""
+        return self.rates(growth) if self.hyperparameters == "same" else table_rates(growth)
 
-    def maps(self, entry: TensorPlan, axis: int) -> tuple[Tensor, Tensor]:
+    def maps(self, entry: Growth, axis: int) -> tuple[Tensor, Tensor]:
         """`out` and `inn` of an axis of a parameter, as matrices."""
         layout = entry.layouts[axis]
         out = torch.eye(narrow_length(layout), dtype=torch.float64)[source_index(layout)]
         inn = out / out.sum(0)
-        share = entry.relative_shares.get(axis)
-        return out, inn if share is None else inn * torch.tensor(share, dtype=torch.float64)[:, None]
+        shares = entry.axes[axis].shares
+        return out, inn * torch.tensor(shares, dtype=torch.float64)[:, None] if shares else inn
 
     @abstractmethod
     def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:

@@ -2,21 +2,22 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.widening.layout import Layout, copy_index, narrow_length, source_index
-from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters
-from mupscale.widening.methods.groups import AxisGroups, UnitGroup, bias_of, unit_groups
-from mupscale.widening.new_copies import StateRule
-from mupscale.widening.plan import Blocks, Plan, TensorPlan
+from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.methods.groups import AxisGroups, UnitGroup, bias_of, unit_groups
+from mupscale.widening.axes import Layout, copy_index, narrow_length, source_index
+from mupscale.widening.growth import Growth
+from mupscale.widening.hints import Hints
 from mupscale.widening.plan import plan as make_plan
-from mupscale.widening.roles import Roles
+from mupscale.widening.plan_text import Plan
 from mupscale.widening.sharding import gathered, whole
-from mupscale.widening.units import Units
+from mupscale.widening.stepping import StateRule
 
 
 class Net2Net(GrowthMethod):
@@ -33,7 +34,7 @@ class Net2Net(GrowthMethod):
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
         >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.Net2Net(seed=1, groups=groups))
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.Net2Net(seed=1, groups=groups))
         >>> x = torch.randn(5, 3)
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
@@ -45,6 +46,7 @@ class Net2Net(GrowthMethod):
         groups: AxisGroups | None = None,
         state: StateRule = "carry",
         hyperparameters: Hyperparameters = "table",
+        rewarm_steps: int = 0,
     ) -> None:
         """
         Args:
@@ -53,8 +55,9 @@ class Net2Net(GrowthMethod):
                 the model\'s `width_groups`.
             state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
         """
-        super().__init__(state, hyperparameters)
+        super().__init__(state, hyperparameters, rewarm_steps)
         self.seed = seed
         self.groups = groups
 
@@ -62,11 +65,9 @@ class Net2Net(GrowthMethod):
         self,
         narrow: nn.Module,
         wide: nn.Module,
-        roles: Roles | None,
-        blocks: Blocks | None,
-        units: Units | None = None,
+        hints: Hints | None = None,
     ) -> Plan:
-        plain = make_plan(narrow, wide, roles=roles, blocks=blocks, units=units)
+        plain = make_plan(narrow, wide, hints=hints)
         generator = torch.Generator().manual_seed(self.seed)
         mapped: dict[str, dict[int, list[tuple[int, int, int]]]] = {}
         for group in unit_groups(type(self).__name__, narrow, plain, self.groups, with_mup_readouts=True):
@@ -74,7 +75,7 @@ class Net2Net(GrowthMethod):
             for name, (axis, block) in group.axes.items():
                 times = plain.parameters[name].narrow_shape[axis] // (group.units * block)
                 mapped.setdefault(name, {})[axis] = [(block, block, count) for count in copies] * times
-        return make_plan(narrow, wide, roles=roles, blocks={**(blocks or {}), **mapped}, units=units)
+        return make_plan(narrow, wide, hints=replace(hints or Hints(), blocks={**(hints or Hints()).blocks, **mapped}))
 
     def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         return Claim(True, self._follows_the_rules())
@@ -91,7 +92,7 @@ class FPI(Net2Net):
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
         >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.FPI(groups=groups))
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.FPI(groups=groups))
         >>> x = torch.randn(5, 3)
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
@@ -103,6 +104,7 @@ class FPI(Net2Net):
         groups: AxisGroups | None = None,
         state: StateRule = "reset",
         hyperparameters: Hyperparameters = "same",
+        rewarm_steps: int = 0,
     ) -> None:
         """
         Args:
@@ -111,8 +113,9 @@ class FPI(Net2Net):
                 the model\'s `width_groups`.
             state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
         """
-        super().__init__(seed, groups, state, hyperparameters)
+        super().__init__(seed, groups, state, hyperparameters, rewarm_steps)
 
 
 class AKI(FPI):
@@ -130,7 +133,7 @@ class AKI(FPI):
         ...     return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 2))
         >>> narrow, wide = build(4), build(8)
         >>> groups = {"first": {"0.weight": 0, "1.weight": 1}, "second": {"1.weight": 0, "2.weight": 1}}
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.AKI(groups=groups))
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.AKI(groups=groups))
     """
 
     equal_copies = False
@@ -139,11 +142,9 @@ class AKI(FPI):
         self,
         narrow: nn.Module,
         wide: nn.Module,
-        roles: Roles | None,
-        blocks: Blocks | None,
-        units: Units | None = None,
+        hints: Hints | None = None,
     ) -> Plan:
-        plan = super().plan(narrow, wide, roles, blocks, units)
+        plan = super().plan(narrow, wide, hints)
         if not any(_next_layers(plan)):
             raise UserError(
                 f"AKI: no layer of {type(narrow).__name__} has a next one of the same shape to take new units from. "
@@ -177,7 +178,7 @@ def _next_layers(plan: Plan) -> Iterator[tuple[str, str]]:
     """Each weight that produces width and has a next layer, with the weight there; then their biases."""
     for name, entry in plan.parameters.items():
         grows = any(x != y for x, y, side in _axes(entry) if side == "out")
-        produces = entry.kind == "weight" and entry.role != "mu_readout" and grows
+        produces = entry.kind == "weight" and grows
         following = _next_name(plan, name) if produces else None
         if following is None:
             continue
@@ -187,7 +188,7 @@ def _next_layers(plan: Plan) -> Iterator[tuple[str, str]]:
             yield biases[0], biases[1]
 
 
-def _axes(entry: TensorPlan) -> Iterator[tuple[int, int, str | None]]:
+def _axes(entry: Growth) -> Iterator[tuple[int, int, str | None]]:
     return zip(entry.narrow_shape, entry.wide_shape, entry.sides, strict=True)
 
 
@@ -205,11 +206,14 @@ def _next_name(plan: Plan, name: str) -> str | None:
     return None
 
 
-def _are_alike(a: TensorPlan, b: TensorPlan) -> bool:
-    return all(getattr(a, key) == getattr(b, key) for key in ("narrow_shape", "wide_shape", "sides", "kind", "unit"))
+def _are_alike(a: Growth, b: Growth) -> bool:
+    return all(
+        getattr(a, key) == getattr(b, key)
+        for key in ("narrow_shape", "wide_shape", "sides", "kind", "rescale", "offset")
+    )
 
 
-def _in_place_of(entry: TensorPlan, weight: Tensor, weight_entry: TensorPlan) -> Tensor:
+def _in_place_of(entry: Growth, weight: Tensor, weight_entry: Growth) -> Tensor:
     """What the wide `weight` would be in the place of `entry`, where other units may have several copies.
 
     Every copy of a unit gets the first one's row, and reads its inputs in equal shares.

@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 
 from mupscale.arguments import refuse_unless_callable, refuse_unless_iterable, refuse_unless_whole
 from mupscale.errors import UserError
-from mupscale.widening.buffers import wide_buffers
-from mupscale.widening.layout import Layout, Piece, duplicate_, narrow_length
-from mupscale.widening.methods.base import Claim, GrowthMethod, Hyperparameters, Loss
-from mupscale.widening.methods.groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
-from mupscale.widening.new_copies import StateRule
-from mupscale.widening.plan import Blocks, Plan, TensorPlan
-from mupscale.widening.roles import Roles
+from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters, Loss
+from mupscale.methods.groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
+from mupscale.widening.axes import Layout, Piece, duplicate_, narrow_length
+from mupscale.widening.growth import Growth
+from mupscale.widening.hints import Hints
+from mupscale.widening.plan_text import Plan
 from mupscale.widening.sharding import is_sharded
-from mupscale.widening.units import Units
+from mupscale.widening.stepping import StateRule
+from mupscale.widening.write import wide_buffers
 
 Maps = dict[str, dict[str, Tensor]]
 """By group: `out`, what the new units produce, and `in`, how they are consumed; wide units × narrow units."""
@@ -48,7 +48,7 @@ class LiGO(GrowthMethod):
         >>> def loss(model, batch):
         ...     return model(batch).square().mean()
         >>> batches = [torch.randn(5, 3) for _ in range(4)]
-        >>> method = mupscale.LiGO(steps=10, groups=groups)
+        >>> method = mupscale.methods.LiGO(steps=10, groups=groups)
         >>> method.fit(narrow, wide, batches, loss)
         >>> report = mupscale.upscale(narrow, wide, method=method)
     """
@@ -64,6 +64,7 @@ class LiGO(GrowthMethod):
         groups: AxisGroups | None = None,
         state: StateRule = "reset",
         hyperparameters: Hyperparameters = "same",
+        rewarm_steps: int = 0,
     ) -> None:
         """
         Args:
@@ -75,8 +76,9 @@ class LiGO(GrowthMethod):
                 the model\'s `width_groups`.
             state: What happens to the optimizer state.
             hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
         """
-        super().__init__(state, hyperparameters)
+        super().__init__(state, hyperparameters, rewarm_steps)
         refuse_unless_whole("LiGO: steps", steps)
         refuse_unless_whole("LiGO: seed", seed, least=None)
         if isinstance(lr, bool) or not isinstance(lr, float | int) or not (math.isfinite(lr) and lr > 0):
@@ -95,11 +97,9 @@ class LiGO(GrowthMethod):
         self,
         narrow: nn.Module,
         wide: nn.Module,
-        roles: Roles | None,
-        blocks: Blocks | None,
-        units: Units | None = None,
+        hints: Hints | None = None,
     ) -> Plan:
-        plan = super().plan(narrow, wide, roles, blocks, units)
+        plan = super().plan(narrow, wide, hints)
         unit_groups("LiGO", narrow, plan, self.groups)
         return plan
 
@@ -110,9 +110,7 @@ class LiGO(GrowthMethod):
         batches: Iterable[Any],
         loss: Loss,
         *,
-        roles: Roles | None = None,
-        blocks: Blocks | None = None,
-        units: Units | None = None,
+        hints: Hints | None = None,
         average: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Learns the maps. `loss(model, batch)` is called with `wide` once a step; `batches` may be any number of them.
@@ -122,7 +120,7 @@ class LiGO(GrowthMethod):
         refuse_unless_callable("LiGO: loss", loss, "lambda model, batch: loss of the batch")
         refuse_unless_iterable("LiGO: batches", batches, "batches, as loss takes them")
         self.forget()
-        plan = self.plan(narrow, wide, roles, blocks, units)
+        plan = self.plan(narrow, wide, hints)
         sources = {name: parameter.detach() for name, parameter in narrow.named_parameters()}
         if any(is_sharded(source) for source in sources.values()):
             raise UserError("LiGO: its maps cannot be learned on sharded weights. Train on one device, or with DDP")
@@ -167,13 +165,13 @@ class LiGO(GrowthMethod):
                 if entry is None or len(entry.layouts) <= axis or not _fits(entry, axis, group, block):
                     raise UserError("LiGO: its maps were learned for other models. Call method.fit again with these")
 
-    def widen_(self, target: Tensor, source: Tensor, entry: TensorPlan) -> None:
+    def widen_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
         if entry.name not in self._axes:
             super().widen_(target, source, entry)
         else:
             target.copy_(self._mapped(self._duplicated(source, entry), entry, self._maps))
 
-    def maps(self, entry: TensorPlan, axis: int) -> tuple[Tensor, Tensor]:
+    def maps(self, entry: Growth, axis: int) -> tuple[Tensor, Tensor]:
         if axis not in self._axes.get(entry.name, {}):
             return super().maps(entry, axis)
         group, block = self._axes[entry.name][axis]
@@ -209,12 +207,11 @@ class LiGO(GrowthMethod):
             }
         return answer
 
-    def _duplicated(self, source: Tensor, entry: TensorPlan) -> Tensor:
+    def _duplicated(self, source: Tensor, entry: Growth) -> Tensor:
         """The weight in its unit, grown along the axes that have no maps."""
         mapped = self._axes.get(entry.name, {})
         layouts: list[Layout] = []
-        powers = {"out_power": 0, "in_power": -1}
-        scales = entry.scales(**powers)
+        scales = entry.by_piece("weight")
         for axis, layout in enumerate(entry.layouts):
             length = narrow_length(layout)
             layouts.append((Piece(length, length, 1),) if axis in mapped else layout)
@@ -224,10 +221,10 @@ class LiGO(GrowthMethod):
             dtype=torch.promote_types(source.dtype, torch.float32),
             device=source.device,
         )
-        duplicate_(target, source, layouts, scales, entry.unit_scale(**powers))
+        duplicate_(target, source, layouts, scales, entry.rescale)
         return target
 
-    def _mapped(self, weight: Tensor, entry: TensorPlan, maps: Maps) -> Tensor:
+    def _mapped(self, weight: Tensor, entry: Growth, maps: Maps) -> Tensor:
         """The weight grown along the axes that have maps."""
         for axis, (group, block) in self._axes.get(entry.name, {}).items():
             side = entry.sides[axis]
@@ -261,7 +258,7 @@ def _mapped_axes(plan: Plan, groups: list[UnitGroup]) -> dict[str, dict[int, tup
     return answer
 
 
-def _fits(entry: TensorPlan, axis: int, group: UnitGroup, block: int) -> bool:
+def _fits(entry: Growth, axis: int, group: UnitGroup, block: int) -> bool:
     """Whether an axis has the units of a group, some times over, in blocks of this length."""
     layout = entry.layouts[axis]
     copies = copies_of_units(layout)

@@ -1,4 +1,4 @@
-"""How the entries of one axis are duplicated, tensors duplicated along their axes, and copies centred.
+"""Axes: how the entries of one are duplicated, tensors duplicated along all of them, and copies centred.
 
 An axis of a narrow tensor is a row of pieces `(length, block, factor)`: each run of `block` consecutive entries of the
 piece is repeated `factor` times. Block 1 is `repeat_interleave`; a block of head_dim repeats whole heads; factor 1
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mupscale.errors import UserError
+from mupscale.widening.table import Side
 
 
 class Piece(NamedTuple):
@@ -27,6 +28,33 @@ class Piece(NamedTuple):
 
 Layout = tuple[Piece, ...]
 """One axis. An axis that does not grow is a single piece of factor 1."""
+
+
+class Axis(NamedTuple):
+    """One axis of a parameter."""
+
+    pieces: Layout
+    side: Side = None
+    shares: tuple[float, ...] = ()
+    """Where copies of one entry are read in unequal shares: that of each wide entry, in units of 1 / copies."""
+
+    @property
+    def reference(self) -> float:
+        """The factor that rates and state follow; those of its entries are relative to it.
+
+        The multiplier of a muP readout falls as its width grows, whatever its pieces are.
+        """
+        return whole_factor(self.pieces) if self.side == "mean" else reference_factor(self.pieces)
+
+    @property
+    def relative_side(self) -> Side:
+        """The side on which entries differ from the reference.
+
+        A muP readout has one multiplier for all of its inputs, so its gradients all fall by the reference, and the
+        weights of an input with more copies than that are smaller.
+        """
+        return "in" if self.side == "mean" else self.side
+
 
 LayoutSpec = int | Sequence[Sequence[int]]
 """What a user writes for an axis: a block length, or a list of (length, block, factor)."""

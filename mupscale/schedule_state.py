@@ -1,11 +1,12 @@
 """Learning-rate schedules across an upscale: they keep their position, and use the rates of the new groups."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mupscale._torch import inner_schedulers
 from mupscale.errors import UserError
-from mupscale.widening.rules import Group
+from mupscale.widening.groups import Source
+from mupscale.widening.optimizers import Group
 
 RATES = ("min_lrs", "max_lrs")
 """What schedulers keep for each group beside the base rates, in the same unit."""
@@ -15,15 +16,6 @@ MOMENTUMS = ("base_momentums", "max_momentums")
 
 LEAST_RATE = "eta_min"
 """A rate that some schedulers keep for all groups."""
-
-
-class Source(NamedTuple):
-    """Where a group of the wide optimizer comes from."""
-
-    group: int
-    """The index of its group in the narrow optimizer."""
-    factor: float
-    """What its rate is multiplied by."""
 
 
 def continue_schedule(old: Any, new: Any, sources: Sequence[Source] | None = None, *, restart: bool = False) -> None:

@@ -1,0 +1,263 @@
+"""Optimizer state across widths: what can be continued, and the state moved by parameter name."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mupscale.arguments import refuse_unless_level
+from mupscale.errors import UserError
+from mupscale.widening import table
+from mupscale.widening.axes import duplicate_
+from mupscale.widening.groups import INITIAL_VALUE, begin_state_, settings_of
+from mupscale.widening.growth import Growth
+from mupscale.widening.optimizers import Group, OptimizerRule, is_number, rule_of
+from mupscale.widening.plan_text import Plan
+from mupscale.widening.sharding import gathered, own_part, whole
+from mupscale.widening.stepping import (
+    Record,
+    Rewarm,
+    Rows,
+    StateRule,
+    check_own_count,
+    grown_births,
+    names_by_id,
+    new_copies,
+    set_records,
+    step_records,
+)
+from mupscale.widening.table import Scale
+from mupscale.widening.write import refuse_non_finite_state
+
+
+def check_transfer(
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opt: Optimizer,
+    wide: nn.Module,
+    wide_opt: Optimizer | None,
+    *,
+    state: StateRule = "carry",
+) -> None:
+    """Raises UserError, before anything is written, where `narrow_opt` cannot be continued on the wide model."""
+    rule = rule_of(narrow_opt)
+    refuse_bad_levels(narrow_opt)
+    if state == "reset_new_copies":
+        check_own_count(narrow_opt)
+    names = names_by_id(narrow)
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                raise UserError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the narrow "
+                    "model: "
+                    "it belongs to another model, or to a copy of this one. Pass the optimizer built over "
+                    "narrow.parameters()"
+                )
+            if plan.parameters[name].mixed and not rule.entrywise:
+                raise UserError(
+                    f"parameter {name!r} needs a learning rate for each entry, which {type(narrow_opt).__name__} does "
+                    "not support; give it to AdamW in a second optimizer"
+                )
+            _check_state(name, parameter, narrow_opt.state.get(parameter, {}), group, rule)
+    strangers = {id(p) for p in narrow_opt.state} - {id(p) for g in narrow_opt.param_groups for p in g["params"]}
+    if strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in narrow_opt.state if id(p) in strangers)
+        raise UserError(
+            f"the optimizer has state for parameters (of shape {shapes}) that are in none of its groups: remove the "
+            "state, or add them to a group"
+        )
+    refuse_non_finite_state(narrow, narrow_opt)
+    if wide_opt is None:
+        try:
+            inspect.signature(type(narrow_opt)).bind([], **settings_of(narrow_opt))
+        except TypeError as error:
+            raise UserError(
+                f"{type(narrow_opt).__name__} cannot be built from its defaults ({error}): give wide_opt yourself"
+            ) from None
+        return
+    if type(wide_opt) is not type(narrow_opt):
+        raise UserError(
+            f"the state of {type(narrow_opt).__name__} cannot move into {type(wide_opt).__name__}; give the wide model "
+            "the same class"
+        )
+    held = {id(parameter) for group in wide_opt.param_groups for parameter in group["params"]}
+    wide_named = dict(wide.named_parameters())
+    unknown = held - {id(parameter) for parameter in wide_named.values()}
+    if unknown:
+        raise UserError("wide_opt holds parameters that are not in the wide model: build it over wide.parameters()")
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            if id(wide_named[name]) in held or not parameter.requires_grad:
+                continue
+            if not wide_named[name].requires_grad:
+                raise UserError(
+                    f"parameter {name!r} is trained in the narrow model, but frozen in the wide one, and wide_opt does "
+                    "not hold it. Freeze the same parameters in both models, before the optimizers are made"
+                )
+            if narrow_opt.state.get(parameter):
+                raise UserError(
+                    f"parameter {name!r} has optimizer state, but wide_opt does not hold it: build it over all "
+                    "parameters"
+                )
+
+
+def refuse_bad_levels(optimizer: Optimizer) -> None:
+    """Raises a UserError for a learning rate, eps, decay or momentum that is NaN, infinite or negative."""
+    for group in optimizer.param_groups:
+        for key in ("lr", "eps", "weight_decay", "momentum", "betas"):
+            value = group.get(key, 0.0)
+            for number in value if isinstance(value, tuple | list) else [value]:
+                on_device = isinstance(number, Tensor) and number.device.type != "cpu"  # reading it would wait
+                if number is not None and not on_device:
+                    refuse_unless_level(f"{key} of {type(optimizer).__name__}", number)
+
+
+def table_scale(growth: Growth) -> Scale:
+    """The scale of duplication."""
+    return growth.scale
+
+
+def transfer_state(
+    plan: Plan,
+    narrow: nn.Module,
+    narrow_opt: Optimizer,
+    wide: nn.Module,
+    wide_opt: Optimizer,
+    *,
+    consume: bool,
+    state: StateRule = "carry",
+    rewarm_steps: int = 0,
+    scale_of: Callable[[Growth], Scale] = table_scale,
+    to_copies: bool = True,
+) -> None:
+    """Moves state by parameter name, by a state rule; with `consume`, freeing the narrow tensors one by one.
+
+    Without `to_copies` only the first copy of each entry gets it, and the others are zero.
+    """
+    if state == "reset":
+        if consume:
+            narrow_opt.state.clear()
+        begin_state_(wide_opt)
+        set_records(wide, wide_opt, {})
+        return
+    set_records(wide, wide_opt, births_of(plan, narrow, narrow_opt, state, rewarm_steps))
+    wide_named = dict(wide.named_parameters())
+    names = names_by_id(narrow)
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:  # what wide_opt may hold from before is of another run
+            wide_opt.state.pop(wide_named[names[id(parameter)]], None)
+    group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
+    rule = rule_of(narrow_opt)
+    for name, source in narrow.named_parameters():
+        target = wide_named[name]
+        if source not in narrow_opt.state or id(target) not in group_of:
+            continue
+        narrow_state = narrow_opt.state.pop(source) if consume else narrow_opt.state[source]
+        moved = {}
+        for key in list(narrow_state):
+            value = narrow_state.pop(key) if consume else narrow_state[key]
+            entry = plan.parameters[name]
+            scale = table.state(scale_of(entry), rule.state.get(key, 0))
+            moved[key] = _moved(key, value, entry, scale, source, target, group_of[id(target)], rule)
+            if key in rule.state and not to_copies and isinstance(value, Tensor):
+                with whole(moved[key]) as copies:
+                    duplicate_(copies, gathered(value), entry.layouts, scale=scale)
+                    copies.masked_fill_(new_copies(entry).to(copies.device), 0.0)
+            del value
+        wide_opt.state[target] = moved
+    if state == "reset_new_copies":
+        _reset_new_copies(plan, wide_named, wide_opt, rule)
+
+
+def births_of(
+    plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, state: StateRule = "carry", rewarm_steps: int = 0
+) -> dict[str, tuple[Rows, Rewarm]]:
+    """The births of new copies in the wide model, by parameter name: those of earlier growths, and of this one."""
+    old_records, names = step_records(narrow_opt), names_by_id(narrow)
+    answer = {}
+    for group in narrow_opt.param_groups:
+        for parameter in group["params"]:
+            old, growth = old_records.get(id(parameter), Record()), plan.parameters[names[id(parameter)]]
+            begins_anew = state == "reset_new_copies" and growth.grows
+            now = float(narrow_opt.state.get(parameter, {}).get("step", 0)) if begins_anew else None
+            if begins_anew or old.births:
+                rewarm = old.rewarm if now is None else (*old.rewarm, (now, rewarm_steps))
+                answer[growth.name] = grown_births(old, growth, now), rewarm
+    return answer
+
+
+def _reset_new_copies(
+    plan: Plan, wide_named: dict[str, nn.Parameter], wide_opt: Optimizer, rule: OptimizerRule
+) -> None:
+    """Sets the state of new copies to zero."""
+    name_of = {id(parameter): name for name, parameter in wide_named.items()}
+    for group in wide_opt.param_groups:
+        for parameter in group["params"]:
+            growth = plan.parameters[name_of[id(parameter)]]
+            state = wide_opt.state.get(parameter, {})
+            if not growth.grows:
+                continue
+            if not rule.counts_steps:
+                state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                wide_opt.state[parameter] = state
+            mask = torch.empty_like(parameter, dtype=torch.bool, memory_format=torch.preserve_format)
+            with whole(mask) as new:
+                new.copy_(new_copies(growth))
+            for key in rule.state.keys() & state.keys():
+                if isinstance(state[key], Tensor):
+                    state[key].masked_fill_(mask, group.get(INITIAL_VALUE, 0.0))
+
+
+def _moved(
+    key: str,
+    value: Any,
+    entry: Growth,
+    scale: float,
+    source: Tensor,
+    target: Tensor,
+    group: Group,
+    rule: OptimizerRule,
+) -> Any:
+    """Tensors of the parameter's shape, duplicated and scaled, in their own dtype; counters as clones in theirs."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if key not in rule.state:
+        on_device = group.get("fused") or group.get("capturable") or value.device.type != "cpu"
+        return value.detach().clone().to(target.device if on_device else value.device)
+    dtype = target.dtype if value.dtype == source.dtype else value.dtype
+    tensor = torch.empty_like(target, dtype=dtype, memory_format=torch.preserve_format)
+    with own_part(tensor) as (state, rows):
+        # one factor for all, also where pieces grow differently: such state is kept in reference units
+        duplicate_(state, gathered(value), entry.layouts, scale=scale, rows=rows)
+    return tensor
+
+
+def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Group, rule: OptimizerRule) -> None:
+    reason = rule.ready(group, state) if rule.ready and parameter.requires_grad else None
+    if reason:
+        raise UserError(f"parameter {name!r}: {reason}")
+    for key, value in state.items():
+        if key in rule.state:
+            if not isinstance(value, Tensor | None):
+                raise UserError(
+                    f"optimizer state {key!r} of {name!r} is {value!r}, wanted a tensor of shape "
+                    f"{tuple(parameter.shape)}. Load the state that was saved with the model"
+                )
+            if isinstance(value, Tensor) and value.shape != parameter.shape:
+                raise UserError(
+                    f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
+                    f"{tuple(parameter.shape)}: "
+                    "it does not belong to this model. Load the state that was saved with it"
+                )
+        elif not is_number(value):
+            raise UserError(
+                f"optimizer state {key!r} of {name!r} is a tensor of shape {tuple(value.shape)} that no rule covers; "
+                "register the optimizer with the power of the gradient it holds"
+            )
