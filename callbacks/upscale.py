@@ -247,7 +247,7 @@ class UpscaleCallback(Strides):
                     f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
                 ) from error
         try:
-            self.method.choose_noise(self.noise, growth)
+            self.method.choose_noise(self.noise, growth, narrow)
         except ValueError as error:
             raise UserError(f"UpscaleCallback.noise: {error}") from error
         return growth

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mupscale._torch import DropoutNd
 from mupscale.checks.comparison import relative_error, widened_gradient
-from mupscale.checks.float64 import copied, is_inexact, perturb_, unfreeze_
+from mupscale.checks.float64 import copied, perturb_, unfreeze_
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, watched, weighted_sum
 from mupscale.checks.matching import MASKED, Match, Planned, match
 from mupscale.checks.random_numbers import generators_kept
@@ -22,6 +22,7 @@ from mupscale.methods.grow import grow
 from mupscale.widening.axes import duplicate
 from mupscale.widening.plan import Plan
 from mupscale.widening.sharding import is_sharded
+from mupscale.widening.write import is_inexact
 
 THE_MODEL = "(the model)"
 
@@ -177,6 +178,8 @@ class _Check:
         self.tolerance = _IN_FLOAT64 if dtype is torch.float64 else self._tolerance_in_float32()
         self.wide = _copy("wide", wide, dtype)
         grow(self.narrow, self.wide, hints=plan)
+        self.repeated: tuple[str, ...] = ()
+        """A note on outputs that grow."""
         self.tested: set[str] = set()
         """Parameters whose gradients, other than zero, were compared."""
 
@@ -195,7 +198,7 @@ class _Check:
                 "upscale: what call(model) returns has no gradient with respect to a parameter that grows, so nothing "
                 "can be compared. Let it run the model that it is given, and return what that computes, with its graph"
             )
-        return Agreement(True, outputs, gradients, precision, untested=untested, notes=notes)
+        return Agreement(True, outputs, gradients, precision, untested=untested, notes=(*self.repeated, *notes))
 
     def _run(self, model: nn.Module, seed: int = 0) -> list[Tensor]:
         _, result = watched(model, self.call, _ignore, _ignore_tensor, dtype=self.dtype, seed=seed)
@@ -274,6 +277,11 @@ class _Check:
                 raise _Differs(f"what call(model) returns differs{by}{times}", outputs=error)
             matches.append(found)
             worst = max(worst, _error(after.detach(), duplicate(before, found.layouts)))
+            if before.shape != after.shape:
+                self.repeated = (
+                    f"what call(model) returns grows {tuple(before.shape)} → {tuple(after.shape)}, by copies of its "
+                    "entries. If these are classes or targets, give the wide model as many as the narrow one has",
+                )
         return matches, worst
 
     def _compare_gradients(self, narrow: Mapping[str, Tensor], wide: Mapping[str, Tensor], outputs: float) -> float:

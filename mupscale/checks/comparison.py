@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mupscale.checks.float64 import is_inexact
 from mupscale.checks.recording import Call
 from mupscale.checks.verdict import GRADIENT_MULTIPLE, LOSS_DIVISOR, Verdict
 from mupscale.widening.axes import (
@@ -25,7 +24,7 @@ from mupscale.widening.axes import (
 )
 from mupscale.widening.growth import Growth
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.write import widen_, widen_gradient_
+from mupscale.widening.write import is_inexact, widen_, widen_gradient_
 
 
 @dataclass

@@ -14,6 +14,7 @@ from mupscale.checks.recording import buffers_kept
 from mupscale.checks.structures import leaves_of, map_leaves, unknown_kinds
 from mupscale.errors import UserError
 from mupscale.widening.stepping import restore_infshapes
+from mupscale.widening.write import is_inexact
 
 _DOUBLE = (torch.float64, torch.complex128)
 
@@ -192,7 +193,3 @@ def _to_float64(value: Any) -> Any:
     if not isinstance(value, Tensor) or not is_inexact(value):
         return value
     return value.to(torch.complex128) if value.is_complex() else value.double()
-
-
-def is_inexact(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -60,7 +60,7 @@ class ShardedGrowth:
         self.plan: Plan = method.plan(self.narrow, self.wide)
         refuse_other_rescale(self.plan, self.narrow, self.wide)
         method.check(self.plan)
-        self.noise = method.choose_noise(noise, self.plan)
+        self.noise = method.choose_noise(noise, self.plan, self.narrow)
         self.entries: dict[str, Growth] = {}
         for entry in (*self.plan.parameters.values(), *self.plan.buffers.values()):
             self.entries |= {f"net.{name}": entry for name in entry.names}

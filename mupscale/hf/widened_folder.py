@@ -159,7 +159,7 @@ def _prepared(
     found = found_between(narrow, wide, model_class=folder.model_class, call=call, watch=watch)
     plan = method.plan(narrow, wide, hints=found)
     method.check(plan)
-    noise = method.choose_noise(noise, plan)
+    noise = method.choose_noise(noise, plan, narrow)
     growing, unused = growing_tensors(folder.tensors, plan, narrow)
     refuse_unlike_twins(growing)
     settings = {

@@ -38,7 +38,7 @@ from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import StateRule, check_state_rule
 from mupscale.widening.table import Scale
-from mupscale.widening.write import widen_, widen_gradient_
+from mupscale.widening.write import is_inexact, widen_, widen_gradient_
 
 Hyperparameters = Literal["table", "same"]
 
@@ -122,17 +122,24 @@ class GrowthMethod(ABC):
                 "only if all copies are equal. Use Duplication(), or remove the norm"
             )
 
-    def choose_noise(self, given: Noise | None, plan: Plan) -> Noise | None:
-        """The noise to add: `given`, or the method's own. Raises a UserError if it cannot be added under `plan`."""
+    def choose_noise(self, given: Noise | None, plan: Plan, narrow: nn.Module) -> Noise | None:
+        """The noise to add: `given`, or the method's own. Raises a UserError if it cannot be added to this model."""
         own = type(self).__name__
         if not isinstance(given, Noise | None):
             raise UserError(f"noise must be AdditiveNoise(std), SignalNoise(t) or RecordedNoise(path), got {given!r}")
         if given is not None and self.noise is not None and not isinstance(given, SameNoise):
             raise UserError(f"{own} has noise of its own. Give none, or use another method")
         noise = self.noise if given is None else given
-        if noise is not None:
-            noise.check(plan)
-        if noise is not None and noise.centred and not self.equal_copies:
+        if noise is None:
+            return None
+        noise.check(plan)
+        for name, parameter in narrow.named_parameters():
+            if not is_inexact(parameter) and noise.applies(plan.parameters[name]):
+                raise UserError(
+                    f"noise: {name!r} holds whole numbers ({parameter.dtype}), to which noise cannot be added. Leave "
+                    f"it out, where={{{name!r}: False}}, or give both models floating-point weights"
+                )
+        if noise.centred and not self.equal_copies:
             raise UserError(
                 "noise: centred noise keeps the function only if all copies of a unit compute the same, and those of "
                 f"{own} do not. Use plain noise (centred=False), or Duplication"

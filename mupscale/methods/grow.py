@@ -143,7 +143,7 @@ def grow(
     narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         check_transfer(plan, narrow, before, wide, after, state=method.state)
-    noise = method.choose_noise(noise, plan)
+    noise = method.choose_noise(noise, plan, narrow)
     refuse_unknown_buffers(plan, wide, rebuild)
     refuse_non_finite_model(plan, narrow, wide)
     if noise is not None:

@@ -17,6 +17,7 @@ from mupscale.widening.plan_text import Plan
 from mupscale.widening.sharding import gathered
 from mupscale.widening.stepping import StateRule, new_copies
 from mupscale.widening.table import Scale, product, scale_of_axis
+from mupscale.widening.write import is_inexact
 
 
 class ZeroPadding(GrowthMethod):
@@ -128,6 +129,16 @@ class ShrinkAndPad(ZeroPadding):
         if not number or not math.isfinite(shrink) or not 0 < shrink <= 1:
             raise UserError(f"ShrinkAndPad: shrink must be a number above 0 and at most 1, got {shrink!r}")
         self.shrink = shrink
+
+    def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
+        plan = super().plan(narrow, wide, hints)
+        for name, parameter in narrow.named_parameters():
+            if plan.parameters[name].kind == "weight" and not is_inexact(parameter) and self.shrink != 1:
+                raise UserError(
+                    f"ShrinkAndPad: {name!r} holds whole numbers ({parameter.dtype}), which cannot be multiplied by "
+                    f"{self.shrink:g}. Use Duplication, or give both models floating-point weights"
+                )
+        return plan
 
     def widen_(self, target: Tensor, source: Tensor, entry: Growth) -> None:
         super().widen_(target, source, entry)

@@ -43,7 +43,7 @@ def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None) -> P
 
     Examples:
         >>> import mupscale
-        >>> from torch import nn
+        >>> from torch import Tensor, nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
         >>> print(mupscale.plan(narrow, wide))
         parameter  role     narrow → wide  k_out  k_in  weight   duplicated
@@ -109,6 +109,7 @@ def _buffers(
                 f"buffer {name!r} {shapes[0]} → {shapes[1]} is quantised ({source.dtype}): its scales lie elsewhere, "
                 "and cannot be widened with it. Take the model as it was before, in floating point"
             )
+        _refuse_cut_off(name, source, target)
         weight = growths.get(f"{name.rpartition('.')[0]}.weight".removeprefix("."))
         given = given_blocks.get(name, {})
         spec = {} if weight is None else _like(weight.layouts, weight.sides, *shapes)
@@ -218,11 +219,21 @@ def _refuse_growth(use: Use, entry: Growth) -> None:
             "elsewhere, and cannot be widened with it. Take the model as it was before, in floating point, and "
             "quantise the wide one"
         )
+    _refuse_cut_off(use.name, use.narrow, use.wide)
     whole_groups = isinstance(owner, nn.GroupNorm) and fractional.in_whole_groups(owner, entry)
     if entry.mixed and isinstance(owner, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) and not whole_groups:
         raise UserError(
             f"{use.name!r} belongs to a {type(owner).__name__} over pieces that grow by different factors, which "
             "changes the average. Normalise the pieces separately"
+        )
+
+
+def _refuse_cut_off(name: str, narrow: Tensor, wide: Tensor) -> None:
+    """Raises a UserError if values of the narrow model would lose their fractions, or their imaginary parts."""
+    if not torch.can_cast(narrow.dtype, wide.dtype):
+        raise UserError(
+            f"{name!r} holds {narrow.dtype} in the narrow model and {wide.dtype} in the wide one, which would cut off "
+            "its values. Give both models the same kind of numbers"
         )
 
 

@@ -317,7 +317,7 @@ def largest_entries(tensors: Sequence[Tensor]) -> list[float]:
 
 def first_non_finite(named: Iterable[Named], *, infinite_allowed: bool = False) -> str | None:
     """The name of the first tensor with a NaN or infinite entry; with `infinite_allowed`, only NaN counts."""
-    inexact = [(name, tensor) for name, tensor in named if _is_inexact(tensor)]
+    inexact = [(name, tensor) for name, tensor in named if is_inexact(tensor)]
     bad = math.isnan if infinite_allowed else _is_non_finite
     largest = largest_entries([tensor for _, tensor in inexact])
     return next((name for (name, _), value in zip(inexact, largest, strict=True) if bad(value)), None)
@@ -328,8 +328,8 @@ def refuse_non_finite_model(plan: Plan, narrow: nn.Module, wide: nn.Module) -> N
 
     A buffer without a width axis may hold infinities, as an attention mask does, but no NaN.
     """
-    parameters = [(name, p) for name, p in narrow.named_parameters() if _is_inexact(p)]
-    buffers = [(name, b) for name, b in narrow.named_buffers() if _is_inexact(b)]
+    parameters = [(name, p) for name, p in narrow.named_parameters() if is_inexact(p)]
+    buffers = [(name, b) for name, b in narrow.named_buffers() if is_inexact(b)]
     if any(tensor.is_meta for _, tensor in (*parameters, *buffers)):
         raise UserError("the narrow model is on the meta device: it has no weights to widen. Load them first")
     largest = largest_entries([tensor for _, tensor in (*parameters, *buffers)])
@@ -375,9 +375,9 @@ def refuse_non_finite_state(narrow: nn.Module, optimizer: Optimizer) -> None:
             )
 
 
-def _is_inexact(tensor: Tensor) -> bool:
-    """Whether a tensor can hold NaN."""
-    return bool(tensor.numel()) and (tensor.is_floating_point() or tensor.is_complex())
+def is_inexact(tensor: Tensor) -> bool:
+    """Whether a tensor holds real or complex numbers, and not whole ones."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_non_finite(value: float) -> bool:

@@ -357,3 +357,13 @@ def test_a_wrapped_model_is_refused_with_the_remedy():
             check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(VECTORS))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_outputs_that_grow_are_noted():
+    """They may be features, which is right, or classes, which is a mistake."""
+    found = checked(lambda n: seq(nn.Linear(6, n), nn.Tanh(), nn.Linear(n, 3 * n // 8)))
+    assert found.exact is True
+    assert found.notes == (
+        "what call(model) returns grows (5, 3) → (5, 6), by copies of its entries. If these are classes or targets, "
+        "give the wide model as many as the narrow one has",
+    )

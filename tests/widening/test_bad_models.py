@@ -5,6 +5,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -409,3 +410,63 @@ def test_the_plan_refuses_the_same_models():
         narrow, wide, settings = build()
         with pytest.raises(ValueError, match=re.escape(fragments[0])):
             mupscale.plan(narrow, wide, **settings)
+
+
+# --- whole numbers, and other numbers that would be cut off
+
+
+class Table(nn.Module):
+    """An embedding of some dtype, and a buffer."""
+
+    def __init__(self, width: int, weight: torch.dtype = torch.float32, buffer: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, width)
+        numbers = torch.arange(5 * width).view(5, width)
+        self.table.weight = nn.Parameter(numbers.to(weight), requires_grad=False)
+        self.head = nn.Linear(width, 2)
+        self.register_buffer("seen", torch.arange(width).to(buffer))
+
+
+def tables(*narrow: torch.dtype, wide: tuple[torch.dtype, ...] = (), **settings: Any) -> Callable[[], Input]:
+    return lambda: (Table(4, *narrow), Table(8, *(wide or narrow)), settings)
+
+
+CUT_OFF: dict[str, tuple[Callable[[], Input], tuple[str, ...]]] = {
+    "a float weight in whole numbers": (
+        tables(torch.float32, wide=(torch.int32,)),
+        ("'table.weight' holds torch.float32 in the narrow model and torch.int32 in the wide one",),
+    ),
+    "a complex weight in real numbers": (
+        tables(torch.complex64, wide=(torch.float32,)),
+        ("'table.weight' holds torch.complex64 in the narrow model and torch.float32 in the wide one",),
+    ),
+    "a float buffer in whole numbers": (
+        tables(torch.float32, torch.float32, wide=(torch.float32, torch.int64)),
+        ("'seen' holds torch.float32 in the narrow model and torch.int64 in the wide one", "would cut off its values"),
+    ),
+    "noise": (
+        tables(torch.int32, noise=mupscale.AdditiveNoise(3.0)),
+        ("'table.weight' holds whole numbers (torch.int32)", "where={'table.weight': False}"),
+    ),
+    "noise by the signal": (
+        tables(torch.int64, noise=mupscale.SignalNoise(0.5)),
+        ("'table.weight' holds whole numbers (torch.int64)", "to which noise cannot be added"),
+    ),
+    "a method that shrinks": (
+        tables(torch.int32, method=mupscale.methods.ShrinkAndPad(0.4)),
+        ("ShrinkAndPad: 'table.weight' holds whole numbers (torch.int32), which cannot be multiplied by 0.4",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CUT_OFF)
+def test_numbers_that_would_be_cut_off_are_refused(case: str):
+    assert_refused(*CUT_OFF[case])
+
+
+@pytest.mark.parametrize("noise", [mupscale.AdditiveNoise(3.0, where={"table.*": False}), None])
+def test_whole_numbers_are_duplicated(noise: mupscale.AdditiveNoise | None):
+    narrow, wide = Table(4, torch.int32, torch.int64), Table(8, torch.int32, torch.float64)
+    mupscale.upscale(narrow, wide, noise=noise)
+    assert torch.equal(wide.table.weight, narrow.table.weight.repeat_interleave(2, 1))
+    assert wide.seen.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -364,6 +364,6 @@ def refuse_growth(growth: Growth, cli: CLI) -> None:
         with torch.random.fork_rng(devices=[]):
             narrow, wide = (cli.model.network(width, meta=True) for width in (growth.before, growth.after))
             planned = swap.method.plan(narrow, wide)
-        swap.method.choose_noise(swap.noise, planned)
+        swap.method.choose_noise(swap.noise, planned, narrow)
     except ValueError as error:
         raise UserError(f"widths {growth}: {error}") from error
