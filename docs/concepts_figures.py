@@ -91,9 +91,10 @@ def equivalence(path: Path) -> None:
     narrow_opt = torch.optim.AdamW(narrow.parameters(), lr=3e-3)
     before = losses(narrow, narrow_opt, STEPS, seed=0)
     runs = {}
+    points, _ = spirals(32, torch.Generator().manual_seed(2))
     for name, noise in (("wide, without noise", None), ("wide, with noise", mupscale.AdditiveNoise(0.2, centred=True))):
         wide = build(WIDE)
-        report = mupscale.upscale(narrow, wide, narrow_opt, noise=noise)
+        report = mupscale.upscale(narrow, wide, narrow_opt, noise=noise, call=lambda model: model(points))
         runs[name] = losses(wide, report.optimizer, STEPS_MORE, seed=1)
     runs["narrow, not widened"] = losses(narrow, narrow_opt, STEPS_MORE, seed=1)
 

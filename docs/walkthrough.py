@@ -80,9 +80,10 @@ def main() -> None:
 
     print("5. Widened without noise, the loss goes on as if nothing had happened: 200 more steps")
     runs = {"narrow": (narrow, narrow_opt)}
+    batch = spirals(32)
     for name, noise in (("wide, no noise", None), ("wide, noise 0.3", mupscale.AdditiveNoise(0.3))):
         target = mup(64)
-        report = mupscale.upscale(narrow, target, narrow_opt, noise=noise, seed=0)
+        report = mupscale.upscale(narrow, target, narrow_opt, call=lambda model: loss_of(model, batch), noise=noise)
         runs[name] = target, report.optimizer
     after = {name: train(model, optimizer, 200) for name, (model, optimizer) in runs.items()}
     for name, loss in after.items():

@@ -2,8 +2,9 @@
 
     python examples/plain_loop.py
 
-The model was not written for mupscale: `discover` finds how it grows by comparing two models, here the narrow and the
-wide one. For a large model, compare small ones of the same family: `found.resolved(narrow, wide)` adapts the result.
+The model was not written for mupscale, and the guess of how it grows is wrong: `call` shows that, and `upscale` lets
+`discover` find how it grows. For a model of more than 20 million parameters, call `discover` with small models of the
+same family, and give `upscale` what `found.resolved(narrow, wide)` adapts to the large ones.
 """
 
 import mupscale  # before transformers, which may look for torchvision
@@ -62,8 +63,13 @@ def main() -> None:
 
     wide = AutoModelForCausalLM.from_config(wide_config(CONFIG, 2))
     probe = batch(generator)
-    found = mupscale.discover(narrow, wide, lambda model: model(input_ids=probe, use_cache=False))
-    report = mupscale.upscale(narrow, wide, optimizer, noise=mupscale.AdditiveNoise(0.01), hints=found)
+    report = mupscale.upscale(
+        narrow,
+        wide,
+        optimizer,
+        call=lambda model: model(input_ids=probe, use_cache=False).logits,  # compared before anything is written
+        noise=mupscale.AdditiveNoise(0.01),
+    )
     print(report)
 
     with torch.no_grad():

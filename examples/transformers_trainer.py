@@ -84,9 +84,14 @@ def main() -> None:
 
     wide = AutoModelForCausalLM.from_config(wide_config(CONFIG, 2))
     batch = torch.stack([Counting()[index]["input_ids"] for index in range(16)])
-    found = mupscale.discover(narrow, wide, lambda model: model(input_ids=batch, use_cache=False))
     optimizer = getattr(first.optimizer, "optimizer", first.optimizer)  # inside of accelerate's
-    report = mupscale.upscale(narrow, wide, optimizer, noise=mupscale.AdditiveNoise(0.01), hints=found)
+    report = mupscale.upscale(
+        narrow,
+        wide,
+        optimizer,
+        call=lambda model: model(input_ids=batch, use_cache=False).logits,  # compared before anything is written
+        noise=mupscale.AdditiveNoise(0.01),
+    )
     print(report)
 
     with torch.no_grad():

@@ -27,8 +27,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide)
         >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(narrow, wide, call=lambda model: model(x))
         >>> for model in (narrow, wide):
         ...     model(x).square().mean().backward()
         >>> torch.allclose(mupscale.clip_grad_norm_(wide, 1.0), mupscale.clip_grad_norm_(narrow, 1.0))

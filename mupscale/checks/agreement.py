@@ -117,7 +117,11 @@ def check_agreement(narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call) 
                 failure = error
     if failure is not None:
         raise UserError(f"upscale: call(model) fails on the narrow model: {failure}") from failure.__cause__
-    return Agreement(None, reason="there is no memory for copies of both models. Let call use fewer samples")
+    return Agreement(
+        None,
+        reason="copies of both models do not fit into half of the free memory, or their activations do "
+        "not. Let call use fewer samples, or check with smaller models of the same family",
+    )
 
 
 def _why_not_checked(narrow: nn.Module, wide: nn.Module) -> str | None:

@@ -29,8 +29,10 @@ class Duplication(GrowthMethod):
         >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.Duplication())  # the default
         >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(
+        ...     narrow, wide, method=mupscale.methods.Duplication(), call=lambda model: model(x)
+        ... )  # the default
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
     """
@@ -59,8 +61,10 @@ class HyperCloning(GrowthMethod):
         >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.HyperCloning("diagonal"))
         >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(
+        ...     narrow, wide, method=mupscale.methods.HyperCloning("diagonal"), call=lambda model: model(x)
+        ... )
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
     """

@@ -31,8 +31,10 @@ class Lemon(GrowthMethod):
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
         >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.Lemon(groups=groups))
         >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(
+        ...     narrow, wide, method=mupscale.methods.Lemon(groups=groups), call=lambda model: model(x)
+        ... )
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
     """

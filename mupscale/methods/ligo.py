@@ -50,7 +50,7 @@ class LiGO(GrowthMethod):
         >>> batches = [torch.randn(5, 3) for _ in range(4)]
         >>> method = mupscale.methods.LiGO(steps=10, groups=groups)
         >>> method.fit(narrow, wide, batches, loss)
-        >>> report = mupscale.upscale(narrow, wide, method=method)
+        >>> report = mupscale.upscale(narrow, wide, method=method, call=lambda model: model(batches[0]))
     """
 
     equal_copies = False

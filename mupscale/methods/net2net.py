@@ -34,8 +34,10 @@ class Net2Net(GrowthMethod):
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
         >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.Net2Net(seed=1, groups=groups))
         >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(
+        ...     narrow, wide, method=mupscale.methods.Net2Net(seed=1, groups=groups), call=lambda model: model(x)
+        ... )
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
     """
@@ -92,8 +94,10 @@ class FPI(Net2Net):
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
         >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.FPI(groups=groups))
         >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(
+        ...     narrow, wide, method=mupscale.methods.FPI(groups=groups), call=lambda model: model(x)
+        ... )
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
     """
@@ -128,12 +132,17 @@ class AKI(FPI):
 
     Examples:
         >>> import mupscale
+        >>> import torch
         >>> from torch import nn
         >>> def build(width):
-        ...     return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 2))
+        ...     hidden = [nn.Linear(width, width) for _ in range(2)]
+        ...     return nn.Sequential(nn.Linear(3, width), *hidden, nn.Linear(width, 2))
         >>> narrow, wide = build(4), build(8)
-        >>> groups = {"first": {"0.weight": 0, "1.weight": 1}, "second": {"1.weight": 0, "2.weight": 1}}
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.AKI(groups=groups))
+        >>> groups = {f"hidden{i}": {f"{i}.weight": 0, f"{i + 1}.weight": 1} for i in range(3)}
+        >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(
+        ...     narrow, wide, method=mupscale.methods.AKI(groups=groups), call=lambda model: model(x)
+        ... )
     """
 
     equal_copies = False

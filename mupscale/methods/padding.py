@@ -31,8 +31,8 @@ class ZeroPadding(GrowthMethod):
         >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.ZeroPadding())
         >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.ZeroPadding(), call=lambda model: model(x))
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
     """
@@ -104,10 +104,14 @@ class ShrinkAndPad(ZeroPadding):
 
     Examples:
         >>> import mupscale
+        >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
         >>> noise = mupscale.AdditiveNoise(1.0)
-        >>> report = mupscale.upscale(narrow, wide, method=mupscale.methods.ShrinkAndPad(shrink=0.4), noise=noise)
+        >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(
+        ...     narrow, wide, method=mupscale.methods.ShrinkAndPad(shrink=0.4), noise=noise, call=lambda model: model(x)
+        ... )
     """
 
     def __init__(

@@ -85,8 +85,10 @@ class AdditiveNoise(Noise):
         >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, noise=mupscale.AdditiveNoise(0.5, centred=True))
         >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(
+        ...     narrow, wide, noise=mupscale.AdditiveNoise(0.5, centred=True), call=lambda model: model(x)
+        ... )
         >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
         True
     """
@@ -133,9 +135,11 @@ class SignalNoise(Noise):
 
     Examples:
         >>> import mupscale
+        >>> import torch
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.1))
+        >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.1), call=lambda model: model(x))
         >>> report.save_noise("noise.json")
     """
 
@@ -180,11 +184,14 @@ class RecordedNoise(Noise):
 
     Examples:
         >>> import mupscale
+        >>> import torch
         >>> from torch import nn
+        >>> def call(model):
+        ...     return model(torch.randn(5, 3))
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.1)).save_noise("noise.json")
+        >>> mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.1), call=call).save_noise("noise.json")
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (100, 200))
-        >>> report = mupscale.upscale(narrow, wide, noise=mupscale.RecordedNoise("noise.json"))
+        >>> report = mupscale.upscale(narrow, wide, noise=mupscale.RecordedNoise("noise.json"), call=call)
     """
 
     def __init__(self, path: str | Path, centred: bool | None = None) -> None:

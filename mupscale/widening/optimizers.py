@@ -156,7 +156,8 @@ def register_optimizer(
         >>> mupscale.register_optimizer(Sign, degree=0, state={})
         >>> from torch import nn
         >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> report = mupscale.upscale(narrow, wide, Sign(narrow.parameters()))
+        >>> x = torch.randn(5, 3)
+        >>> report = mupscale.upscale(narrow, wide, Sign(narrow.parameters()), call=lambda model: model(x))
         >>> sorted({group["lr"] for group in report.optimizer.param_groups})
         [0.005, 0.01]
     """

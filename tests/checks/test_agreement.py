@@ -128,7 +128,7 @@ def test_the_precision_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
         found = check_agreement(narrow, wide, mupscale.plan(narrow, wide), lambda model: model(VECTORS))
         assert (found.precision if found.exact else None) == wanted
     assert found.exact is None
-    assert str(found).startswith("not checked: there is no memory for copies of both models")
+    assert str(found).startswith("not checked: copies of both models do not fit into half of the free memory")
 
 
 def test_where_float64_does_not_exist_float32_is_used():
