@@ -7,7 +7,7 @@ import os
 import pkgutil
 import warnings
 from argparse import ArgumentError
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -55,7 +55,7 @@ from mupscale.commands.pattern import Pattern
 from mupscale.commands.results import ResultFile, write_result
 from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
-from mupscale.data_files import LOADER, read_yaml
+from mupscale.data_files import LOADER, read_yaml, yaml_of
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, Parsers, is_remote, is_trial_run, name_arguments_apart
 from mupscale.models.base import WidthScalable
@@ -190,7 +190,8 @@ class CLI(OpenCLI):
             command = self.config.get("subcommand")
             refuse_levels(self.config[command] if command else self.config)
             return
-        self.config = parser.parse_args(args)  # Lightning would warn that there is a command line as well
+        # Lightning's own way would warn that there is a command line as well
+        self.config = parser.parse_args(with_merged_callback_args(args))
         command = self.config.get("subcommand")
         config = self.config[command] if command else self.config
         if config["callback_args"]:
@@ -532,6 +533,40 @@ def with_callback_args(config: Any) -> list[dict[str, Any]]:
         for callback, own in zip(named, of_each, strict=True):
             callback["init_args"] = callback.get("init_args", {}) | own
     return answer
+
+
+def with_merged_callback_args(arguments: list[str]) -> list[str]:
+    """A command line in which the `callback_args` of its options and files are merged: later ones would replace all.
+
+    So best.yaml, which has the tuned ones, keeps what the command line of a sweep says of the others.
+    """
+    merged: Config = {}
+    given = 0
+    for before, argument in pairwise(["", *arguments, ""]):
+        for option in ("--config", "--callback_args"):
+            value = argument if before == option else argument.removeprefix(f"{option}=")
+            if before != option and value == argument:
+                continue
+            with suppress(UserError, ValueError, yaml.YAMLError):  # the parser says what is wrong with it
+                is_file = option == "--config"
+                content = dictionary(read_yaml(Path(value))).get("callback_args") if is_file else yaml_of(value)
+                given += bool(content)
+                for name, own in dictionary(content).items():
+                    merged[name] = _merged(merged.get(name, {}), own)
+    return (
+        [*arguments, f"--callback_args={yaml.safe_dump(merged, default_flow_style=True)}"] if given > 1 else arguments
+    )
+
+
+def _merged(before: Any, after: Any) -> Any:
+    """The arguments of callbacks of one class, which may be a list with an entry for each of them."""
+    if isinstance(before, list) and isinstance(after, list):
+        pairs = list(zip_longest(before, after))
+    elif isinstance(before, list) or isinstance(after, list):
+        pairs = [(own, after) for own in before] if isinstance(before, list) else [(before, own) for own in after]
+    else:
+        return {**before, **after} if isinstance(before, dict) and isinstance(after, dict) else after
+    return [_merged(one or {}, other or {}) for one, other in pairs]
 
 
 def make_dirpaths_absolute(config: Any) -> None:

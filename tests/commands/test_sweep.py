@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import signal
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ import yaml
 from command_line import LR, NOISE, refused, small, upscale
 from command_line import trials as table
 from lightning.pytorch import Trainer
-from logged import losses
+from logged import curves, losses
 from program_server import WITHOUT_FIGURES, Server
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -28,6 +29,7 @@ from mupscale.callbacks import trial_metric
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands import figures
+from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.cli import parsed
 from mupscale.commands.config import at, brief
 from mupscale.commands.leases import Lease, lapsed
@@ -776,3 +778,25 @@ def test_all_trials_diverged(tmp_path: Path) -> None:
     assert [row["last_epoch"] for row in table(Path("s"))] == ["diverged", "diverged"]
     assert not Path("s/best.yaml").exists()
     assert not list(Path("s").glob("*.png"))
+
+
+# --- what it prints
+
+
+def test_the_printed_command_trains_what_was_tuned(capsys: pytest.CaptureFixture[str]) -> None:
+    """The growth 8 → 16 of the sweep's options, not that of the file; loss by loss that of the best trial."""
+    config = small(Path("c.yaml"), upscale(3, 32), max_steps=6, enable_progress_bar=False)
+    options = ["--config", config, "--callback_args={UpscaleCallback: {width: 16}}", "--model.base_width=4"]
+    main(
+        ["sweep", *options, "--out", "s", "--stack", "off", "--sweep", f"{NOISE}=0.1,0.5", "--sweep", f"{LR}=0.01,0.03"]
+    )
+    printed = capsys.readouterr().out.strip().splitlines()[-1]
+    words = shlex.split(printed.partition("train with the best values: ")[2])
+    assert words[:3] == ["python", "-m", "mupscale"]
+    main(words[3:])
+    best = min(table(Path("s")), key=lambda row: float(row["last_epoch"]))
+    ours, theirs = (
+        curves(folder)["train/loss"] for folder in (Path("runs/default/version_0"), Path("s") / best["run"])
+    )
+    assert [loss for _, loss in ours] == [loss for _, loss in theirs]
+    assert newest_checkpoint(Path("runs/default/version_0"))[1]["hyper_parameters"]["width"] == 16
