@@ -19,7 +19,6 @@ from mupscale.commands.experiment.file import read
 from mupscale.commands.experiment.parts import RunPart, SweepPart
 from mupscale.commands.experiment.protocols import Experiment
 from mupscale.commands.reporting.draw import draw_ends
-from mupscale.commands.reporting.methods import compared, is_edge, ranking
 from mupscale.commands.stacks import Unit
 from mupscale.commands.tuning.results import Results
 from mupscale.methods import METHODS
@@ -272,7 +271,7 @@ def test_the_table_of_methods(monkeypatch: pytest.MonkeyPatch) -> None:
         ["lemon", "2", "1.100 (1.000–1.200)", "0.5300 (0.5200–0.5400)", "0.4100 (0.4100–0.4100)",
          "0.7500 (0.7500–0.7500)", "140", "1,400 (1.4×)", "1,600 (1.2×)", "0.01", "0", "lr"],
         ["copies", "2", "1.600 (1.500–1.700)", "0.6100 (0.6000–0.6200)", "0.4400 (0.4200–0.4600)",
-         "0.7000 (0.7000–0.7000)", "120", "1,200 (1.7×)", "1,400 (1.4×)", "0.02", "0.5", "std"],
+         "0.7000 (0.7000–0.7000)", "120", "1,200 (1.7×)", "1,400 (1.4×)", "0.02", "0.5", "no"],
         ["pad", "2", "1.100 (1.000–1.200)", "0.6000 (0.6000–0.6000)", "0.6000 (0.6000–0.6000)",
          "0.9000 (0.9000–0.9000)", "not reached", "—", "—", "0.01", "0", "lr"],
         ["from scratch", "2", "—", "—", "0.5000 (0.5000–0.5000)", "0.8000 (0.8000–0.8000)",
@@ -281,14 +280,15 @@ def test_the_table_of_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "just before the growth it is 1.100 (1.000–1.200, 2 seeds)" in " ".join(page.text.split())
     assert summary["methods"][0]["verdict"] == [
         "Of 3 growth methods lemon ends lowest, at 0.4100 (0.4100–0.4100, 2 seeds); copies is next, at 0.4400 "
-        "(0.4200–0.4600, 2 seeds): the difference is 0.03, which does not exceed the spread over seeds (0.04), and "
-        "lemon is lower in 2 of 2 seeds.",
-        "The paper's method, copies with noise 0.5, does not end lowest: it is number 2 of 3, at 0.4400; to lemon the "
-        "difference is 0.03, which does not exceed the spread over seeds (0.04), and lemon is lower in 2 of 2 seeds.",
+        "(0.4200–0.4600, 2 seeds): lemon is lower by 0.03 (98.3 % interval -0.73 to 0.79, 2 seeds; lower by 0.03 with "
+        "each seed left out of the choice): they cannot be told apart.",
+        "The paper's method, copies with noise 0.5, does not end lowest: it is number 2 of 3, at 0.4400; lemon is "
+        "lower by 0.03 (97.5 % interval -0.48 to 0.54, 2 seeds): they cannot be told apart.",
         "By validation loss copies ends lowest, at 0.7000 (0.7000–0.7000, 2 seeds); lemon is next, at 0.7500 "
-        "(0.7500–0.7500, 2 seeds): the difference is 0.05, which exceeds the spread over seeds (0), and copies is "
-        "lower in 2 of 2 seeds.",
-        "2 of 3 end below from scratch, 0.5000 (0.5000–0.5000, 2 seeds); these do not: pad.",
+        "(0.7500–0.7500, 2 seeds): copies is lower by 0.05 (98.3 % interval 0.05 to 0.05, 2 seeds; lower by 0.05 with "
+        "each seed left out of the choice).",
+        "Against from scratch, 0.5000 (0.5000–0.5000, 2 seeds): lower: lemon; cannot be told apart: copies; higher: "
+        "pad.",
     ]
     second = list(rows[1].values())
     assert second[:2] == ["lemon", "1"]
@@ -335,8 +335,7 @@ def test_a_method_without_a_best_trial_has_no_runs(monkeypatch: pytest.MonkeyPat
     first, unranked, *_, scratch, missing = report("runs")[1]["methods"][0]["verdict"]
     assert first.startswith("Of 2 growth methods lemon ends lowest")  # with pad, which has diverged
     assert unranked == "The paper's method, copies with noise 0.5, is not ranked (no run at the target size yet)."
-    assert scratch.startswith("1 of 2 end below from scratch")
-    assert scratch.endswith("these do not: pad.")
+    assert scratch == "Against from scratch, 0.5000 (0.5000–0.5000, 2 seeds): lower: lemon."
     assert missing == "3 runs not finished, among them all of copies: this is how the methods stand now."
     shutil.rmtree("runs/upscale/lemon")
     assert report("runs")[1]["methods"][0]["verdict"] == [
@@ -365,15 +364,3 @@ def test_a_folder_of_somebody_else_is_refused(experiment: dict[str, Any], proble
     Path("runs/experiment.json").write_text(json.dumps(described))
     with pytest.raises(ValueError, match=f"runs is not a whole comparison of methods: {problem}"):
         report("runs")
-
-
-def test_differences_and_edges() -> None:
-    assert ranking({"a": {0: 2.0}, "b": {0: 1.0, 1: math.inf}, "c": {0: 1.5}, "d": {}}) == ["c", "a"]
-    assert compared("a", {0: 1.0}, {0: 1.5}) == "the difference is 0.5, and one seed proves nothing"
-    clear = "the difference is 0.5, which exceeds the spread over seeds (0.1), and a is lower in 2 of 2 seeds"
-    assert compared("a", {0: 1.0, 1: 1.1}, {0: 1.5, 1: 1.6}) == clear
-    assert compared("a", {0: 1.0, 1: 1.6}, {0: 1.5, 1: 1.5}).endswith("(0.6), and a is lower in 1 of 2 seeds")
-    assert [is_edge(value, [0.0, 0.5, 1.0]) for value in ("0.0", "0.5", "1.0")] == [False, False, True]
-    assert [is_edge(value, [0.1, 0.2]) for value in ("0.1", "0.2")] == [True, True]
-    assert not is_edge("0.1", [0.1])
-    assert not is_edge("a", ["a", "b"])

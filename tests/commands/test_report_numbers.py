@@ -77,8 +77,11 @@ def test_the_verdict_and_the_ends():
     page = Page(text)
     assert "MLP on Covertype: width 500 → 2000" in page.text
     ends = "Upscaled ends at 0.2000 (0.2000–0.2000, 2 seeds), from scratch at 0.4500 (0.4000–0.5000, 2 seeds)"
-    assert f"{ends}: lower by 56 %." in page.text
-    assert "Validation accuracy ends at 0.7550 (0.7500–0.7600) against 0.8000 (0.8000–0.8000): worse." in page.text
+    difference = "lower by 0.25, 56 % (95 % interval -0.39 to 0.89, 2 seeds): they cannot be told apart"
+    assert f"{ends}: {difference}." in page.text
+    accuracies = "Validation accuracy ends at 0.7550 (0.7500–0.7600) against 0.8000 (0.8000–0.8000)"
+    assert f"{accuracies}: lower by 0.045 (95 % interval -0.019 to 0.11, 2 seeds): they cannot" in page.text
+    assert summary["comparisons"][0]["difference"]["outcome"] == "cannot be told apart"
     assert "It reaches from scratch's minimum after 2 epochs, 5.0× cheaper" in page.text  # of 10
     assert page.table("")[0] == ["upscaled", "2", "0.2000 (0.2000–0.2000)", "0.7550 (0.7500–0.7600)", "2,000"]
     assert [group["final_loss"]["mean"] for group in summary["groups"]] == pytest.approx([0.2, 0.45, 1.0])
@@ -93,9 +96,9 @@ def test_plainly_when_it_does_not_pay():
     text, summary = report()
     page = Page(text)
     ends = "Upscaled ends at 0.5000 (1 seed), from scratch at 0.4000 (1 seed)"
-    assert f"{ends}: not lower but higher, by 25 %." in page.text
+    assert f"{ends}: higher by 0.1, 25 % (one seed proves nothing)." in page.text
     assert "It does not reach from scratch's minimum within 10 epochs: no savings can be stated." in page.text
-    assert "Validation accuracy ends at 0.9000 against 0.8000: better." in page.text
+    assert "Validation accuracy ends at 0.9000 against 0.8000: higher by 0.1 (one seed proves nothing)." in page.text
     assert page.table("seed") == [["0", "0.4000", "not within 10 epochs", "—", "—"]]
     assert summary["comparisons"][0]["costs"] is None
 
@@ -110,11 +113,29 @@ def test_one_seed_that_does_not_reach_it():
     assert summary["comparisons"][0]["reach_epoch"] is None
 
 
-def test_overlapping_ranges_are_said():
-    for seed in (0, 1):
+def test_equal_differences_are_clear_even_if_the_ranges_overlap():
+    """Seeds are compared in pairs: what a seed changes on both sides does not count."""
+    for seed in (0, 1, 2):
         scratch(epochs(0.4 + seed / 5), seed, validation=accuracy(0.8))
-        upscaled(epochs(0.3 + seed / 5), seed, validation=accuracy(0.8))
-    assert "lower by 20 %, though the ranges overlap" in report()[0]
+        upscaled(epochs(0.3 + seed / 5 + 0.01 * (seed == 2)), seed, validation=accuracy(0.81 + 0.001 * (seed == 1)))
+    text = Page(report()[0]).text
+    assert "lower by 0.0967, 16 % (95 % interval 0.082 to 0.11, 3 seeds)." in text
+    assert "higher by 0.0103 (95 % interval 0.0089 to 0.012, 3 seeds), better." in text
+
+
+def test_the_lowest_of_several_from_scratch_is_a_choice():
+    for seed in (0, 1, 2):
+        scratch(epochs(0.5 + seed / 50), seed)
+        scratch_slow(epochs(0.6), seed)
+        upscaled(epochs(0.4 + seed / 40), seed)
+    text, summary = report()
+    assert summary["comparisons"][0]["difference"]["pairs"] == 2
+    assert "97.5 % interval" in text
+
+
+def scratch_slow(loss: Any, seed: int) -> Path:
+    values = {"model.init_args.width": 2000, "model.init_args.optimizer.init_args.lr": 0.001}
+    return write_run(Path(f"runs/slow/seed={seed}"), loss, seed=seed, values=values)
 
 
 def test_tuning_is_every_trial_of_the_sweeps():

@@ -14,6 +14,7 @@ from mupscale.commands.config import brief
 from mupscale.commands.experiment.drift import Drift, drift_of
 from mupscale.commands.experiment.file import Description
 from mupscale.commands.experiment.widths import Growth, width_number
+from mupscale.commands.reporting.compare import chosen_without_seed, is_edge
 from mupscale.commands.tuning.results import Results, in_order, metric_label, value_text
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class WidthCurve:
 
     def mean(self, value: Any) -> float:
         return sum(self.values[value]) / len(self.values[value])
+
+    @property
+    def means(self) -> dict[Any, float]:
+        return {value: self.mean(value) for value in self.values}
 
     @property
     def optimum(self) -> Any:
@@ -71,13 +76,21 @@ class Panel:
 
     @property
     def price(self) -> str:
-        """What tuning at the first growth costs at the last one, in words; empty if they have the same optimum."""
+        """What tuning at the first growth costs at the last one, in words; empty if they have the same optimum.
+
+        With several seeds, its own best value is chosen for each seed by the others, so that chance does not help it.
+        """
         first, last = self.curves[0], self.curves[-1]
-        got, best = last.mean(first.optimum), last.mean(last.optimum)
-        if first.optimum == last.optimum or not best:
+        if first.optimum == last.optimum:
             return ""
-        end = f"ends {100 * (got - best) / abs(best):.3g} % above its best" if math.isfinite(got) else "diverges"
-        return f"; with the optimum of {first.growth}, {last.growth} {end}"
+        levels = {level: dict(enumerate(losses)) for level, losses in last.values.items()}
+        got, best = last.mean(first.optimum), last.mean(last.optimum)
+        if not math.isfinite(got):
+            return f"; with the optimum of {first.growth}, {last.growth} diverges"
+        lower = chosen_without_seed(levels, {first.optimum: levels[first.optimum]})
+        lower = got - best if lower is None else lower
+        share = f"{100 * abs(lower / best):.3g} % {'above' if lower > 0 else 'below'} its best" if best else "apart"
+        return f"; with the optimum of {first.growth}, {last.growth} ends {share}"
 
     @property
     def word(self) -> str:
@@ -88,12 +101,12 @@ class Panel:
         move = "stays in its cell"
         if self.moved:
             move = f"moves by {self.moved} cell{'s' if self.moved > 1 else ''} of the grid"
-        ends = (self.levels[0], self.levels[-1]) if len(self.levels) > 2 else ()
-        at_edge = [curve for curve in self.curves if curve.optimum in ends]
+        is_ordered = figures.is_ordered(self.levels)
+        at_edge = [curve for curve in self.curves if is_ordered and is_edge(curve.optimum, curve.means)]
         warning = ""
         if at_edge:
             widths = f"{len(at_edge)} of {len(self.curves)} widths"
-            warning = f"; at {widths} it is at the edge of the grid, so make the grid wider"
+            warning = f"; at {widths} it is at the edge of the grid, or beside a run that diverged: make the grid wider"
         return f"{self.name}: the optimum of {self.key} {move} ({optima}): it {self.word}{self.price}{warning}"
 
     @property

@@ -5,20 +5,34 @@ import shlex
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TypeVar
 
 from mupscale.commands.reporting.draw import draw_figures
-from mupscale.commands.reporting.folders import find_runs
-from mupscale.commands.reporting.groups import group_runs, refuse_other_tasks
+from mupscale.commands.reporting.folders import Found, find_runs
+from mupscale.commands.reporting.groups import Group, group_runs, refuse_other_tasks
 from mupscale.commands.reporting.methods import Methods
 from mupscale.commands.reporting.midrun import Midrun
-from mupscale.commands.reporting.midrun_figures import write_midrun
-from mupscale.commands.reporting.numbers import compute_numbers
-from mupscale.commands.reporting.page import GENERATOR, render_page
-from mupscale.commands.reporting.summary import as_csv, as_json
+from mupscale.commands.reporting.midrun_figures import draw_midrun
+from mupscale.commands.reporting.numbers import Numbers, compute_numbers
+from mupscale.commands.reporting.page import GENERATOR, Opening, render_page
+from mupscale.commands.reporting.sections import (
+    command_section,
+    methods_section,
+    midrun_section,
+    result_sections,
+    run_sections,
+    sweep_sections,
+    tiles,
+    transfer_section,
+)
+from mupscale.commands.reporting.summary import as_csv, as_json, run_rows
+from mupscale.commands.reporting.words import title, verdicts
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
 __all__ = ["write_report"]
+
+T = TypeVar("T")
 
 
 def write_report(folders: list[Path], out: Path) -> list[Path]:
@@ -43,23 +57,57 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as name:
         draft = Path(name)
-        figures = draw_figures(draft, groups, numbers, methods) if numbers is not None else []
-        drawn = []
-        for index, midrun in enumerate(midruns, 1):
-            drawn.append(write_midrun(midrun, draft, "midrun" if len(midruns) == 1 else f"midrun_{index}"))
-        page = render_page(found, groups, numbers, figures, methods, list(zip(midruns, drawn, strict=True)), command)
-        for figure in figures:
-            figure.dark.unlink()  # only the page shows it
+        sections = [methods_section(each, groups) for each in methods]
         if numbers is not None:
-            (draft / "summary.csv").write_text(as_csv(numbers))
-        for index, each in enumerate(methods, 1):
-            (draft / ("methods.csv" if len(methods) == 1 else f"methods_{index}.csv")).write_text(each.as_csv())
+            figures = draw_figures(draft, groups, numbers, methods)
+            sections += result_sections(groups, numbers, figures, bool(methods))
+            for figure in figures:
+                figure.dark.unlink()  # only the page shows it
+            (draft / "summary.csv").write_text(as_csv(run_rows(numbers)))
+        sections += [transfer_section(experiment) for experiment in found.transfers]
+        for name, midrun in numbered("midrun", midruns):
+            sections.append(midrun_section(midrun, draw_midrun(midrun, draft, name)))
+            (draft / f"{name}.csv").write_text(as_csv(midrun.rows()))
+        for name, each in numbered("methods", methods):
+            (draft / f"{name}.csv").write_text(as_csv(each.rows()))
+        sections += sweep_sections(found)
+        sections += run_sections(groups, numbers) if numbers is not None else []
+        sections.append(command_section(found, command))
+        page = render_page(opening_of(found, groups, numbers, methods, midruns), sections)
         names = [*sorted(path.name for path in draft.iterdir()), "summary.json", "index.html"]
         summary = as_json(found, groups, numbers, methods, midruns, names, command)
         (draft / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
         (draft / "index.html").write_text(page)
         replace_report(out, draft, names)
     return [out / each for each in reversed(names)]
+
+
+def numbered(name: str, things: list[T]) -> list[tuple[str, T]]:
+    """Things with names for their files: the name itself if there is one thing, and with numbers if there are more."""
+    return [(name if len(things) == 1 else f"{name}_{index}", thing) for index, thing in enumerate(things, 1)]
+
+
+def opening_of(
+    found: Found, groups: list[Group], numbers: Numbers | None, methods: list[Methods], midruns: list[Midrun]
+) -> Opening:
+    """The top of the page: the verdicts, those on methods first, and notes on what is missing."""
+    folders = " and ".join(experiment.folder.name for experiment in found.experiments)
+    topic = "Growing in the middle" if midruns else "Transfer"
+    notes = list(found.notes)
+    of_groups: list[list[str]] = []
+    if numbers is not None:
+        notes += numbers.notes
+        for comparison in numbers.comparisons:
+            notes += comparison.notes
+        of_groups = verdicts(numbers, groups)
+    first = [each.verdict for each in methods] or of_groups
+    return Opening(
+        title(found.runs, groups) if groups else f"{topic}: {folders}",
+        [*first, *(sentences for midrun in midruns for sentences in midrun.verdicts)],
+        of_groups if methods else [],
+        tiles(groups, numbers) if numbers is not None else [],
+        notes,
+    )
 
 
 def refuse_other_folder(out: Path) -> None:

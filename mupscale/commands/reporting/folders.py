@@ -1,10 +1,13 @@
 """Which runs, sweeps and experiments there are in folders."""
 
 import csv
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mupscale.commands import figures
+from mupscale.commands.reporting.compare import is_edge
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.data_files import inside, json_of, what_is_wrong
 from mupscale.errors import UserError
@@ -47,6 +50,21 @@ class SweepFolder:
         """The row of the best trial; None if there is none that has not diverged."""
         finished = [row for row in self.rows if row.get(metric, "diverged") != "diverged"]
         return min(finished, key=lambda row: float(row[metric]), default=None)
+
+    def edges(self, metric: str) -> list[str]:
+        """The keys whose best value is at the edge of the grid, the other keys at their best values."""
+        best = self.best_trial(metric)
+        answer = []
+        for key, levels in self.axes.items():
+            if best is None or not figures.is_ordered(levels):
+                continue
+            means = dict.fromkeys(map(float, levels), 0.0)  # finite, until a trial is known to have diverged
+            for row in self.rows:
+                if all(row[other] == best[other] for other in self.axes if other != key):
+                    means[float(row[key])] = math.inf if row[metric] == "diverged" else float(row[metric])
+            if is_edge(float(best[key]), means):
+                answer.append(key)
+        return answer
 
     @property
     def best(self) -> str:

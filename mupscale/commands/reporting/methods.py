@@ -1,22 +1,19 @@
 """The growth methods that an experiment compares: where each ends, at equal tuning, and a verdict."""
 
-import csv
-import io
 import math
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mupscale.commands import figures
 from mupscale.commands.config import class_name
+from mupscale.commands.reporting.compare import Losses, compare, compare_best, mean_of, rank, spread
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.groups import Group
-from mupscale.commands.reporting.numbers import Comparison, Numbers, RunStatus, Spread, spread
+from mupscale.commands.reporting.numbers import Comparison, Numbers, RunStatus
 from mupscale.commands.reporting.runs import LoggedRun
-from mupscale.commands.reporting.words import count, ranged
+from mupscale.commands.reporting.words import capital, count, ranged
 from mupscale.data_files import what_is_wrong
 from mupscale.errors import UserError
 
@@ -31,9 +28,6 @@ PAPERS = "Duplication"
 
 VALIDATION = "val/loss"
 
-Losses = dict[Any, float]
-"""By seed. Infinite if the run diverged."""
-
 
 @dataclass
 class Method:
@@ -44,7 +38,7 @@ class Method:
     tuned: dict[str, str]
     """The best trial's values, by key."""
     at_edge: list[str]
-    """The keys whose best value is the least or largest of the grid."""
+    """The keys whose best value is at the edge of the grid."""
     has_no_best: bool
     """Whether all trials diverged: then there are no runs at the target size."""
     group: Group | None
@@ -83,7 +77,7 @@ class Methods:
         group = next((group for group in groups if any(run.folder in folders for run in group.runs)), None)
         comparison = next((each for each in self.numbers.comparisons if each.upscaled is group), None)
         best = sweep.best_trial(metric) if sweep.best else None
-        at_edge = [key for key, levels in sweep.axes.items() if best and is_edge(best[key], levels)]
+        at_edge = sweep.edges(metric) if best else []
         tuned = {key: shortened(best[key]) for key in sweep.axes if best}
         is_papers = class_name(described) == PAPERS
         return Method(str(name), is_papers, tuned, at_edge, sweep.has_no_best, group, comparison)
@@ -97,7 +91,7 @@ class Methods:
     def scratch(self) -> Group | None:
         return next((method.comparison.scratch for method in self.all if method.comparison is not None), None)
 
-    # --- losses of the target size
+    # --- losses of the target size, by seed
 
     def statuses(self, method: Method) -> list[RunStatus]:
         """The runs of a method that have ended, those that diverged too; or all if none has ended."""
@@ -116,11 +110,9 @@ class Methods:
             found[status.run.seed] = infinite_if_diverged(status, status.last(VALIDATION))
         return found
 
-    def just_before(self, method: Method) -> Losses:
-        return {status.run.seed: loss_at_growth(status.run, "loss_before") for status in self.statuses(method)}
-
-    def just_after(self, method: Method) -> Losses:
-        return {status.run.seed: loss_at_growth(status.run, "loss_after") for status in self.statuses(method)}
+    def at_growth(self, method: Method, name: str) -> Losses:
+        """`loss_before` or `loss_after`: the loss of the next batch just before or just after the growth."""
+        return {each.run.seed: each.run.last_growth.get(name, math.nan) for each in self.statuses(method)}
 
     def after_steps(self, method: Method) -> Losses:
         """The losses AFTER steps after the growth."""
@@ -134,102 +126,98 @@ class Methods:
 
     @property
     def verdict(self) -> list[str]:
-        """Which method ends lowest, whether that exceeds the spread over seeds, and where the paper's stands."""
+        """Which method ends lowest, whether that is clear, and where the paper's stands."""
         finals = {method.name: self.finals(method) for method in self.all}
-        ranked = ranking(finals)
+        ranked = rank(finals)
         if not ranked:
-            return [none_ranked(self.all, finals)]
+            return [self._why_none(finals)]
         waiting = [method.name for method in self.all if not finals[method.name] and not method.has_no_best]
         finals = {name: losses for name, losses in finals.items() if name not in waiting}
-        sentences = [f"Of {count(len(finals), 'growth method')} {lowest(ranked, finals)}."]
+        sentences = [f"Of {count(len(finals), 'growth method')} {lowest(finals)}."]
         papers = next((method for method in self.all if method.is_papers), None)
         if papers is not None:
-            sentences.append(standing(papers, ranked, finals))
+            sentences.append(self._standing(papers, ranked, finals))
         validations = {method.name: self.validations(method) for method in self.all}
-        ranked = ranking(validations)
+        ranked = rank(validations)
         if ranked:
-            text = f"By validation loss {lowest(ranked, validations)}"
+            text = f"By validation loss {lowest(validations)}"
             if papers is not None and papers.name in ranked[2:]:
                 text += f"; {papers.name} is number {ranked.index(papers.name) + 1}"
             sentences.append(f"{text}.")
         sentences += self._against_scratch(finals)
         if self.missing:
             unbegun = f", among them all of {', '.join(waiting)}" if waiting else ""
-            text = f"{count(self.missing, 'run')} not finished{unbegun}: this is how the methods stand now."
-            sentences.append(text)
+            sentences.append(f"{count(self.missing, 'run')} not finished{unbegun}: this is how the methods stand now.")
         return sentences
 
-    def _against_scratch(self, finals: dict[str, Losses]) -> Iterator[str]:
-        scratch = self.numbers.final(self.scratch) if self.scratch is not None else None
-        if scratch is None:
-            return
-        below = [name for name, losses in finals.items() if mean_of(losses) < scratch.mean]
-        others = [name for name in finals if name not in below]
-        text = f"{len(below)} of {len(finals)} end below from scratch, {ranged(scratch)}"
-        yield f"{text}; these do not: {', '.join(others)}." if below and others else f"{text}."
-
-    # --- tables
-
-    def as_csv(self) -> str:
-        """A row for each method and seed."""
-        text = io.StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        head = ["method", "seed", "loss_before", "loss_just_after", f"loss_after_{AFTER}", "final_loss"]
-        table.writerow([*head, *self.numbers.metrics, "reach_step", "reach_flops", *self.keys, "at_edge"])
+    def _why_none(self, finals: dict[str, Losses]) -> str:
+        """That no method can be ranked, and for which reasons, in a sentence."""
+        names: dict[str, list[str]] = {}
         for method in self.all:
-            losses = [self.just_before(method), self.just_after(method), self.after_steps(method), self.finals(method)]
-            reaches = {reach.seed: reach for reach in method.comparison.reaches} if method.comparison else {}
-            for status in self.statuses(method):
-                seed = status.run.seed
-                values = [table_of[seed] for table_of in losses]
-                values += [status.last(metric) for metric in self.numbers.metrics]
-                reach = reaches.get(seed)
-                step = "" if reach is None or reach.step is None else reach.step
-                flops = cell(reach.flops) if reach is not None else ""
-                tuned = [method.tuned.get(key, "") for key in self.keys]
-                row = [method.name, seed, *map(cell, values), step, flops, *tuned]
-                table.writerow([*row, " ".join(method.at_edge)])
-        return text.getvalue()
+            names.setdefault(why_unranked(method, finals[method.name]), []).append(method.name)
+        reasons = [f"{', '.join(each)} ({reason})" for reason, each in names.items()]
+        return f"No growth method has a loss to compare: {'; '.join(reasons)}."
 
-    def as_json(self) -> dict[str, Any]:
+    def _standing(self, papers: Method, ranked: list[str], finals: dict[str, Losses]) -> str:
+        """Where the paper's method stands, in a sentence."""
+        subject = f"the paper's method, {papers.name}{papers.noise}"
+        if papers.name not in ranked:
+            reason = why_unranked(papers, finals.get(papers.name, {}))
+            return f"{capital(subject)}, is not ranked ({reason})."
+        if papers.name == ranked[0]:
+            return f"That is {subject}."
+        place = f"number {ranked.index(papers.name) + 1} of {len(finals)}"
+        difference = compare(finals[ranked[0]], finals[papers.name], pairs=len(ranked) - 1)
+        return (
+            f"{capital(subject)}, does not end lowest: it is {place}, at {mean_of(finals[papers.name]):#.4g}; "
+            f"{ranked[0]} is {difference}."
+        )
+
+    def _against_scratch(self, finals: dict[str, Losses]) -> Iterator[str]:
+        """Which methods end lower than from scratch; each is compared, so each interval is corrected for all."""
+        if self.scratch is None or self.numbers.final(self.scratch) is None:
+            return
+        scratch = {each.run.seed: each.final for each in self.numbers.counted(self.scratch)}
+        outcomes: dict[str, list[str]] = {}
+        for name in rank(finals):
+            difference = compare(finals[name], scratch, pairs=len(finals))
+            outcome = difference.outcome
+            if len(difference.seeds) < 2:
+                outcome = f"{'below' if difference.mean > 0 else 'above'}, though {outcome}"
+            outcomes.setdefault(outcome, []).append(name)
+        text = "; ".join(f"{outcome}: {', '.join(names)}" for outcome, names in outcomes.items())
+        yield f"Against from scratch, {ranged(self.numbers.final(self.scratch))}: {text}."
+
+    # --- the table
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each method and seed."""
         rows = []
         for method in self.all:
-            costs = method.comparison.costs if method.comparison is not None else None
-            rows.append(
-                {
-                    "method": method.name,
-                    "is_papers": method.is_papers,
-                    "just_before": as_list(self.just_before(method)),
-                    "just_after": as_list(self.just_after(method)),
-                    f"after_{AFTER}": as_list(self.after_steps(method)),
-                    "final_loss": as_list(self.finals(method)),
-                    "validation_loss": as_list(self.validations(method)),
-                    "reach_steps": self.reach_steps(method),
-                    "reach_flops": None if costs is None else costs.upscaled,
-                    "base_flops": None if costs is None else costs.base,
-                    "tuned": method.tuned,
-                    "at_edge": method.at_edge,
-                }
-            )
-        return {"folder": str(self.folder), "verdict": self.verdict, "table": rows}
+            before, after = (self.at_growth(method, name) for name in ("loss_before", "loss_after"))
+            later, finals = self.after_steps(method), self.finals(method)
+            reaches = {reach.seed: reach for reach in method.comparison.reaches} if method.comparison else {}
+            for status in self.statuses(method):
+                seed, reach = status.run.seed, reaches.get(status.run.seed)
+                rows.append(
+                    {
+                        "method": method.name,
+                        "seed": seed,
+                        "loss_before": before[seed],
+                        "loss_just_after": after[seed],
+                        f"loss_after_{AFTER}": later[seed],
+                        "final_loss": finals[seed],
+                        **{metric: status.last(metric) for metric in self.numbers.metrics},
+                        "reach_step": None if reach is None else reach.step,
+                        "reach_flops": None if reach is None else reach.flops,
+                        **{key: method.tuned.get(key, "") for key in self.keys},
+                        "at_edge": " ".join(method.at_edge),
+                    }
+                )
+        return rows
 
 
-# --- words
-
-
-def ranking(table: dict[str, Losses]) -> list[str]:
-    """The names whose losses are all finite, the lowest mean first."""
-    means = {name: mean_of(losses) for name, losses in table.items()}
-    return sorted((name for name in means if math.isfinite(means[name])), key=means.__getitem__)
-
-
-def none_ranked(methods: list[Method], finals: dict[str, Losses]) -> str:
-    """That no method can be ranked, and for which reasons, in a sentence."""
-    names: dict[str, list[str]] = {}
-    for method in methods:
-        names.setdefault(why_unranked(method, finals[method.name]), []).append(method.name)
-    reasons = [f"{', '.join(each)} ({reason})" for reason, each in names.items()]
-    return f"No growth method has a loss to compare: {'; '.join(reasons)}."
+# --- words and numbers
 
 
 def why_unranked(method: Method, losses: Losses) -> str:
@@ -239,69 +227,19 @@ def why_unranked(method: Method, losses: Losses) -> str:
     return "all trials diverged" if method.has_no_best else "no run at the target size yet"
 
 
-def lowest(ranked: list[str], table: dict[str, Losses]) -> str:
+def lowest(arms: dict[str, Losses]) -> str:
     """Which one is the lowest, and by how much, in words."""
-    first = f"{ranked[0]} ends lowest, at {ranged(spread_of(table[ranked[0]]))}"
-    if len(ranked) == 1:
-        return first
-    second = table[ranked[1]]
-    next_one = f"{ranked[1]} is next, at {ranged(spread_of(second))}"
-    return f"{first}; {next_one}: {compared(ranked[0], table[ranked[0]], second)}"
-
-
-def standing(papers: Method, ranked: list[str], finals: dict[str, Losses]) -> str:
-    """Where the paper's method stands, in a sentence."""
-    subject = f"the paper's method, {papers.name}{papers.noise}"
-    if papers.name not in ranked:
-        return (
-            f"{subject[:1].upper()}{subject[1:]}, is not ranked ({why_unranked(papers, finals.get(papers.name, {}))})."
-        )
-    if papers.name == ranked[0]:
-        return f"That is {subject}."
-    place = f"number {ranked.index(papers.name) + 1} of {len(finals)}"
-    loss = mean_of(finals[papers.name])
-    return (
-        f"{subject[:1].upper()}{subject[1:]}, does not end lowest: it is {place}, at {loss:#.4g}; "
-        f"to {ranked[0]} {compared(ranked[0], finals[ranked[0]], finals[papers.name])}."
-    )
-
-
-def compared(name: str, low: Losses, high: Losses) -> str:
-    """The difference of two means, and whether it exceeds the spread over seeds, in words."""
-    difference = f"the difference is {mean_of(high) - mean_of(low):.3g}"
-    if min(len(low), len(high)) < 2:
-        return f"{difference}, and one seed proves nothing"
-    both = [seed for seed in low if seed in high]
-    lower = f"{sum(low[seed] < high[seed] for seed in both)} of {count(len(both), 'seed')}"
-    widest = max(range_of(low), range_of(high))
-    exceeds = "exceeds" if mean_of(high) - mean_of(low) > widest else "does not exceed"
-    return f"{difference}, which {exceeds} the spread over seeds ({widest:.2g}), and {name} is lower in {lower}"
-
-
-# --- numbers
-
-
-def mean_of(losses: Losses) -> float:
-    """Infinite without losses, or if a run diverged: a method is not to win by those that did not."""
-    values = list(losses.values())
-    return statistics.fmean(values) if values and all(map(math.isfinite, values)) else math.inf
-
-
-def range_of(losses: Losses) -> float:
-    return max(losses.values()) - min(losses.values())
-
-
-def spread_of(losses: Losses) -> Spread | None:
-    return spread(list(losses.values()))
+    first = rank(arms)[0]
+    text = f"{first} ends lowest, at {ranged(spread(list(arms[first].values())))}"
+    found = compare_best(arms, arms)
+    if found is None:
+        return text
+    _, second, difference = found
+    return f"{text}; {second} is next, at {ranged(spread(list(arms[second].values())))}: {first} is {difference}"
 
 
 def infinite_if_diverged(status: RunStatus, value: float) -> float:
     return math.inf if status.diverged else value
-
-
-def loss_at_growth(run: LoggedRun, name: str) -> float:
-    """The loss of the next batch just before or just after the last growth; NaN until the run has ended."""
-    return run.last_growth.get(name, math.nan)
 
 
 def loss_after_growth(run: LoggedRun) -> float:
@@ -309,14 +247,6 @@ def loss_after_growth(run: LoggedRun) -> float:
     end = (run.growths[-1] if run.growths else 0) + AFTER
     there = (run.steps > end - WINDOW) & (run.steps <= end)
     return float(np.mean(run.losses[there])) if there.any() else math.nan
-
-
-def is_edge(value: str, levels: list[Any]) -> bool:
-    """Whether values beyond this one were not tried. None are below zero."""
-    if len(levels) < 2 or not figures.is_ordered(levels):
-        return False
-    number = float(value)
-    return number == max(levels) or (number == min(levels) and number != 0)
 
 
 def is_zero(value: str) -> bool:
@@ -332,14 +262,3 @@ def shortened(value: str) -> str:
         return f"{float(value):.4g}"
     except ValueError:
         return value
-
-
-def cell(value: float) -> str:
-    """A loss as tables have it."""
-    if math.isnan(value):
-        return ""
-    return repr(value) if math.isfinite(value) else "diverged"
-
-
-def as_list(losses: Losses) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in losses.values()]

@@ -1,21 +1,16 @@
 """The results of an experiment of protocol midrun: runs that grow against fixed widths, at one budget."""
 
-import csv
-import io
 import math
 import re
-import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from mupscale.commands import figures
 from mupscale.commands.config import Config, callbacks_of
-from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
-from mupscale.commands.reporting.numbers import spread
+from mupscale.commands.reporting.compare import Difference, Losses, compare, compare_best, rank, spread
+from mupscale.commands.reporting.folders import ExperimentFolder
 from mupscale.commands.reporting.runs import LoggedRun
-from mupscale.commands.reporting.words import capital, count, ranged
+from mupscale.commands.reporting.words import capital, ranged
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
@@ -24,12 +19,6 @@ LOSSES: tuple[Loss, ...] = ("validation", "training")
 """The first one that all runs have decides."""
 
 BUDGETS = {"flops": "equal FLOPs", "seconds": "equal seconds"}
-
-T_TABLE = {
-    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 10: 2.228,
-    15: 2.131, 20: 2.086, 30: 2.042,
-}  # fmt: skip
-"""Student's t by degrees of freedom, at 5 % on both sides."""
 
 FIXED = ("wide", "middle", "narrow")
 
@@ -103,38 +92,33 @@ class Comparison:
     def fixed(self) -> list[Arm]:
         return [arm for arm in self.arms if arm.fixed]
 
+    def losses(self, arm: Arm, loss: Loss) -> Losses:
+        """By seed; infinite if a run diverged."""
+        return {run.seed: getattr(run, loss) for run in self.arms[arm]}
+
     def values(self, arm: Arm, loss: Loss) -> list[float]:
         """The losses of the runs that did not diverge."""
-        return [value for run in self.arms[arm] if math.isfinite(value := getattr(run, loss))]
-
-    def mean(self, arm: Arm, loss: Loss) -> float:
-        """Infinite if a run diverged: the arm is not to win by those that did not."""
-        values = [getattr(run, loss) for run in self.arms[arm]]
-        return statistics.fmean(values) if all(map(math.isfinite, values)) else math.inf
+        return [value for value in self.losses(arm, loss).values() if math.isfinite(value)]
 
     def has(self, loss: Loss) -> bool:
         return not any(math.isnan(getattr(run, loss)) for run in self.runs)
 
     def best(self, arms: list[Arm], loss: Loss) -> Arm | None:
-        finite = [arm for arm in arms if math.isfinite(self.mean(arm, loss))]
-        return min(finite, key=lambda arm: self.mean(arm, loss), default=None)
+        return next(iter(rank({arm: self.losses(arm, loss) for arm in arms})), None)
 
-    def margin(self, loss: Loss) -> "Margin | None":
-        """By how much growing is lower than the fixed widths; None if one of them has nothing to compare."""
-        growth, fixed = self.best(self.growths, loss), self.best(self.fixed, loss)
-        if growth is None or fixed is None:
-            return None
-        difference = self.mean(fixed, loss) - self.mean(growth, loss)
-        return Margin(growth, fixed, difference, self.values(growth, loss), self.values(fixed, loss))
+    def margin(self, loss: Loss) -> tuple[Arm, Arm, Difference] | None:
+        """The best growth, the best fixed width, and by how much growing is lower; None if a side has nothing."""
+        growths, fixed = ({arm: self.losses(arm, loss) for arm in arms} for arms in (self.growths, self.fixed))
+        return compare_best(growths, fixed)
 
     def verdict(self) -> list[str]:
-        """Who won, by how much, and how that compares with the spread over seeds, in sentences."""
+        """Who won, by how much, and whether that is clear, in sentences."""
         where = f"At {BUDGETS[self.budget]}, schedule {self.schedule}"
         margins = {loss: margin for loss in LOSSES if self.has(loss) and (margin := self.margin(loss)) is not None}
         if not margins:
             return [f"{where}: there is nothing to compare, because {self._hindrance()}."]
-        outcomes = ", ".join(f"by {loss} loss {margin.outcome}" for loss, margin in margins.items())
-        return [f"{where}: {outcomes}.", *(self._sentence(loss, margin) for loss, margin in margins.items())]
+        outcomes = ", ".join(f"by {loss} loss {outcome(margin[2])}" for loss, margin in margins.items())
+        return [f"{where}: {outcomes}.", *(self._sentence(loss, *margin) for loss, margin in margins.items())]
 
     def _hindrance(self) -> str:
         """Why there is no margin."""
@@ -145,74 +129,26 @@ class Comparison:
                 return f"each {kind} has a run that diverged"
         return "not all runs have logged a loss"
 
-    def _sentence(self, loss: Loss, margin: "Margin") -> str:
-        grown, fixed = (ranged(spread(self.values(arm, loss)), False) for arm in (margin.growth, margin.fixed))
+    def _sentence(self, loss: Loss, growth: Arm, fixed: Arm, difference: Difference) -> str:
+        ends = [ranged(spread(self.values(arm, loss)), False) for arm in (growth, fixed)]
         text = (
-            f"{capital(loss)} loss: the best growth, {margin.growth}, ends at {grown}, the best fixed width, "
-            f"{margin.fixed}, at {fixed}: growing is {margin.words}"
+            f"{capital(loss)} loss: the best growth, {growth}, ends at {ends[0]}, the best fixed width, {fixed}, at "
+            f"{ends[1]}: growing is {difference}"
         )
         wide = next((arm for arm in self.fixed if arm.fixed == "wide"), None)
-        if wide is not None and wide != margin.fixed and math.isfinite(self.mean(wide, loss)):
-            lower = self.mean(wide, loss) - self.mean(margin.growth, loss)
-            text += f"; {direction(lower)} than {wide} from scratch"
+        if wide is not None and wide != fixed and self.best([wide], loss) is not None:
+            others = compare(self.losses(growth, loss), self.losses(wide, loss), pairs=len(self.growths))
+            text += f"; than {wide} from scratch it is {others}"
         return f"{text}."
 
 
-@dataclass
-class Margin:
-    """The best run that grows against the best fixed width: the losses of each, by seed."""
-
-    growth: Arm
-    fixed: Arm
-    difference: float
-    """Of their means; positive if growing ends lower."""
-    grown_losses: list[float]
-    fixed_losses: list[float]
-
-    @property
-    def freedom(self) -> int:
-        """Degrees of freedom of the deviation."""
-        return len(self.grown_losses) + len(self.fixed_losses) - 2
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation over seeds, of both together; NaN if there is one seed of each."""
-        squares = 0.0
-        for losses in (self.grown_losses, self.fixed_losses):
-            squares += statistics.pvariance(losses) * len(losses)
-        return math.sqrt(squares / self.freedom) if self.freedom else math.nan
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether chance alone makes such a difference less than five times in a hundred (Student's t test)."""
-        error = self.deviation * math.sqrt(1 / len(self.grown_losses) + 1 / len(self.fixed_losses))
-        return bool(self.freedom) and abs(self.difference) > quantile(self.freedom) * error
-
-    @property
-    def outcome(self) -> str:
-        if not self.freedom:
-            return f"growing ends {'lower' if self.difference > 0 else 'higher'}, but one seed proves nothing"
-        if not self.is_clear:
-            return "growing and the best fixed width cannot be told apart"
-        return "growing wins" if self.difference > 0 else "growing loses"
-
-    @property
-    def words(self) -> str:
-        if not self.freedom:
-            return f"{direction(self.difference)} (one seed, so the spread is not known)"
-        times = abs(self.difference) / self.deviation if self.deviation else math.inf
-        seeds = count(min(len(self.grown_losses), len(self.fixed_losses)), "seed")
-        spread_words = f"{times:.1f} times the standard deviation over seeds ({self.deviation:.2g}, {seeds})"
-        return f"{direction(self.difference)}, {spread_words}"
-
-
-def quantile(freedom: int) -> float:
-    """Student's t that chance exceeds, in either direction, five times in a hundred; the nearest below in the table."""
-    return T_TABLE[max(each for each in T_TABLE if each <= freedom)]
-
-
-def direction(lower: float) -> str:
-    return f"lower by {abs(lower):.3g}" if lower > 0 else f"higher by {abs(lower):.3g}"
+def outcome(difference: Difference) -> str:
+    """Who wins, in words."""
+    if len(difference.seeds) < 2:
+        ends = "lower" if difference.mean > 0 else "higher"
+        return f"growing ends {ends}, but {difference.outcome}"
+    words = {"lower": "growing wins", "higher": "growing loses"}
+    return words.get(difference.outcome, "growing and the best fixed width cannot be told apart")
 
 
 class Midrun:
@@ -232,7 +168,11 @@ class Midrun:
                     if (folder / "result.json").is_file():
                         refuse_other_entry(entry)
                         self.runs.append(self._run(entry, LoggedRun(folder)))
-            self.edges = [edge for sweep in experiment.sweeps for edge in edges_of(sweep, self.metric)]
+            self.edges = [
+                f"{key} = {(sweep.best_trial(self.metric) or {})[key]} of {sweep.name}"
+                for sweep in experiment.sweeps
+                for key in sweep.edges(self.metric)
+            ]
             """Values that are the best of a sweep at the edge of its grid, in words."""
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
@@ -300,30 +240,35 @@ class Midrun:
     def metric(self) -> str:
         return str(self.description.get("metric", "last_epoch"))
 
-    def as_csv(self) -> str:
+    def rows(self) -> list[dict[str, Any]]:
         """A row for each run and budget."""
-        text = io.StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        head = ["schedule", "budget", "arm", "width", "noise", "share", "seed", "training_loss", "validation_loss"]
-        head += ["grown_at_step", "steps", "epochs", "lr", "lr_after", "noise_level", "flops", "seconds"]
-        table.writerow([*head, "pause_seconds"])
+        rows = []
         for comparison in self.comparisons:
             for arm, runs in comparison.arms.items():
                 for run in runs:
-                    table.writerow([comparison.schedule, comparison.budget, *cells(arm, run)])
-        return text.getvalue()
-
-
-def edges_of(sweep: SweepFolder, metric: str) -> list[str]:
-    """The axes of more than two numbers whose least or largest value the best trial has, in words."""
-    best = sweep.best_trial(metric)
-    if best is None:
-        return []
-    answer = []
-    for key, levels in sweep.axes.items():
-        if len(levels) > 2 and figures.is_ordered(levels) and float(best[key]) in (min(levels), max(levels)):
-            answer.append(f"{key} = {best[key]} of {sweep.name}")
-    return answer
+                    rows.append(
+                        {
+                            "schedule": comparison.schedule,
+                            "budget": comparison.budget,
+                            "arm": str(arm),
+                            "width": width_name(arm.width),
+                            "noise": arm.noise,
+                            "share": None if arm.fixed else arm.share,
+                            "seed": run.seed,
+                            "training_loss": run.training,
+                            "validation_loss": run.validation,
+                            "grown_at_step": run.at_step,
+                            "steps": run.steps,
+                            "epochs": run.epochs,
+                            "lr": run.lr,
+                            "lr_after": run.lr_after,
+                            "noise_level": run.level,
+                            "flops": run.flops,
+                            "seconds": run.seconds,
+                            "pause_seconds": run.pause,
+                        }
+                    )
+        return rows
 
 
 def checked_costs(costs: Any) -> dict[str, Any]:
@@ -343,18 +288,6 @@ def refuse_other_entry(entry: dict[str, Any]) -> None:
         raise ValueError(f"experiment.json has the run {entry!r}")
     if not isinstance(entry.get("share", 0.0), float):
         raise ValueError(f"experiment.json has the share {entry['share']!r}")
-
-
-def cells(arm: Arm, run: MidrunRun) -> Iterator[Any]:
-    """The cells of a run in midrun.csv, from its arm on."""
-    share = "" if arm.fixed else arm.share
-    values = [run.training, run.validation, run.at_step, run.steps, run.epochs, run.lr, run.lr_after, run.level]
-    yield from [str(arm), width_name(arm.width), arm.noise, share, run.seed]
-    for value in [*values, run.flops, run.seconds, run.pause]:
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            yield ""
-        else:
-            yield "diverged" if isinstance(value, float) and math.isinf(value) else repr(value)
 
 
 def width_name(width: Any) -> str:

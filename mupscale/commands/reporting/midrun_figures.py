@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mupscale.commands import figures
+from mupscale.commands.reporting.compare import Spread, spread
 from mupscale.commands.reporting.midrun import (
     BUDGETS,
     FIXED,
@@ -18,7 +19,6 @@ from mupscale.commands.reporting.midrun import (
     MidrunRun,
     width_name,
 )
-from mupscale.commands.reporting.numbers import Spread, spread
 from mupscale.commands.reporting.runs import FloatArray
 from mupscale.commands.reporting.windows import FEWEST, SHARE, finite_losses, trailing_means
 
@@ -35,9 +35,8 @@ SHOWN_FROM = 0.1
 """The share of the budget from which on all of the fixed widths' curves are shown: losses before are far higher."""
 
 
-def write_midrun(midrun: Midrun, folder: Path, name: str) -> list[Path]:
-    """Writes the table of runs, and two figures for each schedule; returns the PNGs."""
-    (folder / f"{name}.csv").write_text(midrun.as_csv())
+def draw_midrun(midrun: Midrun, folder: Path, name: str) -> list[Path]:
+    """Draws two figures for each schedule; returns the PNGs."""
     drawn = []
     for schedule, comparisons in midrun.schedules.items():
         drawn.append(draw_ends(folder / f"{name}_{schedule}", comparisons)[0])

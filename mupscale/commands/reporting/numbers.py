@@ -2,31 +2,15 @@
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from mupscale.commands.reporting.compare import Difference, Spread, compare, spread
 from mupscale.commands.reporting.folders import Found, SweepFolder
 from mupscale.commands.reporting.groups import Group, grows, init_from
 from mupscale.commands.reporting.runs import FloatArray, LoggedRun
 from mupscale.commands.reporting.windows import Windows, windows_of
 from mupscale.flops import first_reach, speedup
-
-
-class Spread(NamedTuple):
-    """A mean over runs, and its range."""
-
-    mean: float
-    low: float
-    high: float
-    runs: int
-
-
-def spread(values: Sequence[float]) -> Spread | None:
-    """The mean and range of the finite values; None if there are none."""
-    finite = [value for value in values if math.isfinite(value)]
-    return Spread(statistics.fmean(finite), min(finite), max(finite), len(finite)) if finite else None
-
 
 # --- runs
 
@@ -151,6 +135,8 @@ class Comparison:
 
     upscaled: Group
     scratch: Group
+    candidates: int
+    """Among how many groups from scratch this one ends lowest."""
     reaches: list[Reach] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     costs: Costs | None = None
@@ -206,6 +192,16 @@ class Numbers:
     def last(self, group: Group, metric: str) -> Spread | None:
         return spread([status.last(metric) for status in self.counted(group)])
 
+    def difference(self, comparison: Comparison, metric: str = "") -> Difference:
+        """By how much the upscaled group ends lower, in its final loss or in a validation metric, seed by seed."""
+        ours, theirs = (self._by_seed(group, metric) for group in (comparison.upscaled, comparison.scratch))
+        return compare(ours, theirs, pairs=comparison.candidates)
+
+    def _by_seed(self, group: Group, metric: str) -> dict[Any, float]:
+        """Of several runs of one seed the first counts."""
+        statuses = reversed(self.counted(group))
+        return {each.run.seed: each.last(metric) if metric else each.final for each in statuses}
+
     def flops(self, group: Group) -> Spread | None:
         return spread([status.flops for status in self.counted(group)])
 
@@ -229,9 +225,13 @@ def compute_numbers(found: Found, groups: list[Group]) -> Numbers:
             trials = f"{each.uncounted} of {each.trials} trials of {each.sweep.name}"
             numbers.notes.append(f"{trials} have logged no FLOPs, or are gone: tuning cost more than is said.")
     for upscaled in (group for group in groups if group.role == "upscaled"):
-        scratch = counterpart(upscaled, groups, numbers)
-        if scratch is not None:
-            numbers.comparisons.append(compare(upscaled, scratch, groups, numbers))
+        width = upscaled.end_width
+        candidates = [group for group in groups if group.role == "scratch" and group.end_width == width]
+        if candidates:
+            scratch = min(candidates, key=lambda group: final.mean if (final := numbers.final(group)) else math.inf)
+            comparison = Comparison(upscaled, scratch, len(candidates))
+            complete(comparison, groups, numbers)
+            numbers.comparisons.append(comparison)
     return numbers
 
 
@@ -264,19 +264,9 @@ def add_statuses(group: Group, numbers: Numbers) -> None:
             numbers.notes.append(f"{name} has no full window of {numbers.windows.length} yet.")
 
 
-def counterpart(upscaled: Group, groups: list[Group], numbers: Numbers) -> Group | None:
-    """The from-scratch group of an upscaled one's width; of several, the one that ends lowest."""
-
-    def end(group: Group) -> float:
-        final = numbers.final(group)
-        return final.mean if final else math.inf
-
-    candidates = [group for group in groups if group.role == "scratch" and group.end_width == upscaled.end_width]
-    return min(candidates, key=end, default=None)
-
-
-def compare(upscaled: Group, scratch: Group, groups: list[Group], numbers: Numbers) -> Comparison:
-    comparison = Comparison(upscaled, scratch)
+def complete(comparison: Comparison, groups: list[Group], numbers: Numbers) -> None:
+    """Adds to a comparison when its runs reach the minimum from scratch, what that costs, and notes."""
+    upscaled, scratch = comparison.upscaled, comparison.scratch
     pairs = []
     for run in upscaled.not_diverged:
         partner = scratch.of_seed(run.seed)
@@ -292,18 +282,18 @@ def compare(upscaled: Group, scratch: Group, groups: list[Group], numbers: Numbe
     alone = [run.seed for run in scratch.not_diverged if upscaled.of_seed(run.seed) is None]
     if alone:
         comparison.notes.append(f"No {upscaled.name} run for seed {', '.join(map(str, alone))} of {scratch.name}.")
-    if comparison.reached:
-        base, missing = base_cost([ours.run for ours, _ in pairs], groups, numbers)
-        comparison.notes += missing
-        costs = Costs(
-            scratch=statistics.fmean(theirs.flops for _, theirs in pairs),
-            upscaled=statistics.fmean(reach.flops for reach in comparison.reaches),
-            tuning=tuning_cost(upscaled, numbers),
-            base=base,
-        )
-        if math.isfinite(costs.scratch) and math.isfinite(costs.upscaled):
-            comparison.costs = costs
-    return comparison
+    if not comparison.reached:
+        return
+    base, missing = base_cost([ours.run for ours, _ in pairs], groups, numbers)
+    comparison.notes += missing
+    costs = Costs(
+        scratch=statistics.fmean(theirs.flops for _, theirs in pairs),
+        upscaled=statistics.fmean(reach.flops for reach in comparison.reaches),
+        tuning=tuning_cost(upscaled, numbers),
+        base=base,
+    )
+    if math.isfinite(costs.scratch) and math.isfinite(costs.upscaled):
+        comparison.costs = costs
 
 
 def reach_of(ours: RunStatus, theirs: RunStatus, windows: Windows) -> Reach:

@@ -5,11 +5,12 @@ import io
 import math
 from typing import Any
 
+from mupscale.commands.reporting.compare import Difference, Spread, spread
 from mupscale.commands.reporting.folders import Found
 from mupscale.commands.reporting.groups import Group
 from mupscale.commands.reporting.methods import Methods
 from mupscale.commands.reporting.midrun import Midrun
-from mupscale.commands.reporting.numbers import Comparison, Numbers, Reach, RunStatus, Spread, spread
+from mupscale.commands.reporting.numbers import Comparison, Numbers, Reach, RunStatus
 from mupscale.commands.reporting.words import COST_LABELS, verdicts
 
 
@@ -48,7 +49,7 @@ def as_json(
         }
         for group in groups
     ]
-    summary["comparisons"] = [comparison_as_json(comparison) for comparison in numbers.comparisons]
+    summary["comparisons"] = [comparison_as_json(comparison, numbers) for comparison in numbers.comparisons]
     summary["tuning"] = [
         {
             "sweep": each.sweep.name,
@@ -60,12 +61,15 @@ def as_json(
         for each in numbers.tuning
     ]
     if methods:
-        summary["methods"] = [each.as_json() for each in methods]
-    summary["runs"] = [row(status, numbers) for status in numbers.statuses]
+        summary["methods"] = [
+            {"folder": str(each.folder), "verdict": each.verdict, "table": list(map(finite_row, each.rows()))}
+            for each in methods
+        ]
+    summary["runs"] = list(map(finite_row, run_rows(numbers)))
     return summary
 
 
-def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
+def comparison_as_json(comparison: Comparison, numbers: Numbers) -> dict[str, Any]:
     reaches = comparison.reaches
     steps = [float(reach.step) for reach in reaches if reach.step is not None]
     epochs = [float(reach.epoch) for reach in reaches if reach.epoch is not None]
@@ -78,6 +82,7 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "upscaled": comparison.upscaled.name,
         "scratch": comparison.scratch.name,
+        "difference": difference_as_json(numbers.difference(comparison)),
         "reach": [reach_as_json(reach) for reach in reaches],
         "all_reach": comparison.reached,
         "reach_step": span(spread(steps)) if comparison.reached else None,
@@ -98,34 +103,52 @@ def reach_as_json(reach: Reach) -> dict[str, Any]:
     }
 
 
-def as_csv(numbers: Numbers) -> str:
-    """A row for each run."""
+def difference_as_json(difference: Difference) -> dict[str, Any]:
+    return finite_row({**difference._asdict(), "outcome": difference.outcome})
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    """A table of rows with the same keys. What is missing or not a number is an empty cell."""
     text = io.StringIO()
-    rows = [row(status, numbers) for status in numbers.statuses]
-    table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
+    if rows:
+        table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows({name: cell(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
 
 
-def row(status: RunStatus, numbers: Numbers) -> dict[str, Any]:
-    run, reach = status.run, reach_of_run(status, numbers)
-    return {
-        "group": status.group.name,
-        "seed": run.seed,
-        "folder": str(run.folder),
-        "start_width": run.start_width,
-        "width": run.end_width,
-        "steps": run.last_step,
-        "state": status.state,
-        "final_loss": finite(status.final),
-        "min_loss": finite(float(status.losses.min())) if len(status.losses) else None,
-        **{metric: finite(status.last(metric)) for metric in numbers.metrics},
-        "flops": finite(status.flops),
-        "reach_step": reach.step if reach else None,
-        "reach_epoch": reach.epoch if reach else None,
-        "reach_flops": finite(reach.flops) if reach else None,
-    }
+def cell(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    if math.isnan(value):
+        return ""
+    return repr(value) if math.isfinite(value) else "diverged"
+
+
+def run_rows(numbers: Numbers) -> list[dict[str, Any]]:
+    """A row for each run."""
+    rows = []
+    for status in numbers.statuses:
+        run, reach = status.run, reach_of_run(status, numbers)
+        rows.append(
+            {
+                "group": status.group.name,
+                "seed": run.seed,
+                "folder": str(run.folder),
+                "start_width": run.start_width,
+                "width": run.end_width,
+                "steps": run.last_step,
+                "state": status.state,
+                "final_loss": status.final,
+                "min_loss": float(status.losses.min()) if len(status.losses) else None,
+                **{metric: status.last(metric) for metric in numbers.metrics},
+                "flops": status.flops,
+                "reach_step": reach.step if reach else None,
+                "reach_epoch": reach.epoch if reach else None,
+                "reach_flops": reach.flops if reach else None,
+            }
+        )
+    return rows
 
 
 def reach_of_run(status: RunStatus, numbers: Numbers) -> Reach | None:
@@ -138,6 +161,11 @@ def reach_of_run(status: RunStatus, numbers: Numbers) -> Reach | None:
 
 def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def finite_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without numbers that JSON lacks."""
+    return {name: finite(value) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def span(values: Spread | None) -> dict[str, Any] | None:

@@ -3,8 +3,9 @@
 import math
 
 from mupscale.commands import figures
+from mupscale.commands.reporting.compare import Difference, Spread, spread
 from mupscale.commands.reporting.groups import Group
-from mupscale.commands.reporting.numbers import Comparison, CostKind, Numbers, Spread, spread
+from mupscale.commands.reporting.numbers import Comparison, CostKind, Numbers
 from mupscale.commands.reporting.runs import LoggedRun
 
 COST_LABELS: dict[CostKind, str] = {
@@ -111,7 +112,7 @@ def verdict(comparison: Comparison, numbers: Numbers) -> list[str]:
     in_progress = numbers.so_far(upscaled) or numbers.so_far(scratch)
     ends = "stands at" if in_progress else "ends at"
     losses = f"{capital(upscaled.name)} {ends} {ranged(ours)}, {scratch.name} at {ranged(theirs)}"
-    sentences = [f"{losses}: {difference(ours, theirs)}."]
+    sentences = [f"{losses}: {numbers.difference(comparison).words(theirs.mean)}."]
     for group in (upscaled, scratch):
         diverged = len(group.runs) - len(group.not_diverged)
         if diverged:
@@ -124,29 +125,17 @@ def verdict(comparison: Comparison, numbers: Numbers) -> list[str]:
         a, b = numbers.last(upscaled, metric), numbers.last(scratch, metric)
         if a is not None and b is not None:
             values = f"{ranged(a, False)} against {ranged(b, False)}"
-            sentences.append(f"{capital(metric_name(metric))} {ends} {values}{judgement(metric, a, b)}.")
+            verdict_words = judgement(metric, numbers.difference(comparison, metric))
+            sentences.append(f"{capital(metric_name(metric))} {ends} {values}: {verdict_words}.")
     return sentences
 
 
-def difference(ours: Spread, theirs: Spread) -> str:
-    """`lower by 58 %`; and whether the ranges overlap."""
-    if ours.mean == theirs.mean:
-        return "the same"
-    share = abs(theirs.mean - ours.mean) / abs(theirs.mean) if theirs.mean else math.inf
-    percent = f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
-    overlap = ours.low <= theirs.high and theirs.low <= ours.high and max(ours.runs, theirs.runs) > 1
-    text = f"lower by {percent}" if ours.mean < theirs.mean else f"not lower but higher, by {percent}"
-    return f"{text}, though the ranges overlap" if overlap else text
-
-
-def judgement(metric: str, ours: Spread, theirs: Spread) -> str:
-    """Whether ours is better, if the metric's name says which direction is."""
+def judgement(metric: str, difference: Difference) -> str:
+    """The difference, and whether ours is better, if that is clear and the metric's name says which direction is."""
     direction = figures.higher_is_better(metric)
-    if direction is None:
-        return ""
-    if ours.mean == theirs.mean:
-        return ": the same"
-    return ": better" if (ours.mean > theirs.mean) == direction else ": worse"
+    if direction is None or not difference.is_clear:
+        return str(difference)
+    return f"{difference}, {'better' if (difference.mean < 0) == direction else 'worse'}"
 
 
 def reach_sentence(comparison: Comparison, numbers: Numbers) -> str:

@@ -1,0 +1,436 @@
+"""The sections of a report: sentences, tables and pictures on runs, growth methods, optima and sweeps."""
+
+import csv
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mupscale.commands.config import brief
+from mupscale.commands.figures import LIGHT
+from mupscale.commands.reporting.compare import Losses, spread
+from mupscale.commands.reporting.draw import ReportFigure, place_of
+from mupscale.commands.reporting.folders import ExperimentFolder, Found, SweepFolder
+from mupscale.commands.reporting.groups import Group, differing
+from mupscale.commands.reporting.methods import AFTER, WINDOW, Method, Methods
+from mupscale.commands.reporting.midrun import BUDGETS, LOSSES, Midrun, mean_text
+from mupscale.commands.reporting.numbers import Comparison, Numbers, width_range
+from mupscale.commands.reporting.page import (
+    Cell,
+    Details,
+    Picture,
+    Section,
+    Table,
+    Tile,
+    data_uri,
+    make_table,
+    read_pictures,
+)
+from mupscale.commands.reporting.words import (
+    COST_LABELS,
+    duration,
+    metric_name,
+    number,
+    ranged,
+    teraflops,
+    time_to_reach,
+    times,
+)
+
+LONG_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]{5,}(e-?[0-9]+)?")
+
+SWEEP_FIGURES = ("heatmap", "profile", "scatter", "curves")
+
+COSTS = (
+    "Training FLOPs as the runs logged them: matrix products forward and backward, none for a gradient of the data; "
+    "means over seeds. “From scratch” is its whole training. Where the base model is there already its training is no "
+    "cost; where it is trained once and for this alone, it is."
+)
+TUNING = (
+    "Tuning is every trial of every sweep below{but}, charged to the upscaled run alone, though the run from scratch "
+    "uses it, too."
+)
+DRIFT = (
+    "Each optimum is the lowest point of a parabola through the best value of the grid and its neighbours, over the "
+    "logarithm of the value; at the edge of the grid, or beside a run that diverged, it is the best value itself. The "
+    "exponent is the slope of a line through them, logarithm over logarithm of the width before the growth; its error "
+    "is one standard error."
+)
+EDGE = (
+    "A value is at the edge if it is the least or largest of a grid of three or more, or beside one that diverged: "
+    "better ones may lie beyond. No noise is no edge."
+)
+
+
+# --- runs
+
+
+def result_sections(
+    groups: list[Group], numbers: Numbers, figures: list[ReportFigure], has_methods: bool
+) -> Iterator[Section]:
+    """Curves, ends, when upscaled runs reach the minimum from scratch, costs and tuning."""
+    yield Section(
+        "Curves",
+        legend=[key(group, groups) for group in groups],
+        pictures=[Picture(data_uri(each.png), each.title, data_uri(each.dark), each.caption) for each in figures],
+        fine=[" ".join(curve_notes(numbers))],
+    )
+    yield Section("Ends", tables=[("", end_table(groups, numbers))])
+    for comparison in numbers.comparisons:
+        if comparison.reaches:
+            yield reach_section(comparison, numbers)
+    for comparison in numbers.comparisons:
+        if comparison.costs is not None:
+            rows = [[COST_LABELS[row.kind], teraflops(row.flops), times(row.factor)] for row in comparison.costs.rows()]
+            tuning = TUNING.format(but=" but those of other growth methods" if has_methods else "")
+            fine = COSTS if comparison.costs.tuning is None else f"{COSTS} {tuning}"
+            table = make_table(["charged", "TFLOPs", "speed-up"], rows)
+            yield Section(heading("Costs", comparison, numbers), tables=[("", table)], fine=[fine])
+    if numbers.tuning:
+        yield tuning_section(numbers)
+
+
+def curve_notes(numbers: Numbers) -> Iterator[str]:
+    """How the losses of curves and tables are averaged."""
+    intervals = {status.run.interval for status in numbers.statuses}
+    every = f", every {intervals.pop()} steps" if len(intervals) == 1 else ""
+    yield f"Training losses are means over {numbers.windows.length} of the losses that were logged{every}."
+    if numbers.per_epoch:
+        yield f"An epoch is {numbers.per_epoch:,} steps."
+    if numbers.recorded:
+        window = numbers.recorded.removeprefix("last_").replace("%", " % of steps")
+        yield f"Final losses are means over every step of the last {window}, as the runs recorded them."
+    else:
+        yield "Final losses are those of the last window."
+    yield "Axes are cut so that differences show, and then say so."
+
+
+def tiles(groups: list[Group], numbers: Numbers) -> list[Tile]:
+    """Where each group ends, and what the first comparison saved."""
+    answer = []
+    for group in groups[:6]:
+        final = numbers.final(group)
+        value = number(final.mean) if final else "diverged"
+        detail = f"{number(final.low)}–{number(final.high)}" if final and final.runs > 1 else "final training loss"
+        answer.append(Tile(group.name, value, detail, colour_class(group, groups)))
+    costs = numbers.comparisons[0].costs if numbers.comparisons else None
+    savings = costs.factor("upscaled") if costs else None
+    with_base = costs.factor("base") if costs else None
+    if savings is not None:
+        detail = f"{times(with_base)} with the base model" if with_base else "to reach from scratch's minimum"
+        answer.append(Tile("savings", times(savings), detail))
+    return answer
+
+
+def end_table(groups: list[Group], numbers: Numbers) -> Table:
+    """Where the groups end."""
+    head = ["", "seeds", "final training loss", *(metric_name(metric) for metric in numbers.metrics), "TFLOPs"]
+    rows: list[list[str | Cell]] = []
+    for group in groups:
+        counted = numbers.counted(group)
+        final = ranged(numbers.final(group), False) if counted else "diverged"
+        validation = [ranged(numbers.last(group, metric), False) for metric in numbers.metrics]
+        cost = numbers.flops(group)
+        flops = teraflops(cost.mean) if cost else "—"
+        rows.append([key(group, groups), str(len(counted)), final, *validation, flops])
+    return make_table(head, rows)
+
+
+def reach_section(comparison: Comparison, numbers: Numbers) -> Section:
+    """When each upscaled run comes down to the minimum from scratch."""
+    in_epochs = numbers.windows.epochs
+    rows = []
+    for reach in comparison.reaches:
+        row = [str(reach.seed), number(reach.target)]
+        if reach.step is None:
+            row += [f"not within {duration(reach.of_steps, numbers)}", "—"]
+            row += ["—"] if in_epochs else []
+        else:
+            row += [f"{reach.epoch:,}"] if in_epochs else []
+            row += [f"{reach.step:,}", teraflops(reach.flops)]
+        rows.append(row)
+    head = ["seed", "minimum from scratch", *(["epoch"] if in_epochs else []), "step", "TFLOPs"]
+    text = (
+        f"When {comparison.upscaled.name} first comes down to the minimum training loss from scratch with the same "
+        "seed. "
+    )
+    text += f"On average after {time_to_reach(comparison, numbers)}." if comparison.reached else "Not with every seed."
+    return Section(heading("Reach", comparison, numbers), [text], tables=[("", make_table(head, rows))])
+
+
+def tuning_section(numbers: Numbers) -> Section:
+    """What each sweep has cost."""
+    rows = []
+    for each in numbers.tuning:
+        ratio = times(each.ratio) if each.ratio else "—"
+        rows.append([each.sweep.name, each.width or "—", f"{each.trials:,}", teraflops(each.flops), ratio])
+    table = make_table(["sweep", "width", "trials", "TFLOPs", "F(kn) / F(kn₀)"], rows)
+    target = next((each.target for each in numbers.tuning if each.target), "")
+    ratio = f"F(kn) / F(kn₀): how many times cheaper a tuning run is than one at the target, {target}."
+    return Section("Tuning", tables=[("", table)], fine=[ratio] if target else [])
+
+
+def run_sections(groups: list[Group], numbers: Numbers) -> Iterator[Section]:
+    """Every run, and the configurations of the groups."""
+    metrics = [metric_name(metric) for metric in numbers.metrics]
+    rows: list[list[str | Cell]] = []
+    for status in numbers.statuses:
+        run = status.run
+        validation = [number(status.last(metric)) for metric in numbers.metrics]
+        values = [str(run.seed), width_range(run), status.state, number(status.final), *validation]
+        rows.append([key(status.group, groups), *values, teraflops(status.flops), str(run.folder)])
+    head = ["", "seed", "width", "state", "final loss", *metrics, "TFLOPs", "folder"]
+    yield Section("Runs", tables=[("", make_table(head, rows))])
+    differences = [[name, *(brief(value) for value in values)] for name, values in differing(groups)]
+    table = make_table(["key", *(group.name for group in groups)], differences, is_code=True)
+    files = []
+    for group in groups:
+        run = group.runs[0]
+        files.append(Details(f"{group.name}: config.yaml of {run.folder}", run.text))
+    text = [] if differences else ["There is one group of runs."]
+    yield Section("Configuration", text, tables=[("", table)] if differences else [], details=files)
+
+
+# --- growth methods
+
+
+def methods_section(methods: Methods, groups: list[Group]) -> Section:
+    """Growth methods, those that end lowest first, and then from scratch."""
+    numbers, labels = methods.numbers, short_keys(methods.keys)
+    metrics = [metric_name(metric) for metric in numbers.metrics]
+    head = ["method", "seeds", "just after", f"after {AFTER} steps", "final training loss", *metrics]
+    head += ["step of reach", "TFLOPs until then", "… and the base", *labels, "at the edge"]
+    rows: list[list[str | Cell]] = []
+    for method in methods.all:
+        losses = [methods.at_growth(method, "loss_after"), methods.after_steps(method), methods.finals(method)]
+        validation = [ranged(numbers.last(method.group, metric), False) for metric in numbers.metrics if method.group]
+        cells = [str(len(losses[0])), *map(losses_text, losses), *(validation or ["—" for _ in metrics])]
+        cells += [*reach_cells(methods, method), *(method.tuned.get(key, "—") for key in methods.keys)]
+        colour = colour_class(method.group, groups) if method.group else ""
+        edges = [label for key, label in zip(methods.keys, labels, strict=True) if key in method.at_edge]
+        rows.append([Cell(method.name, colour), *cells, ", ".join(edges) or "no"])
+    if methods.scratch is not None:
+        scratch = methods.scratch
+        validation = [ranged(numbers.last(scratch, metric), False) for metric in numbers.metrics]
+        cells = [str(len(numbers.counted(scratch))), "—", "—", ranged(numbers.final(scratch), False), *validation]
+        flops = numbers.flops(scratch)
+        cells += ["—", teraflops(flops.mean) if flops else "—", "—", *("—" for _ in labels), ""]
+        rows.append([key(scratch, groups), *cells])
+    grown = next((method for method in methods.all if method.group), None)
+    before = ranged(spread(list(methods.at_growth(grown, "loss_before").values()))) if grown else "—"
+    fine = (
+        "Losses are means over seeds with their ranges, the lowest final loss first. Each method has the values that "
+        "are best for it at the small size; all were given the same grid. “Just after” is the loss of the first batch "
+        f"on the wide network, before any step; just before the growth it is {before}. “After {AFTER} steps” is the "
+        f"mean of the losses logged in the {WINDOW} steps up to then. “Step of reach” is when a method comes down to "
+        "the minimum training loss from scratch with the same seed, and how many times cheaper that is than from "
+        "scratch stands in brackets. What a method learns from batches before it grows, as LiGO does, is not charged. "
+        f"{EDGE}"
+    )
+    return Section(f"Growth methods: {methods.folder.name}", tables=[("", make_table(head, rows))], fine=[fine])
+
+
+def short_keys(keys: list[str]) -> list[str]:
+    """The last parts of keys, or the whole keys if these are not distinct."""
+    labels = [key.rpartition(".")[2] for key in keys]
+    return labels if len(set(labels)) == len(keys) else keys
+
+
+def losses_text(losses: Losses) -> str:
+    """The mean and the range of losses, and how many runs diverged."""
+    diverged = sum(math.isinf(loss) for loss in losses.values())
+    text = ranged(spread(list(losses.values())), False)
+    if not diverged:
+        return text
+    return f"{text}, {diverged} diverged" if diverged < len(losses) else "diverged"
+
+
+def reach_cells(methods: Methods, method: Method) -> list[str]:
+    """When a method reaches from-scratch's minimum, and what that costs without and with the base model."""
+    steps = methods.reach_steps(method)
+    reached = [float(step) for step in steps if step is not None]
+    if not steps or len(reached) < len(steps):
+        return [f"in {len(reached)} of {len(steps)} seeds" if reached else "not reached" if steps else "—", "—", "—"]
+    low, high = min(reached), max(reached)
+    span = f" ({low:,.0f}–{high:,.0f})" if low < high else ""
+    costs = []
+    for kind in ("upscaled", "base"):
+        known = method.comparison.costs.rows() if method.comparison and method.comparison.costs else []
+        row = next((row for row in known if row.kind == kind), None)
+        costs.append(f"{teraflops(row.flops)} ({times(row.factor)})" if row else "—")
+    return [f"{sum(reached) / len(reached):,.0f}{span}", *costs]
+
+
+# --- protocols transfer and midrun
+
+
+def transfer_section(experiment: ExperimentFolder) -> Section:
+    """The optima by width, and how they drift, from the tables of the experiment."""
+    title = f"Optima by width: {experiment.folder.name}"
+    images = read_pictures([experiment.folder / "transfer.png"])
+    path, drifts = (experiment.folder / name for name in ("transfer.csv", "drift.csv"))
+    if not path.is_file():
+        return Section(title, ["Not finished: it has no transfer.csv."], pictures=images, has_wide_pictures=True)
+    head, rows = read_table(path)
+    optima = [row[:-1] for row in rows if row[-1] == "*"]
+    tables = [("", make_table(head[:-1], optima))]
+    if drifts.is_file():
+        tables.append(("Drift with the width", make_table(*read_table(drifts))))
+    details = [Details(f"all {len(rows)} trials; those above are the optima", make_table(head, rows))]
+    fine = [DRIFT] if drifts.is_file() else []
+    return Section(title, pictures=images, has_wide_pictures=True, tables=tables, fine=fine, details=details)
+
+
+def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
+    """The head of a CSV file, and its rows with short numbers."""
+    with path.open(newline="") as file:
+        head, *lines = csv.reader(file)
+    return head, [[short_decimal(cell) for cell in line] for line in lines]
+
+
+def short_decimal(cell: str) -> str:
+    return f"{float(cell):.5g}" if LONG_DECIMAL.fullmatch(cell) else cell
+
+
+def midrun_section(midrun: Midrun, drawn: list[Path]) -> Section:
+    """Runs that grow and fixed widths at one budget, and what is charged."""
+    costs, arms = midrun.costs, arm_table(midrun)
+    tables, fine = [], []
+    if arms.rows:
+        tables.append(("", arms))
+        fine.append(" ".join(loss_notes(midrun)))
+    if costs:
+        tables.append(("What is charged", step_table(costs)))
+        fine += [" ".join(cost_notes(costs)), " ".join(tuning_notes(midrun))]
+    return Section(
+        f"Growing in the middle: {midrun.folder.name}",
+        [f"{midrun.missing} runs are not finished."] if midrun.missing else [],
+        pictures=read_pictures(drawn) if arms.rows else [],
+        has_wide_pictures=True,
+        tables=tables,
+        fine=fine,
+    )
+
+
+def loss_notes(midrun: Midrun) -> Iterator[str]:
+    yield (
+        "Lines are means over seeds, bands the range from the lowest to the highest. Curves are running means; of runs "
+        "that grow, those with the noise that ends lowest, from the growth on."
+    )
+    metric = midrun.metric.replace("_", " ").replace("%", " % of steps")
+    if metric.startswith("last "):
+        yield f"Training losses are means over every step of the {metric} of each run,"
+        yield "validation losses those after its last step."
+    else:
+        yield f"Validation losses are those after the last step. The runs recorded {metric}, and no training losses."
+
+
+def cost_notes(costs: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"The budget is what {costs['steps']:,} steps of the wide width cost, in FLOPs or in seconds. A run that grows "
+        "has spent its share of it on narrow steps, and spends the rest on wide ones. FLOPs are all matrix products of "
+        "a step, forward and backward, those of attention too; none for a gradient of the data."
+    )
+    if costs.get("timed_steps"):
+        yield (
+            "Seconds are those of training steps as a single run takes them, data and logging included, measured over "
+            f"{costs['timed_steps']} steps of each width ({costs.get('device', '')}), the first fifth left out. Not "
+            "charged: the start and the compilation, which the table above has, once more after a growth; the pause of "
+            "the swap, in the table of runs; validations and checkpoints."
+        )
+
+
+def tuning_notes(midrun: Midrun) -> Iterator[str]:
+    shares = midrun.description.get("tuned_at") or midrun.description.get("shares") or []
+    tuned_at = ", ".join(f"{100 * share:g} %" for share in shares)
+    yield (
+        "Learning rates are tuned at the small size, at equal FLOPs and with the first seed: for each fixed width by "
+        f"sweep_1 at its small counterpart, and for each noise by sweep_2, which grows after {tuned_at} of the budget. "
+        "A run that grows has the rate of the narrow width until then. Runs at equal seconds take the values of equal "
+        "FLOPs. Tuning is not charged to anybody. Schedules run over the steps of a run, whatever it spends on each."
+    )
+    if midrun.edges:
+        yield f"These are the best at the edge of their grids: {'; '.join(midrun.edges)}."
+    else:
+        yield "No best value is at the edge of its grid."
+    yield EDGE
+
+
+def arm_table(midrun: Midrun) -> Table:
+    """Where runs that differ in their seeds end, and what they cost."""
+    head = ["schedule", "budget", "", "seeds", "validation loss", "training loss", "grown at step", "steps", "epochs"]
+    head += ["lr", "lr after", "noise", "TFLOPs", "seconds", "pause, s"]
+    rows = []
+    for comparison in midrun.comparisons:
+        for arm, runs in comparison.arms.items():
+            first = runs[0]
+            losses = [mean_text(comparison, arm, loss) for loss in LOSSES]
+            at_step = "—" if first.at_step is None else f"{first.at_step:,}"
+            rates = [f"{value:.4g}" if value is not None else "—" for value in (first.lr, first.lr_after, first.level)]
+            costs = [teraflops(first.flops), number(first.seconds), number(first.pause)]
+            where = [comparison.schedule, BUDGETS[comparison.budget], str(arm), str(len(runs))]
+            rows.append([*where, *losses, at_step, f"{first.steps:,}", f"{first.epochs:.3g}", *rates, *costs])
+    return make_table(head, rows)
+
+
+def step_table(costs: dict[str, Any]) -> Table:
+    """What a step costs at each width."""
+    rows = []
+    for width, flops in costs["flops"].items():
+        seconds, start = (costs[name].get(width, math.nan) for name in ("seconds", "start_seconds"))
+        rows.append([width, f"{flops:.4g}", number(1000 * seconds), number(start)])
+    return make_table(["width", "FLOPs of a step", "ms of a step", "start and compilation, s"], rows)
+
+
+# --- sweeps and commands
+
+
+def sweep_sections(found: Found) -> Iterator[Section]:
+    """The sweeps that were found, and then those of experiments whose runs the page does not show."""
+    named = [(sweep.name, sweep) for sweep in found.sweeps]
+    for experiment in found.transfers + found.midruns:
+        named += [(str(sweep.folder.relative_to(experiment.folder)), sweep) for sweep in experiment.sweeps]
+    for name, sweep in named:
+        if sweep.is_sweep:
+            yield sweep_section(name, sweep)
+
+
+def sweep_section(name: str, sweep: SweepFolder) -> Section:
+    axes = [f"{key} in {', '.join(brief(value) for value in values)}" for key, values in sweep.axes.items()]
+    images = read_pictures([sweep.folder / f"{figure}.png" for figure in SWEEP_FIGURES])
+    best = f"Best: {sweep.best}" if sweep.best else "Not finished: it has no best.yaml."
+    return Section(f"Sweep: {name}", [best, "; ".join(axes)], pictures=images)
+
+
+def command_section(found: Found, command: str) -> Section:
+    """The commands that repeat the experiments, or the runs, and this page."""
+    commands, details = [], []
+    for experiment in found.experiments:
+        words = experiment.description.get("command") or ""
+        commands.append(shlex.join(map(str, words)) if isinstance(words, list) else str(words))
+        description = json.dumps(experiment.description.get("experiment", {}), indent=2, ensure_ascii=False)
+        details.append(Details(f"experiment {experiment.folder.name}", description))
+    text = []
+    if found.runs and not found.experiments:
+        text = ["Each run is repeated by its own configuration."]
+        commands.append(f"python -m mupscale fit --config {found.runs[0].folder}/config.yaml")
+    return Section("Commands", text, commands=[*filter(None, commands), command], details=details)
+
+
+# --- what sections are made of
+
+
+def heading(text: str, comparison: Comparison, numbers: Numbers) -> str:
+    return text if len(numbers.comparisons) == 1 else f"{text}: {comparison.upscaled.name}"
+
+
+def key(group: Group, groups: list[Group]) -> Cell:
+    """The name of a group, with its colour."""
+    return Cell(group.name, colour_class(group, groups))
+
+
+def colour_class(group: Group, groups: list[Group]) -> str:
+    return f"c{place_of(group, groups) % len(LIGHT.palette)}"
