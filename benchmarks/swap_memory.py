@@ -33,10 +33,10 @@ import mupscale
 from benchmarks.training import quieten
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
+from mupscale.methods.noise import Noise
 from mupscale.models.base import WidthScalable
 from mupscale.models.fsdp2 import FSDP2
 from mupscale.models.gpt2 import GPT2
-from mupscale.widening.noise import Noise
 from mupscale.widening.sharding import local_part
 
 GROWTH = "growth"

@@ -21,6 +21,7 @@ from mupscale.checks.recording import state_kept
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
+from mupscale.methods.noise import Noise
 from mupscale.models._lightning import (
     average_device,
     average_of,
@@ -40,7 +41,6 @@ from mupscale.widening.groups import (
     refuse_uneven_groups,
     sources_of,
 )
-from mupscale.widening.noise import Noise
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import check_transfer, transfer_state
 from mupscale.widening.stepping import StateRule, attach

@@ -14,11 +14,11 @@ from mupscale.callbacks.curves import Curves, stepped
 from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
+from mupscale.methods.noise import Constants, Noise, SignalNoise, save_constants
 from mupscale.models._lightning import callbacks_of
 from mupscale.models.base import WidthScalable, init_contexts, without_log
 from mupscale.models.checkpoint import Width
 from mupscale.widening.growth import Growth
-from mupscale.widening.noise import Constants, Noise, SignalNoise, save_constants
 from mupscale.widening.plan_text import Plan
 
 DIVERGED = 10

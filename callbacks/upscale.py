@@ -27,13 +27,13 @@ from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
 from mupscale.layer_names import notes_by_layer
 from mupscale.methods import Duplication, GrowthMethod
+from mupscale.methods.noise import Noise
 from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.base import WidthScalable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
 from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
 from mupscale.models.growth_check import REMEDY, check_growth, refuse_inexact
 from mupscale.schedule_state import refuse_one_rate_for_all
-from mupscale.widening.noise import Noise
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import StateRule, check_own_count, check_state_rule, names_by_id

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mupscale
 from mupscale.checks.limits import Limit, Training, four_layer_limit, three_layer_limit
-from mupscale.widening.noise import Noise
+from mupscale.methods.noise import Noise
 
 K = 2
 NOISE = 1.0

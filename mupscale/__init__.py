@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from mupscale.errors import UserError
     from mupscale.growing.upscale import upscale
     from mupscale.methods.grow import UpscaleReport
+    from mupscale.methods.noise import AdditiveNoise, RecordedNoise, SignalNoise
     from mupscale.mup_optimizers import apply_mup
     from mupscale.readout import Readout
     from mupscale.widening.hints import Hints
-    from mupscale.widening.noise import AdditiveNoise, RecordedNoise, SignalNoise
     from mupscale.widening.optimizers import register_optimizer
     from mupscale.widening.plan import plan
     from mupscale.widening.plan_text import Plan
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOME = {
-    "AdditiveNoise": "widening.noise",
+    "AdditiveNoise": "methods.noise",
     "Hints": "widening.hints",
     "Plan": "widening.plan_text",
     "Readout": "readout",
-    "RecordedNoise": "widening.noise",
-    "SignalNoise": "widening.noise",
+    "RecordedNoise": "methods.noise",
+    "SignalNoise": "methods.noise",
     "UpscaleReport": "methods.grow",
     "UserError": "errors",
     "Verdict": "checks.verdict",

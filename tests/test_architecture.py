@@ -145,3 +145,44 @@ def test_no_command_imports_another():
         if command_of(imported) is not None and command_of(importer) != command_of(imported):
             inside.append(f"{importer} → {imported}")
     assert inside == []
+
+
+# --- the powers of width factors
+
+OTHER_POWERS = {
+    "mupscale/clipping.py": {"math.sqrt(table.clip(width.scale))"},
+    "mupscale/methods/duplication.py": {"10 ** (-self.decibels / 20)"},
+    "mupscale/methods/ligo.py": {"math.sqrt(group.units)"},  # the size of random numbers
+    "mupscale/widening/axes.py": {"math.sqrt(1 - 1 / count)"},  # the variance that centring leaves
+    "mupscale/widening/optimizers.py": {  # torch's own adjustment of Muon's rate, and bias corrections
+        "math.sqrt(max(rows, columns))", "math.sqrt(max(1, rows / columns))",
+        *(f"{beta} ** {count}" for beta in ("beta1", "beta2") for count in ("count", "age", "step")),
+    },
+    "mupscale/widening/plan_text.py": {"10 ** 6"},
+}  # fmt: skip
+"""Powers and roots that are not those of a width factor, by file."""
+
+
+def powers_in(source: str) -> set[str]:
+    """The powers and roots of numbers in some code."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        is_root = isinstance(node, ast.Call) and ast.unparse(node.func) in ("math.sqrt", "math.pow", "pow", "sqrt")
+        if is_root or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
+            found.add(ast.unparse(node))
+    return found
+
+
+def test_every_power_of_a_width_factor_is_in_the_table():
+    assert powers_in("a = k**-0.5 + math.sqrt(k)") == {"k ** (-0.5)", "math.sqrt(k)"}
+    rooms = [ROOT / "mupscale" / room for room in ("widening", "methods", "growing", "hf")]
+    files = [path for room in rooms for path in sorted(room.glob("*.py"))]
+    files += [ROOT / "mupscale" / name for name in ("base_shapes.py", "mup_optimizers.py", "clipping.py")]
+    elsewhere = {}
+    for path in files:
+        name = str(path.relative_to(ROOT))
+        found = {text for text in powers_in(path.read_text()) if not text.startswith(("2 ** ", "10 ** 9"))}
+        if name != "mupscale/widening/table.py" and found - OTHER_POWERS.get(name, set()):
+            elsewhere[name] = found - OTHER_POWERS.get(name, set())
+    assert elsewhere == {}
+    assert powers_in((ROOT / "mupscale/widening/table.py").read_text()) >= {"scale.gradient ** m", "fan_in ** (-0.5)"}

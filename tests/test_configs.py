@@ -22,8 +22,8 @@ from mupscale.commands.cli import CLI, parsed
 from mupscale.commands.resume import newest_checkpoint
 from mupscale.datamodules.covertype import SAMPLE
 from mupscale.datamodules.fineweb import JARGON
+from mupscale.methods.noise import AdditiveNoise, RecordedNoise, SignalNoise, save_constants
 from mupscale.schedules import WarmupStableDecay
-from mupscale.widening.noise import AdditiveNoise, RecordedNoise, SignalNoise, save_constants
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

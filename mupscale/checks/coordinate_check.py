@@ -31,10 +31,10 @@ from mupscale.checks.recording import Recorder, buffers_kept
 from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import UserError
 from mupscale.methods.grow import as_list, grow
+from mupscale.methods.noise import AdditiveNoise, Noise
 from mupscale.readout import Readout
 from mupscale.text_tables import Paint, Style, folded, table, unpainted
 from mupscale.watching import Watch, unwatched
-from mupscale.widening.noise import AdditiveNoise, Noise
 
 FACTORS = (2, 4, 8)
 """The factors by which the narrowest network is upscaled; the others are upscaled by the first."""

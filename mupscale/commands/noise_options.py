@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mupscale.errors import UserError
 from mupscale.methods import METHODS, GrowthMethod
-from mupscale.widening.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
+from mupscale.methods.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
 
 
 def add_noise_options(parser: argparse.ArgumentParser) -> None:

@@ -36,6 +36,7 @@ from mupscale.commands.upscale_sharded import ShardedGrowth
 from mupscale.errors import UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
+from mupscale.methods.noise import Noise
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import (
@@ -52,7 +53,6 @@ from mupscale.models.checkpoint import (
 )
 from mupscale.models.growth_check import check_growth, refuse_inexact
 from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
-from mupscale.widening.noise import Noise
 
 
 def widen_checkpoint(arguments: list[str]) -> None:

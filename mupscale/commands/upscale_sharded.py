@@ -15,6 +15,7 @@ from mupscale.errors import UserError
 from mupscale.hf.whole_folder import whole_folder
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport
+from mupscale.methods.noise import Constants, Noise, add_noise_
 from mupscale.models.base import WidthScalable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
@@ -29,7 +30,6 @@ from mupscale.models.sharded import WEIGHTS, Keys, ShardedCheckpoint, ShardWrite
 from mupscale.widening import table
 from mupscale.widening.axes import duplicate_
 from mupscale.widening.growth import Growth
-from mupscale.widening.noise import Constants, Noise, add_noise_
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import births_of, check_transfer

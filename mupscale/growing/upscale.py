@@ -16,8 +16,8 @@ from mupscale.discovery.discover import discover
 from mupscale.errors import UncheckedWarning, UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_list, grow
+from mupscale.methods.noise import Noise
 from mupscale.widening.hints import Hints
-from mupscale.widening.noise import Noise
 from mupscale.widening.pairing import some_names
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan

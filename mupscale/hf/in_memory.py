@@ -20,8 +20,8 @@ from mupscale.hf.inputs import Call, default_call
 from mupscale.hf.outputs import quiet
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import Optimizers, UpscaleReport, grow
+from mupscale.methods.noise import Noise
 from mupscale.watching import Watch, unwatched
-from mupscale.widening.noise import Noise
 from mupscale.widening.plan import plan
 
 MOST_PARAMETERS = 100_000_000

@@ -29,9 +29,9 @@ from mupscale.hf.safetensors_files import (
     write_all,
 )
 from mupscale.methods import Duplication, GrowthMethod
+from mupscale.methods.noise import Constants, Noise, add_noise_
 from mupscale.widening.axes import Layout, Piece, narrow_length, wide_length
 from mupscale.widening.growth import Growth
-from mupscale.widening.noise import Constants, Noise, add_noise_
 
 CHUNK_BYTES = 2 * 2**20
 """Of a wide tensor, computed and written at once: it stays in a core's cache, so that writing takes half as long."""

@@ -24,9 +24,9 @@ from mupscale.hf.streaming import Widening, Written, refuse_unlike_twins, write_
 from mupscale.hf.whole_folder import whole_folder
 from mupscale.layer_names import notes_by_layer
 from mupscale.methods import Duplication, GrowthMethod
+from mupscale.methods.noise import Constants, Noise, save_constants
 from mupscale.text_tables import size_of
 from mupscale.watching import Watch, unwatched
-from mupscale.widening.noise import Constants, Noise, save_constants
 from mupscale.widening.plan_text import Plan
 
 if TYPE_CHECKING:

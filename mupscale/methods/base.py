@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
+from mupscale.methods.noise import Noise, SameNoise
 from mupscale.widening.axes import narrow_length, source_index
 from mupscale.widening.groups import table_rates
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
-from mupscale.widening.noise import Noise, SameNoise
 from mupscale.widening.optimizers import Sized
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan

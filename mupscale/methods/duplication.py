@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from mupscale.errors import UserError
 from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.methods.noise import Noise, init_scale, is_noisy, refuse_inert
 from mupscale.widening.axes import copy_index, duplicate_
 from mupscale.widening.groups import is_nonzero
 from mupscale.widening.growth import Growth
-from mupscale.widening.noise import Noise, init_scale, is_noisy, refuse_inert
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import StateRule, names_by_id

@@ -15,10 +15,7 @@ from mupscale.arguments import refuse_unless_model, refuse_unless_whole, shown
 from mupscale.errors import UserError
 from mupscale.layer_names import notes_by_layer
 from mupscale.methods import Duplication, GrowthMethod
-from mupscale.widening.groups import continued_optimizer, off_the_rule
-from mupscale.widening.growth import Growth
-from mupscale.widening.hints import Hints
-from mupscale.widening.noise import (
+from mupscale.methods.noise import (
     Constants,
     Noise,
     SameNoise,
@@ -27,6 +24,9 @@ from mupscale.widening.noise import (
     noise_constant,
     save_constants,
 )
+from mupscale.widening.groups import continued_optimizer, off_the_rule
+from mupscale.widening.growth import Growth
+from mupscale.widening.hints import Hints
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.sharding import gathered, own_part, whole
 from mupscale.widening.state import check_transfer, transfer_state

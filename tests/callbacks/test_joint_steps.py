@@ -17,8 +17,8 @@ from training_runs import LIGHTNING_WARNINGS, fit, state
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.joint_steps import JointSteps, long_lived_objects
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.mlp import MLP
-from mupscale.widening.noise import AdditiveNoise
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]
 

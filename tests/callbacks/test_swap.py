@@ -16,8 +16,8 @@ from mupscale.callbacks.swap import RefusedSwap
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.checks.agreement import Agreement
 from mupscale.errors import UserError
+from mupscale.methods.noise import Noise
 from mupscale.models.base import WidthScalable
-from mupscale.widening.noise import Noise
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 

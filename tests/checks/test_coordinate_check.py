@@ -17,12 +17,13 @@ from torch.optim import Optimizer
 import mupscale
 from mupscale.checks.coordinate_check import CoordCheck, Scan, _judged, coord_check, log_log_slope
 from mupscale.methods import base as methods
+from mupscale.methods import noise
 from mupscale.models import gpt2
 from mupscale.models.base import WidthScalable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP, MLPNet
 from mupscale.models.resnet import ResNet18
-from mupscale.widening import noise, state
+from mupscale.widening import state
 from mupscale.widening.growth import Growth
 
 WIDTHS = (32, 64, 128)

@@ -13,7 +13,7 @@ import torch
 from paths import ROOT
 
 from mupscale.checks.limits import Limit, Training, four_layer_limit, three_layer_limit
-from mupscale.widening.noise import RecordedNoise, save_constants
+from mupscale.methods.noise import RecordedNoise, save_constants
 
 THEORY = runpy.run_path(str(ROOT / "docs/theory_figure.py"))
 

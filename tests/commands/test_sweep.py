@@ -41,8 +41,8 @@ from mupscale.commands.tuning.results import Results
 from mupscale.commands.tuning.space import Axis, grid, labels, parsed_axis
 from mupscale.commands.tuning.study import Study
 from mupscale.errors import UserError
+from mupscale.methods.noise import SignalNoise
 from mupscale.models.mlp import MLP
-from mupscale.widening.noise import SignalNoise
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 

@@ -15,10 +15,10 @@ from mupscale.commands.upscale_checkpoint import upscale_checkpoint
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
 from mupscale.methods import METHODS
+from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
 from mupscale.models.mlp import MLP
 from mupscale.mup_optimizers import apply_mup
-from mupscale.widening.noise import AdditiveNoise
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),

@@ -27,7 +27,7 @@ from mupscale.errors import UserError
 from mupscale.hf import family, widened_folder
 from mupscale.hf import in_memory as in_memory_module
 from mupscale.hf.whole_folder import partial_folder, whole_folder
-from mupscale.widening.noise import AdditiveNoise
+from mupscale.methods.noise import AdditiveNoise
 
 
 @pytest.fixture(scope="module")

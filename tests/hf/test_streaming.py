@@ -11,9 +11,9 @@ from mupscale.hf.names import GrowingTensor, _layout_between
 from mupscale.hf.safetensors_files import as_bytes, new_file, split_into_files, stored_tensors, write_all
 from mupscale.hf.streaming import Streamer, Widening, check_file, row_chunks, write_wide
 from mupscale.methods import Duplication, HyperCloning
+from mupscale.methods.noise import AdditiveNoise, add_noise_
 from mupscale.widening.axes import Axis, Layout, Piece, evenly, narrow_length, source_index, wide_length
 from mupscale.widening.growth import Growth
-from mupscale.widening.noise import AdditiveNoise, add_noise_
 from mupscale.widening.write import widen_
 
 LAYOUTS: dict[str, Layout] = {

@@ -23,10 +23,10 @@ from mupscale.checks.precision import Precision
 from mupscale.commands.tuning.trial import drop_checkpoints
 from mupscale.errors import UserError
 from mupscale.hf.causal_lm import config_of, save
+from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.checkpoint import load_checkpoint
 from mupscale.models.hf import CausalLMNet, HFCausalLM
 from mupscale.stacking.stack import Stack
-from mupscale.widening.noise import AdditiveNoise
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]
 

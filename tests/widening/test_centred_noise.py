@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import mupscale
 from mupscale.methods.grow import UpscaleReport
+from mupscale.methods.noise import Noise, save_constants
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.widening.axes import centre_, duplicate, interleaved, parse_layout
-from mupscale.widening.noise import Noise, save_constants
 
 NOISES: dict[str, Callable[[], Noise]] = {
     "additive": lambda: mupscale.AdditiveNoise(0.1, centred=True),

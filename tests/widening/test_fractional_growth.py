@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import mupscale
+from mupscale.methods.noise import Noise
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
 from mupscale.widening.axes import centre_, copy_index, duplicate, evenly, parse_layout, source_index
-from mupscale.widening.noise import Noise
 from mupscale.widening.stepping import new_copies, records_of
 from mupscale.widening.write import widen_
 

@@ -13,11 +13,11 @@ from bad_input import assert_refused, linear, snapshot
 from torch import nn
 
 import mupscale
+from mupscale.methods.noise import widened_norms
 from mupscale.models.gpt2 import GPT2Net
 from mupscale.models.mlp import MLPNet
 from mupscale.models.resnet import ResNet18Net
 from mupscale.spectral import spectral_norms
-from mupscale.widening.noise import widened_norms
 
 
 def added(narrow: nn.Module, wide_twice: tuple[nn.Module, nn.Module], noise, **settings) -> dict[str, torch.Tensor]:

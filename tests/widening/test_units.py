@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.widening.noise import init_scale
+from mupscale.methods.noise import init_scale
 from mupscale.widening.stepping import attach, records_of
 
 VOCABULARY = 11

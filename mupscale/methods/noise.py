@@ -75,7 +75,26 @@ class Noise(ABC):
         return True
 
 
-class AdditiveNoise(Noise):
+class _LevelNoise(Noise):
+    """Noise of one level, on weights and embeddings, or where name patterns say."""
+
+    where: Mapping[str, bool] | None
+
+    def check_level(self) -> None:
+        name, level = next((name, value) for name, value in vars(self).items() if name not in ("where", "centred"))
+        _check_level(f"{type(self).__name__}: {name}", level)
+        _check_centred(type(self).__name__, self.centred)
+
+    def check(self, plan: Plan) -> None:
+        self.check_level()
+        _check_patterns(plan, self.where, self.centred)
+        refuse_inert(self, plan)
+
+    def applies(self, entry: Growth) -> bool:
+        return is_noisy(entry, self.where, self.centred)
+
+
+class AdditiveNoise(_LevelNoise):
     """Noise with the same constant σ̄ = `std` for all weights.
 
     `upscale(narrow, wide, noise=AdditiveNoise(0.5, centred=True))` preserves the function.
@@ -104,20 +123,8 @@ class AdditiveNoise(Noise):
         self.where = where
         self.centred = centred
 
-    def check_level(self) -> None:
-        _check_level("AdditiveNoise: std", self.std)
-        _check_centred("AdditiveNoise", self.centred)
-
     def level(self) -> float:
         return self.std
-
-    def check(self, plan: Plan) -> None:
-        self.check_level()
-        _check_patterns(plan, self.where, self.centred)
-        refuse_inert(self, plan)
-
-    def applies(self, entry: Growth) -> bool:
-        return is_noisy(entry, self.where, self.centred)
 
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> float:
         return self.std
@@ -126,7 +133,7 @@ class AdditiveNoise(Noise):
         return False
 
 
-class SignalNoise(Noise):
+class SignalNoise(_LevelNoise):
     """Noise relative to each weight, in spectral norms: σ̄_W = t · ‖W̃‖ / ‖Δ‖. At t = 1 it is as strong as the weight.
 
     Each kernel position of a convolution is a separate matrix. t does not transfer between widths, but the resulting
@@ -154,20 +161,8 @@ class SignalNoise(Noise):
         self.where = where
         self.centred = centred
 
-    def check_level(self) -> None:
-        _check_level("SignalNoise: t", self.t)
-        _check_centred("SignalNoise", self.centred)
-
     def level(self) -> float:
         return self.t
-
-    def check(self, plan: Plan) -> None:
-        self.check_level()
-        _check_patterns(plan, self.where, self.centred)
-        refuse_inert(self, plan)
-
-    def applies(self, entry: Growth) -> bool:
-        return is_noisy(entry, self.where, self.centred)
 
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor:
         # of unlike pieces the norm does not follow from the narrow one
