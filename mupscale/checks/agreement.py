@@ -18,6 +18,7 @@ from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.recording import buffers_kept, float_copies
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
+from mupscale.methods.base import GrowthMethod
 from mupscale.methods.grow import grow
 from mupscale.widening.axes import duplicate
 from mupscale.widening.plan import Plan
@@ -122,6 +123,17 @@ def check_agreement(narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call) 
         reason="copies of both models do not fit into half of the free memory, or their activations do "
         "not. Let call use fewer samples, or check with smaller models of the same family",
     )
+
+
+def gradients_after(
+    narrow: nn.Module, wide: nn.Module, plan: Plan, method: GrowthMethod, call: Call, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The gradients that the wide model has just after a method has grown it; computed with copies."""
+    with generators_kept(), torch.inference_mode(False), torch.enable_grad(), _full_precision():
+        before, after = _copy("narrow", narrow, dtype), _copy("wide", wide, dtype)
+        grow(before, after, hints=plan, method=method)
+        _, result = watched(after, call, _ignore, _ignore_tensor, dtype=dtype)
+        return named_gradients(after, weighted_sum(floats_of(result)))
 
 
 def _why_not_checked(narrow: nn.Module, wide: nn.Module) -> str | None:

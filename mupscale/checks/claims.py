@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.checks.float64 import float64_copy
+from mupscale.checks.forward_pass import named_gradients
 from mupscale.checks.recording import buffers_kept
 from mupscale.checks.verify import WARM_UP
 from mupscale.errors import UserError
@@ -98,8 +99,8 @@ def check_claim(
     assert isinstance(after, Optimizer)
     static = max(_deviation(_value(wide, batch, loss), _value(narrow, batch, loss)) for batch in batches)
     with buffers_kept(wide):
-        loss(wide, batches[0]).backward()
-    claim = method.claim_measured(report.plan, narrow, [before], wide)
+        gradients = named_gradients(wide, loss(wide, batches[0]))
+    claim = method.claim_measured(report.plan, narrow, [before], gradients)
     dynamic = 0.0
     for step in range(steps):
         batch = batches[(WARM_UP + step) % len(batches)]

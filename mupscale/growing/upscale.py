@@ -8,9 +8,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from mupscale.arguments import refuse_unless_callable
-from mupscale.checks.agreement import Agreement, check_agreement
+from mupscale.checks.agreement import Agreement, check_agreement, gradients_after
 from mupscale.checks.forward_pass import Call
 from mupscale.discovery.discover import discover
 from mupscale.errors import UncheckedWarning, UserError
@@ -102,17 +103,36 @@ def upscale(
         _warn_once()
         return report
     refuse_unless_callable("upscale: call", call, "lambda model: model(batch)")
-    checked = _checked(narrow, target if build is None else _built(build), call, hints, on_mismatch)
+    real = target if build is None else _built(build)
+    checked = _checked(narrow, real, call, hints, on_mismatch)
     notes, exact = checked.notes, checked.agreement.exact
     if method is None or type(method) is Duplication:
         hints = checked.plan
     else:
         hints = checked.hints
-        if exact and not method.claim(checked.plan, narrow, as_list(narrow_opt)).dynamics:
+        if exact and not _continues(method, checked, narrow, real, call, as_list(narrow_opt)):
             exact = False
             notes = (*notes, f"{type(method).__name__} does not continue the training; the check was by duplication")
     report = grow(narrow, target, narrow_opt, wide_opt, hints=hints, **settings)
     return replace(report, exact=exact, check=checked.text, notes=(*notes, *report.notes))
+
+
+def _continues(
+    method: GrowthMethod,
+    checked: "_Checked",
+    narrow: nn.Module,
+    wide: nn.Module,
+    call: Call,
+    optimizers: list[Optimizer],
+) -> bool:
+    """Whether a method continues the training; what only gradients show is measured."""
+    if method.claim(checked.plan, narrow, optimizers).dynamics:
+        return True
+    if type(method).claim_measured is GrowthMethod.claim_measured:
+        return False
+    dtype = getattr(torch, checked.agreement.precision)
+    gradients = gradients_after(narrow, wide, checked.plan, method, call, dtype)
+    return method.claim_measured(checked.plan, narrow, optimizers, gradients).dynamics
 
 
 def _built(build: Callable[[], nn.Module], *, meta: bool = False) -> nn.Module:

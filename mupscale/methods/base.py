@@ -20,7 +20,7 @@ claim       whether function and dynamics are preserved, for a model; `checks/cl
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -188,8 +188,10 @@ class GrowthMethod(ABC):
     def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         """What is preserved when this model grows and `optimizers` train it on; no more than is known of any data."""
 
-    def claim_measured(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], wide: nn.Module) -> Claim:
-        """The claim for a model that has grown, just now, and has the gradients of a batch."""
+    def claim_measured(
+        self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], gradients: Mapping[str, Tensor]
+    ) -> Claim:
+        """The claim where the gradients of the wide model, just after growing, are known by name."""
         return self.claim(plan, narrow, optimizers)
 
     def _follows_the_rules(self) -> bool:

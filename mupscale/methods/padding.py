@@ -1,7 +1,7 @@
 """Methods whose new units are zero: zero padding, and shrinking before it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +14,6 @@ from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.sharding import gathered
 from mupscale.widening.stepping import StateRule, new_copies
 from mupscale.widening.table import Scale, product, scale_of_axis
 from mupscale.widening.write import is_inexact
@@ -90,10 +89,13 @@ class ZeroPadding(GrowthMethod):
     def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         return Claim(not any(norms_over_width(plan, narrow)), False)
 
-    def claim_measured(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], wide: nn.Module) -> Claim:
-        """The training is preserved if new units never train."""
+    def claim_measured(
+        self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer], gradients: Mapping[str, Tensor]
+    ) -> Claim:
+        """The training is preserved if new units never train: the activation before them maps zero to zero."""
         kept = self.claim(plan, narrow, optimizers).function
-        return Claim(kept, kept and self._follows_the_rules() and not any(_trained_new_units(plan, wide)))
+        trains = any(bool(gradient[new_copies(plan.parameters[name])].any()) for name, gradient in gradients.items())
+        return Claim(kept, kept and self._follows_the_rules() and not trains)
 
 
 class ShrinkAndPad(ZeroPadding):
@@ -151,11 +153,3 @@ class ShrinkAndPad(ZeroPadding):
 
     def claim(self, plan: Plan, narrow: nn.Module, optimizers: Sequence[Optimizer]) -> Claim:
         return super().claim(plan, narrow, optimizers) if self.shrink == 1 else Claim(False, False)
-
-
-def _trained_new_units(plan: Plan, wide: nn.Module) -> Iterator[str]:
-    """The parameters of which an entry that is new has a gradient: the activation before it does not map 0 to 0."""
-    for name, parameter in wide.named_parameters():
-        gradient = gathered(parameter.grad) if parameter.grad is not None else None
-        if gradient is not None and bool(gradient[new_copies(plan.parameters[name]).to(gradient.device)].any()):
-            yield name

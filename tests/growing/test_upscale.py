@@ -160,6 +160,19 @@ def test_a_method_that_does_not_continue_training_is_not_exact(method: Any, exac
     assert ("HyperCloning does not continue the training; the check was by duplication" in report.notes) is not exact
 
 
+@pytest.mark.parametrize(("activation", "exact"), [(nn.Tanh, True), (nn.Sigmoid, False)])
+def test_what_zero_padding_continues_is_measured(activation: type[nn.Module], exact: bool):
+    def build(n: int) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, n), activation(), nn.Linear(n, n), activation(), nn.Linear(n, 3))
+
+    narrow, wide = build(4), build(8)
+    report = mupscale.upscale(narrow, wide, call=call, method=mupscale.methods.ZeroPadding())
+    assert report.exact is exact
+    assert ("ZeroPadding does not continue the training; the check was by duplication" in report.notes) is not exact
+    assert all(parameter.grad is None for model in (narrow, wide) for parameter in model.parameters())
+
+
 def test_untested_parameters_are_noted():
     class Half(nn.Module):
         def __init__(self, n: int) -> None:
