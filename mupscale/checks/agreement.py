@@ -70,6 +70,8 @@ class _Tolerance(NamedTuple):
 _IN_FLOAT64 = _Tolerance(1e-9, 1e-7, 1e-6)
 _WITHOUT_FLOAT64 = _Tolerance(1e-5, 1e-4, 1e-2)
 _LEAST_IN_FLOAT32 = 1e-6
+_ROUNDED = 1e-13
+"""The share of the largest gradient below which another one is rounding."""
 _RANDOM_IN_TRAINING = (
     "in training mode the model draws random numbers outside of dropout layers, and the wide model draws others"
 )
@@ -184,12 +186,7 @@ class _Check:
         self.plan, self.call, self.dtype = plan, call, dtype
         self.planned = _planned(plan)
         self.modes = {name: module.training or not narrow.training for name, module in narrow.named_modules()}
-        self.narrow = _copy("narrow", narrow, dtype)
-        perturb_(self.narrow)
-        self.reference = self._pass_of_narrow(self.narrow)
-        if not _is_finite(self.reference):
-            self.narrow = _copy("narrow", narrow, dtype)
-            self.reference = self._pass_of_narrow(self.narrow)
+        self.narrow, self.vary, self.reference = self._first_pass(narrow)
         self._refuse_without_outputs()
         self.tolerance = _IN_FLOAT64 if dtype is torch.float64 else self._tolerance_in_float32()
         self.wide = _copy("wide", wide, dtype)
@@ -199,6 +196,24 @@ class _Check:
         self.tested: set[str] = set()
         """Parameters whose gradients, other than zero, were compared."""
 
+    def _first_pass(self, narrow: nn.Module) -> tuple[nn.Module, int, _Pass]:
+        """A copy that runs, how equal inputs are varied, and what it gives: perturbed and varied if that is finite."""
+        failure: _Fails | None = None
+        for perturbed, ways in ((True, (1, -1, 0)), (False, (0,))):
+            model = _copy("narrow", narrow, self.dtype)
+            if perturbed:
+                perturb_(model)
+            for self.vary in ways:
+                try:
+                    made = self._pass_of_narrow(model)
+                except _Fails as error:
+                    failure = error
+                    continue
+                if _is_finite(made) or not perturbed:
+                    return model, self.vary, made
+        assert failure is not None
+        raise failure
+
     def agreement(self) -> Agreement:
         precision = str(self.dtype).removeprefix("torch.")
         try:
@@ -207,17 +222,17 @@ class _Check:
         except _Differs as error:
             module, reason, is_random = self._explain(error)
             return Agreement(False, error.outputs, error.gradients, precision, module, reason, is_random=is_random)
-        growing = [name for name, entry in self.plan.parameters.items() if entry.grows]
-        untested = tuple(name for name in growing if name not in self.tested)
-        if growing and len(untested) == len(growing):
+        growing = {name for name, entry in self.plan.parameters.items() if entry.grows}
+        moving = {name for name, gradient in self.reference.gradients.items() if bool(gradient.any())} | self.tested
+        if growing and not growing & moving:
             raise UserError(
                 "upscale: what call(model) returns has no gradient with respect to a parameter that grows, so nothing "
                 "can be compared. Let it run the model that it is given, and return what that computes, with its graph"
             )
-        return Agreement(True, outputs, gradients, precision, untested=untested, notes=(*self.repeated, *notes))
+        return Agreement(True, outputs, gradients, precision, untested=self._untested(), notes=(*self.repeated, *notes))
 
     def _run(self, model: nn.Module, seed: int = 0) -> list[Tensor]:
-        _, result = watched(model, self.call, _ignore, _ignore_tensor, dtype=self.dtype, seed=seed)
+        _, result = watched(model, self.call, _ignore, _ignore_tensor, dtype=self.dtype, seed=seed, vary=self.vary)
         return floats_of(result)
 
     def _pass_of_narrow(self, model: nn.Module) -> _Pass:
@@ -242,7 +257,7 @@ class _Check:
         """Ten times the distance of the narrow float32 model from the same one in float64."""
         twin = copied("upscale: narrow", self.narrow).eval()
         try:
-            _, result = watched(twin, self.call, _ignore, _ignore_tensor)
+            _, result = watched(twin, self.call, _ignore, _ignore_tensor, vary=self.vary)
             outputs = floats_of(result)
             gradients = named_gradients(twin, weighted_sum(outputs))
         except torch.OutOfMemoryError:
@@ -316,8 +331,30 @@ class _Check:
         if bad:  # the last one is nearest to the outputs
             by = f"{100 * errors[bad[-1]]:.3g} %"
             raise _Differs(f"the gradient of {bad[-1]!r} differs by {by} from that of Table 1", outputs, worst, bad[-1])
-        self.tested |= {name for name, gradient in narrow.items() if bool(gradient.any())}
+        self.tested |= {name for name, gradient in narrow.items() if self._tests(name, gradient, largest)}
         return worst
+
+    def _tests(self, name: str, gradient: Tensor, largest: float) -> bool:
+        """Whether a gradient is more than rounding, on every growing axis for more than half of the units.
+
+        The queries and keys of a fused projection have none where all tokens are equal, or there is only one.
+        """
+        entry, has_gradient = self.plan.parameters[name], gradient.abs() > _ROUNDED * largest
+        shares = []
+        for axis, (n, w) in enumerate(zip(entry.narrow_shape, entry.wide_shape, strict=True)):
+            if n != w:
+                shares.append(float(has_gradient.movedim(axis, 0).reshape(n, -1).any(1).double().mean()))
+        return bool(has_gradient.any()) and all(share > 0.5 for share in shares)
+
+    def _untested(self) -> tuple[str, ...]:
+        """Growing parameters without a gradient; not a bias beside a tested weight: that of a key has none."""
+        tested = {name.rpartition(".")[0] for name in self.tested}
+        return tuple(
+            name
+            for name, entry in self.plan.parameters.items()
+            if entry.grows and name not in self.tested
+            if len(entry.narrow_shape) > 1 or name.rpartition(".")[0] not in tested
+        )
 
     def _differences_in_training(self) -> tuple[str, ...]:
         """Compares the models in training mode as well; what random numbers make different is a note."""
@@ -410,7 +447,7 @@ class _Check:
             events.append((name, kind, float_copies(values)))
 
         with buffers_kept(model), torch.no_grad():
-            watched(model, self.call, note, _ignore_tensor, dtype=self.dtype)
+            watched(model, self.call, note, _ignore_tensor, dtype=self.dtype, vary=self.vary)
         return events
 
 

@@ -40,11 +40,13 @@ def watched(
     ran: Operation = lambda func, args, result: None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    vary: int = 0,
 ) -> tuple[list[Tensor], Any]:
     """Runs the model, and calls `note` where each module begins and ends, `made` with what each operation makes.
 
     Returns what the model's own forward pass returned last, and what `call` returns. The generators of random numbers
-    are seeded; the model gets copies of its inputs, so that a change in place does not reach the caller's batch.
+    are seeded; the model gets copies of its inputs, so that a change in place does not reach the caller's batch. With
+    `vary`, inputs whose entries are all equal get other ones, and whole numbers of them differ by it.
     """
     device = next((parameter.device for parameter in model.parameters()), None)
     mode = Precision(made, ran, device, dtype)
@@ -66,7 +68,7 @@ def watched(
 
         return hook
 
-    handles = [model.register_forward_pre_hook(_converter(mode, dtype), with_kwargs=True)]
+    handles = [model.register_forward_pre_hook(_converter(mode, dtype, vary), with_kwargs=True)]
     try:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(begins(name), with_kwargs=True))
@@ -87,15 +89,30 @@ def _not_compiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def _converter(mode: Precision, dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
+def _converter(mode: Precision, dtype: torch.dtype, vary: int) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
     """A hook that gives a model copies of its inputs in one dtype."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return mode.converted(value.to(dtype, copy=True) if value.is_floating_point() else value.clone())
+        copied = value.to(dtype, copy=True) if value.is_floating_point() else value.clone()
+        return mode.converted(_varied(copied, vary) if vary else copied)
 
     return lambda module, args, kwargs: (tree_map(moved, args), tree_map(moved, kwargs))
+
+
+def _varied(value: Tensor, step: int) -> Tensor:
+    """Unlike entries in place of equal ones, which hide how positions and features are laid out."""
+    on_gpu = value.device.type != "cpu"  # where a number that no table has ends the process
+    if value.is_complex() or value.dtype is torch.bool or (on_gpu and not value.is_floating_point()):
+        return value
+    if value.numel() < 2 or not bool((value == value.flatten()[0]).all()) or not bool(value.isfinite().all()):
+        return value
+    generator = torch.Generator().manual_seed(2)
+    if value.is_floating_point():
+        size = 0.3 * float(value.flatten()[0].abs()) or 0.3
+        return value + size * torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+    return value + step * torch.randint(2, value.shape, generator=generator).to(value)
 
 
 def weighted_sum(outputs: Sequence[Tensor], matches: Sequence[Match] | None = None) -> Tensor:

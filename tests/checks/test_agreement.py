@@ -265,10 +265,6 @@ def test_masked_outputs_agree():
     assert found.outputs < 1e-14
 
 
-class Output(dict):
-    """As transformers returns it: a dictionary with attributes."""
-
-
 @pytest.mark.parametrize(
     "returns",
     [
@@ -367,3 +363,66 @@ def test_outputs_that_grow_are_noted():
         "what call(model) returns grows (5, 3) → (5, 6), by copies of its entries. If these are classes or targets, "
         "give the wide model as many as the narrow one has",
     )
+
+
+def unpadded_conv(n: int) -> nn.Module:
+    """Of a constant image, all positions are equal, and any layout of the flattened axis gives the same."""
+    return seq(nn.Conv2d(3, n, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36 * n, 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [
+        (unpadded_conv, torch.ones(2, 3, 8, 8)),
+        (lambda n: seq(nn.Embedding(11, n), attention_of(n)), torch.zeros(2, 7, dtype=torch.long)),
+        (lambda n: seq(nn.Embedding(11, n), attention_of(n)), torch.full((2, 7), 10)),
+    ],
+)
+def test_inputs_of_equal_entries_do_not_hide_a_difference(build: Callable[[int], nn.Module], inputs: Tensor):
+    before = inputs.clone()
+    assert checked(build, lambda model: model(inputs)).exact is False
+    assert torch.equal(inputs, before)
+
+
+def attention_of(n: int) -> nn.Module:
+    """Two heads, whose size grows under 1/sqrt(head_dim)."""
+
+    def forward(s: Any, h: Tensor) -> Tensor:
+        q, k, v = s.qkv(h).view(*h.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4)
+        return s.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    return Net(forward, qkv=nn.Linear(n, 3 * n), out=nn.Linear(n, 3))
+
+
+def test_units_without_a_gradient_are_untested():
+    """With a single token, the queries and keys of a fused projection have no effect."""
+    token = torch.tensor([[3]])
+    found = checked(lambda n: seq(nn.Embedding(11, n), attention_of(n)), lambda model: model(token))
+    assert (found.exact, found.untested) == (True, ("1.qkv.weight", "1.qkv.bias"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype: torch.dtype):
+    inputs, sequences = VECTORS.to("cuda", dtype), batch("sequences").to("cuda", dtype)
+    state = torch.cuda.get_rng_state()
+    found = checked(lambda n: mlp(n).to("cuda", dtype), lambda model: model(inputs))
+    assert (found.exact, found.precision) == (True, "float64")
+    assert found.outputs < 1e-14
+    wrong = checked(lambda n: attention(n, heads=2).to("cuda", dtype), lambda model: model(sequences))
+    assert wrong.exact is False
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("memory_for_float32")
+def test_on_a_gpu_in_float32_without_tf32():
+    torch.set_float32_matmul_precision("high")
+    try:
+        images = batch("images").to("cuda", torch.float32)
+        found = checked(lambda n: seq(nn.Conv2d(3, n, 3), nn.Flatten(2), nn.Linear(36, 5)).cuda(), lambda m: m(images))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (found.exact, found.precision) == (True, "float32")
+    assert found.outputs < 1e-5

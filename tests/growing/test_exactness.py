@@ -106,4 +106,4 @@ def test_every_architecture_with_every_optimizer(name: str, factor: float, recor
         assert drift <= TOLERANCE, (optimizer, drift)
         if verdict == "refused":  # which depends on no optimizer
             break
-        settings = {"plan": found}
+        settings = {"hints": found}
