@@ -174,10 +174,6 @@ COMMANDS = {
     "sweep: an option": ("sweep --config c.yaml --out s --sampelr tpe", "Did you mean --sampler?"),
     "sweep: seeds": ("sweep --config c.yaml --out s --sweep model.width=8 --seeds -1", "from 0 to 4294967295"),
     "sweep: no metric": ("sweep --config c.yaml --out s --sweep model.width=8 --metric ''", "give last_epoch"),
-    "sweep: no database": (
-        "sweep --config c.yaml --out s --sweep model.width=8 --storage foo://x",
-        "give the URL of a database, such as",
-    ),
     "sweep: --out is full": ("sweep --config c.yaml --out folder --sweep model.width=8", "name a new folder"),
     # experiment
     "experiment without anything": ("experiment", "required: FILE"),

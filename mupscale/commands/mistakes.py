@@ -18,7 +18,7 @@ from mupscale.errors import UserError
 LIBRARIES = sys.stdlib_module_names | {
     "datasets", "fsspec", "huggingface_hub", "jinja2", "jsonargparse", "lightning", "lightning_fabric",
     "lightning_utilities", "matplotlib", "mup", "numpy", "optuna", "PIL", "pyarrow", "ray", "requests", "s3fs",
-    "safetensors", "sklearn", "sqlalchemy", "tensorboard", "tiktoken", "tokenizers", "torch", "torchmetrics",
+    "safetensors", "sklearn", "tensorboard", "tokenizers", "torch", "torchmetrics",
     "torchvision", "tqdm", "transformers", "yaml",
 }  # fmt: skip
 """What mupscale calls; everything else that is on the stack is the user's own."""

@@ -72,9 +72,6 @@ def parser() -> ArgumentParser:
     answer.add_argument("--trials", type=int, help="the number of trials, for the samplers random and tpe")
     answer.add_argument("--metric", default="last_epoch", help=METRIC_HELP)
     answer.add_argument("--stack", metavar="auto|N|off", default="auto", help=STACK_HELP)
-    answer.add_argument(
-        "--storage", metavar="URL", help="store the study in this database (postgresql://…) instead of a file in --out"
-    )
     cluster.add_options(answer)
     return answer
 
@@ -88,7 +85,7 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
     with without_announcements():
         size = stack_size(options.stack)
         settings = settings_of(options, rest)
-        opened = partial(Sweep, options.out, settings, options.storage)
+        opened = partial(Sweep, options.out, settings)
         if options.ray is None:
             leftovers = Leftovers()
             leftovers.watch(options.out)

@@ -308,7 +308,7 @@ def test_two_processes_share_a_study_and_one_is_killed(tmp_path: Path) -> None:
     servers[0].run("sweep", "--config", config, *again, "--metric", "last_100%", "--stack", "off")
     for server in servers:
         server.process.communicate()
-    study = sweep_study.optuna.load_study(study_name="sweep", storage=sweep_study.store(Path("s"), None))
+    study = sweep_study.optuna.load_study(study_name="sweep", storage=sweep_study.read_journal(Path("s")))
     states = Counter((trial.user_attrs["cell"], trial.state.name) for trial in study.trials)
     assert states == {**{(cell, "COMPLETE"): 1 for cell in range(4)}, (0, "FAIL"): 1}
     assert sum(text.count(" s; best ") for text in output) == 4
@@ -352,13 +352,12 @@ def test_a_lease_is_renewed_wherever_its_process_is(tmp_path: Path, monkeypatch:
 
 def study_of(*arguments: str) -> Study:
     options, rest = sweep_parser().parse_known_args(arguments)
-    return Study(options.out, settings_of(options, rest), options.storage)
+    return Study(options.out, settings_of(options, rest))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", [[], ["--storage=sqlite:///study.db"]])
-def test_trials_are_handed_out_once_and_come_back(storage: list[str], tmp_path: Path) -> None:
-    arguments = ["--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01,0.02", "--out", "s", *storage]
+def test_trials_are_handed_out_once_and_come_back(tmp_path: Path) -> None:
+    arguments = ["--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01,0.02", "--out", "s"]
     one, two = study_of(*arguments), study_of(*arguments)
     a, b = one.take(), two.take()
     assert a is not None
@@ -377,10 +376,9 @@ def test_trials_are_handed_out_once_and_come_back(storage: list[str], tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", [[], ["--storage=sqlite:///study.db"]])
-def test_a_trial_is_taken_by_its_number(storage: list[str], tmp_path: Path) -> None:
+def test_a_trial_is_taken_by_its_number(tmp_path: Path) -> None:
     axes = ["--sweep", f"{LR}=0.01:0.1", "--sampler", "tpe", "--trials", "4"]
-    one, two = (study_of("--config", small(tmp_path / "c.yaml"), *axes, "--out", out, *storage) for out in ("s", "t"))
+    one, two = (study_of("--config", small(tmp_path / "c.yaml"), *axes, "--out", out) for out in ("s", "t"))
     in_order = [two.take() for _ in range(4)]
     assert one.waiting() == [0, 1, 2, 3]
     last = one.take(3)
@@ -457,9 +455,15 @@ def test_a_damaged_study_goes_on_or_says_so() -> None:
     assert "s/study.journal is damaged" in refused("sweep", *arguments)
     settings.write_text("")
     assert "s/sweep.json is damaged" in refused("sweep", *arguments)
-    journal.unlink()
     settings.unlink()
+    journal.write_bytes(whole)
+    other = ["--config", "c.yaml", "--sweep", f"{LR}=0.01,0.03", "--out", "s"]
+    assert "s/study.journal holds another sweep" in refused("sweep", *other)
+    journal.unlink()
     assert study_of(*arguments).outcomes() == []  # as the message says
+    journal.unlink()
+    assert settings.exists()
+    assert study_of(*arguments).outcomes() == []
 
 
 # --- what it ends in
@@ -721,9 +725,6 @@ def test_another_sweep_is_left_alone(tmp_path: Path) -> None:
     assert "model.init_args.width is 8 there and 16 here" in refused(
         "sweep", "--config", config, "--out", "s", "--sweep", f"{LR}=0.01", "--model.width=16"
     )
-    assert "leave --storage out" in refused(
-        "sweep", "--config", config, "--sweep", f"{LR}=0.01", "--out", "s", "--storage", "sqlite:///x"
-    )
     assert {path: path.read_bytes() for path in before} == before
     Path("mine").mkdir()
     Path("mine/file").touch()
@@ -747,28 +748,6 @@ def test_a_metric_that_is_never_logged(tmp_path: Path) -> None:
     short = ["--trainer.max_steps=5", "--trainer.val_check_interval=5"]
     message = refused("sweep", "--config", config, *short, "--sweep", f"{LR}=0.01", "--out", "u")
     assert "an epoch has 6 steps" in message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("url", ["nothing", "nothing://there", "sqlite:////nothing/there.db"])
-def test_a_database_that_is_not_there(url: str, tmp_path: Path) -> None:
-    message = refused(
-        "sweep", "--config", small(tmp_path / "c.yaml"), "--sweep", f"{LR}=0.01", "--out", "s", "--storage", url
-    )
-    assert message.startswith("error: --storage: ")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_without_figures")
-def test_a_database_and_another_folder(tmp_path: Path) -> None:
-    config = small(tmp_path / "c.yaml")
-    arguments = ["sweep", "--config", config, "--sweep", f"{LR}=0.01", "--storage", "sqlite:///study.db", "--out"]
-    main([*arguments, "a/s"])
-    assert "study s has its runs in another folder, not in b/s" in refused(*arguments, "b/s")
-    assert not Path("b/s/best.yaml").exists()
-    Path("a/s/sweep.json").unlink()
-    main([*arguments, "a/s"])
-    assert table(Path("a/s"))[0]["attempts"] == "1"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from saved import save_mlp
 from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.__main__ import main
-from mupscale.commands.tuning.study import store
+from mupscale.commands.tuning.study import read_journal
 from mupscale.errors import UserError
 
 pytestmark = [
@@ -223,7 +223,7 @@ def test_a_pickled_journal_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     Path("study.journal").write_bytes(pickle.dumps(Attack()) + b"\n")
     with pytest.raises(UserError, match=r"study\.journal is damaged"):
-        store(Path(), None)
+        read_journal(Path())
     assert not Path("marker").exists()
 
 

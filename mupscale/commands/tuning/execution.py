@@ -37,8 +37,8 @@ def unit_of(study: Study, taken: Taken, name: str) -> Unit:
 class Sweep:
     """The trials of a study as units of work. Its arguments are those of a Study."""
 
-    def __init__(self, out: Path, settings: Settings, storage: str | None = None) -> None:
-        self.study = Study(out, settings, storage)
+    def __init__(self, out: Path, settings: Settings) -> None:
+        self.study = Study(out, settings)
         self.most_together = batch_of(settings) if settings.sampler == "tpe" else None
 
     @property

@@ -1,13 +1,12 @@
 """The study of a sweep: its trials, and which process runs which of them.
 
-No trial is lost, and no two processes run one trial at the same time. All trials wait in Optuna's storage from the
+No trial is lost, and no two processes run one trial at the same time. All trials wait in Optuna's journal from the
 beginning, so taking one is a single change of its state. A process holds a lease on its trial: a locked file, which the
 system unlocks when the process dies, and whose modification time the process renews. If a lease lapses, its trial is
 marked as failed, and queued again with the same values.
 """
 
 import json
-import logging
 import math
 import os
 import warnings
@@ -15,13 +14,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
@@ -47,7 +45,7 @@ class Settings:
     metric: str
 
     def description(self) -> dict[str, Any]:
-        """The settings as plain values, as a storage returns them."""
+        """The settings as plain values, as the journal returns them."""
         values = {
             "sweep": [axis.description() for axis in self.axes],
             "sampler": self.sampler,
@@ -87,21 +85,17 @@ class Study:
     UserError if the folder holds another sweep.
     """
 
-    def __init__(self, out: Path, settings: Settings, storage: str | None = None) -> None:
+    def __init__(self, out: Path, settings: Settings) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.out, self.settings = out, settings
-        refuse_other_folder(out, storage)
+        refuse_other_folder(out)
         refuse_other_settings(out / "sweep.json", settings)
-        if storage is not None:
-            with quiet():
-                opened(out.resolve().name, storage)  # a database that cannot be reached must leave no folder behind
         out.mkdir(parents=True, exist_ok=True)
         (out / "leases").mkdir(exist_ok=True)
         with self.locked():
             with quiet():
                 drop_unfinished_line(out / "study.journal")
-                name = "sweep" if storage is None else out.resolve().name  # a database has many
-                self.study = opened(name, store(out, storage))
+                self.study = optuna.create_study(study_name="sweep", storage=read_journal(out), load_if_exists=True)
             if not all(
                 isinstance(trial.user_attrs.get("cell"), int) for trial in self.study.get_trials(deepcopy=False)
             ):
@@ -112,13 +106,8 @@ class Study:
             if there is None:
                 self.study.set_user_attr("settings", here)
             else:
-                refuse_difference(there, here, f"--storage: the study {self.study.study_name} holds another sweep")
+                refuse_difference(there, here, f"{out / 'study.journal'} holds another sweep")
             if not (out / "sweep.json").exists():
-                if self.study.get_trials(deepcopy=False) and not (out / "trials").exists():
-                    raise UserError(
-                        f"--storage: the study {self.study.study_name} has its runs in another folder, not in {out}; "
-                        "name that folder with --out, or a new folder with another name"
-                    )
                 write_text(out / "sweep.json", json.dumps(here, indent=1) + "\n")
             self._mend()
 
@@ -214,7 +203,7 @@ class Study:
         return self.out / "leases" / str(cell)
 
 
-# --- the storage
+# --- the journal
 
 
 def drop_unfinished_line(path: Path) -> None:
@@ -240,22 +229,6 @@ class Unlocked(JournalFileOpenLock):
         pass
 
 
-def opened(name: str, storage: BaseStorage | str) -> optuna.Study:
-    """The study of a name, a new one if there is none. Raises a UserError if its database cannot be reached."""
-    make = partial(optuna.create_study, study_name=name, storage=storage, load_if_exists=True)
-    if not isinstance(storage, str):
-        return make()
-    from sqlalchemy.exc import SQLAlchemyError  # only a database needs it
-
-    try:
-        return make()
-    except (ImportError, SQLAlchemyError) as error:
-        problem = str(error).splitlines()[0]
-        raise UserError(
-            f"--storage: {problem}; give the URL of a database, such as postgresql://USER@HOST/NAME"
-        ) from error
-
-
 def asked(study: optuna.Study, waiting: FrozenTrial, distributions: dict[str, BaseDistribution]) -> optuna.Trial:
     """`study.ask` for one of the trials that wait. Optuna itself takes the first of them."""
 
@@ -270,10 +243,8 @@ def asked(study: optuna.Study, waiting: FrozenTrial, distributions: dict[str, Ba
         del study._pop_waiting_trial_id
 
 
-def store(out: Path, url: str | None) -> BaseStorage | str:
-    """The storage of a study. Raises a UserError if its journal cannot be read."""
-    if url is not None:
-        return url
+def read_journal(out: Path) -> JournalStorage:
+    """What the journal of a study holds. Raises a UserError if it cannot be read."""
     path = out / "study.journal"
     try:
         return JournalStorage(JournalFileBackend(str(path), Unlocked(str(path))))
@@ -293,10 +264,9 @@ def sampler(name: Sampler, seed: int) -> optuna.samplers.BaseSampler:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides warnings that a feature of Optuna may change, and messages about migrations of a database."""
+    """Hides warnings that a feature of Optuna may change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        logging.getLogger("alembic").setLevel(logging.WARNING)
         yield
 
 
@@ -322,17 +292,13 @@ def decoded(axis: Axis, stored: Any) -> Any:
 # --- which folder, and which sweep
 
 
-def refuse_other_folder(out: Path, storage: str | None) -> None:
-    """Raises a UserError if the folder is not that of a sweep, or its study is stored elsewhere."""
+def refuse_other_folder(out: Path) -> None:
+    """Raises a UserError if the folder is not that of a sweep."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; name a folder for the sweep")
     refuse_links(out, "lock", "leases", "study.journal")
     if out.is_dir() and any(out.iterdir()) and not (out / "sweep.json").exists() and not (out / "lock").exists():
         raise UserError(f"--out {out} is not empty and has no sweep; name a new folder")
-    if (out / "sweep.json").exists() and storage is None and not (out / "study.journal").exists():
-        raise UserError(f"--storage: the study of {out} is in a database; give its URL")
-    if (out / "study.journal").exists() and storage is not None:
-        raise UserError(f"--storage: the study of {out} is in its study.journal; leave --storage out")
 
 
 def refuse_other_settings(path: Path, settings: Settings) -> None:
