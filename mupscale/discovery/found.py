@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mupscale.discovery.cuts import PairedCut, layouts_of
 from mupscale.errors import UserError
 from mupscale.layer_names import by_layer, starred
-from mupscale.widening.axes import Layout, LayoutSpec, Piece, narrow_length, parse_layout, wide_length
+from mupscale.widening.axes import Layout, LayoutSpec, Piece, evenly, narrow_length, parse_layout, wide_length
 from mupscale.widening.growth import Role
 from mupscale.widening.hints import Blocks, Hints, Rescale
 from mupscale.widening.weight_norm import named_weights
@@ -264,15 +264,14 @@ def _rescaled(
 ) -> LayoutSpec:
     """The layout of an axis of one length for an axis of another. Of several ways to cut it, the same one is taken."""
     n, w = sizes
-    if len(layout) == 1:
-        (piece,) = layout
-        count = piece.length // piece.block
-        if piece.block == 1:
+    small_n, small_w, block = narrow_length(layout), wide_length(layout), layout[0].block
+    if len(layout) != 2 and layout == evenly(small_n, small_w, block):  # two pieces may be width beside what is fixed
+        count = small_n // block
+        if block == 1:
             return blocks_of_units()
-        axis = _Width(piece.length, piece.length * piece.factor, n, w)
-        inner = _factors_of(axis, widths) if count > 1 else []
+        inner = _factors_of(_Width(small_n, small_w, n, w), widths) if count > 1 else []
         if inner:
-            blocks = {width.narrow for width in inner if width.small_narrow == piece.block}
+            blocks = {width.narrow for width in inner if width.small_narrow == block}
             if len(blocks) != 1:
                 raise _does_not_fit(name, sizes)
             return blocks.pop()

@@ -135,6 +135,7 @@ def _discovered(
         torch.manual_seed(0)
         narrow, wide = _built(model_class, small), _built(model_class, large)
         call = _working(narrow, call)
+        _refuse_sizes(wide, call)
         found = discover(narrow, wide, call, lambda words, *count: watch(f"{FINDING}, {words}", *count))
         watch(CHECKING, 0, 2)
         _check_reloaded(narrow, wide, found, call)
@@ -176,6 +177,22 @@ def _built(model_class: Any, config: PretrainedConfig) -> Any:
         ) from error
     finally:
         torch.set_default_dtype(default)
+
+
+def _refuse_sizes(wide: Any, call: Call) -> None:
+    """Raises a UserError if the sizes of a wide model do not go together, such as its numbers of heads."""
+    try:
+        with torch.no_grad():
+            call(float64_copy(wide).eval())
+        validate = getattr(wide.config, "validate", None)  # which saving the model would do
+        if validate is not None:
+            validate()
+    except Exception as error:  # whatever it is: the narrow model could do the same
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"a {wide.config.model_type} whose fields grow by these factors cannot be used ({reason}, in a small "
+            "model). Choose others, such as the same for all numbers of heads and for the hidden size"
+        ) from error
 
 
 def _working(model: Any, given: Call | None) -> Call:

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from command_line import refused
 from model_folders import edit, llama, load, logits, names, save
 from paths import SUPPORT
+from tiers import slow_except
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import mupscale.hf as hf
@@ -329,3 +331,40 @@ def test_killed_at_any_moment_it_leaves_nothing_that_looks_whole(
     assert found["killed"] >= moments
     assert found["operations"] > 100
     shutil.rmtree(tmp_path)
+
+
+# --- growth by a fraction
+
+SIZES = {"num_hidden_layers": 1, "vocab_size": 64}
+HEADS = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+
+FRACTIONAL: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**HEADS, **SIZES)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**HEADS, num_key_value_heads=1, **SIZES)),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**HEADS, **SIZES)),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(d_model=16, d_ff=24, d_kv=8, num_heads=2, num_layers=1, vocab_size=64)
+    ),
+}
+
+
+@pytest.mark.parametrize("family_name", slow_except(FRACTIONAL, "llama"))
+def test_a_fractional_growth_of_the_feed_forward_part(family_name: str, tmp_path: Path, capsys) -> None:
+    save(FRACTIONAL[family_name](), tmp_path / "narrow")
+    options = ["--factor", "1.5", "--only", "feed_forward"]
+    main(["upscale", str(tmp_path / "narrow"), *options, "--out", str(tmp_path / "wide")])
+    told = re.search(r"outputs of both models differ by ([\d.e+-]+)", capsys.readouterr().out)
+    assert told is not None
+    assert float(told[1].rstrip(".")) < 1e-5
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("narrow", "wide"))
+    grown = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    assert grown == {"d_ff" if family_name == "t5" else "intermediate_size": (24, 36)}
+
+
+@pytest.mark.parametrize("factor", ["1", "2"])
+def test_numbers_of_heads_that_do_not_go_together_are_one_line(factor: str, narrow: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "wide")
+    message = refused("upscale", str(narrow), "--factor", factor, "--set", "num_attention_heads=1.5", "--out", out)
+    assert "a llama whose fields grow by these factors cannot be used" in message
+    assert "in a small model" in message
+    assert names(tmp_path) == []
