@@ -3,7 +3,6 @@
 import copy
 import io
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 import mupscale
 from mupscale.errors import UserError
 from mupscale.methods import Duplication
-from mupscale.widening.stepping import new_copies, step_records
+from mupscale.widening.stepping import new_copies
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -195,49 +194,6 @@ def test_an_optimizer_of_unknown_count_is_refused(build: Callable[[], Any], frag
 def test_bad_input_is_refused(settings: dict[str, Any], words: str):
     with pytest.raises(UserError, match=words):
         Duplication(**settings)
-
-
-# --- two growths in a row
-
-
-def test_new_copies_of_two_growths_keep_their_own_counts():
-    """The first update of new copies at a constant gradient is lr, at each growth, whatever the count of the others."""
-    torch.manual_seed(0)
-    models = [mlp(width).double() for width in (2, 4, 8)]
-    optimizer = torch.optim.Adam(models[0].parameters(), lr=0.01, eps=1e-30)
-    method, rate = Duplication(state="reset_new_copies"), 0.01
-    for narrow, wide in pairwise(models):
-        for _ in range(300):
-            for parameter in narrow.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-        report = mupscale.upscale(narrow, wide, optimizer, method=method)
-        optimizer, rate = report.optimizer, rate / 2
-        before = wide.layers[1].weight.detach().clone()
-        for parameter in wide.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        moved = (wide.layers[1].weight.detach() - before).abs()
-        new = new_copies(report.plan.parameters["layers.1.weight"])
-        assert moved[new].tolist() == pytest.approx([rate] * int(new.sum()), rel=1e-9)
-    record = next(record for record in step_records(optimizer).values() if len(record.births) == 2)
-    (first, birth, _), (_, later, _) = record.born(before)
-    assert (birth, later) == (300, 601)
-    assert float(moved[first].max()) <= 1.15 * rate  # copies of the first growth keep their count: without it, 2 × rate
-
-
-def test_a_fresh_adam_is_warmed_up_too():
-    torch.manual_seed(0)
-    narrow, wide = mlp(4).double(), mlp(8).double()
-    method = Duplication(state="reset_new_copies", rewarm_steps=10)
-    report = mupscale.upscale(narrow, wide, torch.optim.Adam(narrow.parameters(), lr=0.01, eps=1e-30), method=method)
-    new, start = new_copies(report.plan.parameters["layers.1.weight"]), wide.layers[1].weight.detach().clone()
-    for parameter in wide.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    report.optimizer.step()
-    moved = (wide.layers[1].weight.detach() - start).abs()
-    assert moved[new].tolist() == pytest.approx([0.0005] * int(new.sum()), rel=1e-9)
-    assert moved[~new].tolist() == pytest.approx([0.005] * int((~new).sum()), rel=1e-9)
 
 
 # --- copies, and pairs restored by hand
