@@ -16,7 +16,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def alive() -> int:
 class Weighed(UpscaleCallback):
     """An upscale that records the memory of its rank."""
 
-    def _grow(self, trainer: Trainer, module: WidthScalable) -> Any:
+    def _grow(self, trainer: Trainer, module: WidthScalable, compare: Callable[[], None]) -> Any:
         gc.collect()
         before, on_gpu = held(trainer, module), module.device.type == "cuda"
         if on_gpu:
@@ -82,7 +82,7 @@ class Weighed(UpscaleCallback):
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         with record_function(GROWTH):
-            answer = super()._grow(trainer, module)
+            answer = super()._grow(trainer, module, compare)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start

@@ -84,7 +84,8 @@ class ExactResume(Callback):
                 generators = self._loaded["generators"][trainer.global_rank]
                 assert self._data is not None
                 self._data.restore(generators.get("data"), self._loader_states)
-                set_rng_state(generators, pl_module.device)
+                with interpreting("ExactResume in the checkpoint"):
+                    set_rng_state(generators, pl_module.device)
                 if "logged" in generators:
                     restore_logged(trainer, generators["logged"])
             metrics = {name: value.to(pl_module.device) for name, value in self._loaded["metrics"].items()}

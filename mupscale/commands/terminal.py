@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, TextIO, cast
 
 from mupscale.text_tables import Paint, Style, folded
@@ -93,7 +93,7 @@ def lenient_output() -> Iterator[Output]:
     for stream in filter(None, before):
         if getattr(stream, "errors", None) in ("strict", "backslashreplace") and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="mupscale")
-    with open(os.devnull, "w") as nowhere:  # a stream that was closed is None
+    with open(os.devnull, "w") if None in before else nullcontext() as nowhere:  # a stream that was closed is None
         output, errors = (Output(stream or nowhere) for stream in before)
         sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, errors)
         try:

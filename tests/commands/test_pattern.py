@@ -110,7 +110,7 @@ def test_a_sweep_over_methods_has_the_defaults_of_each(capsys: pytest.CaptureFix
 
 
 LIMITED = {"class_path": "extensions.Limited", "init_args": {"level": 1}}
-METHODS = [{"class_path": f"mupscale.{name}"} for name in ("Duplication", "HyperDuplication", "HyperCloning")]
+METHODS = [{"class_path": f"mupscale.methods.{name}"} for name in ("Duplication", "HyperDuplication", "HyperCloning")]
 
 
 @pytest.mark.parametrize(

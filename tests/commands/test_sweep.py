@@ -744,7 +744,7 @@ def test_a_metric_that_is_never_logged(tmp_path: Path) -> None:
     assert "never logged" in refused(
         "sweep", "--config", config, "--sweep", f"{LR}=0.01", "--metric", "train/los", "--out", "t"
     )
-    assert len(losses(next(Path("t/trials").iterdir()))) == 6  # after the first epoch
+    assert not Path("t").exists()  # nothing that is finished is in it
     short = ["--trainer.max_steps=5", "--trainer.val_check_interval=5"]
     message = refused("sweep", "--config", config, *short, "--sweep", f"{LR}=0.01", "--out", "u")
     assert "an epoch has 6 steps" in message

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from stand_ins import trainer_stub
 
-from mupscale.datamodules import cifar100, covertype, fineweb
+from mupscale.datamodules import cifar100, covertype, token_files
 from mupscale.datamodules import shared as module
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.covertype import SAMPLE, Covertype
@@ -116,8 +116,8 @@ def fineweb_folder(folder: Path) -> None:
 MODULES: dict[str, tuple[Callable[..., LightningDataModule], Callable[[Path], None], tuple[Any, str]]] = {
     "Covertype": (Covertype, covertype_folder, (covertype, "_read")),
     "CIFAR100": (CIFAR100, cifar100_folder, (cifar100, "read")),
-    "FineWeb, resident": (lambda **a: FineWeb(resident=True, **a), fineweb_folder, (fineweb.Index, "tokens")),
-    "FineWeb, mapped": (lambda **a: FineWeb(resident=False, **a), fineweb_folder, (fineweb.Index, "tokens")),
+    "FineWeb, resident": (lambda **a: FineWeb(resident=True, **a), fineweb_folder, (token_files.TokenFolder, "tokens")),
+    "FineWeb, mapped": (lambda **a: FineWeb(resident=False, **a), fineweb_folder, (token_files.TokenFolder, "tokens")),
 }
 
 
@@ -174,7 +174,7 @@ def test_data_is_freed_after_its_last_data_module_and_loader(data: Data):
     reads = data.reads
     modules.pop()
     loaders = [modules[0].train_dataloader()]
-    (held,) = module._held.values()
+    (held,) = (references for key, references in module._held.items() if key[0] is not token_files.TokenFolder)
     assert all(reference() is not None for reference in held)
     modules.pop()
     # the loader holds what it draws from
@@ -191,7 +191,7 @@ def test_data_of_another_file_version_or_device_is_another(data: Data, tmp_path:
     shutil.copytree(data.folder, elsewhere)
     of_file = data(folder=elsewhere)
     of_device = data(device="meta")
-    for file in data.folder.iterdir():
+    for file in (path for path in data.folder.rglob("*") if path.is_file()):
         status = file.stat()
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     of_version = data()
@@ -207,22 +207,22 @@ def test_the_split_is_part_of_the_data(tmp_path: Path):
 
 
 def test_a_checked_folder_is_checked_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    checks: list[Path] = []
-    verify = fineweb.Index.verify
+    checks: list[token_files.TokenFolder] = []
+    verify = token_files.TokenFolder.verify
 
-    def counted(index: fineweb.Index) -> None:
-        checks.append(index.folder)
-        verify(index)
+    def counted(folder: token_files.TokenFolder) -> None:
+        checks.append(folder)
+        verify(folder)
 
-    monkeypatch.setattr(fineweb.Index, "verify", counted)
+    monkeypatch.setattr(token_files.TokenFolder, "verify", counted)
     folder = tmp_path / "tokens"
     shutil.copytree(JARGON, folder)
     for _ in range(3):
         FineWeb(str(folder)).prepare_data()
     assert len(checks) == 1
-    file = next(folder.glob("train-*.tokens"))
+    file = next(folder.glob("train/*.ds.index"))
     content = bytearray(file.read_bytes())
-    content[0] ^= 1
+    content[6] ^= 1  # the first document ends far behind the second
     file.write_bytes(content)
     for _ in range(2):
         with pytest.raises(ValueError, match="is damaged"):

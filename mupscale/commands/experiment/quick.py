@@ -123,8 +123,11 @@ def overlay(common: Config, divisor: int, out: Path) -> Config:
         smaller["base_width"] = smaller_base(model["base_width"], divisor, even="heads" in model)
     if schedule:
         smaller["lr_scheduler"] = shortened(schedule)
+    trainer = trainer_overlay(common["trainer"])
+    if schedule and "max_epochs" in trainer:
+        trainer["limit_train_batches"] = STEPS // EPOCHS  # so that a schedule ends with the run
     return {
-        "trainer": trainer_overlay(common["trainer"]),
+        "trainer": trainer,
         "model": {"init_args": smaller},
         "data": {"init_args": arguments},
         "checkpoint": {"every_n_train_steps": 1000},
