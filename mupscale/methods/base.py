@@ -86,12 +86,7 @@ class GrowthMethod(ABC):
         self.hyperparameters = hyperparameters
         self.rewarm_steps = rewarm_steps
 
-    def plan(
-        self,
-        narrow: nn.Module,
-        wide: nn.Module,
-        hints: Hints | None = None,
-    ) -> Plan:
+    def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         """Which axes grow and in which layout; raises a UserError if this method cannot grow the model."""
         return make_plan(narrow, wide, hints=hints)
 

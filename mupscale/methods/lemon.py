@@ -65,12 +65,7 @@ class Lemon(GrowthMethod):
         self.spread = spread
         self.groups = groups
 
-    def plan(
-        self,
-        narrow: nn.Module,
-        wide: nn.Module,
-        hints: Hints | None = None,
-    ) -> Plan:
+    def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         plan = make_plan(narrow, wide, hints=hints)
         normalised = set(norms_over_width(plan, narrow))
         generator = torch.Generator().manual_seed(self.seed)

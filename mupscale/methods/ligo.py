@@ -93,12 +93,7 @@ class LiGO(GrowthMethod):
         """The group of each mapped axis, by parameter, and the length of a unit on it."""
         self._maps: Maps = {}
 
-    def plan(
-        self,
-        narrow: nn.Module,
-        wide: nn.Module,
-        hints: Hints | None = None,
-    ) -> Plan:
+    def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         plan = super().plan(narrow, wide, hints)
         unit_groups("LiGO", narrow, plan, self.groups)
         return plan

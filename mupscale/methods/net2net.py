@@ -63,12 +63,7 @@ class Net2Net(GrowthMethod):
         self.seed = seed
         self.groups = groups
 
-    def plan(
-        self,
-        narrow: nn.Module,
-        wide: nn.Module,
-        hints: Hints | None = None,
-    ) -> Plan:
+    def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         plain = make_plan(narrow, wide, hints=hints)
         generator = torch.Generator().manual_seed(self.seed)
         mapped: dict[str, dict[int, list[tuple[int, int, int]]]] = {}
@@ -147,12 +142,7 @@ class AKI(FPI):
 
     equal_copies = False
 
-    def plan(
-        self,
-        narrow: nn.Module,
-        wide: nn.Module,
-        hints: Hints | None = None,
-    ) -> Plan:
+    def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         plan = super().plan(narrow, wide, hints)
         if not any(_next_layers(plan)):
             raise UserError(

@@ -39,12 +39,7 @@ class ZeroPadding(GrowthMethod):
     equal_copies = False
     state_to_copies = False
 
-    def plan(
-        self,
-        narrow: nn.Module,
-        wide: nn.Module,
-        hints: Hints | None = None,
-    ) -> Plan:
+    def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         plan = make_plan(narrow, wide, hints=hints)
         own = type(self).__name__
         in_units = [name for name, entry in plan.parameters.items() if entry.rescale != 1 or entry.offset]

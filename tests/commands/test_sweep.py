@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import time
 from collections import Counter
@@ -735,16 +736,20 @@ def test_another_sweep_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_metric_that_is_never_logged(tmp_path: Path) -> None:
+def test_a_metric_that_is_never_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(tmp_path / "c.yaml")
     message = refused("sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--metric", "val/los", "--out", "s")
     assert "metric val/los is never logged" in message
     assert "val/loss" in message
     assert not list(Path("s").rglob("*.ckpt"))  # before the first step
-    assert "never logged" in refused(
-        "sweep", "--config", config, "--sweep", f"{LR}=0.01", "--metric", "train/los", "--out", "t"
-    )
-    assert not Path("t").exists()  # nothing that is finished is in it
+    late = ("sweep", "--config", config, "--sweep", f"{LR}=0.01", "--metric", "train/los", "--out", "t")
+    with monkeypatch.context() as patch:
+        patch.setattr("mupscale.commands.leftovers.Leftovers.remove", lambda _: None)
+        assert "never logged" in refused(*late)
+    assert len(losses(next(Path("t/trials").iterdir()))) == 6  # after the first epoch
+    shutil.rmtree("t")
+    assert "never logged" in refused(*late)
+    assert not Path("t").exists()  # nothing that is finished would be in it
     short = ["--trainer.max_steps=5", "--trainer.val_check_interval=5"]
     message = refused("sweep", "--config", config, *short, "--sweep", f"{LR}=0.01", "--out", "u")
     assert "an epoch has 6 steps" in message
