@@ -30,7 +30,7 @@ from mupscale.commands.pattern import Pattern
 from mupscale.commands.runs import Run, fitted, with_run, without_announcements
 from mupscale.commands.tuning.trial import for_trials
 from mupscale.cuda_graph import CapturedStep
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
@@ -148,7 +148,7 @@ def peak() -> dict[str, float]:
 # --- steps alone
 
 
-def bare(name: str, make: Callable[[], WidthScalable], batch: Any, sizes: list[int], device: torch.device) -> None:
+def bare(name: str, make: Callable[[], Growable], batch: Any, sizes: list[int], device: torch.device) -> None:
     """Prints trials × steps a second of a captured single step, and of captured stacks."""
 
     def context() -> AbstractContextManager[Any]:

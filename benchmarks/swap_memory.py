@@ -34,7 +34,7 @@ from benchmarks.training import quieten
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.methods.noise import Noise
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.fsdp2 import FSDP2
 from mupscale.models.gpt2 import GPT2
 from mupscale.widening.sharding import local_part
@@ -55,7 +55,7 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
-def held(trainer: Trainer, module: WidthScalable) -> int:
+def held(trainer: Trainer, module: Growable) -> int:
     """Bytes of weights, gradients and optimizer state on this rank."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     states: list[Tensor] = []
@@ -74,7 +74,7 @@ def alive() -> int:
 class Weighed(UpscaleCallback):
     """An upscale that records the memory of its rank."""
 
-    def _grow(self, trainer: Trainer, module: WidthScalable, compare: Callable[[], None]) -> Any:
+    def _grow(self, trainer: Trainer, module: Growable, compare: Callable[[], None]) -> Any:
         gc.collect()
         before, on_gpu = held(trainer, module), module.device.type == "cuda"
         if on_gpu:

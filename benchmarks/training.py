@@ -34,7 +34,7 @@ from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.summary import WidthBar
 from mupscale.cuda_graph import CapturedStep
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 
 CLIP = 1.0
 
@@ -56,7 +56,7 @@ class Case:
     """One network at one size."""
 
     name: str
-    module: Callable[[], WidthScalable]
+    module: Callable[[], Growable]
     batches: Callable[[torch.device], Any]  # a loader of resident batches
     draft: Callable[[torch.device], Iterator[None]]  # a step each time it is asked
     unit: str

@@ -20,7 +20,7 @@ from mupscale.errors import UserError
 from mupscale.flops import LOGGED
 from mupscale.models._lightning import is_logged_in_training, log_interval, update_callback_metrics
 from mupscale.models._lightning_loop import accumulates
-from mupscale.models.base import WidthScalable, tensors_in
+from mupscale.models.base import Growable, tensors_in
 
 _AXES = {"samples": 1, "flops": LOGGED}
 """What the further axes count, and in which unit: samples (or tokens), and 10⁶ floating-point operations."""
@@ -104,7 +104,7 @@ class Curves(Strides):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, WidthScalable)
+        assert isinstance(pl_module, Growable)
         self.spent["samples"] += pl_module.batch_size(batch) * trainer.world_size
         self.spent["flops"] += self._batch_flops(pl_module, batch) * trainer.world_size
         loss = pl_module.loss_of_step(outputs)
@@ -128,7 +128,7 @@ class Curves(Strides):
         return steps_to(every, step) if every else _MOST_RECENT
 
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
-        assert isinstance(pl_module, WidthScalable)
+        assert isinstance(pl_module, Growable)
         self.spent["samples"] += pl_module.batch_size(batch) * len(losses)
         self.spent["flops"] += self._batch_flops(pl_module, batch) * len(losses)
         for loss in losses:
@@ -156,7 +156,7 @@ class Curves(Strides):
             }
             self._log_by_cost(trainer, metrics)
 
-    def _log(self, trainer: Trainer, module: WidthScalable) -> None:
+    def _log(self, trainer: Trainer, module: Growable) -> None:
         values = {"width": width_number(module.width)}
         if self._count:
             loss = self._mean(trainer, module)
@@ -226,7 +226,7 @@ class Curves(Strides):
                 values["throughput/fraction_of_peak"] = rate / self._peak
         return values
 
-    def _batch_flops(self, module: WidthScalable, batch: Any) -> float:
+    def _batch_flops(self, module: Growable, batch: Any) -> float:
         """NaN if they cannot be counted; the sum of all is NaN from then on."""
         if math.isnan(self.spent["flops"]):
             return math.nan

@@ -19,7 +19,7 @@ from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, datamodule_of, detects_anomalies, enter_hook, profiler_of
 from mupscale.models._lightning_loop import EpochLoop, hands_over_the_iterator, leave_steps, validate_outside
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 
 WARM_UP = 3
 """Steps before a capture: the first ones make optimizer state, compile, and choose kernels."""
@@ -58,7 +58,7 @@ class FastLoop(Callback):
             loop = trainer.fit_loop.epoch_loop = LeanEpochLoop(loop)
         loop.cuda_graph = self.cuda_graph and trainer.strategy.root_device.type == "cuda"
         loop.member = current_member()
-        if isinstance(pl_module, WidthScalable):
+        if isinstance(pl_module, Growable):
             pl_module.is_in_stack = loop.member is not None
         if loop.cuda_graph:
             refuse_capture(trainer, pl_module)
@@ -166,7 +166,7 @@ class LeanEpochLoop(EpochLoop):
     def _leave_the_others(self) -> None:
         self.member = None
         module = self.trainer.lightning_module
-        assert isinstance(module, WidthScalable)
+        assert isinstance(module, Growable)
         module.is_in_stack = False
         if module.hparams["compile"] and module.net is not None:
             module.compile_network(module.net)
@@ -203,7 +203,7 @@ class LeanEpochLoop(EpochLoop):
         A graph is made for the second step in a row of a kind: not for the ragged batch at the end of an epoch, nor for
         every value of a weight decay that changes all the time.
         """
-        assert isinstance(module, WidthScalable)
+        assert isinstance(module, Growable)
         if module.net is not self._network:
             self.release()  # a swap has put in another network
             self._network = module.net
@@ -219,7 +219,7 @@ class LeanEpochLoop(EpochLoop):
         return self._captured
 
 
-def gradients(trainer: Trainer, module: WidthScalable, batch: Any) -> Tensor:
+def gradients(trainer: Trainer, module: Growable, batch: Any) -> Tensor:
     """The loss of a batch; its gradients, clipped, are left in the parameters."""
     outer = enter_hook(module, None)  # `self.log` in a captured step is an error
     try:
@@ -250,8 +250,8 @@ def plain(trainer: Trainer) -> bool:
 
 def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
     """Raises a UserError, with the reason, if a step cannot be one graph."""
-    if not isinstance(module, WidthScalable):
-        raise UserError(f"FastLoop.cuda_graph needs a WidthScalable module, model is a {type(module).__name__}")
+    if not isinstance(module, Growable):
+        raise UserError(f"FastLoop.cuda_graph needs a Growable module, model is a {type(module).__name__}")
     if not plain(trainer):
         raise UserError(
             "FastLoop.cuda_graph needs one device, trainer.accumulate_grad_batches = 1, no trainer.profiler, a "
@@ -266,7 +266,7 @@ def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
         raise UserError(
             "FastLoop.cuda_graph cannot detect anomalies inside its steps; set trainer.detect_anomaly: false"
         )
-    if type(module).training_step is not WidthScalable.training_step:
+    if type(module).training_step is not Growable.training_step:
         raise UserError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} overrides training_step")
     inside = hook_inside_a_step(trainer)
     if inside is not None:

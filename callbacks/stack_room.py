@@ -9,7 +9,7 @@ from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of
 from mupscale.models._lightning_loop import training_loader
-from mupscale.models.base import WidthScalable, init_contexts
+from mupscale.models.base import Growable, init_contexts
 from mupscale.models.checkpoint import Width
 from mupscale.stacking.memory import bytes_per_model
 from mupscale.widening.stepping import step_records
@@ -48,14 +48,14 @@ def room_in_stack(first: Awaited, size: int | str) -> int:
     return size
 
 
-def why_slow(module: WidthScalable, device: torch.device) -> str | None:
+def why_slow(module: Growable, device: torch.device) -> str | None:
     """Why a stack of such models is not faster than training them one after another; None if it is faster."""
     if device.type != "cuda" or module.stacked_losses() is not None:
         return None
     return f"torch.vmap of {type(module).__name__} is slower on a GPU; to use it anyway, give --stack N"
 
 
-def widest(trainer: Trainer, module: WidthScalable) -> Width:
+def widest(trainer: Trainer, module: Growable) -> Width:
     """The width at the end of a fit."""
     swaps = [callback for callback in callbacks_of(trainer) if isinstance(callback, UpscaleCallback)]
     last = max(swaps, key=lambda swap: swap.at_step, default=None)

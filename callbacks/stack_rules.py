@@ -16,7 +16,7 @@ from mupscale.models._lightning_loop import (
     validates,
     validation_loader,
 )
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.stacking.optimizers import KINDS
 
 INSIDE_A_STEP = (
@@ -59,7 +59,7 @@ def is_scored_jointly(trainer: Trainer) -> bool:
     hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end")
     owners = [module, *(callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides))]
     return (
-        isinstance(module, WidthScalable)
+        isinstance(module, Growable)
         and module.joint_scores() is not None
         and validation_loader(trainer) is not None
         and not any(is_overridden(hook, module) for hook in ("on_validation_epoch_end", "on_validation_end"))
@@ -80,8 +80,8 @@ def hook_inside_a_step(trainer: Trainer) -> tuple[str, str] | None:
 def why_apart(trainer: Trainer) -> str | None:
     """Why a fit cannot be stacked with others; None if it can."""
     module, plugin = trainer.lightning_module, trainer.precision_plugin
-    if not isinstance(module, WidthScalable):
-        return f"the model is a {type(module).__name__}, not a WidthScalable"
+    if not isinstance(module, Growable):
+        return f"the model is a {type(module).__name__}, not a Growable"
     name = type(module).__name__
     if type(trainer.strategy) is not SingleDeviceStrategy:
         return "a trial runs on several devices"
@@ -95,10 +95,10 @@ def why_apart(trainer: Trainer) -> str | None:
         return "trainer.detect_anomaly needs single steps"
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         return "trainer.precision is 16-mixed, which scales each loss; use bf16-mixed"
-    if type(module).training_step is not WidthScalable.training_step:
+    if type(module).training_step is not Growable.training_step:
         return f"{name} overrides training_step"
     for method in ("configure_gradient_clipping", "on_train_batch_start", *TRANSFER):
-        if getattr(type(module), method) is not getattr(WidthScalable, method):
+        if getattr(type(module), method) is not getattr(Growable, method):
             return f"{name} overrides {method}"
     inside = hook_inside_a_step(trainer)
     if inside is not None:

@@ -29,7 +29,7 @@ from mupscale.models._lightning_loop import (
     training_loader,
     validation_loader,
 )
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.stacking.around import has_unknown_hooks
 from mupscale.stacking.captured import CapturedScores, CapturedStack, batch_kind
 from mupscale.stacking.dropout import mixed
@@ -63,9 +63,9 @@ class Awaited:
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # in the thread of the fit
 
     @property
-    def module(self) -> WidthScalable:
+    def module(self) -> Growable:
         module = self.trainer.lightning_module
-        assert isinstance(module, WidthScalable)
+        assert isinstance(module, Growable)
         return module
 
     @property
@@ -290,7 +290,7 @@ class StackedFits:
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    assert isinstance(model, WidthScalable)
+    assert isinstance(model, Growable)
     try:
         return model.mappable_loss(batch)
     except MisconfigurationException as error:  # by self.log

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.models._lightning import ClockedBar, callbacks_of
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.schedules import WarmupCosine, WarmupStableDecay
 
 
@@ -39,7 +39,7 @@ class WidthBar(ClockedBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        if isinstance(pl_module, WidthScalable) and pl_module.train_loss is not None:
+        if isinstance(pl_module, Growable) and pl_module.train_loss is not None:
             return {"width": pl_module.width, "loss": float(pl_module.train_loss), **metrics}
         return metrics
 
@@ -57,7 +57,7 @@ class Summary(Callback):
         warn_of_rate_zero(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loss = pl_module.train_loss if isinstance(pl_module, WidthScalable) else None
+        loss = pl_module.train_loss if isinstance(pl_module, Growable) else None
         if loss is not None and trainer.world_size > 1:
             loss = trainer.strategy.reduce(loss, reduce_op="mean")  # of the whole batch: a rank has its share
         if not trainer.is_global_zero:
@@ -97,5 +97,5 @@ def warn_of_rate_zero(trainer: Trainer) -> None:
 
 
 def size(module: LightningModule) -> str:
-    width = f"width {module.width}, " if isinstance(module, WidthScalable) else ""
+    width = f"width {module.width}, " if isinstance(module, Growable) else ""
     return f"{width}{sum(parameter.numel() for parameter in module.parameters()):,} parameters"

@@ -30,7 +30,7 @@ from mupscale.models._lightning import (
     callbacks_of,
     set_average,
 )
-from mupscale.models.base import WidthScalable, has_own_optimizers, init_contexts, without_log
+from mupscale.models.base import Growable, has_own_optimizers, init_contexts, without_log
 from mupscale.models.checkpoint import Width
 from mupscale.schedule_state import continue_schedule
 from mupscale.widening.groups import (
@@ -73,7 +73,7 @@ class Swap:
     rewarm_steps: int
     restart_schedule: bool
 
-    def perform(self, trainer: Trainer, module: WidthScalable, compare: Callable[[], None]) -> Grown:
+    def perform(self, trainer: Trainer, module: Growable, compare: Callable[[], None]) -> Grown:
         """Puts the wide network, its optimizers and its schedules in the place of the narrow ones.
 
         The narrow tensors are freed one by one. Sharded, a rank holds at most its wide shard and one whole tensor.
@@ -140,7 +140,7 @@ class Swap:
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
         return Grown(growth, report.notes, keeps_function)
 
-    def _fit_method(self, trainer: Trainer, module: WidthScalable, narrow: nn.Module, wide: nn.Module) -> None:
+    def _fit_method(self, trainer: Trainer, module: Growable, narrow: nn.Module, wide: nn.Module) -> None:
         """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""
         average = None
         if trainer.world_size > 1:
@@ -154,7 +154,7 @@ class Swap:
     def _continue(
         self,
         growth: Plan,
-        module: WidthScalable,
+        module: Growable,
         narrow: nn.Module,
         before: Optimizer,
         wide: nn.Module,
@@ -212,13 +212,13 @@ class Swap:
         )
         return sources
 
-    def _widen_averages(self, module: WidthScalable, report: UpscaleReport, seed: int) -> None:
+    def _widen_averages(self, module: Growable, report: UpscaleReport, seed: int) -> None:
         """Each EMA callback gets its average widened, with the very noise that the model got."""
         assert module.net is not None
         for callback in averaging_callbacks(module):
             old, new = average_of(callback), averaged_copy(callback, module)
             # the draw depends on the device, in which the average may differ
-            narrow, wide = cast(WidthScalable, old.module).net, cast(WidthScalable, new.module).net
+            narrow, wide = cast(Growable, old.module).net, cast(Growable, new.module).net
             assert narrow is not None
             assert wide is not None
             narrow.to(module.device)
@@ -230,8 +230,8 @@ class Swap:
 
 
 def keep_units_of_own_optimizers(trainer: Trainer, module: LightningModule) -> None:
-    """Does for optimizers of an own `configure_optimizers` what that of WidthScalable does for its own."""
-    assert isinstance(module, WidthScalable)
+    """Does for optimizers of an own `configure_optimizers` what that of Growable does for its own."""
+    assert isinstance(module, Growable)
     assert module.net is not None
     for optimizer in trainer.optimizers if has_own_optimizers(module) else ():
         attach(module.net, optimizer)
@@ -246,7 +246,7 @@ class Measured(NamedTuple):
 
 
 @torch.no_grad()
-def loss_of(trainer: Trainer, module: WidthScalable, batch: Any) -> Measured:
+def loss_of(trainer: Trainer, module: Growable, batch: Any) -> Measured:
     """The loss of a batch, leaving what the module holds and the random numbers of the run as they were."""
     assert module.net is not None
     on_gpu = module.device.type == "cuda"
@@ -261,12 +261,12 @@ def loss_of(trainer: Trainer, module: WidthScalable, batch: Any) -> Measured:
     return Measured(loss, random_state)
 
 
-def _eager(module: WidthScalable) -> AbstractContextManager[Any]:
+def _eager(module: Growable) -> AbstractContextManager[Any]:
     """Switches a compiled network to eager execution, for what is not worth compiling for."""
     return torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()
 
 
-def _built(trainer: Trainer, module: WidthScalable, width: Width) -> nn.Module:
+def _built(trainer: Trainer, module: Growable, width: Width) -> nn.Module:
     """A network of this width, in the precision of the run."""
     with generators_kept([]), init_contexts(trainer):
         return module.network(width)

@@ -16,7 +16,7 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.methods.noise import Constants, Noise, SignalNoise, save_constants
 from mupscale.models._lightning import callbacks_of
-from mupscale.models.base import WidthScalable, init_contexts, without_log
+from mupscale.models.base import Growable, init_contexts, without_log
 from mupscale.models.checkpoint import Width
 from mupscale.widening.growth import Growth
 from mupscale.widening.plan_text import Plan
@@ -151,14 +151,14 @@ class TrialMetric(Strides):
             self.window = math.ceil(share * self._steps)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        assert isinstance(pl_module, WidthScalable)
+        assert isinstance(pl_module, Growable)
         if self._width is None:
             self._reference = untrained_loss(trainer, pl_module, batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, WidthScalable)
+        assert isinstance(pl_module, Growable)
         loss = pl_module.loss_of_step(outputs)
         if loss is not None:
             loss = loss.double()
@@ -182,7 +182,7 @@ class TrialMetric(Strides):
             self._check_before_swap(trainer, pl_module)
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        assert isinstance(pl_module, WidthScalable)
+        assert isinstance(pl_module, Growable)
         return math.inf if pl_module.width == self._width else 0  # the first step of a width
 
     def stride(self, trainer: Trainer, step: int) -> float:
@@ -241,7 +241,7 @@ class TrialMetric(Strides):
         if TrialMetric.progress is not None:
             TrialMetric.progress(trainer.global_step, self._steps, mean)
 
-    def _check_before_swap(self, trainer: Trainer, module: WidthScalable) -> None:
+    def _check_before_swap(self, trainer: Trainer, module: Growable) -> None:
         """What is not finite cannot be widened, and the next check may come too late."""
         if not math.isfinite(self._recent) or not all(bool(p.isfinite().all()) for p in module.parameters()):
             self._stop(trainer)
@@ -315,7 +315,7 @@ def window_of(metric: str) -> float | str | None:
 
 
 @torch.no_grad()
-def untrained_loss(trainer: Trainer, module: WidthScalable, batch: Any) -> float:
+def untrained_loss(trainer: Trainer, module: Growable, batch: Any) -> float:
     """The loss of an untrained network of the module's width on a batch; random numbers are left as they were.
 
     It is 0 if the module has a training_step of its own and its `loss` cannot be called like this.
@@ -328,7 +328,7 @@ def untrained_loss(trainer: Trainer, module: WidthScalable, batch: Any) -> float
             with without_log(module):
                 return float(module.loss(batch))
         except Exception:
-            if type(module).training_step is WidthScalable.training_step:
+            if type(module).training_step is Growable.training_step:
                 raise
             return 0.0
         finally:

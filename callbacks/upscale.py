@@ -30,7 +30,7 @@ from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Noise
 from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
-from mupscale.models.base import WidthScalable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
+from mupscale.models.base import Growable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
 from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
 from mupscale.models.growth_check import REMEDY, check_growth, refuse_inexact
 from mupscale.schedule_state import refuse_one_rate_for_all
@@ -130,8 +130,8 @@ class UpscaleCallback(Strides):
         """Refuses, before training, what cannot work."""
         if stage != "fit":
             return
-        if not isinstance(pl_module, WidthScalable):
-            raise UserError(f"UpscaleCallback needs a WidthScalable module, model is a {type(pl_module).__name__}")
+        if not isinstance(pl_module, Growable):
+            raise UserError(f"UpscaleCallback needs a Growable module, model is a {type(pl_module).__name__}")
         self.refuse_step(trainer)
         refuse_schedule([c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)])
         write_whole_files(trainer)
@@ -188,7 +188,7 @@ class UpscaleCallback(Strides):
             self._needs_check = False
             self._check_growth(trainer, pl_module, batch)
         if self.is_due(trainer, pl_module):
-            assert isinstance(pl_module, WidthScalable)
+            assert isinstance(pl_module, Growable)
             try:
                 self._swap(trainer, pl_module, batch)
             except Exception as error:
@@ -204,14 +204,14 @@ class UpscaleCallback(Strides):
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
         """All steps before the one that ends with a checkpoint; after the swap, all steps."""
-        assert isinstance(pl_module, WidthScalable)
+        assert isinstance(pl_module, Growable)
         is_to_come = is_narrower(pl_module.width, self.width)
         if is_to_come and self._needs_check:
             return 0
         return max(0, self.at_step - 1 - trainer.global_step) if is_to_come else math.inf
 
     def is_due(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        assert isinstance(pl_module, WidthScalable)
+        assert isinstance(pl_module, Growable)
         return trainer.global_step >= self.at_step and is_narrower(pl_module.width, self.width)
 
     # --- what can be refused without a run
@@ -236,7 +236,7 @@ class UpscaleCallback(Strides):
                 "which would all get this rate. Leave it out, and change their rates by schedules, such as LambdaLR"
             )
 
-    def planned(self, module: WidthScalable, before: Width) -> Plan:
+    def planned(self, module: Growable, before: Width) -> Plan:
         """The plan of the swap. Raises a UserError if the width before it, or the noise, does not fit."""
         with generators_kept([]):  # building a network must not move the run's random numbers
             try:
@@ -271,7 +271,7 @@ class UpscaleCallback(Strides):
 
     def _refuse_schedules(self, trainer: Trainer, module: LightningModule, before: Width) -> None:
         """Raises a UserError for a schedule that cannot continue after the swap."""
-        assert isinstance(module, WidthScalable)
+        assert isinstance(module, Growable)
         is_checked = has_own_optimizers(module) and is_narrower(before, self.width)
         if not is_checked or not trainer.lr_scheduler_configs:
             return
@@ -286,13 +286,13 @@ class UpscaleCallback(Strides):
 
     def _width_before(self, trainer: Trainer, module: LightningModule) -> Width:
         """The width this swap will start from: the model's, or that of the swap before it."""
-        assert isinstance(module, WidthScalable)
+        assert isinstance(module, Growable)
         earlier = [c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
         return max(earlier, key=lambda c: c.at_step).width if earlier else module.width
 
     def _check_growth(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         """Raises a UserError if small networks of the same factor show that the growth is not exact."""
-        assert isinstance(module, WidthScalable)
+        assert isinstance(module, Growable)
         before = self._width_before(trainer, module)
         if not is_narrower(module.width, self.width):
             return  # the run was resumed after the swap
@@ -316,7 +316,7 @@ class UpscaleCallback(Strides):
         trainer.save_checkpoint(path)
         return path
 
-    def _swap(self, trainer: Trainer, module: WidthScalable, batch: Any) -> None:
+    def _swap(self, trainer: Trainer, module: Growable, batch: Any) -> None:
         start = time.perf_counter()
         before, narrow_width = loss_of(trainer, module, batch), module.width
 
@@ -338,7 +338,7 @@ class UpscaleCallback(Strides):
         if notes:
             rank_zero_info("\n".join(notes_by_layer(notes)))
 
-    def _grow(self, trainer: Trainer, module: WidthScalable, compare: Callable[[], None]) -> Grown:
+    def _grow(self, trainer: Trainer, module: Growable, compare: Callable[[], None]) -> Grown:
         swap = Swap(
             width=self.width,
             method=self.method,
@@ -353,7 +353,7 @@ class UpscaleCallback(Strides):
     def _log(
         self,
         trainer: Trainer,
-        module: WidthScalable,
+        module: Growable,
         before: Width,
         growth: Plan,
         loss_before: float,
@@ -419,7 +419,7 @@ def rate_factors(growth: Plan, narrow: nn.Module, optimizer: Optimizer, method: 
 
 def _refuse_parameters_outside(trainer: Trainer, module: LightningModule) -> None:
     """Raises a UserError if an optimizer trains a parameter that is not in the network, and so cannot be carried."""
-    assert isinstance(module, WidthScalable)
+    assert isinstance(module, Growable)
     outside = {id(parameter): name for name, parameter in parameters_outside(module)}
     for optimizer in trainer.optimizers:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):

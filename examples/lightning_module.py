@@ -2,7 +2,7 @@
 
     python examples/lightning_module.py
 
-The module defines `build(width)` and `loss(batch)`; `WidthScalable` does the rest. Only the output layer of the network
+The module defines `build(width)` and `loss(batch)`; `Growable` does the rest. Only the output layer of the network
 comes from mupscale. The network grows by more heads of the same size: larger heads would not compute the same function,
 because PyTorch scales attention by 1/sqrt(head size). The data is the text that is included in mupscale.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.fineweb import FineWeb
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 
 VOCABULARY, CONTEXT, HEAD_SIZE = 4096, 32, 8
 NARROW, WIDE, GROWS_AT, STEPS = 32, 64, 100, 200
@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         return self.readout(self.blocks(x, mask=later, is_causal=True))
 
 
-class Writer(WidthScalable):
+class Writer(Growable):
     def __init__(self, width: int, base_width: int = NARROW) -> None:
         super().__init__(width, base_width, optimizer=lambda params: torch.optim.AdamW(params, lr=5e-3))
 

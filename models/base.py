@@ -1,4 +1,4 @@
-"""The base class of width-scalable LightningModules: building by width, muP, optimizers, clipping and checkpoints.
+"""The base class of growable LightningModules: building by width, muP, optimizers, clipping and checkpoints.
 
 A subclass defines `build(width)`, which returns the network, and `loss(batch)`; the README has one in twenty lines.
 """
@@ -66,14 +66,14 @@ _FLOPS: dict[str, float] = {}
 Hook = Callable[..., None]
 
 HOOKS = ("on_fit_start", "on_save_checkpoint", "on_load_checkpoint")
-"""Hooks in which WidthScalable has work to do, also if a subclass overrides them."""
+"""Hooks in which Growable has work to do, also if a subclass overrides them."""
 
 
 def unless_done(hook: Hook) -> Hook:
-    """A hook of WidthScalable that does nothing when a hook of a subclass calls it by `super()`."""
+    """A hook of Growable that does nothing when a hook of a subclass calls it by `super()`."""
 
     @wraps(hook)
-    def once(self: "WidthScalable", *arguments: Any) -> None:
+    def once(self: "Growable", *arguments: Any) -> None:
         if hook.__name__ not in self._done_hooks:
             hook(self, *arguments)
 
@@ -81,11 +81,11 @@ def unless_done(hook: Hook) -> Hook:
 
 
 def after_ours(ours: Hook, hook: Hook) -> Hook:
-    """A hook of a subclass that runs after that of WidthScalable, whether it calls `super()` or not."""
+    """A hook of a subclass that runs after that of Growable, whether it calls `super()` or not."""
     name = ours.__name__
 
     @wraps(hook)
-    def both(self: "WidthScalable", *arguments: Any) -> None:
+    def both(self: "Growable", *arguments: Any) -> None:
         is_outermost = name not in self._done_hooks
         ours(self, *arguments)
         self._done_hooks.add(name)
@@ -99,7 +99,7 @@ def after_ours(ours: Hook, hook: Hook) -> Hook:
     return both
 
 
-class WidthScalable(LightningModule):
+class Growable(LightningModule):
     """A LightningModule whose network can be built at any width, and rebuilt at another width during a run.
 
     Checkpoints hold weights, buffers, optimizer and scheduler state, and the constructor's arguments with the current
@@ -119,7 +119,7 @@ class WidthScalable(LightningModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in HOOKS:
-            ours, hook = getattr(WidthScalable, name), getattr(cls, name)
+            ours, hook = getattr(Growable, name), getattr(cls, name)
             if hook is not ours and not hasattr(hook, "is_after_ours"):
                 setattr(cls, name, after_ours(ours, hook))
 
@@ -482,18 +482,18 @@ def without_log(module: LightningModule) -> Iterator[None]:
 
 
 def has_own_optimizers(module: LightningModule) -> bool:
-    """Whether a module does not use the `configure_optimizers` of WidthScalable."""
-    return type(module).configure_optimizers is not WidthScalable.configure_optimizers
+    """Whether a module does not use the `configure_optimizers` of Growable."""
+    return type(module).configure_optimizers is not Growable.configure_optimizers
 
 
-def parameters_outside(module: WidthScalable) -> Iterator[tuple[str, nn.Parameter]]:
+def parameters_outside(module: Growable) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a module that are not in its network."""
     assert module.net is not None
     inside = {id(parameter) for parameter in module.net.parameters()}
     return ((name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in inside)
 
 
-def hint_of_parameters_outside(module: WidthScalable) -> str | None:
+def hint_of_parameters_outside(module: Growable) -> str | None:
     """For an error at another width: what does not grow with the network, if there is anything."""
     name = next((name for name, _ in parameters_outside(module)), None) if module.net is not None else None
     if name is None:

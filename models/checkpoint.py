@@ -1,4 +1,4 @@
-"""The checkpoints of width-scalable modules: what they hold in addition to Lightning's part, and how it is loaded."""
+"""The checkpoints of growable modules: what they hold in addition to Lightning's part, and how it is loaded."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ RESUME = "resume"
 PRE_UPSCALE = "pre-upscale-"
 """How the name of the checkpoint before an upscale begins."""
 
-_FOREIGN = "this checkpoint was not saved by a width-scalable module; use a checkpoint of a mupscale run"
+_FOREIGN = "this checkpoint was not saved by a growable module; use a checkpoint of a mupscale run"
 
 _FREE = ("width", "init_from", "compile")
 """Arguments that may differ from those of a checkpoint, whatever the module is."""
@@ -96,7 +96,7 @@ def run_and_step(path: Path) -> tuple[str | None, int]:
 
 
 def refuse_malformed(checkpoint: Any) -> None:
-    """Raises a UserError if something is not a checkpoint of a width-scalable module, or parts have wrong types."""
+    """Raises a UserError if something is not a checkpoint of a growable module, or parts have wrong types."""
     ours = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
     arguments = checkpoint.get("hyper_parameters") if isinstance(checkpoint, dict) else None
     if not isinstance(ours, dict) or not isinstance(arguments, dict):

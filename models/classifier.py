@@ -1,4 +1,4 @@
-"""A width-scalable classifier: cross-entropy and accuracy."""
+"""A growable classifier: cross-entropy and accuracy."""
 
 from abc import abstractmethod
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
-from mupscale.models.base import Scores, WidthScalable
+from mupscale.models.base import Growable, Scores
 
 
-class Classifier(WidthScalable):
+class Classifier(Growable):
     """Trains on batches (inputs, labels); validates and tests with loss and accuracy; predicts class probabilities."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from mupscale.errors import UserError
 from mupscale.models._lightning import DataParallelMesh
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import (
     checkpoint_width,
     load_checkpoint,
@@ -38,7 +38,7 @@ class FSDP2(DataParallelMesh):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
-        if not isinstance(module, WidthScalable):
+        if not isinstance(module, Growable):
             return super().load_checkpoint(path, weights_only)
         assert module.net is not None
         if path.is_dir():

@@ -12,7 +12,7 @@ from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.recording import state_kept
 from mupscale.checks.structures import leaves_of, map_leaves
 from mupscale.errors import UserError
-from mupscale.models.base import WidthScalable, hint_of_parameters_outside, without_log
+from mupscale.models.base import Growable, hint_of_parameters_outside, without_log
 from mupscale.models.checkpoint import Width
 from mupscale.widening.plan import plan
 
@@ -26,7 +26,7 @@ SAMPLES = 2
 """Of the batch: in float64, the outputs for a large vocabulary are large."""
 
 
-def check_growth(module: WidthScalable, before: Width, after: Width, batch: Any) -> Agreement:
+def check_growth(module: Growable, before: Width, after: Width, batch: Any) -> Agreement:
     """Compares the loss of new networks, and its gradients, at the smallest widths of the same factor.
 
     A model may treat few units in another way than many, so a difference counts only if it is there in the largest
@@ -101,7 +101,7 @@ def first_samples(batch: Any, count: int) -> Any:
 
 
 @contextmanager
-def _kept(module: WidthScalable) -> Iterator[None]:
+def _kept(module: Growable) -> Iterator[None]:
     """Restores the network and the width of a module at the end."""
     net, width = module.net, module.hparams["width"]
     try:
@@ -114,7 +114,7 @@ def _kept(module: WidthScalable) -> Iterator[None]:
 class LossByWidth:
     """The loss of networks of several widths by one module, which has the width of each, and forgets every batch."""
 
-    def __init__(self, module: WidthScalable) -> None:
+    def __init__(self, module: Growable) -> None:
         self.module = module
         self._own_width = module.width
         self._widths: dict[int, Width] = {}

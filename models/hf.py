@@ -1,4 +1,4 @@
-"""Any causal language model of the transformers library as a width-scalable module."""
+"""Any causal language model of the transformers library as a growable module."""
 
 import math
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""A width-scalable language model: next-token loss and perplexity."""
+"""A growable language model: next-token loss and perplexity."""
 
 import math
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.text import Perplexity
 
-from mupscale.models.base import Scores, WidthScalable
+from mupscale.models.base import Growable, Scores
 
 
-class LanguageModel(WidthScalable):
+class LanguageModel(Growable):
     """Trains on rows of tokens, where each position predicts the next; validates and tests with loss and perplexity.
 
     The network returns logits.

@@ -3,7 +3,7 @@
 FLOPs per sample or token, and what a comparison charges.
 
 A weight costs six operations per sample it sees: a multiplication and an addition in the forward pass, and as many for
-the gradient of its input and for its own. The formulas below give the paper's estimates. `WidthScalable.training_flops`
+the gradient of its input and for its own. The formulas below give the paper's estimates. `Growable.training_flops`
 counts the matrix products that a network really does, with torch's FLOP counter, and differs from them by exactly
 
 - MLP and ResNet-18: 2 operations less per multiply-accumulate of the first layer, since data needs no gradient;

@@ -32,7 +32,7 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import default_callbacks
 from mupscale.cuda_graph import step_kind
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 
 pytestmark = pytest.mark.filterwarnings(TREESPEC_WARNING)
@@ -44,7 +44,7 @@ cosine = partial(CosineAnnealingLR, T_max=1000)
 
 
 def fit(
-    module: WidthScalable, folder: Path, *callbacks: Callback, steps: int = 25, batches: int = 100, **settings: Any
+    module: Growable, folder: Path, *callbacks: Callback, steps: int = 25, batches: int = 100, **settings: Any
 ) -> Trainer:
     """A run with everything on that a run has by default."""
     seed_everything(0, verbose=False)
@@ -127,7 +127,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-MODELS: dict[str, tuple[Callable[..., WidthScalable], dict[str, Any], int]] = {
+MODELS: dict[str, tuple[Callable[..., Growable], dict[str, Any], int]] = {
     # the batch 2, forward 8, the loss 5 (2 of them Lightning's, 1 the sum for the curves), backward 19, clipping 9, a
     # fused step and its counters for 3 groups 6
     "mlp": (partial(mlp, optimizer=ADAMW), {"gradient_clip_val": 1.0}, 49),
@@ -294,7 +294,7 @@ class Weighed(UpscaleCallback):
         super().__init__(at_step, width)
         self.live = live
 
-    def _swap(self, trainer: Trainer, module: WidthScalable, batch: Any) -> None:
+    def _swap(self, trainer: Trainer, module: Growable, batch: Any) -> None:
         assert module.net is not None
         things = module.net, *module.net.modules(), *module.net.parameters(), *trainer.optimizers
         self.narrow = [weakref.ref(thing) for thing in things]

@@ -91,7 +91,7 @@ def is_incomplete(message: str) -> bool:
 
 def lacks_class(message: str) -> bool:
     """Whether a model has arguments, and no class: jsonargparse then takes that of which all models are kinds."""
-    return "class_path 'mupscale.models.base.WidthScalable'" in message
+    return "class_path 'mupscale.models.base.Growable'" in message
 
 
 def unknown_class(message: str) -> str | None:

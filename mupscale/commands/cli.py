@@ -58,7 +58,7 @@ from mupscale.commands.trainer_options import is_sharding, refuse_options, refus
 from mupscale.data_files import LOADER, read_yaml, yaml_of
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, Parsers, is_remote, is_trial_run, name_arguments_apart
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import checkpoint_width, refuse_malformed, refuse_malformed_optimizers, run_in
 
 C = TypeVar("C", bound=Callback)
@@ -96,7 +96,7 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         key, text = key_and_problem(message)
-        kind = {"model": WidthScalable, "data": LightningDataModule}.get(key)
+        kind = {"model": Growable, "data": LightningDataModule}.get(key)
         class_name, unknown = unknown_class(message), unknown_key(message)
         said = in_a_line(message)
         if lacks_class(message):
@@ -407,7 +407,7 @@ def parsed(
     try:
         with ending.explained() if run else nullcontext():
             return CLI(
-                WidthScalable,
+                Growable,
                 LightningDataModule,
                 subclass_mode_model=True,
                 subclass_mode_data=True,

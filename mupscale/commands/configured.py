@@ -14,7 +14,7 @@ from mupscale.commands.own_optimizers import made_for
 from mupscale.data_files import LOADER
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters
-from mupscale.models.base import WidthScalable, doubled, has_own_optimizers
+from mupscale.models.base import Growable, doubled, has_own_optimizers
 from mupscale.models.checkpoint import Width
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.plan_text import Plan
@@ -22,7 +22,7 @@ from mupscale.widening.plan_text import Plan
 
 def configured(
     command: str, arguments: list[str], description: str | None
-) -> tuple[WidthScalable, LightningDataModule, Trainer]:
+) -> tuple[Growable, LightningDataModule, Trainer]:
     """The model, the data and the trainer of a configuration (`--config FILE`, and overrides)."""
     texts = {"prog": f"python -m mupscale {command}", "description": description}
     cli = parsed(arguments, run=False, parser_kwargs=texts)
@@ -39,7 +39,7 @@ def described(arguments: list[str], command: str) -> tuple[Config, CLI]:
     return yaml.load(text, LOADER), cli
 
 
-def first_batches(module: WidthScalable, data: LightningDataModule, count: int) -> list[Any]:
+def first_batches(module: Growable, data: LightningDataModule, count: int) -> list[Any]:
     """The first training batches. Raises a UserError if the data module refuses the model."""
     data.prepare_data()
     data.setup("fit")
@@ -54,7 +54,7 @@ def upscales(trainer: Trainer) -> list[UpscaleCallback]:
     return sorted(callbacks_in(trainer, UpscaleCallback), key=lambda callback: callback.at_step)
 
 
-def refuse_growths(module: WidthScalable, trainer: Trainer) -> None:
+def refuse_growths(module: Growable, trainer: Trainer) -> None:
     """Raises a UserError for a scheduled upscale that `fit` refuses to plan."""
     before = module.width
     for callback in upscales(trainer):
@@ -72,7 +72,7 @@ class Growth(NamedTuple):
     plan: Plan
 
 
-def refuse_optimizers(module: WidthScalable, trainer: Trainer) -> None:
+def refuse_optimizers(module: Growable, trainer: Trainer) -> None:
     """Raises a UserError for optimizers, and a schedule of the configuration, that `fit` refuses."""
     net = module.network(module.width, meta=True)
     made = made_for(module, net) if has_own_optimizers(module) else None
@@ -87,7 +87,7 @@ def refuse_optimizers(module: WidthScalable, trainer: Trainer) -> None:
         refuse_absolute_rates(module.lr_scheduler_callable(optimizer))
 
 
-def growths(module: WidthScalable, trainer: Trainer) -> list[Growth]:
+def growths(module: Growable, trainer: Trainer) -> list[Growth]:
     """The scheduled upscales, in order; without any, a doubling.
 
     UserError for what `fit` refuses of the schedule, the noise and the optimizer.

@@ -21,7 +21,7 @@ from mupscale.commands.full_disk import DiskFull, full_disk
 from mupscale.commands.termination import EXIT_CODE, Terminated, on_sigterm, on_sigterm_in_a_thread
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, profiler_of
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import load_checkpoint, non_finite_in
 
 PATIENCE = 5.0
@@ -118,7 +118,7 @@ class Ending(Callback):
         if trainer is None or trainer.state.fn not in (None, "fit"):
             return "run the same command again"
         module = trainer.lightning_module
-        width = f", width {module.width}" if isinstance(module, WidthScalable) else ""
+        width = f", width {module.width}" if isinstance(module, Growable) else ""
         where = f"the run is at step {trainer.global_step}{width}"
         if self._is_trial():
             return f"{where}; {way_on}: run the same command again"

@@ -32,7 +32,7 @@ def command_line(*words: Any) -> str:
 
 def after_fit(trainer: "Trainer", module: "LightningModule", folder: Path | None, saved: Sequence[Path]) -> list[str]:
     """How to evaluate and to widen the newest of the checkpoints in `saved`, and where the model itself is."""
-    from mupscale.models.base import WidthScalable, doubled
+    from mupscale.models.base import Growable, doubled
     from mupscale.models.hf import SAVED
 
     if folder is None or not saved:
@@ -43,7 +43,7 @@ def after_fit(trainer: "Trainer", module: "LightningModule", folder: Path | None
         words = ["validate", "--config", folder / "config.yaml", "--ckpt_path", checkpoint, *WITHOUT_A_LOG]
         lines.append(f"  evaluate: {command_line(*words)}")
     own_class = class_option(type(module))
-    if isinstance(module, WidthScalable) and own_class is not None:
+    if isinstance(module, Growable) and own_class is not None:
         width = doubled(module.width)
         # not in the folder, where `resume` would take it for a checkpoint of the run
         named = folder if folder.name not in ("", "..") else folder.resolve()

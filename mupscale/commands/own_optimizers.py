@@ -10,7 +10,7 @@ from mupscale.callbacks.upscale import rate_factors
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.models._lightning import optimizers_of, schedulers_of
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.schedule_state import refuse_one_rate_for_all
 from mupscale.widening.groups import continued_groups, refuse_uneven_groups
 from mupscale.widening.plan_text import Plan
@@ -23,7 +23,7 @@ class Made(NamedTuple):
     schedulers: list[Any]
 
 
-def made_for(module: WidthScalable, net: nn.Module) -> Made | None:
+def made_for(module: Growable, net: nn.Module) -> Made | None:
     """What `configure_optimizers` makes for a network; None if it needs a run, or trains more than the network."""
     before = module.net
     module.net = net
@@ -41,9 +41,7 @@ def made_for(module: WidthScalable, net: nn.Module) -> Made | None:
     return made if made.optimizers and held <= known else None
 
 
-def refuse_own_rates(
-    module: WidthScalable, narrow: nn.Module, wide: nn.Module, plan: Plan, method: GrowthMethod
-) -> None:
+def refuse_own_rates(module: Growable, narrow: nn.Module, wide: nn.Module, plan: Plan, method: GrowthMethod) -> None:
     """Raises a UserError if the optimizers or schedules cannot continue after a growth."""
     made, grown = made_for(module, narrow), made_for(module, wide)
     if made is None or grown is None:
@@ -58,9 +56,7 @@ def refuse_own_rates(
         raise UserError(f"{type(module).__name__}.{error}") from error
 
 
-def moved_optimizers(
-    module: WidthScalable, net: nn.Module, *, several: bool
-) -> Callable[[list[nn.Parameter]], Any] | None:
+def moved_optimizers(module: Growable, net: nn.Module, *, several: bool) -> Callable[[list[nn.Parameter]], Any] | None:
     """A function that makes the optimizers of `net` for the parameters of a copy of it; None if it cannot be made.
 
     Without `several`, it makes one only.

@@ -14,7 +14,7 @@ from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.run_folder import RESULT, write_run
 from mupscale.models._lightning import callbacks_of, is_trial_run
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 
 
 class ResultFile(Strides):
@@ -65,7 +65,7 @@ class ResultFile(Strides):
         growths = [callback.summary for callback in callbacks if isinstance(callback, UpscaleCallback)]
         return {
             "steps": trainer.global_step,
-            "width": module.width if isinstance(module, WidthScalable) else None,
+            "width": module.width if isinstance(module, Growable) else None,
             **{name: amount for name, amount in spent.items() if math.isfinite(amount)},
             "validation": self.validation,
             "validated_at": self.validated_at,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from mupscale.commands.cli import import_classes
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed
 from mupscale.mup_optimizers import apply_mup
 from mupscale.schedule_state import refuse_one_rate_in_state, rescale_schedule_state
@@ -23,7 +23,7 @@ MAKING_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, Ru
 """What a model or an optimizer raises for arguments that it does not expect."""
 
 
-def module_of(checkpoint: dict[str, Any], model: str | None = None) -> WidthScalable:
+def module_of(checkpoint: dict[str, Any], model: str | None = None) -> Growable:
     """The module that a checkpoint was saved from, at the checkpoint's width, without weights.
 
     The checkpoint's class is looked up among the loaded classes. Only `model`, which the user gives, is imported.
@@ -55,9 +55,9 @@ def module_of(checkpoint: dict[str, Any], model: str | None = None) -> WidthScal
     return module
 
 
-def _loaded_model(class_path: str) -> type[WidthScalable] | None:
+def _loaded_model(class_path: str) -> type[Growable] | None:
     """The loaded class of this import path, or the class of mupscale with this short name."""
-    for kind in _subclasses(WidthScalable):
+    for kind in _subclasses(Growable):
         names = {f"{kind.__module__}.{kind.__qualname__}"}
         if kind.__module__.startswith("mupscale."):
             names.add(kind.__name__)
@@ -66,7 +66,7 @@ def _loaded_model(class_path: str) -> type[WidthScalable] | None:
     return None
 
 
-def _is_abstract(kind: type[WidthScalable]) -> bool:
+def _is_abstract(kind: type[Growable]) -> bool:
     return any(getattr(method, "__isabstractmethod__", False) for method in (kind.build, kind.loss))
 
 
@@ -76,7 +76,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
         yield from _subclasses(child)
 
 
-def _imported_model(model: str) -> type[WidthScalable]:
+def _imported_model(model: str) -> type[Growable]:
     """The class that the command line names."""
     kind: Any = _loaded_model(model)
     if kind is None:
@@ -85,8 +85,8 @@ def _imported_model(model: str) -> type[WidthScalable]:
             kind = getattr(importlib.import_module(folder), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"--model {model}: there is no such class ({error})") from error
-    if not isinstance(kind, type) or not issubclass(kind, WidthScalable) or _is_abstract(kind):
-        raise UserError(f"--model {model} is not a model: wanted a subclass of mupscale.models.base.WidthScalable")
+    if not isinstance(kind, type) or not issubclass(kind, Growable) or _is_abstract(kind):
+        raise UserError(f"--model {model} is not a model: wanted a subclass of mupscale.models.base.Growable")
     return kind
 
 

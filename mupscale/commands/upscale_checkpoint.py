@@ -38,7 +38,7 @@ from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.methods.noise import Noise
 from mupscale.models.arguments import refuse_bad_width
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     RUN_KEY,
@@ -123,7 +123,7 @@ def widen_checkpoint(arguments: list[str]) -> None:
 NOT_CHECKED = Agreement(None, reason="--check CONFIG compares both widths with a batch of that configuration's data")
 
 
-def check_with(config: str, module: WidthScalable, width: Width) -> Agreement:
+def check_with(config: str, module: Growable, width: Width) -> Agreement:
     """Compares small networks of the same factor with the first batch of a configuration.
 
     Raises a UserError if they differ. New networks are as good as the saved one, because a plan depends on shapes.
@@ -136,7 +136,7 @@ def check_with(config: str, module: WidthScalable, width: Width) -> Agreement:
 
 def upscale_checkpoint(
     checkpoint: dict[str, Any],
-    module: WidthScalable,
+    module: Growable,
     width: Any,
     noise: Noise | None,
     seed: int,
@@ -190,7 +190,7 @@ def upscale_checkpoint(
     return report
 
 
-def _networks(module: WidthScalable, width: Any, weights: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
+def _networks(module: Growable, width: Any, weights: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
     own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
     dtypes = [value.dtype for value in own.values() if value.is_floating_point() and value.dtype.itemsize > 1]
     if not dtypes:

@@ -16,7 +16,7 @@ from mupscale.hf.whole_folder import whole_folder
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport
 from mupscale.methods.noise import Constants, Noise, add_noise_
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     RUN_KEY,
@@ -46,7 +46,7 @@ class ShardedGrowth:
     def __init__(
         self,
         checkpoint: ShardedCheckpoint,
-        module: WidthScalable,
+        module: Growable,
         width: Any,
         method: GrowthMethod,
         noise: Noise | None,
@@ -210,7 +210,7 @@ def _refuse_method(method: GrowthMethod, optimizer: bool) -> None:
         )
 
 
-def _networks(checkpoint: ShardedCheckpoint, module: WidthScalable, width: Any) -> tuple[nn.Module, nn.Module]:
+def _networks(checkpoint: ShardedCheckpoint, module: Growable, width: Any) -> tuple[nn.Module, nn.Module]:
     """The narrow and the wide network on the meta device. Raises a UserError if the weights are of another model."""
     if "current_model_state" in checkpoint.rest:
         raise UserError(

@@ -208,7 +208,7 @@ class StepsItself(MLP):
 
 
 REFUSED: dict[str, tuple[str, Callable[[], LightningModule], Callable[[], dict[str, Any]]]] = {
-    "another module": ("needs a WidthScalable module, model is a Plain", Plain, dict),
+    "another module": ("needs a Growable module, model is a Plain", Plain, dict),
     "several devices": ("needs one device", mlp, lambda: {"strategy": "ddp", "devices": 2}),
     "accumulation": (
         "needs one device, trainer.accumulate_grad_batches = 1",

@@ -26,7 +26,7 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import default_callbacks
 from mupscale.cuda_graph import CapturedStep
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
@@ -62,7 +62,7 @@ def cosine(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / 50)))
 
 
-def rows(module: WidthScalable, count: int) -> tuple[Tensor, ...]:
+def rows(module: Growable, count: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(7)
     if isinstance(module, GPT2):
         return ((torch.randint(64, (count, 1), generator=generator) + torch.arange(33)) % 64,)
@@ -85,9 +85,7 @@ class AtEnds(Callback):
         self.function(trainer, pl_module)
 
 
-def fit(
-    module: WidthScalable, folder: Path, *callbacks: Callback, steps: int = 40, count: int = 80, **settings: Any
-) -> Any:
+def fit(module: Growable, folder: Path, *callbacks: Callback, steps: int = 40, count: int = 80, **settings: Any) -> Any:
     """A run on the GPU: its losses, and what else `watch` saw after every step."""
     seed_everything(1, verbose=False)
     loader, watch = settings.pop("loader", resident), settings.pop("watch", lambda trainer, module: None)
@@ -130,7 +128,7 @@ def gap(ours: Any, theirs: Any) -> float:
     return float(((ours.losses - theirs.losses) / theirs.losses).abs().max())
 
 
-RUNS: dict[str, tuple[Callable[..., WidthScalable], dict[str, Any], int | None, float]] = {
+RUNS: dict[str, tuple[Callable[..., Growable], dict[str, Any], int | None, float]] = {
     # fused kernels read a learning rate from memory in float32, and nothing else is different; bfloat16 may show the
     # order of sums
     "adamw, cosine, clipping and a swap": (partial(mlp, lr_scheduler=cosine), {"gradient_clip_val": 0.5}, 64, 1e-6),

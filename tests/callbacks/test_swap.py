@@ -17,12 +17,12 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.checks.agreement import Agreement
 from mupscale.errors import UserError
 from mupscale.methods.noise import Noise
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
-class Plain(WidthScalable):
+class Plain(Growable):
     def __init__(self, width: int = 8, base_width: int = 4) -> None:
         super().__init__(width, base_width, optimizer=ADAMW)
 

@@ -21,7 +21,7 @@ from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit
 
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -221,7 +221,7 @@ def test_every_logger_records_the_swap(tmp_path: Path) -> None:
 # --- a module of one's own
 
 
-class Digits(WidthScalable):
+class Digits(Growable):
     """A convolutional network with a plain linear readout: `build` and `loss`, nothing more."""
 
     takes_images = True
@@ -236,7 +236,7 @@ class Digits(WidthScalable):
         return F.cross_entropy(self(batch[0]), batch[1])
 
 
-class Recurrent(WidthScalable):
+class Recurrent(Growable):
     def build(self, width: int) -> nn.Module:
         return nn.ModuleDict({"lstm": nn.LSTM(6, width, num_layers=2), "readout": nn.Linear(width, 3)})
 
@@ -268,7 +268,7 @@ class Skip(Digits):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("kind", slow_except([Digits, Recurrent, Skip], Skip))
-def test_a_module_of_ones_own(kind: type[WidthScalable], optimizer: str, tmp_path: Path) -> None:
+def test_a_module_of_ones_own(kind: type[Growable], optimizer: str, tmp_path: Path) -> None:
     make = partial(kind, 4, base_width=4, optimizer=OPTIMIZERS[optimizer])
     narrow, wide = fit(make(), tmp_path), fit(make(), tmp_path, UpscaleCallback(20, 12))
     assert gap(narrow, wide) < 1e-9

@@ -25,7 +25,7 @@ from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.methods import base
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import optimizer_names
 from mupscale.models.mlp import MLP
 from mupscale.models.resnet import ResNet18
@@ -33,7 +33,7 @@ from mupscale.models.resnet import ResNet18
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
-RESUMABLE: dict[str, tuple[Callable[..., WidthScalable], dict[str, Any], list[Callable[[], Callback]]]] = {
+RESUMABLE: dict[str, tuple[Callable[..., Growable], dict[str, Any], list[Callable[[], Callback]]]] = {
     "mlp": (partial(mlp, optimizer=ADAMW), {}, []),
     "resnet18": (partial(resnet, optimizer=SGD, lr_scheduler=SCHEDULES["SequentialLR"]), {}, []),
     "gpt2": (partial(gpt2, optimizer=ADAMW, lr_scheduler=SCHEDULES["LambdaLR"]), {"gradient_clip_val": 0.05}, []),

@@ -17,7 +17,7 @@ from training_runs import LIGHTNING_WARNINGS, fit
 import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
 from mupscale.errors import UserError
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 def test_init_from_refuses_what_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "base.ckpt"
     fit(mlp(), tmp_path, steps=2).trainer.save_checkpoint(path)
-    cases: dict[str, Callable[[], WidthScalable]] = {
+    cases: dict[str, Callable[[], Growable]] = {
         "model.init_from = .*no checkpoint": lambda: mlp(init_from=str(tmp_path / "nowhere.ckpt")),
         "model.init_from = .*width is 8, but model.width is 16": lambda: mlp(16, init_from=str(path)),
         "model.init_from = .*is of a MLP, the configured model is a ResNet18": lambda: resnet(init_from=str(path)),
@@ -82,7 +82,7 @@ class StaleOptimizer(MLP):
         return self.kept
 
 
-def refused(message: str, module: WidthScalable, folder: Path, *callbacks: Callback, **settings: Any) -> None:
+def refused(message: str, module: Growable, folder: Path, *callbacks: Callback, **settings: Any) -> None:
     with pytest.raises(ValueError, match=message):
         fit(module, folder, *callbacks, **settings)
     assert module._trainer is None or module.trainer.global_step == 0, "it was found out too late"
@@ -278,4 +278,4 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"another architecture: it differs in .'net.readout.weight'"):
         MLP.load_from_checkpoint(path, outputs=5)
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.0", "epoch": 0, "global_step": 0}, path)
-    refused("not saved by a width-scalable module", mlp(), tmp_path, ckpt=path)
+    refused("not saved by a growable module", mlp(), tmp_path, ckpt=path)

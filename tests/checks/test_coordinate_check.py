@@ -19,7 +19,7 @@ from mupscale.checks.coordinate_check import CoordCheck, Scan, _judged, coord_ch
 from mupscale.methods import base as methods
 from mupscale.methods import noise
 from mupscale.models import gpt2
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP, MLPNet
 from mupscale.models.resnet import ResNet18
@@ -50,7 +50,7 @@ def tokens(vocabulary: int, rows: int = 4, length: int = 17) -> list[Tensor]:
     return [torch.randint(vocabulary, (rows, length), generator=generator) for _ in range(4)]
 
 
-def check(module: WidthScalable, batches: list[Any], widths: tuple[int, ...] = WIDTHS, **settings: Any) -> CoordCheck:
+def check(module: Growable, batches: list[Any], widths: tuple[int, ...] = WIDTHS, **settings: Any) -> CoordCheck:
     def loss(net: nn.Module, batch: Any) -> Tensor:
         module.net = net
         return module.loss(batch)
@@ -118,7 +118,7 @@ def test_gpt2_passes(tied: bool) -> None:
     assert -0.45 < logits < -0.2 if tied else logits == pytest.approx(-0.5, abs=0.05)
 
 
-class Recurrent(WidthScalable):
+class Recurrent(Growable):
     """A language model with a table drawn from N(0, 1), as torch does, and tied: narrow ones begin with large and
     random outputs.
     """

@@ -93,7 +93,7 @@ def test_the_command_refuses_what_cannot_work(tmp_path: Path) -> None:
     message = refused(*check, *heads, "--data=Covertype", "--widths=8,16,30")
     assert message == "error: --widths: width 30 is not divisible by 4 heads"
     message = refused(*check, "--model=torch.nn.Linear", "--data=Covertype", "--widths=8,16,32")
-    assert "does not correspond to a subclass of WidthScalable" in message
+    assert "does not correspond to a subclass of Growable" in message
     rate = "--model.optimizer.init_args.lr=1e30"
     assert "is not finite" in refused(*check, "--config", config, rate, "--widths=8,16,32")
     assert "error: --widths: width 25 is odd" in refused(

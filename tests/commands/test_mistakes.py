@@ -131,7 +131,7 @@ DENSE = "wanted a dense tensor; use another checkpoint"
 OPTIMIZERS = "optimizer_states is"
 
 MISTAKES = {
-    "validate --config c.yaml --ckpt_path plain.ckpt": "was not saved by a width-scalable module",
+    "validate --config c.yaml --ckpt_path plain.ckpt": "was not saved by a growable module",
     "validate --config c.yaml --ckpt_path shards.ckpt": "shards.ckpt/.metadata is damaged",
     "validate --config c.yaml --ckpt_path sparse.ckpt": DENSE,
     "validate --config c.yaml --ckpt_path meta.ckpt": DENSE,
@@ -139,7 +139,7 @@ MISTAKES = {
     "validate --config c.yaml --ckpt_path complex.ckpt": "has complex numbers in net.layers.0.weight",
     "validate --config c.yaml --ckpt_path width.ckpt": "width is str 'wide', wanted a whole number",
     "validate --config c.yaml --ckpt_path step.ckpt": "global_step is list [1], wanted a whole number",
-    "fit --config c.yaml --ckpt_path plain.ckpt": "was not saved by a width-scalable module",
+    "fit --config c.yaml --ckpt_path plain.ckpt": "was not saved by a growable module",
     "fit --config c.yaml --ckpt_path lists.ckpt": OPTIMIZERS,
     "fit --config c.yaml --ckpt_path numbers.ckpt": OPTIMIZERS,
     "fit --config c.yaml --ckpt_path state.ckpt": "the optimizer state is int 3",

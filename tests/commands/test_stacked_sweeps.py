@@ -23,7 +23,7 @@ from mupscale.__main__ import main
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.stacked_fits import StackedFits
 from mupscale.commands.runs import result_of
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -322,7 +322,7 @@ def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.Captur
     options = ["--sweep", f"{LR}=0.01,0.02", "--seeds", "3,4"]
     whole = swept("whole", config, *options)
     moments = [
-        (WidthScalable, "configure_model", 3, signal.SIGTERM),
+        (Growable, "configure_model", 3, signal.SIGTERM),
         (StackedFits, "_launched", 1, signal.SIGINT),
         (Curves, "on_save_checkpoint", 6, signal.SIGTERM),
     ]

@@ -100,7 +100,7 @@ def assert_untouched() -> None:
         ("os.system", {"command": "touch marker"}),
         ("evil.Denoiser", {}),
         ("evil.MLP", {}),
-        ("mupscale.models.base.WidthScalable", {}),
+        ("mupscale.models.base.Growable", {}),
         ("mupscale.models.mlp.torch.hub.load", {}),
         ("", {}),
         (None, {}),
@@ -160,9 +160,9 @@ def test_a_model_and_an_optimizer_of_ones_own_are_named_by_the_user(changed):
         ("mine.Missing", "there is no such class"),
         ("nowhere.Own", "there is no such class"),
         ("Own", "there is no such class"),
-        ("mine.function", "is not a model: wanted a subclass of mupscale.models.base.WidthScalable"),
-        ("os.system", "is not a model: wanted a subclass of mupscale.models.base.WidthScalable"),
-        ("torch.nn.Linear", "is not a model: wanted a subclass of mupscale.models.base.WidthScalable"),
+        ("mine.function", "is not a model: wanted a subclass of mupscale.models.base.Growable"),
+        ("os.system", "is not a model: wanted a subclass of mupscale.models.base.Growable"),
+        ("torch.nn.Linear", "is not a model: wanted a subclass of mupscale.models.base.Growable"),
         ("mine.Own", "the checkpoint is of another class, mupscale.models.mlp.MLP"),
     ],
 )
@@ -188,8 +188,8 @@ def test_constructor_arguments_must_be_data(changed):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(mupscale="MLP"), "was not saved by a width-scalable module"),
-        (lambda c: c.update(hyper_parameters=None), "was not saved by a width-scalable module"),
+        (lambda c: c.update(mupscale="MLP"), "was not saved by a growable module"),
+        (lambda c: c.update(hyper_parameters=None), "was not saved by a growable module"),
         (lambda c: c["hyper_parameters"].update(nonsense=1), "hyper_parameters do not fit MLP: "),
         (lambda c: c["state_dict"].pop("net.readout.weight"), "weights are not those of a MLP: "),
     ],

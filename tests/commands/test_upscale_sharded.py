@@ -17,7 +17,7 @@ from tiny_modules import gpt2, mlp, rows
 
 from mupscale.__main__ import main
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import CHECKPOINT_KEY, load_checkpoint, our_part
 from mupscale.models.mlp import MLP
 from mupscale.models.sharded import ShardedCheckpoint, ShardWriter
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 
-def saved(module: WidthScalable, path: Path) -> Path:
+def saved(module: Growable, path: Path) -> Path:
     """A checkpoint of two steps, its schedule included."""
     seed_everything(0, verbose=False)
     trainer = Trainer(

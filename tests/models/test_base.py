@@ -1,4 +1,4 @@
-"""What every width-scalable module refuses when it is made, and does whatever a subclass overrides."""
+"""What every growable module refuses when it is made, and does whatever a subclass overrides."""
 
 import random
 import re
@@ -14,7 +14,7 @@ from tiny_modules import mlp
 from torch import nn
 
 from mupscale.errors import UserError
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.mlp import MLP
 
@@ -60,10 +60,10 @@ def test_gpt2_without_heads(heads: int) -> None:
 
 
 def test_a_method_that_is_missing_is_named() -> None:
-    class WithoutBuild(WidthScalable):
+    class WithoutBuild(Growable):
         pass
 
-    class WithoutLoss(WidthScalable):
+    class WithoutLoss(Growable):
         def build(self, width: int) -> nn.Module:
             return nn.Linear(2, width)
 
@@ -75,14 +75,14 @@ def test_a_method_that_is_missing_is_named() -> None:
 
 def test_flops_are_counted_once_for_the_same_arguments_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    count = WidthScalable._counted_flops
+    count = Growable._counted_flops
 
-    def counted(self: WidthScalable, batch: Any) -> float:
+    def counted(self: Growable, batch: Any) -> float:
         counts.append(len(batch[0]))
         return count(self, batch)
 
     monkeypatch.setattr("mupscale.models.base._FLOPS", {})
-    monkeypatch.setattr(WidthScalable, "_counted_flops", counted)
+    monkeypatch.setattr(Growable, "_counted_flops", counted)
 
     class Other(MLP):
         pass

@@ -1,4 +1,4 @@
-"""Checkpoints of width-scalable modules: what is ours in them, what is refused, and state loaded by parameter name."""
+"""Checkpoints of growable modules: what is ours in them, what is refused, and state loaded by parameter name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import mupscale
 from mupscale.errors import UserError
 from mupscale.growing.upscale import upscale
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     checkpoint_width,
@@ -30,7 +30,7 @@ from mupscale.models.checkpoint import (
 from mupscale.widening.stepping import records_of
 
 
-def built(module: WidthScalable) -> WidthScalable:
+def built(module: Growable) -> Growable:
     torch.manual_seed(0)
     module.configure_model()
     return module
@@ -44,7 +44,7 @@ def stepped(module: nn.Module, optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def checkpoint(module: WidthScalable, *optimizers: Optimizer) -> dict[str, Any]:
+def checkpoint(module: Growable, *optimizers: Optimizer) -> dict[str, Any]:
     """What Lightning and we save."""
     return {
         CHECKPOINT_KEY: our_part(module, module.net, list(optimizers)),
@@ -93,7 +93,7 @@ def test_the_width_of_a_checkpoint() -> None:
     with pytest.raises(UserError, match="this checkpoint is of a MLP, the configured model is a GPT2"):
         checkpoint_width(saved, "GPT2")
     for key in (CHECKPOINT_KEY, "hyper_parameters"):
-        with pytest.raises(UserError, match="was not saved by a width-scalable module"):
+        with pytest.raises(UserError, match="was not saved by a growable module"):
             checkpoint_width({**saved, key: {} if key == "hyper_parameters" else None}, "MLP")
 
 
@@ -106,7 +106,7 @@ def test_the_width_of_a_checkpoint() -> None:
     ],
 )
 def test_another_architecture_is_refused_with_the_arguments_that_differ(
-    other: Callable[[], WidthScalable], message: str
+    other: Callable[[], Growable], message: str
 ) -> None:
     saved, module = checkpoint(built(mlp())), built(other())
     assert module.net is not None

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mupscale
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.growth_check import check_growth, first_samples, small_widths
 
 
-class Heads(WidthScalable):
+class Heads(Growable):
     """Heads of 4 dimensions, one if there are not 32 units: then its size grows, and the logits are not exact."""
 
     def __init__(self, width: int = 32, least: int = 32) -> None:
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).mean(1)
 
 
-def batch_of(module: WidthScalable) -> Any:
+def batch_of(module: Growable) -> Any:
     batch = rows(module, 8, torch.float32)
     return batch if len(batch) > 1 else batch[0]
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.stacking.stack import Stack
 from mupscale.widening.stepping import Record, Records, attach, step_records, store_records
 
@@ -104,7 +104,7 @@ def test_new_copies_leave_and_enter_a_stack(optimizer: str) -> None:
     data = batches(made("mlp", optimizer, 0)[0], 33)
     early, data = data[:3], data[3:]
 
-    def pair(index: int) -> tuple[WidthScalable, Any]:
+    def pair(index: int) -> tuple[Growable, Any]:
         narrow = made("mlp", optimizer, index)
         train_alone(*narrow, early)
         return grown("mlp", optimizer, index, narrow, MIXED)
@@ -170,7 +170,7 @@ def test_affine_units_train_as_alone() -> None:
             assert torch.allclose(tensor, expected, rtol=1e-12)
 
 
-def train_alone(module: WidthScalable, optimizer: Optimizer, data: list[Any]) -> None:
+def train_alone(module: Growable, optimizer: Optimizer, data: list[Any]) -> None:
     for batch in data:
         optimizer.zero_grad()
         module.loss(batch).backward()
@@ -214,7 +214,7 @@ def test_each_model_has_its_weights_and_state_at_any_time() -> None:
 
 
 def test_a_model_that_diverges_touches_no_other() -> None:
-    def pair(index: int, rate: float) -> tuple[WidthScalable, Any]:
+    def pair(index: int, rate: float) -> tuple[Growable, Any]:
         torch.manual_seed(index)
         module = mlp(optimizer=lambda p: torch.optim.SGD(p, lr=rate, momentum=0.9))
         module.configure_model()

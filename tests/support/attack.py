@@ -36,7 +36,7 @@ from run_ends import END, contents, differences, observed
 from mupscale import __main__ as command_line
 from mupscale.callbacks import swap
 from mupscale.commands import cli, resume  # noqa: F401
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 
 SMALL = ("monitor, best", "dirpath elsewhere", "TMPDIR on another file system")
 """Variants of the small attack."""
@@ -272,19 +272,19 @@ class OpenAgain(io.TextIOWrapper):
 
 def note_steps(watch: Noting) -> None:
     """Makes a point of the moment in which a swap has just been made, and nothing of it is on disk."""
-    widened, training_step = swap.grow, WidthScalable.training_step
+    widened, training_step = swap.grow, Growable.training_step
 
     def counted(*arguments: Any, **options: Any) -> Any:
         report = widened(*arguments, **options)
         watch.reach("swap", "")
         return report
 
-    def stepping(self: WidthScalable, *arguments: Any) -> Any:
+    def stepping(self: Growable, *arguments: Any) -> Any:
         watch.step = self.trainer.global_step
         return training_step(self, *arguments)
 
     swap.grow = counted
-    WidthScalable.training_step = stepping  # type: ignore[method-assign]
+    Growable.training_step = stepping  # type: ignore[method-assign]
 
 
 def save_the_end(watch: Watch, path: Path) -> None:

@@ -26,7 +26,7 @@ from mupscale.commands.checkpoints import checked
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import optimizer_names
 from mupscale.widening.sharding import gathered
 
@@ -39,7 +39,7 @@ RUNS: dict[str, Any] = {"narrow": {"grow": False}, "wide": {"grow": True}, "nois
 
 
 class Data(LightningDataModule):
-    def __init__(self, module: WidthScalable) -> None:
+    def __init__(self, module: Growable) -> None:
         super().__init__()
         self.rows = rows(module, 80, torch.float32)
 

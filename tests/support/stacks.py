@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 import mupscale
 from mupscale.methods import Duplication, Lemon, Net2Net
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.stacking.stack import Stack
 
-MODELS: dict[str, tuple[Callable[..., WidthScalable], Any]] = {
+MODELS: dict[str, tuple[Callable[..., Growable], Any]] = {
     "mlp": (mlp, 24),
     "resnet": (resnet, 4),
     "gpt2": (gpt2, 24),
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def made(model: str, optimizer: str, index: int, width: Any = None) -> tuple[WidthScalable, Any]:
+def made(model: str, optimizer: str, index: int, width: Any = None) -> tuple[Growable, Any]:
     build = MODELS[model][0]
     torch.manual_seed(index)
     module = build(*([] if width is None else [width]), optimizer=lambda p: OPTIMIZERS[optimizer](p, index))
@@ -60,8 +60,8 @@ UNLIKE: Rules = [
 
 
 def grown(
-    model: str, optimizer: str, index: int, pair: tuple[WidthScalable, Optimizer], rules: Rules
-) -> tuple[WidthScalable, Any]:
+    model: str, optimizer: str, index: int, pair: tuple[Growable, Optimizer], rules: Rules
+) -> tuple[Growable, Any]:
     wide, _ = made(model, optimizer, index, MODELS[model][1])
     assert pair[0].net is not None
     assert wide.net is not None
@@ -82,6 +82,6 @@ def batches(module: LightningModule, count: int) -> list[Any]:
     return [part if len(part) > 1 else part[0] for part in parts]
 
 
-def stacked(pairs: list[tuple[WidthScalable, Optimizer]], kernel: bool = True, *, compiled: bool = False) -> Stack:
+def stacked(pairs: list[tuple[Growable, Optimizer]], kernel: bool = True, *, compiled: bool = False) -> Stack:
     modules, optimizers = zip(*pairs, strict=True)
     return Stack(modules, optimizers, loss_of, modules[0].stacked_losses() if kernel else None, compiled=compiled)

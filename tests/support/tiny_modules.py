@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import lr_scheduler as schedules
 
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
 from mupscale.models.language import LanguageModel
 from mupscale.models.mlp import MLP
@@ -51,7 +51,7 @@ def gpt2(width: int = 8, **kwargs: Any) -> GPT2:
     return GPT2(width, base_width=4, layers=2, heads=2, vocabulary=11, context=8, **kwargs)
 
 
-MODELS: dict[str, tuple[Callable[..., WidthScalable], Any]] = {
+MODELS: dict[str, tuple[Callable[..., Growable], Any]] = {
     "mlp": (mlp, 24),
     "mlp of unequal widths": (partial(mlp, [8, 4, 12]), [16, 12, 24]),
     "resnet18": (resnet, 4),

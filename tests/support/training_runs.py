@@ -12,7 +12,7 @@ from tiny_modules import rows
 from torch import Tensor
 
 from mupscale.datamodules.resident import ResidentLoader
-from mupscale.models.base import WidthScalable
+from mupscale.models.base import Growable
 from mupscale.models.checkpoint import optimizer_names
 
 BATCHES = 10
@@ -43,7 +43,7 @@ class Record(Callback):
 
 
 def fit(
-    module: WidthScalable,
+    module: Growable,
     folder: Path,
     *callbacks: Callback,
     ckpt: Path | None = None,
