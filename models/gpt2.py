@@ -29,7 +29,7 @@ ATTENTION_KERNELS = [
 """In the order of their speed on a GPU; the first that can is taken. At head_dim > 256 that is the third."""
 
 SHAPE = (
-    "layers", "heads", "head_dim", "vocabulary", "context", "tied",
+    "layers", "base_layers", "heads", "head_dim", "vocabulary", "context", "tied",
     "gain", "embedding_std", "output_mult", "readout_zero_init",
 )  # fmt: skip
 """Arguments of GPT2 that its network takes as they are."""
@@ -76,6 +76,11 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
+    """A pre-norm transformer block, whose two residual branches are multiplied by `branch_multiplier`."""
+
+    residual_outputs = "attention.project.weight", "attention.project.bias", "mlp.2.weight", "mlp.2.bias"
+    """The parameters that make it the identity where they are zero."""
+
     def __init__(
         self,
         width: int,
@@ -83,9 +88,11 @@ class Block(nn.Module):
         grows_by_heads: bool = False,
         attention_width: int | None = None,
         feed_forward: int | None = None,
+        branch_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
         units = 4 * width if feed_forward is None else feed_forward
+        self.branch_multiplier = branch_multiplier
         self.ln_1 = nn.LayerNorm(width)
         self.attention = CausalAttention(width, heads, grows_by_heads, attention_width)
         self.ln_2 = nn.LayerNorm(width)
@@ -96,8 +103,8 @@ class Block(nn.Module):
         return {"feed_forward": {"mlp.0.weight": 0, "mlp.2.weight": 1}}
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.ln_1(x_BTD))
-        return x_BTD + self.mlp(self.ln_2(x_BTD))
+        x_BTD = torch.add(x_BTD, self.attention(self.ln_1(x_BTD)), alpha=self.branch_multiplier)
+        return torch.add(x_BTD, self.mlp(self.ln_2(x_BTD)), alpha=self.branch_multiplier)
 
 
 class ReadoutLoss(torch.autograd.Function):
@@ -153,6 +160,14 @@ class GPT2Net(nn.Module):
     `gain` they have GPT-2's std of 0.02 (0.02 / sqrt(2 · layers) into the residual stream) at every width: then pass
     init="constant". Embeddings have `embedding_std` at every width. A readout that is not tied starts at zero, or like
     the other matrices.
+
+    With `base_layers` the depth follows CompleteP (arXiv 2505.01618, Table 1 with α = 1, m_L = layers / base_layers),
+    as the width follows muP:
+
+        MHA and MLP residual              X + m_L⁻¹ · F(X): `branch_multiplier`
+        AdamW ε of residual blocks        m_L⁻¹, by `set_base_shapes`, which reads the multiplier
+        LR of pre-LN, hidden, bias        m_L⁰; for SGD m_L, because gradients of a block have a factor m_L⁻¹
+        weight decay, initial variance    m_L⁰: std 0.02 / sqrt(2 · base_layers) into the residual stream
     """
 
     def __init__(
@@ -160,6 +175,7 @@ class GPT2Net(nn.Module):
         width: int,
         *,
         layers: int,
+        base_layers: int | None = None,
         heads: int | None = None,
         head_dim: int | None = None,
         vocabulary: int = 50304,
@@ -186,7 +202,8 @@ class GPT2Net(nn.Module):
             raise UserError(f"{what} {inner} is not divisible by {heads} heads")
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(context, width)
-        shape = width, heads, grows_by_heads, attention_width, feed_forward
+        base_layers = layers if base_layers is None else base_layers
+        shape = width, heads, grows_by_heads, attention_width, feed_forward, base_layers / layers
         self.blocks = nn.Sequential(*(Block(*shape) for _ in range(layers)))
         self.head = Head(width, vocabulary, output_mult=output_mult, zero_init=readout_zero_init)
         if tied:
@@ -198,7 +215,7 @@ class GPT2Net(nn.Module):
                 nn.init.normal_(parameter, std=embedding_std)
             elif parameter.ndim == 2 and not (readout_zero_init and name.startswith("head")):
                 into_stream = name.endswith(("project.weight", "mlp.2.weight"))
-                constant = 0.02 / (2 * layers) ** 0.5 if into_stream else 0.02
+                constant = 0.02 / (2 * base_layers) ** 0.5 if into_stream else 0.02
                 nn.init.normal_(parameter, std=constant if gain is None else gain / parameter.shape[1] ** 0.5)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
@@ -227,6 +244,7 @@ class GPT2(LanguageModel):
         width: int | list[int],
         base_width: int | list[int] | None = None,
         layers: int = 12,
+        base_layers: int | None = None,
         heads: int | None = None,
         vocabulary: int = 50304,
         context: int = 1024,
@@ -245,13 +263,16 @@ class GPT2(LanguageModel):
             base_width: The width for which the optimizer's hyperparameters are given; by default 2 per
                 head, or one head of `head_dim`.
             layers: The number of transformer blocks.
+            base_layers: The number of blocks for which the optimizer's hyperparameters are given. With it, residual
+                branches are multiplied by base_layers / layers, and the hyperparameters are rescaled, so that they
+                serve at every depth (CompleteP); without it, by 1.
             heads: The number of attention heads; a wider model has larger heads. 12, unless `head_dim` is given.
             vocabulary: The number of tokens.
             context: The number of positions.
             tied: Share the embedding with the readout.
             head_dim: The size of a head; a wider model has more heads. Give either `heads` or `head_dim`.
             gain: Draw matrices with std gain / sqrt(fan_in). By default their std is GPT-2's at the base width: 0.02,
-                and 0.02 / sqrt(2 · layers) where they write to the residual stream.
+                and 0.02 / sqrt(2 · layers), or base_layers, where they write to the residual stream.
             embedding_std: The std of the embeddings of tokens and positions, at every width.
             output_mult: The factor on the logits.
             readout_zero_init: Initialise the readout at zero; it must not be tied.
@@ -266,6 +287,8 @@ class GPT2(LanguageModel):
         key, kept = ("heads", heads) if head_dim is None else ("head_dim", head_dim)
         assert kept is not None
         refuse_bad_counts(layers=layers, vocabulary=vocabulary, context=context, **{key: kept})
+        if base_layers is not None:
+            refuse_bad_counts(base_layers=base_layers)
         if base_width is None:
             base_width = 2 * kept if head_dim is None else kept
         for name, value in (("width", width), ("base_width", base_width)):

@@ -30,6 +30,10 @@ def set_base_shapes(
 ) -> nn.Module:
     """Sets up `model` for muP, in place: scales of parameters, readout multipliers and initialisation. Returns it.
 
+    The parameters of a module that has a `branch_multiplier`, a number by which it multiplies its residual branches,
+    are scaled by CompleteP too: eps falls with the multiplier, and the rate of SGD rises. It should be 1 at the depth
+    for which hyperparameters are given, and fall as 1 / depth.
+
     Args:
         model: The model to train.
         base: The same architecture at the base width. It may be on the meta device.
@@ -67,6 +71,7 @@ def set_base_shapes(
     pairing.refuse_reparametrised(weight_norm=False)
     hinted = match_hints(pairing, hints, with_blocks=False)
     sides_of = all_sides(pairing, hinted.roles, averaging=True)
+    multipliers = _branch_multipliers(model)
     widths: dict[str, Record] = {}
     factors: dict[str, float] = {}
     for use in pairing.uses:
@@ -82,6 +87,8 @@ def set_base_shapes(
         )
         rescale, offset = hinted.rescale.get(use.name, (1.0, 0.0))
         scale = table.rescaled(scale_of_sides(use, sides), rescale)
+        multiplier = multipliers.get(use.name, 1.0)
+        scale = table.deeper(scale, multiplier, 1 / multiplier)
         shift = table.shift(scale, offset) if offset else 0.0
         width = Record(scale, base_sizes, shift=shift)
         widths.update(dict.fromkeys(use.names, width))
@@ -111,6 +118,16 @@ def _width_axes(base: nn.Module, delta: nn.Module) -> dict[str, tuple[bool, ...]
             "Give a delta model of another width than the base"
         )
     return {use.name: tuple(axis in use.growing for axis in range(use.narrow.ndim)) for use in uses}
+
+
+def _branch_multipliers(model: nn.Module) -> dict[str, float]:
+    """Of the parameters in modules that declare what their residual branches are multiplied by, by name."""
+    answer: dict[str, float] = {}
+    for prefix, module in model.named_modules():
+        multiplier = getattr(module, "branch_multiplier", None)
+        if multiplier is not None:
+            answer |= {f"{prefix}.{name}".removeprefix("."): multiplier for name, _ in module.named_parameters()}
+    return answer
 
 
 def _init_factor(use: Use, sides: tuple[Side, ...], init: Init) -> float:

@@ -55,6 +55,11 @@ def rescaled(scale: Scale, by: float) -> Scale:
     return Scale(scale.weight * by, scale.gradient / by, scale.copies)
 
 
+def deeper(scale: Scale, ratio: float, layers: float) -> Scale:
+    """Of one of so many copies of a layer, whose residual branches are multiplied by a further `ratio`."""
+    return Scale(scale.weight, scale.gradient * ratio, scale.copies * layers)
+
+
 def lr(scale: Scale, m: int) -> float:
     return scale.weight / scale.gradient**m
 
@@ -76,9 +81,12 @@ def state(scale: Scale, power: int) -> float:
     return scale.gradient**power
 
 
-def muon(scale: Scale) -> tuple[float, float]:
-    """lr, before torch adjusts it to the shape, and eps: Newton–Schulz commutes with duplication, up to copies^-1/2."""
-    root = math.sqrt(scale.copies)
+def muon(scale: Scale, entries: float) -> tuple[float, float]:
+    """lr, before torch adjusts it to the shape, and eps, of a matrix with `entries` times as many entries.
+
+    Newton–Schulz commutes with duplication, up to entries^-1/2.
+    """
+    root = math.sqrt(entries)
     return scale.weight * root, scale.gradient * root
 
 

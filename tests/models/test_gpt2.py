@@ -1,7 +1,7 @@
 """GPT-2's own loss is the cross-entropy of its logits, in every precision, compiled or not."""
 
 from collections.abc import Iterator
-from functools import partialmethod
+from functools import partial, partialmethod
 from itertools import product
 from typing import Any
 
@@ -282,6 +282,94 @@ def test_the_heads_of_a_network() -> None:
     for width in (16, 32):
         net: Any = module.build(width)
         assert net.blocks[0].attention.heads == width // 8
+
+
+# --- depth
+
+
+def deep(layers: int, base_layers: int | None, optimizer: Any = torch.optim.AdamW, **options: Any) -> GPT2:
+    torch.manual_seed(0)
+    shape = {"base_width": 8, "heads": 2, "vocabulary": VOCABULARY, "context": CONTEXT}
+    module = GPT2(8, layers=layers, base_layers=base_layers, optimizer=optimizer, **shape, **options)
+    module.configure_model()
+    return module
+
+
+def levels(module: GPT2, key: str) -> dict[str, float]:
+    """A hyperparameter of every parameter."""
+    names = {id(parameter): name for name, parameter in module.net.named_parameters()}
+    groups = module.configure_optimizers().param_groups
+    return {names[id(parameter)]: group[key] for group in groups for parameter in group["params"]}
+
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-6, weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=0.01, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "of_blocks"),
+    [
+        (ADAMW, {"lr": 0.01, "eps": 2.5e-7, "weight_decay": 0.1}),
+        (SGD, {"lr": 0.04, "weight_decay": 0.025}),
+    ],
+)
+def test_hyperparameters_follow_completep(optimizer: Any, of_blocks: dict[str, float]) -> None:
+    """At four times the base depth: Adam's eps falls, and only in blocks; so that SGD does the same, its rate rises."""
+    module = deep(8, 2, optimizer)
+    for key, expected in of_blocks.items():
+        for name, level in levels(module, key).items():
+            base = module.configure_optimizers().defaults[key]
+            assert level == pytest.approx(expected if name.startswith("blocks.") else base), (name, key)
+
+
+def test_residual_branches_fall_with_the_depth_and_initial_weights_do_not() -> None:
+    module = deep(8, 2)
+    net: Any = module.net
+    assert {block.branch_multiplier for block in net.blocks} == {0.25}
+    drawn = torch.stack([block.mlp[2].weight for block in net.blocks])
+    assert drawn.std().item() == pytest.approx(0.02 / 4**0.5, rel=0.05)
+    block, x = net.blocks[0].double(), torch.randn(3, 5, 8, dtype=torch.float64)
+    attended = x + block.attention(block.ln_1(x)) / 4
+    expected = attended + block.mlp(block.ln_2(attended)) / 4
+    torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-15)
+
+
+def test_at_the_base_depth_completep_changes_nothing() -> None:
+    rows, plain, based = tokens(), deep(3, None), deep(3, 3)
+    for key in ("lr", "eps", "weight_decay"):
+        assert levels(plain, key) == levels(based, key)
+    results = [with_gradients(module.loss(rows), *module.parameters()) for module in (plain, based)]
+    for mine, other in zip(*results, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_the_norm_for_clipping_does_not_depend_on_the_depth() -> None:
+    """Eight blocks, each with a quarter of the gradient of the two of the base, have a norm as large as theirs."""
+    norms = []
+    for layers in (2, 8):
+        module = deep(layers, 2)
+        assert module.net is not None
+        for name, parameter in module.net.named_parameters():
+            in_block = name.startswith("blocks.")
+            parameter.grad = torch.full_like(parameter, 2 / layers if in_block else 0.0)
+        norms.append(float(mupscale.clip_grad_norm_(module.net, 1e9)))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_a_block_without_residual_outputs_is_the_identity() -> None:
+    block, x = deep(2, 1).net.blocks[0], torch.randn(3, 5, 8)  # type: ignore[index,union-attr]
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    for name in block.residual_outputs:
+        assert not torch.equal(block(x), x)
+        nn.init.zeros_(block.get_parameter(name))
+    assert torch.equal(block(x), x)
+
+
+@pytest.mark.parametrize("base_layers", [0, -1, 1.5])
+def test_a_base_depth_that_does_not_exist_is_refused(base_layers: Any) -> None:
+    with pytest.raises(UserError, match=r"model.base_layers must be a whole number of at least 1, got"):
+        GPT2(8, heads=2, base_layers=base_layers)
 
 
 # --- compiled

@@ -7,6 +7,7 @@ import torch
 
 import mupscale
 from mupscale.widening import optimizers as rules
+from mupscale.widening import table
 from mupscale.widening.optimizers import Sized, rule_of
 from mupscale.widening.table import Scale
 
@@ -60,6 +61,24 @@ def test_muon(adjust: str | None, ratio: float):
     optimizer = torch.optim.Muon(parameters(), adjust_lr_fn=adjust)
     lr = math.sqrt(3 / 2) * ratio
     assert rule_of(optimizer).scale(optimizer.param_groups[0], MATRIX) == pytest.approx((lr, math.sqrt(2 / 3), 1 / lr))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "factors"),
+    [
+        (torch.optim.SGD(parameters()), (4, 1 / 4, 1 / 4)),
+        (torch.optim.Adam(parameters()), (1, 1 / 4, 1 / 4)),
+        (torch.optim.AdamW(parameters()), (1, 1 / 4, 1)),
+        (torch.optim.Muon(parameters()), (1, 1 / 4, 1)),
+    ],
+)
+def test_four_times_as_many_layers(optimizer: torch.optim.Optimizer, factors: tuple[float, float, float]):
+    """Rows of Table 1 of CompleteP: with branches of a quarter, gradients are quarters."""
+    rule, group = rule_of(optimizer), optimizer.param_groups[0]
+    deeper = MATRIX._replace(scale=table.deeper(MATRIX.scale, 1 / 4, 4))
+    wider = rule.scale(group, MATRIX)
+    expected = [number * factor for number, factor in zip(wider, factors, strict=True)]
+    assert rule.scale(group, deeper) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["Adadelta", "ASGD", "Rprop", "Adafactor", "LBFGS"])
