@@ -1,24 +1,26 @@
-"""Does growing pay? GPT-2 of nine fixed sizes, and grown to twice its width, at equal FLOPs.
+"""Does growing pay? GPT-2 of fixed sizes, and grown in width, in depth and in both, at equal FLOPs.
 
     python -m mupscale prepare text wikipedia.txt --vocab 8192 --out data/wikipedia
-    python -m benchmarks ladder --data data/wikipedia --out runs/ladder --workers 6
+    python -m benchmarks ladder --data data/wikipedia --out runs/ladder --workers 8
     python -m benchmarks ladder --collect runs/ladder --out docs/results/ladder
 
 A run is a trunk at a constant learning rate. For each of its budgets a branch leaves the trunk at 80 % of the FLOPs,
-and its rate falls linearly to zero over the rest. A grown run starts from a saved state of a narrow trunk, whose FLOPs
+and its rate falls linearly to zero over the rest. A grown run starts from a saved state of a small trunk, whose FLOPs
 count. docs/results/ladder.md has the measure and the results. The second command can be stopped and started again:
-finished runs are kept. The third writes the two CSV files from which the page's tables are computed.
+finished runs are kept. The third writes the two CSV files from which the page's tables are computed. `--ladder` chooses
+other sizes and budgets: large_batch, depths (of rates) and rung, whose CSV files are in folders of these names.
 """
 
 import argparse
 import csv
 import json
+import math
 import multiprocessing
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,23 +36,53 @@ from mupscale.datamodules.fineweb import FineWeb
 from mupscale.flops import gpt2_flops
 from mupscale.models.gpt2 import GPT2
 
-LR, DECAY, CLIP = 0.0078, 0.2, 1.0
+DECAY, CLIP = 0.2, 1.0
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 POINTS = 48
 """Points of the curve of a trunk; a branch has an eighth of them."""
 RUNS_HEADER = (
-    "run", "width", "layers", "from_width", "grown_at", "method", "noise", "lr", "seed", "budget", "tokens", "flops",
-    "loss", "loss_before_decay", "train_loss", "loss_before_growth", "loss_after_growth",
+    "run", "width", "layers", "base_layers", "from_width", "from_layers", "grown_at", "depth", "method", "noise", "lr",
+    "seed", "budget", "tokens", "flops", "loss", "loss_before_decay", "train_loss", "loss_before_growth",
+    "loss_after_growth",
 )  # fmt: skip
-"""`grown_at` and `budget` are binary logarithms of shares of the largest budget. Only `train_loss` is not held out."""
+"""`grown_at` and `budget` are binary logarithms of shares of the largest budget. `base_layers` of a run that grows is
+that of its start. Only `train_loss` is not held out."""
 CURVES_HEADER = ("run", "branch", "tokens", "flops", "train_loss")
 """`branch` is the budget for which the rate falls; a trunk has none."""
 METHODS = {"duplication": mupscale.methods.Duplication, "diagonal": partial(mupscale.methods.HyperCloning, "diagonal")}
 
 
 class Size(NamedTuple):
+    """With `base_layers`, residual branches are multiplied by base_layers / layers (CompleteP)."""
+
     width: int
     layers: int
+    base_layers: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.layers}" + (f"-base{self.base_layers}" if self.base_layers else "")
+
+
+class Way(NamedTuple):
+    """How a run grows: `depth` of upscale, if its layers grow; a method and centred noise, if its width does."""
+
+    depth: str = ""
+    method: str = ""
+    noise: float = 0.0
+
+    def __str__(self) -> str:
+        width = f"{self.method}-{self.noise:g}" if self.method else ""
+        return "-".join(part for part in (self.depth, width) if part)
+
+
+FIXED = Way()
+WIDTH = (Way("", "diagonal", 1.0), Way("", "duplication", 1.0), Way("", "duplication", 0.24))
+STACKS = (Way("stack"), Way("identity"))
+INTERLEAVES = (Way("interleave"),)
+BOTH = (Way("interleave", "diagonal", 1.0),)
+
+Growths = dict[tuple[Size, Size], tuple[tuple[Way, ...], dict[int, tuple[int, ...]]]]
+"""For a small and a large size: ways to grow, n of the points of growth, and for each of them n of the budgets."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +90,8 @@ class Ladder:
     """Sizes and budgets. A budget is 2^n times that of the `top` size with so many tokens per parameter."""
 
     fixed: dict[Size, tuple[float, ...]]
-    """For each size, n of its budgets."""
-    grown: dict[tuple[Size, Size], dict[int, tuple[int, ...]]]
-    """For a narrow and a wide size, n of the points of growth, and for each of them n of the budgets."""
+    """For each size, n of its budgets; none for a size that only grows."""
+    grown: Growths
     top: Size
     tokens_per_parameter: float
     rows: int
@@ -69,6 +100,11 @@ class Ladder:
     warm_up: int
     validated: int
     """Rows of the held-out text that a validation reads."""
+    lr: float = 0.0078
+    other_rates: tuple[float, ...] = ()
+    """Factors on the rate for fixed sizes, one seed, up to their third budget."""
+    noises: tuple[Way, ...] = ()
+    """Other ways of the growths in width, one seed."""
 
     def flops(self, size: Size) -> int:
         """FLOPs of a step."""
@@ -86,90 +122,123 @@ class Ladder:
 
 
 FULL = Ladder(
-    fixed={  # from 2.5 to 65 tokens per parameter, and at most 4.6 times the text
+    fixed={  # from 2.5 to 65 tokens per parameter, and at most 4.6 times the text, except the last budget of 256 × 2
         Size(64, 2): (-5, -6, -7, -8),
         Size(64, 4): (-5, -6, -7, -8),
         Size(64, 8): (-3, -4, -5, -6, -7),
         Size(128, 2): (-3, -4, -5, -6),
         Size(128, 4): (-2, -3, -4, -5, -6),
         Size(128, 8): (-1, -2, -3, -4, -5),
-        Size(256, 2): (-1, -2, -3, -4),
+        Size(256, 2): (0, -1, -2, -3, -4),
         Size(256, 4): (0, -1, -2, -3),
         Size(256, 8): (0.5, 0, -1, -2),
+        Size(64, 4, 8): (-5, -6),
+        Size(128, 2, 8): (-3, -4, -5, -6),
+        Size(128, 4, 8): (-2, -3, -4, -5),
+        Size(256, 2, 8): (0, -1, -2, -3),
+        Size(256, 4, 8): (0, -1, -2, -3),
     },
     grown={
-        (Size(64, 8), Size(128, 8)): {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)},
-        (Size(128, 8), Size(256, 8)): {-3: (-1,), -2: (-1, 0)},
+        (Size(256, 4, 8), Size(256, 8)): (INTERLEAVES, {-3: (-1,), -2: (-1, 0), -1: (0,)}),
+        (Size(256, 4), Size(256, 8)): (STACKS, {-3: (-1,), -2: (-1, 0), -1: (0,)}),
+        (Size(256, 2, 8), Size(256, 8)): (INTERLEAVES, {-3: (-1,), -2: (-1, 0)}),
+        (Size(256, 2), Size(256, 8)): (STACKS[:1], {-3: (-1,), -2: (-1, 0)}),
+        (Size(128, 4, 8), Size(256, 8)): (BOTH, {-3: (-1, 0), -2: (-1,)}),
+        (Size(128, 8), Size(256, 8)): (WIDTH, {-3: (-1,), -2: (-1, 0)}),
+        (Size(128, 4, 8), Size(128, 8)): (INTERLEAVES, {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)}),
+        (Size(128, 4), Size(128, 8)): (STACKS[:1], {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)}),
+        (Size(128, 2, 8), Size(128, 8)): (INTERLEAVES, {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)}),
+        (Size(64, 4, 8), Size(128, 8)): (BOTH, {-6: (-4,), -5: (-4, -3), -4: (-3, -2)}),
+        (Size(64, 8), Size(128, 8)): (WIDTH, {-6: (-4,), -5: (-4, -3), -4: (-3, -2), -3: (-2,)}),
     },
     top=Size(256, 8), tokens_per_parameter=10, rows=32, context=512, vocabulary=8192, warm_up=100, validated=896,
+    other_rates=(2.0, 0.5),
+    noises=(*(Way("", "duplication", noise) for noise in (2.0, 0.5, 4.0, 0.12)), Way("", "diagonal", 2.0)),
+)  # fmt: skip
+LARGE_BATCH = replace(  # 2,560 steps of twice the tokens for the largest size
+    FULL, tokens_per_parameter=2560 * 2**15 / FULL.parameters(FULL.top), rows=64, lr=0.0156, other_rates=(),
+    fixed={Size(256, 8): (0,), Size(256, 4): (0,), Size(256, 4, 8): (0,)},
+    grown={
+        (Size(256, 4, 8), Size(256, 8)): (INTERLEAVES, {-2: (0,), -1: (0,)}),
+        (Size(256, 4), Size(256, 8)): (STACKS, {-2: (0,)}),
+    },
+)  # fmt: skip
+_DEPTHS = [Size(256, layers, 2) for layers in (2, 4, 8, 16)]
+DEPTHS = replace(  # 1,200 steps at every depth and rate
+    FULL, tokens_per_parameter=1200 * 2**14 / FULL.parameters(_DEPTHS[-1]), top=_DEPTHS[-1], grown={},
+    fixed={size: (round(math.log2(FULL.flops(size) / FULL.flops(_DEPTHS[-1])), 4),) for size in _DEPTHS},
+    other_rates=(0.25, 0.5, 2.0, 4.0),
+)  # fmt: skip
+RUNG = replace(  # one step further: 5 tokens per parameter
+    FULL, top=Size(512, 4), tokens_per_parameter=5, other_rates=(),
+    fixed={Size(512, 4): (0.5, 0, -1), Size(256, 4): (), Size(512, 2): (), Size(512, 2, 4): ()},
+    grown={
+        (Size(256, 4), Size(512, 4)): (WIDTH[:1], {-2: (0,)}),
+        (Size(512, 2), Size(512, 4)): (STACKS[:1], {-2: (0,)}),
+        (Size(512, 2, 4), Size(512, 4)): (INTERLEAVES, {-2: (0,)}),
+    },
 )  # fmt: skip
 QUICK = Ladder(  # for the embedded sample of text
     fixed={Size(16, 1): (-1, -2), Size(32, 1): (0, -1)},
-    grown={(Size(16, 1), Size(32, 1)): {-2: (-1, 0)}},
+    grown={(Size(16, 1), Size(32, 1)): (WIDTH, {-2: (-1, 0)})},
     top=Size(32, 1), tokens_per_parameter=0.005, rows=2, context=16, vocabulary=4096, warm_up=4, validated=16,
+    other_rates=(2.0, 0.5), noises=(Way("", "duplication", 0.12),),
 )  # fmt: skip
+LADDERS = {"full": FULL, "large_batch": LARGE_BATCH, "depths": DEPTHS, "rung": RUNG, "quick": QUICK}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One trunk with its branches. With `narrow`, it starts from that size's trunk, at the budget `grown_at`."""
+    """One trunk with its branches. With `start`, it grows from that size's trunk, at the budget `grown_at`."""
 
     size: Size
     lr: float
     seed: int
     budgets: tuple[float, ...]
-    narrow: Size | None = None
+    start: Size | None = None
     grown_at: int = 0
-    method: str = ""
-    noise: float = 0.0
+    way: Way = FIXED
 
     @property
     def name(self) -> str:
         trunk = trunk_name(self.size, self.lr, self.seed)
-        if self.narrow is None:
+        if self.start is None:
             return trunk
-        return f"{self.narrow.width}-{trunk}-at{self.grown_at}-{self.method}-{self.noise:g}"
+        start = self.start if self.way.depth else self.start.width
+        return f"{start}-{trunk}-at{self.grown_at}-{self.way}"
 
-    def narrow_state(self, folder: Path) -> Path:
-        assert self.narrow is not None
-        return state_file(folder, trunk_name(self.narrow, self.lr, self.seed), self.grown_at)
+    def start_state(self, folder: Path) -> Path:
+        assert self.start is not None
+        return state_file(folder, trunk_name(self.start, self.lr, self.seed), self.grown_at)
 
 
 def trunk_name(size: Size, lr: float, seed: int) -> str:
-    return f"{size.width}x{size.layers}-lr{lr:g}-seed{seed}"
+    return f"{size}-lr{lr:g}-seed{seed}"
 
 
 def state_file(folder: Path, trunk: str, power: float) -> Path:
     return folder / "states" / f"{trunk}-at{power}.pt"
 
 
-def plan_runs(ladder: Ladder, lr: float, seeds: Sequence[int]) -> list[Run]:
-    """All runs, the most important first: each seed, with rates of the first; levels of noise and rates of growths."""
+def plan_runs(ladder: Ladder, seeds: Sequence[int]) -> list[Run]:
+    """All runs: those of each seed, then those of the first seed alone: other rates, other levels of noise."""
+    lr, first, runs = ladder.lr, seeds[0], []
 
-    def fixed(sizes: Iterable[Size], rate: float, seed: int) -> list[Run]:
-        return [Run(size, rate, seed, ladder.fixed[size]) for size in sizes]
+    def grown(pair: tuple[Size, Size], rate: float, seed: int, ways: Iterable[Way]) -> list[Run]:
+        start, size = pair
+        points = ladder.grown[pair][1].items()
+        return [Run(size, rate, seed, budgets, start, point, way) for way in ways for point, budgets in points]
 
-    def grown(pair: tuple[Size, Size], rate: float, seed: int, *arms: tuple[str, float]) -> list[Run]:
-        narrow, wide = pair
-        return [
-            Run(wide, rate, seed, budgets, narrow, point, *arm)
-            for arm in arms
-            for point, budgets in ladder.grown[pair].items()
-        ]
-
-    pairs, sizes, first = list(ladder.grown)[::-1], list(ladder.fixed)[::-1], seeds[0]
-    arms = ("duplication", 1.0), ("diagonal", 1.0), ("duplication", 0.24)
-    runs = []
     for seed in seeds:
-        runs += fixed(sizes, lr, seed)
-        for pair in pairs:
-            runs += grown(pair, lr, seed, *arms)
-        if seed == first:  # other rates, up to about 10 tokens per parameter
-            runs += [Run(size, factor * lr, seed, ladder.fixed[size][-3:]) for factor in (2.0, 0.5) for size in sizes]
-    more = *(("duplication", noise) for noise in (2.0, 0.5, 4.0, 0.12)), ("diagonal", 0.24)
-    for pair in pairs[::-1]:
-        runs += grown(pair, lr, first, *more)
-        runs += [run for factor in (2.0, 0.5) for run in grown(pair, factor * lr, first, arms[0])]
+        runs += [Run(size, lr, seed, budgets) for size, budgets in list(ladder.fixed.items())[::-1]]
+        for pair, (ways, _) in ladder.grown.items():
+            runs += grown(pair, lr, seed, [way for way in ways if seed == first or way.depth != "identity"])
+    for factor in ladder.other_rates:  # up to about 10 tokens per parameter
+        runs += [Run(size, factor * lr, first, budgets[-3:]) for size, budgets in ladder.fixed.items() if budgets]
+    for pair, (ways, _) in ladder.grown.items():
+        runs += grown(pair, lr, first, ladder.noises if ways == WIDTH else ())
+        rates = [factor * lr for factor in ladder.other_rates if pair[1] == ladder.top]
+        runs += [run for rate in rates for run in grown(pair, rate, first, ways[:1])]
     return runs
 
 
@@ -207,9 +276,9 @@ State = dict[str, Tensor]
 def make_model(ladder: Ladder, size: Size, device: torch.device) -> tuple[nn.Module, Optimizer]:
     """The model of configs/gpt2/reduced and its optimizer, at lr 1 for the base width."""
     module = GPT2(
-        size.width, base_width=64, layers=size.layers, heads=8, vocabulary=ladder.vocabulary, context=ladder.context,
-        tied=False, gain=0.5, embedding_std=0.1, output_mult=4.0, readout_zero_init=True,
-        optimizer=partial(torch.optim.AdamW, lr=1.0, **ADAMW),
+        size.width, base_width=64, layers=size.layers, base_layers=size.base_layers, heads=8,
+        vocabulary=ladder.vocabulary, context=ladder.context, tied=False, gain=0.5, embedding_std=0.1,
+        output_mult=4.0, readout_zero_init=True, optimizer=partial(torch.optim.AdamW, lr=1.0, **ADAMW),
     )  # fmt: skip
     with device:
         module.configure_model()
@@ -284,19 +353,21 @@ class Runner:
         return float(torch.stack(losses).mean())
 
 
-def grow(ladder: Ladder, run: Run, narrow_state: State, device: torch.device) -> State:
-    assert run.narrow is not None
+def grow(ladder: Ladder, run: Run, start_state: State, device: torch.device) -> State:
+    assert run.start is not None
+    size = run.size._replace(base_layers=run.start.base_layers)
     (narrow, narrow_optimizer), (wide, wide_optimizer) = (
-        make_model(ladder, size, device) for size in (run.narrow, run.size)
+        make_model(ladder, each, device) for each in (run.start, size)
     )
     for name, parameter in narrow.named_parameters():
-        parameter.data.copy_(narrow_state[name])
+        parameter.data.copy_(start_state[name])
         keys = ("step", "exp_avg", "exp_avg_sq")
-        narrow_optimizer.state[parameter] = {key: narrow_state[f"{name}/{key}"].to(device) for key in keys}
+        narrow_optimizer.state[parameter] = {key: start_state[f"{name}/{key}"].to(device) for key in keys}
+    depth, method, noise = run.way
     mupscale.upscale(
-        narrow, wide, narrow_optimizer, wide_optimizer,
-        method=METHODS[run.method](state="carry", hyperparameters="table"),
-        noise=mupscale.AdditiveNoise(run.noise, centred=True), seed=run.seed,
+        narrow, wide, narrow_optimizer, wide_optimizer, **({"depth": depth} if depth else {}),
+        method=METHODS[method or "duplication"](state="carry", hyperparameters="table"),
+        noise=mupscale.AdditiveNoise(noise, centred=True) if method else None, seed=run.seed,
     )  # fmt: skip
     return state_of(wide, wide_optimizer)
 
@@ -307,10 +378,10 @@ def train_run(ladder: Ladder, run: Run, runner: Runner, folder: Path) -> dict[st
     cost, tokens = ladder.flops(run.size), ladder.rows * ladder.context
     first, spent, around_growth = 0, 0.0, None
     torch.manual_seed(run.seed)
-    if run.narrow is None:
+    if run.start is None:
         runner.load(state_of(*make_model(ladder, run.size, device)))
     else:
-        saved = torch.load(run.narrow_state(folder), map_location=device)
+        saved = torch.load(run.start_state(folder), map_location=device)
         first, spent = saved["steps"], ladder.budget(run.grown_at)
         runner.load(grow(ladder, run, saved["state"], device))
         around_growth = [saved["loss"], runner.validate()]
@@ -327,7 +398,7 @@ def train_run(ladder: Ladder, run: Run, runner: Runner, folder: Path) -> dict[st
             curve.append((power, step * tokens, flops_at(step), loss))
 
     branches = {(1 - DECAY) * ladder.budget(power): power for power in run.budgets}
-    growths = [points for (narrow, _), points in ladder.grown.items() if narrow == run.size and run.narrow is None]
+    growths = [points for (size, _), (_, points) in ladder.grown.items() if size == run.size and run.start is None]
     saved_points = {ladder.budget(power): power for points in growths for power in points}
     stops = sorted({*branches, *saved_points})
     ends, step = [], first
@@ -361,11 +432,11 @@ def fall(start: int, end: int, step: int) -> float:
 
 def work(options: argparse.Namespace) -> None:
     """Makes runs until none is left that is ready and unclaimed, or the time is over."""
-    ladder, device = QUICK if options.quick else FULL, torch.device(options.device)
+    ladder, device = LADDERS[options.ladder], torch.device(options.device)
     torch.set_float32_matmul_precision("high")
     text = Text(options.data, ladder, device)
     runners: dict[Size, Runner] = {}
-    runs = [run for run in plan_runs(ladder, options.lr, options.seeds) if re.search(options.only, run.name)]
+    runs = [run for run in plan_runs(ladder, options.seeds) if re.search(options.only, run.name)]
     while time.time() < options.until and not all(is_taken(run, options.out) for run in runs):
         run = claim_run(runs, options.out)
         if run is None:
@@ -402,7 +473,7 @@ def is_taken(run: Run, folder: Path) -> bool:
 def claim_run(runs: list[Run], folder: Path) -> Run | None:
     """The first run that is ready and that no worker has claimed."""
     for run in runs:
-        if is_taken(run, folder) or not (run.narrow is None or run.narrow_state(folder).exists()):
+        if is_taken(run, folder) or not (run.start is None or run.start_state(folder).exists()):
             continue
         try:
             with result_file(run, folder).with_suffix(".claim").open("x") as file:
@@ -419,13 +490,14 @@ def collect(folder: Path, out: Path) -> None:
     for path in sorted(folder.glob("runs/*.json")):
         result = json.loads(path.read_text())
         run = result["run"]
-        (width, layers), narrow = run["size"], run["narrow"]
-        growth = (narrow[0], run["grown_at"], run["method"], run["noise"]) if narrow else ("",) * 4
+        (width, layers, base_layers), start = run["size"], run["start"]
+        size = width, layers, start[2] if start else base_layers
+        growth = (*start[:2], run["grown_at"], *run["way"]) if start else ("",) * 6
         around = [f"{loss:.4f}" for loss in result["around_growth"] or ()] or ["", ""]
         for end in result["ends"]:
             cost = end["power"], end["tokens"], f"{end['flops']:.5g}"
             losses = [f"{end[key]:.4f}" for key in ("loss", "loss_before_decay", "train_loss")]
-            ends.append((path.stem, width, layers, *growth, run["lr"], run["seed"], *cost, *losses, *around))
+            ends.append((path.stem, *size, *growth, run["lr"], run["seed"], *cost, *losses, *around))
         for power, tokens, flops, loss in result["curve"]:
             points.append((path.stem, power, tokens, f"{flops:.3g}", f"{loss:.3f}"))
     for name, header, rows in (("runs", RUNS_HEADER, ends), ("curves", CURVES_HEADER, points)):
@@ -436,13 +508,12 @@ def collect(folder: Path, out: Path) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="the folder of the prepared text; by default the embedded sample")
-    parser.add_argument("--quick", action="store_true", help="two tiny sizes, to test the benchmark itself")
+    parser.add_argument("--ladder", choices=LADDERS, default="full", help="quick: tiny sizes, to test the benchmark")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the runs, or of the CSV files")
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="write the CSV files from this folder of runs")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no run after this time")
     parser.add_argument("--only", default="", help="the runs in whose names this pattern is found")
-    parser.add_argument("--lr", type=float, default=LR, help="the middle of the three rates")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)

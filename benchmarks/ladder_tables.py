@@ -1,4 +1,4 @@
-"""Writes the tables of docs/results/ladder.md, and its picture, from the CSV file of its runs.
+"""Writes the tables and pictures of docs/results/ladder.md from the CSV files of its runs.
 
 python -m benchmarks ladder_tables
 """
@@ -9,71 +9,88 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.ladder import FULL, LR, Size
+from benchmarks.ladder import DEPTHS, FULL, LARGE_BATCH, RUNG, WIDTH, Ladder, Size, Way
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "ladder.md"
 RUNS = PAGE.with_suffix("") / "runs.csv"
-ARMS = (("diagonal", 1.0), ("duplication", 1.0), ("duplication", 0.24))
-"""Methods of growth, the best first, and the std of their noise."""
-CONFIDENCE = 1 - 0.05 / len(ARMS)
-"""The first was chosen among all of them."""
 BASELINES = {
     "target": "S, target size", "envelope": "S, best of all sizes", "base exists": "S, target size, if the base exists"
 }  # fmt: skip
+DIRECTIONS = ("width", "depth", "both")
 
 Curve = dict[float, float]
 """Validation losses of a fixed size, by the binary logarithm of the budget."""
 
 
 class Growth(NamedTuple):
-    narrow: int
-    wide: Size
+    start: Size
+    size: Size
     at: int
-    method: str
-    noise: float
+    way: Way
+
+    @property
+    def direction(self) -> str:
+        if self.start.layers == self.size.layers:
+            return "width"
+        return "depth" if self.start.width == self.size.width else "both"
+
+    @property
+    def arm(self) -> tuple[str, Size, Way]:
+        """What is chosen beforehand, whatever the budget: the start is relative to the size that it grows to."""
+        width = self.size.width // self.start.width
+        return self.direction, self.start._replace(width=width), self.way
 
 
 class Interval(NamedTuple):
-    """Of the compute of a fixed size over that of a run that grows: its geometric mean over seeds, and a t interval."""
+    """Of the compute of a fixed size over that of a run that grows: its geometric mean over seeds, and a t interval.
+
+    A bound is a mean over seeds of which at least one ends lower than every budget of the fixed size.
+    """
 
     seeds: int
     mean: float
     low: float
     high: float
+    is_bound: bool = False
 
     def __str__(self) -> str:
+        if self.is_bound:
+            return f"> {self.mean:.2f}"
         return f"{self.mean:.2f} ({self.low:.2f}–{self.high:.2f})" if self.seeds > 1 else f"{self.mean:.2f}"
 
 
 class Ends:
     """The losses at the ends of all runs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ladder: Ladder = FULL) -> None:
+        self.ladder = ladder
         self.fixed: dict[tuple[Size, float, int], Curve] = defaultdict(dict)
         """By size, rate and seed."""
         self.grown: dict[tuple[Growth, float], dict[int, float]] = defaultdict(dict)
         """By growth and budget: losses by seed."""
         with path.open() as file:
             for row in csv.DictReader(file):
+                base_layers = int(row["base_layers"]) if row["base_layers"] else None
                 size, seed = Size(int(row["width"]), int(row["layers"])), int(row["seed"])
                 budget, loss, rate = (float(row[key]) for key in ("budget", "loss", "lr"))
                 if not row["from_width"]:
-                    self.fixed[size, rate, seed][budget] = loss
-                elif rate == LR:
-                    at, noise = int(row["grown_at"]), float(row["noise"])
-                    growth = Growth(int(row["from_width"]), size, at, row["method"], noise)
-                    self.grown[growth, budget][seed] = loss
-        self.sizes = sorted({size for size, _, _ in self.fixed})
+                    self.fixed[size._replace(base_layers=base_layers), rate, seed][budget] = loss
+                elif rate == ladder.lr:
+                    start = Size(int(row["from_width"]), int(row["from_layers"]), base_layers)
+                    way = Way(row["depth"], row["method"], float(row["noise"]))
+                    self.grown[Growth(start, size, int(row["grown_at"]), way), budget][seed] = loss
+        self.sizes = sorted({size for size, _, _ in self.fixed}, key=order_sizes)
         self.seeds = sorted({seed for _, _, seed in self.fixed})
 
     def losses(self, size: Size, budget: float) -> list[float]:
         """At the common rate, by seed."""
-        curves = [self.fixed[size, LR, seed] for seed in self.seeds]
+        curves = [self.fixed.get((size, self.ladder.lr, seed), {}) for seed in self.seeds]
         return [curve[budget] for curve in curves if budget in curve]
 
     def best_fixed(self, budget: float) -> tuple[Size, float]:
@@ -82,24 +99,34 @@ class Ends:
         best = min(means, key=lambda size: means[size])
         return best, means[best]
 
-    def points(self) -> list[tuple[Growth, float]]:
-        """Growths by the best method, and their budgets."""
-        found = [(growth, budget) for growth, budget in self.grown if growth[-2:] == ARMS[0]]
-        return sorted(found, key=lambda point: (point[0].narrow, point[1], point[0].at))
+    def points(self, direction: str) -> list[tuple[Growth, float]]:
+        """Growths and their budgets; in width those by the best method."""
+        found = [point for point in self.grown if point[0].direction == direction]
+        if direction == "width":
+            found = [point for point in found if point[0].way == WIDTH[0]]
+        return sorted(found, key=lambda p: (p[0].size, p[1], order_sizes(p[0].start)[::-1], p[0].way, p[0].at))
 
-    def advantage(
-        self, growth: Growth, budget: float, against: str, confidence: float = CONFIDENCE, straight: bool = False
-    ) -> Interval:
+    def confidence(self, direction: str) -> float:
+        """Of an interval: the best of so many arms was chosen."""
+        arms = {growth.arm for growth, _ in self.points(direction)}
+        return 1 - 0.05 / (len(WIDTH) if direction == "width" else len(arms))
+
+    def advantage(self, growth: Growth, budget: float, against: str, straight: bool = False) -> Interval:
         """S against one of BASELINES."""
-        shares = []
+        shares, is_bound = [], False
         for seed, loss in self.grown[growth, budget].items():
-            sizes = self.sizes if against == "envelope" else [growth.wide]
-            reached = [
-                power for size in sizes if (power := reach(self.fixed[size, LR, seed], loss, straight)) is not None
-            ]
+            sizes = self.sizes if against == "envelope" else [growth.size]
+            curves = [self.fixed.get((size, self.ladder.lr, seed), {}) for size in sizes]
+            reached = [power for curve in curves if (power := reach(curve, loss, straight)) is not None]
+            if not reached:
+                reached, is_bound = [max(power for curve in curves for power in curve)], True
             spent = math.log2(2**budget - 2**growth.at) if against == "base exists" else budget
             shares.append(min(reached) - spent)
-        return interval(shares, confidence)
+        return interval(shares, self.confidence(growth.direction))._replace(is_bound=is_bound)
+
+
+def order_sizes(size: Size) -> tuple[int, int, int]:
+    return size.width, size.layers, size.base_layers or 0
 
 
 def reach(curve: Curve, loss: float, straight: bool = False) -> float | None:
@@ -112,9 +139,9 @@ def reach(curve: Curve, loss: float, straight: bool = False) -> float | None:
         if not curve[left] >= loss > curve[right]:
             continue
         guess = left + (right - left) * (curve[left] - loss) / (curve[left] - curve[right])
-        if straight:
-            return guess
         others = powers[max(0, place - 1) : place] + powers[place + 2 : place + 3]
+        if straight or not others:
+            return guess
         third = min(others, key=lambda power: abs(power - guess))
         low, high = left, right
         for _ in range(50):
@@ -144,8 +171,10 @@ def interval(shares: list[float], confidence: float) -> Interval:
 
 
 def show_losses(losses: Iterable[float]) -> str:
-    lowest, *_, highest = sorted(losses)
-    return f"{mean(losses):.3f} ({lowest:.3f}–{highest:.3f})"
+    losses = sorted(losses)
+    if len(losses) == 1:
+        return f"{losses[0]:.3f}"
+    return f"{mean(losses):.3f} ({losses[0]:.3f}–{losses[-1]:.3f})"
 
 
 def show_budget(power: float) -> str:
@@ -153,7 +182,17 @@ def show_budget(power: float) -> str:
 
 
 def show_size(size: Size) -> str:
-    return f"{size[0]} × {size[1]}"
+    return f"{size.width} × {size.layers}" + (", 1/L" if size.base_layers else "")
+
+
+def show_way(way: Way) -> str:
+    width = f"{way.method}, {way.noise:g}" if way.method else ""
+    return ", ".join(part for part in (way.depth, width) if part)
+
+
+def mark_lowest(losses: Iterable[float]) -> list[str]:
+    losses = list(losses)
+    return [f"**{loss:.3f}**" if loss == min(losses) else f"{loss:.3f}" for loss in losses]
 
 
 def make_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -174,46 +213,45 @@ def fixed_table(ends: Ends) -> str:
 
 
 def rates_table(ends: Ends) -> str:
-    rows = []
+    rows, rates = [], [factor * FULL.lr for factor in (0.5, 1, 2)]
     for size in ends.sizes:
-        curves = [ends.fixed[size, factor * LR, 0] for factor in (0.5, 1, 2)]
-        budget = sorted(curves[1])[2]
-        losses = [curve[budget] for curve in curves]
-        cells = [f"**{loss:.3f}**" if loss == min(losses) else f"{loss:.3f}" for loss in losses]
-        rows.append([show_size(size), show_budget(budget), *cells])
-    return make_table(["width × layers", "budget", *(f"{factor * LR:g}" for factor in (0.5, 1, 2))], rows)
+        curves = [ends.fixed.get((size, rate, 0), {}) for rate in rates]
+        if all(curves):
+            budget = sorted(curves[1])[2]
+            rows.append([show_size(size), show_budget(budget), *mark_lowest(curve[budget] for curve in curves)])
+    return make_table(["width × layers", "budget", *(f"{rate:g}" for rate in rates)], rows)
 
 
-def advantage_table(ends: Ends) -> str:
+def advantage_table(ends: Ends, direction: str) -> str:
     rows = []
-    for growth, budget in ends.points():
+    for growth, budget in ends.points(direction):
         losses = ends.grown[growth, budget].values()
         best, best_loss = ends.best_fixed(budget)
         advantages = [str(ends.advantage(growth, budget, against)) for against in BASELINES]
         rows.append([
             *show_point(growth, budget), str(len(losses)), show_losses(losses),
-            show_losses(ends.losses(growth.wide, budget)), f"{show_size(best)}: {best_loss:.3f}", *advantages,
+            show_losses(ends.losses(growth.size, budget)), f"{show_size(best)}: {best_loss:.3f}", *advantages,
         ])  # fmt: skip
-    header = ["", "budget", "grown at", "seeds", "loss, grown", "target size", "best fixed size", *BASELINES.values()]
-    return make_table(header, rows)
+    header = ["", "how", "budget", "grown at", "seeds", "loss, grown", "target size", "best fixed size"]
+    return make_table([*header, *BASELINES.values()], rows)
 
 
 def methods_table(ends: Ends) -> str:
+    """Three ways to grow in width, over common seeds."""
     rows = []
-    for growth, budget in ends.points():
-        arms = [growth._replace(method=method, noise=noise) for method, noise in ARMS]
-        common = set.intersection(*(set(ends.grown[arm, budget]) for arm in arms))
-        means = [mean(ends.grown[arm, budget][seed] for seed in common) for arm in arms]
-        cells = [f"**{loss:.3f}**" if loss == min(means) else f"{loss:.3f}" for loss in means]
-        rows.append([*show_point(growth, budget), str(len(common)), *cells])
-    return make_table(["", "budget", "grown at", "common seeds", *(f"{m}, {n:g}" for m, n in ARMS)], rows)
+    for growth, budget in ends.points("width"):
+        ways = [growth._replace(way=way) for way in WIDTH]
+        common = set.intersection(*(set(ends.grown[each, budget]) for each in ways))
+        means = [mean(ends.grown[each, budget][seed] for seed in common) for each in ways]
+        start, _, *point = show_point(growth, budget)
+        rows.append([start, *point, str(len(common)), *mark_lowest(means)])
+    return make_table(["", "budget", "grown at", "common seeds", *map(show_way, WIDTH)], rows)
 
 
 def interpolation_note(ends: Ends) -> str:
     def largest_ratio(against: str) -> float:
-        means = [
-            [ends.advantage(*point, against, straight=line).mean for line in (True, False)] for point in ends.points()
-        ]
+        points = [point for direction in DIRECTIONS for point in ends.points(direction)]
+        means = [[ends.advantage(*point, against, straight=line).mean for line in (True, False)] for point in points]
         return max(line / parabola for line, parabola in means)
 
     ratios = [f"{largest_ratio(against) - 1:.0%}".replace("%", " %") for against in ("target", "envelope")]
@@ -223,61 +261,161 @@ def interpolation_note(ends: Ends) -> str:
     )
 
 
-def show_point(growth: Growth, budget: float) -> list[str]:
-    tokens = FULL.rows * FULL.context * FULL.budget(budget) / FULL.flops(growth.wide)
-    share = 2 ** (growth.at - budget)
+def show_tokens(ladder: Ladder, size: Size, budget: float) -> str:
+    tokens = ladder.rows * ladder.context * ladder.budget(budget) / ladder.flops(size)
+    return f"{tokens / ladder.parameters(size):.0f}"
+
+
+def show_point(growth: Growth, budget: float, ladder: Ladder = FULL) -> list[str]:
+    start, size = growth.start, growth.size
+    ends = (str(start.width), str(size.width)) if growth.direction == "width" else (show_size(start), show_size(size))
+    share = 100 * 2 ** (growth.at - budget)
     return [
-        f"{growth.narrow} → {growth.wide[0]}",
-        f"{show_budget(budget)}, {tokens / FULL.parameters(growth.wide):.0f} tokens per parameter",
-        f"{share:.0%}".replace("%", " %"),
+        " → ".join(ends),
+        show_way(growth.way),
+        f"{show_budget(budget)}, {show_tokens(ladder, size, budget)} tokens per parameter",
+        f"{share:g} %",
     ]
 
 
+def summary_table(ends: Ends) -> str:
+    """For each target and budget, the lowest mean loss of each direction."""
+    lowest: dict[tuple[Size, float], dict[str, tuple[float, Growth]]] = defaultdict(dict)
+    for direction in DIRECTIONS:
+        for growth, budget in ends.points(direction):
+            losses = ends.grown[growth, budget]
+            if len(losses) == len(ends.seeds):
+                found = lowest[growth.size, budget]
+                found[direction] = min(found.get(direction, (math.inf, growth)), (mean(losses.values()), growth))
+    rows = []
+    for (size, budget), found in sorted(lowest.items()):
+        best, best_loss = ends.best_fixed(budget)
+        cells = []
+        for direction in DIRECTIONS:
+            if direction not in found:
+                cells.append("")
+                continue
+            loss, growth = found[direction]
+            start = "" if direction == "width" else f" from {show_size(growth.start)}"
+            way = "" if direction == "width" else f"{growth.way.depth} at "
+            cells.append(f"{loss:.3f} ({way}{100 * 2 ** (growth.at - budget):g} %{start})")
+        target = f"{mean(ends.losses(size, budget)):.3f}"
+        tokens = f"{show_size(size)}, {show_tokens(FULL, size, budget)}"
+        rows.append([tokens, show_budget(budget), target, f"{best_loss:.3f} ({show_size(best)})", *cells])
+    header = ["target, tokens per parameter", "budget", "target from scratch", "best fixed size"]
+    return make_table([*header, *(f"grown in {name}" for name in DIRECTIONS)], rows)
+
+
+def large_batch_table(_: Ends) -> str:
+    ends = Ends(RUNS.parent / "large_batch" / "runs.csv", LARGE_BATCH)
+    rows = [[show_size(size), "", "", show_losses(ends.losses(size, 0))] for size in ends.sizes]
+    for direction in DIRECTIONS[1:]:
+        for growth, budget in ends.points(direction):
+            sizes, way, _, share = show_point(growth, budget, LARGE_BATCH)
+            rows.append([sizes, way, share, show_losses(ends.grown[growth, budget].values())])
+    return make_table(["", "how", "grown at", "validation loss"], rows)
+
+
+def depths_table(_: Ends) -> str:
+    ends = Ends(RUNS.parent / "depths" / "runs.csv", DEPTHS)
+    rates = sorted({rate for _, rate, _ in ends.fixed})
+    rows = []
+    for size in ends.sizes:
+        losses = [mean(ends.fixed[size, rate, 0].values()) for rate in rates]
+        rows.append([str(size.layers), *mark_lowest(losses)])
+    return make_table(["layers", *(f"{rate:.3g}" for rate in rates)], rows)
+
+
+def rung_table(_: Ends) -> str:
+    ends = Ends(RUNS.parent / "rung" / "runs.csv", RUNG)
+    budgets = sorted({budget for curve in ends.fixed.values() for budget in curve})
+    rows = [[show_size(RUNG.top), show_budget(b), "", show_losses(ends.losses(RUNG.top, b)), ""] for b in budgets]
+    for direction in DIRECTIONS:
+        for growth, budget in ends.points(direction):
+            sizes, way, _, share = show_point(growth, budget, RUNG)
+            loss = show_losses(ends.grown[growth, budget].values())
+            how = f"{way} at {share}"
+            rows.append([sizes, show_budget(budget), how, loss, str(ends.advantage(growth, budget, "target"))])
+    return make_table(["", "budget", "how", "validation loss", "S, target size"], rows)
+
+
 PARTS = {
-    "fixed": fixed_table,
-    "rates": rates_table,
-    "advantages": advantage_table,
-    "methods": methods_table,
+    "summary": summary_table,
+    "width": partial(advantage_table, direction="width"),
+    "depth": partial(advantage_table, direction="depth"),
+    "both": partial(advantage_table, direction="both"),
     "lines": interpolation_note,
+    "fixed": fixed_table,
+    "methods": methods_table,
+    "rates": rates_table,
+    "large_batch": large_batch_table,
+    "depths": depths_table,
+    "rung": rung_table,
 }
 """Parts of the page, by the names in its comments."""
 
 
 def fill_page(text: str, ends: Ends) -> str:
     """The page with all of its parts computed again."""
-    for name, part in PARTS.items():
-        pattern = f"(<!-- {name} -->\n).*?(\n<!-- end -->)"
-        text, count = re.subn(
-            pattern, lambda found, part=part: f"{found[1]}\n{part(ends)}\n{found[2]}", text, flags=re.DOTALL
-        )
-        assert count == 1, f"{PAGE.name} has {count} parts {name!r}"
-    return text
+    pattern = re.compile(r"<!-- (\w+) -->\n.*?\n<!-- end -->", flags=re.DOTALL)
+    return pattern.sub(lambda found: f"<!-- {found[1]} -->\n\n{PARTS[found[1]](ends)}\n\n<!-- end -->", text)
 
 
-def draw(ends: Ends, path: Path) -> None:
+def draw_losses(ends: Ends, axes: Any) -> None:
+    colours, styles = {64: "#9aa5b1", 128: "#d9822b", 256: "#2f6f9f"}, {2: ":", 4: "--", 8: "-"}
+    for size in ends.sizes:
+        if not size.base_layers:
+            budgets = sorted(ends.fixed[size, FULL.lr, 0])
+            losses = [mean(ends.losses(size, budget)) for budget in budgets]
+            axes.plot(budgets, losses, styles[size.layers], color=colours[size.width], lw=1.5, label=show_size(size))
+    for direction, (marker, colour) in MARKERS.items():
+        grown = [(budget, mean(ends.grown[growth, budget].values())) for growth, budget in ends.points(direction)]
+        if grown:
+            axes.scatter(
+                *zip(*grown, strict=True), marker=marker, color=colour, zorder=3, s=18, label=f"grown: {direction}"
+            )
+    axes.set(xlabel="log₂ of the compute, in units of B", ylabel="validation loss", ylim=(3.5, 5.4), xlim=(-7.2, 0.7))
+    axes.legend(ncols=2, fontsize=8, title="width × layers")
+
+
+def draw_advantages(ends: Ends, axes: Any, against: str) -> None:
+    """S over tokens per parameter; a bar is the interval."""
+    for place, (direction, (marker, colour)) in enumerate(MARKERS.items()):
+        for growth, budget in ends.points(direction):
+            found = ends.advantage(growth, budget, against)
+            if found.seeds > 1:
+                tokens = float(show_tokens(FULL, growth.size, budget)) * 2 ** (0.12 * (place - 1))
+                bar = [[found.mean - found.low], [found.high - found.mean]]
+                axes.errorbar(tokens, found.mean, bar, fmt=marker, color=colour, ms=5, lw=0.8, alpha=0.8)
+        axes.plot([], [], marker, color=colour, label=direction)
+    axes.axhline(1, color="black", lw=0.8)
+    axes.set(
+        xscale="log", xticks=[5, 10, 20], xticklabels=["5", "10", "20"], ylim=(0.5, 2), xlabel="tokens per parameter"
+    )
+    axes.set_title(BASELINES[against], fontsize=10)
+    axes.legend(fontsize=8)
+
+
+MARKERS = {"width": ("s", "#b3261e"), "depth": ("o", "#2e7d32"), "both": ("^", "#6a3d9a")}
+
+
+def draw(ends: Ends, folder: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
-    colours, styles = {64: "#9aa5b1", 128: "#d9822b", 256: "#2f6f9f"}, {2: ":", 4: "--", 8: "-"}
-    for size in ends.sizes:
-        budgets = sorted(ends.fixed[size, LR, 0])
-        losses = [mean(ends.losses(size, budget)) for budget in budgets]
-        axes.plot(budgets, losses, styles[size[1]], color=colours[size[0]], lw=1.5, label=show_size(size))
-    for (narrow, wide), marker in {(64, 128): "o", (128, 256): "s"}.items():
-        grown = [(b, mean(ends.grown[g, b].values())) for g, b in ends.points() if g.narrow == narrow]
-        axes.scatter(
-            *zip(*grown, strict=True), marker=marker, color="#b3261e", zorder=3, label=f"{narrow} → {wide}, 8 layers"
-        )
-    axes.set(xlabel="log₂ of the compute, in units of B", ylabel="validation loss", ylim=(3.5, 5.4), xlim=(-7.2, 0.7))
-    axes.legend(ncols=2, fontsize=8, title="width × layers")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    draw_losses(ends, axes)
+    figure.savefig(folder / "losses.png", dpi=110, metadata={"Software": None})
+    figure, both = plt.subplots(1, 2, figsize=(7.5, 3.6), layout="constrained", sharey=True)
+    for axes, against in zip(both, BASELINES, strict=False):
+        draw_advantages(ends, axes, against)
+    figure.savefig(folder / "advantages.png", dpi=110, metadata={"Software": None})
 
 
 def main(arguments: list[str]) -> None:
     argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     ends = Ends(RUNS)
     PAGE.write_text(fill_page(PAGE.read_text(), ends))
-    draw(ends, RUNS.with_name("losses.png"))
+    draw(ends, RUNS.parent)

@@ -113,10 +113,11 @@ def test_a_rank_grows_within_its_shard_and_half_a_tensor(tmp_path: Path, pytestc
 
 @pytest.mark.slow
 def test_a_ladder_grows_from_its_trunks_and_keeps_finished_runs(tmp_path: Path) -> None:
-    command = ["ladder", "--quick", "--device", "cpu", "--only", "seed0", "--out", str(tmp_path), "--seeds", "0"]
+    options = ["--device", "cpu", "--only", "seed0", "--out", str(tmp_path), "--seeds", "0"]
+    command = ["ladder", "--ladder", "quick", *options]
     main(command)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*.json")}
-    assert len(kept) == 6 + 3 + 5 + 2, "sizes by rates, arms, levels of noise, rates of a growth"
+    assert len(kept) == 6 + 3 + 1 + 2, "sizes by rates, ways to grow, a level of noise, rates of a growth"
     main(command)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*.json")} == kept
     main(["ladder", "--collect", str(tmp_path), "--out", str(tmp_path)])
@@ -147,7 +148,7 @@ def test_a_grown_trunk_of_a_ladder_continues_the_narrow_one() -> None:
     runners[0].load(ladder.state_of(*ladder.make_model(ladder.QUICK, narrow, device)))
     list(runners[0].train(0, range(6), lambda step: 0.002, points=1))
     state = {name: tensor.clone() for name, tensor in runners[0].state.items()}
-    run = ladder.Run(wide, 0.002, 0, (), narrow, method="duplication", noise=0.0)
+    run = ladder.Run(wide, 0.002, 0, (), narrow, way=ladder.Way("", "duplication", 0.0))
     runners[1].load(ladder.grow(ladder.QUICK, run, state, device))
     losses = [list(runner.train(0, range(6, 14), lambda step: 0.002, points=8)) for runner in runners]
     assert losses[1] == [(step, pytest.approx(loss, abs=2e-5)) for step, loss in losses[0]]
