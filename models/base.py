@@ -1,12 +1,14 @@
 """The base class of growable LightningModules: building by width, muP, optimizers, clipping and checkpoints.
 
 A subclass defines `build(width)`, which returns the network, and `loss(batch)`; the README has one in twenty lines.
+With `build(width, layers)` the network can become deeper too.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +34,10 @@ from mupscale.models._lightning import averaged_copy, averaging_callbacks, set_a
 from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters, refuse_bad_width
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
+    Layers,
+    Size,
     Width,
-    checkpoint_width,
+    checkpoint_size,
     load_checkpoint,
     load_optimizer_state,
     load_weights,
@@ -102,8 +106,10 @@ def after_ours(ours: Hook, hook: Hook) -> Hook:
 class Growable(LightningModule):
     """A LightningModule whose network can be built at any width, and rebuilt at another width during a run.
 
+    If `build` takes the number of layers too, the network can also be rebuilt with more of them.
+
     Checkpoints hold weights, buffers, optimizer and scheduler state, and the constructor's arguments with the current
-    width. A checkpoint of any width loads: the network is first rebuilt at the checkpoint's width. The muP tables are
+    size. A checkpoint of any size loads: the network is first rebuilt at the checkpoint's size. The muP tables are
     recomputed, except for parameters whose pieces grew by different factors.
 
     Hooks of a subclass need not call `super()`: what this class does in them is done before.
@@ -131,6 +137,7 @@ class Growable(LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
         compile: bool = False,
         init_from: str | None = None,
+        layers: Layers | None = None,
     ) -> None:
         """
         Args:
@@ -141,6 +148,7 @@ class Growable(LightningModule):
             compile: Compile the network with torch.compile.
             init_from: A checkpoint with initial weights (from an EMA run, the average), buffers and optimizer state.
                 Step counters, data order and schedule start from the beginning. Ignored when a run is resumed.
+            layers: The initial number of layers, if `build` takes it.
         """
         super().__init__()
         for key, value in (("width", width), ("base_width", base_width)):
@@ -149,6 +157,16 @@ class Growable(LightningModule):
             raise UserError(
                 f"{type(self).__name__} has no method `build`: define build(self, width), which returns the network "
                 "at a width"
+            )
+        if layers is not None:
+            refuse_bad_width("model.layers", layers)
+        taken = signature(self.build).parameters.get("layers")
+        if layers is None and taken is not None and taken.default is Parameter.empty:
+            raise UserError(f"model.layers: {type(self).__name__} needs the number of layers; give it")
+        if layers is not None and taken is None:
+            raise UserError(
+                f"model.layers = {layers}: {type(self).__name__} has a fixed number of layers. Leave it out, or define "
+                "build(self, width, layers)"
             )
         # a callable is no primitive: checkpoints must load with weights_only=True
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
@@ -165,8 +183,8 @@ class Growable(LightningModule):
     # --- what a subclass gives
 
     @abstractmethod
-    def build(self, width: Any) -> nn.Module:
-        """The network at this width, freshly initialised."""
+    def build(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """The network, freshly initialised: `build(self, width)`, or `build(self, width, layers)` to grow in depth."""
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
@@ -232,6 +250,15 @@ class Growable(LightningModule):
     def width(self) -> Width:
         return self.hparams["width"]
 
+    @property
+    def builds_layers(self) -> bool:
+        """Whether the network can be built with any number of layers."""
+        return "layers" in signature(self.build).parameters
+
+    @property
+    def size(self) -> Size:
+        return Size(self.width, self.hparams["layers"] if self.builds_layers else None)
+
     def forward(self, *inputs: Any) -> Any:
         assert self.net is not None, "call configure_model() first"
         return self.net(*inputs)
@@ -239,12 +266,14 @@ class Growable(LightningModule):
     def configure_model(self) -> None:
         """Makes the network. A subclass may do more here, such as freeze layers; this runs again after every growth."""
         if self.net is None:
-            self.net = self.network(self.width, meta=self._on_meta)
+            self.net = self.network(*self.size, meta=self._on_meta)
             self.prepare_network()
 
-    def rebuild(self, width: Width, *, meta: bool = False) -> nn.Module:
-        """Makes and returns the network at another width, by `configure_model`."""
+    def rebuild(self, width: Width, layers: Layers | None = None, *, meta: bool = False) -> nn.Module:
+        """Makes and returns the network at another size, by `configure_model`; by default with as many layers."""
         self.hparams["width"] = width
+        if layers is not None:
+            self.hparams["layers"] = layers
         self.net = None
         self._on_meta = meta
         try:
@@ -274,33 +303,37 @@ class Growable(LightningModule):
 
         fully_shard(net, mesh=mesh)
 
-    def network(self, width: Width, *, meta: bool = False) -> nn.Module:
-        """The network at `width` with its muP tables; on the meta device for a plan, or for an upscale to fill."""
-        at_base, at_delta = self._at_base_width()
+    def network(self, width: Width, layers: Layers | None = None, *, meta: bool = False) -> nn.Module:
+        """The network at a size with its muP tables; on the meta device for a plan, or for an upscale to fill.
+
+        By default it has as many layers as the module has now.
+        """
+        layers = self.size.layers if layers is None else layers
+        at_base, at_delta = self._at_base_width(layers)
         # some systems promise memory that they do not have, and end the process that uses it
         may_be_too_large = bytes_of(at_delta) * _times_wider(width, self.hparams["base_width"]) ** 2 > physical_memory()
         if meta or may_be_too_large:
             with torch.device("meta"), WithoutDraws():
-                net = self._built("width", width)
+                net = self._built("width", width, layers)
             if not meta and bytes_of(net) > physical_memory():
                 raise UserError(_too_wide("width", width))
         if not meta:
-            net = self._built("width", width)
+            net = self._built("width", width, layers)
         return set_base_shapes(net, at_base, at_delta, init=None if meta else self.init)
 
-    def _at_base_width(self) -> tuple[nn.Module, nn.Module]:
+    def _at_base_width(self, layers: Layers | None) -> tuple[nn.Module, nn.Module]:
         """The network at the base width and at twice that, on the meta device. They are built once."""
         base = self.hparams["base_width"]
-        key = str(base)
+        key = f"{base}, {layers}"
         if key not in self._references:
             with torch.device("meta"), WithoutDraws():
-                networks = self._built("base_width", base), self._built("base_width", doubled(base))
+                networks = self._built("base_width", base, layers), self._built("base_width", doubled(base), layers)
             self._references[key] = networks
         return self._references[key]
 
-    def _built(self, key: str, width: Width) -> nn.Module:
+    def _built(self, key: str, width: Width, layers: Layers | None) -> nn.Module:
         try:
-            net = self.build(width)
+            net = self.build(width, layers=layers) if self.builds_layers else self.build(width)
         except (RuntimeError, TypeError) as error:
             if not is_too_large(error):
                 raise
@@ -309,7 +342,7 @@ class Growable(LightningModule):
         return net
 
     def training_flops(self, batch: Any) -> float:
-        """Floating-point operations of a forward and backward pass at the current width, counted on the meta device.
+        """Floating-point operations of a forward and backward pass at the current size, counted on the meta device.
 
         Raises a UserError if `loss` does not run there, for example because it selects entries by a mask.
         """
@@ -329,7 +362,7 @@ class Growable(LightningModule):
             torch.autograd.set_detect_anomaly(False),  # which looks at values: the meta device has none
             FlopCounterMode(display=False) as counter,
         ):
-            net = self.network(self.width, meta=True)
+            net = self.network(*self.size, meta=True)
             try:
                 with meta_attributes(self, net), without_log(self):
                     self.loss(map_leaves(on_meta, batch)).backward()
@@ -394,14 +427,14 @@ class Growable(LightningModule):
 
     @unless_done
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Rebuilds the network at the checkpoint's width; this is the last hook before weights load."""
-        width = checkpoint_width(checkpoint, type(self).__name__)
+        """Rebuilds the network at the checkpoint's size; this is the last hook before weights load."""
+        size = self.size_in(checkpoint)
         before = self.net
-        if before is None or width != self.width:
+        if before is None or size != self.size:
             # without moving the run's random numbers, of which its data may be made
             kept = generators_kept([]) if before is not None else nullcontext()
             with kept, init_contexts(trainer_of(self)):
-                rebuilt = self.rebuild(width)
+                rebuilt = self.rebuild(*size)
             if before is not None:  # it may have been frozen outside of configure_model
                 carry_frozen_(before, rebuilt)
                 carry_modes_(before, rebuilt)
@@ -425,10 +458,8 @@ class Growable(LightningModule):
                 raise UserError(f"model.init_from = {path}: {error}") from error
 
     def _start_from(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the weights and the optimizer state of a checkpoint of this width."""
-        width = checkpoint_width(checkpoint, type(self).__name__)
-        if width != self.width:
-            raise UserError(f"its width is {width}, but model.width is {self.width}; set model.width: {width}")
+        """Takes the weights and the optimizer state of a checkpoint of this size."""
+        refuse_other_size(self.size, self.size_in(checkpoint))
         assert self.net is not None
         refuse_other_architecture(self.net, self.hparams, checkpoint)
         bad = non_finite_in(checkpoint, (name for name, _ in self.named_parameters()))
@@ -441,6 +472,11 @@ class Growable(LightningModule):
             self.trainer.strategy.setup_optimizers(self.trainer)  # whose rates follow these widths, entry by entry
         self._renew_averages()
         load_optimizer_state(self, self.trainer.optimizers, checkpoint)
+
+    def size_in(self, checkpoint: dict[str, Any]) -> Size:
+        """The size of a checkpoint of this module."""
+        size = checkpoint_size(checkpoint, type(self).__name__)
+        return size if self.builds_layers else Size(size.width)
 
     def _renew_averages(self) -> None:
         """EMA callbacks start again from the network as it is."""
@@ -502,6 +538,13 @@ def hint_of_parameters_outside(module: Growable) -> str | None:
         f"{name!r} of {type(module).__name__} is not in the network, so it does not grow; if its size depends on the "
         "width, make it in `build`"
     )
+
+
+def refuse_other_size(ours: Size, theirs: Size) -> None:
+    """Raises a UserError if a checkpoint is of another size than the model."""
+    for key, here, there in zip(Size._fields, ours, theirs, strict=True):
+        if here != there:
+            raise UserError(f"its {key} is {there}, but model.{key} is {here}; set model.{key}: {there}")
 
 
 def _times_wider(width: Width, than: Width) -> float:

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from types import NoneType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,21 @@ from mupscale.widening.write import first_non_finite
 
 Width = int | list[int]
 """What a user calls the width of a model: a number, or one for each layer."""
+
+Layers = int | list[int]
+"""How many layers a model has: a number, or one for each of its lists of layers."""
+
+
+class Size(NamedTuple):
+    """What growth changes about a model."""
+
+    width: Width
+    layers: Layers | None = None
+    """None of a model that grows in width only."""
+
+    def __str__(self) -> str:
+        return f"width {self.width}" if self.layers is None else f"width {self.width} and {self.layers} layers"
+
 
 CHECKPOINT_KEY = "mupscale"
 """Our part of a checkpoint: the module's class; for each optimizer its class and the names of its parameters, in its
@@ -114,6 +130,7 @@ def refuse_malformed(checkpoint: Any) -> None:
         "loops": (checkpoint.get("loops", {}), dict, "states by name"),
         "global_step": (checkpoint.get("global_step", 0), int, "a whole number"),
         "width": (arguments.get("width", 1), (int, list, tuple), "a whole number, or a list of them"),
+        "layers": (arguments.get("layers"), (int, list, tuple, NoneType), "a whole number, or a list of them"),
     }
     for key, (value, kind, wanted) in forms.items():
         if not isinstance(value, kind):
@@ -186,8 +203,8 @@ def _brief(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
-def checkpoint_width(checkpoint: dict[str, Any], module: str) -> Width:
-    """The width a checkpoint was saved at; raises a UserError if it is of another architecture."""
+def checkpoint_size(checkpoint: dict[str, Any], module: str) -> Size:
+    """The size a checkpoint was saved at; raises a UserError if it is of another architecture."""
     refuse_malformed(checkpoint)
     if "width" not in checkpoint["hyper_parameters"]:
         raise UserError(_FOREIGN)
@@ -196,7 +213,8 @@ def checkpoint_width(checkpoint: dict[str, Any], module: str) -> Width:
     ]  # the module that defines it may go by another name: __main__
     if name != module:
         raise UserError(f"this checkpoint is of a {name}, the configured model is a {module}")
-    return checkpoint["hyper_parameters"]["width"]
+    arguments = checkpoint["hyper_parameters"]
+    return Size(arguments["width"], arguments.get("layers"))
 
 
 def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
@@ -211,7 +229,7 @@ def refuse_other_architecture(net: nn.Module, arguments: Mapping[str, Any], chec
     refuse_other_kinds(ours, theirs)
     saved, arguments = _by_key(checkpoint["hyper_parameters"]), _by_key(arguments)
     differing = {key: value for key, value in arguments.items() if key not in _FREE and saved.get(key, value) != value}
-    if odd or "base_width" in differing:
+    if odd or not differing.keys().isdisjoint(("base_width", "base_layers")):
         pairs = [f"model.{key} is {saved[key]} there and {value} here" for key, value in differing.items()]
         raise UserError(f"the checkpoint is of another architecture: {'; '.join(pairs) or f'it differs in {odd[:4]}'}")
 

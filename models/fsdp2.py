@@ -7,9 +7,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from mupscale.errors import UserError
 from mupscale.models._lightning import DataParallelMesh
-from mupscale.models.base import Growable
+from mupscale.models.base import Growable, refuse_other_size
 from mupscale.models.checkpoint import (
-    checkpoint_width,
     load_checkpoint,
     load_hyperparameters,
     load_optimizer_state,
@@ -46,9 +45,10 @@ class FSDP2(DataParallelMesh):
             return super().load_checkpoint(path, weights_only)
         # Lightning would number the parameters of an optimizer in the order of the model, a file does so in its own
         checkpoint = load_checkpoint(path, mapped=True)
-        width = checkpoint_width(checkpoint, type(module).__name__)
-        if width != module.width:
-            raise UserError(f"{path} is of width {width}, but model.width is {module.width}; set model.width: {width}")
+        try:
+            refuse_other_size(module.size, module.size_in(checkpoint))
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
         refuse_other_architecture(module.net, module.hparams, checkpoint)
         load_weights(module.net, checkpoint)
         load_optimizer_state(module, self.optimizers, checkpoint)

@@ -29,7 +29,7 @@ ATTENTION_KERNELS = [
 """In the order of their speed on a GPU; the first that can is taken. At head_dim > 256 that is the third."""
 
 SHAPE = (
-    "layers", "base_layers", "heads", "head_dim", "vocabulary", "context", "tied",
+    "base_layers", "heads", "head_dim", "vocabulary", "context", "tied",
     "gain", "embedding_std", "output_mult", "readout_zero_init",
 )  # fmt: skip
 """Arguments of GPT2 that its network takes as they are."""
@@ -305,11 +305,11 @@ class GPT2(LanguageModel):
             refuse_unless_level(f"model.{name}", level)
         if readout_zero_init and tied:
             raise UserError("model.readout_zero_init needs a readout that is not tied: set model.tied: false")
-        super().__init__(width, base_width, **kwargs)
+        super().__init__(width, base_width, layers=layers, **kwargs)
         self.init = "constant" if gain is None else "fan_in"
 
-    def build(self, width: int | list[int]) -> nn.Module:
-        shape = {name: self.hparams[name] for name in SHAPE}
+    def build(self, width: int | list[int], layers: int) -> nn.Module:
+        shape = {"layers": layers, **{name: self.hparams[name] for name in SHAPE}}
         if not isinstance(width, list):
             return GPT2Net(width, **shape)
         if len(width) != 3:

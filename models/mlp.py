@@ -15,26 +15,60 @@ from mupscale.readout import Readout
 from mupscale.stacking.stack import Losses
 
 
-class MLPNet(nn.Module):
-    """`hidden` lists the widths of the hidden layers; four layers in all are three hidden widths."""
+class ResidualBlock(nn.Module):
+    """Two layers beside a shortcut, whose sum is multiplied by `branch_multiplier`."""
 
-    def __init__(self, inputs: int, hidden: Sequence[int], outputs: int, *, readout_zero_init: bool = True) -> None:
+    residual_outputs = "outer.weight", "outer.bias"
+    """The parameters that make it the identity where they are zero."""
+
+    def __init__(self, width: int, branch_multiplier: float) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
+        self.activation = nn.ReLU()
+        self.branch_multiplier = branch_multiplier
+
+    @property
+    def width_groups(self) -> dict[str, dict[str, int]]:
+        return {"inner": {"inner.weight": 0, "outer.weight": 1}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(x, self.outer(self.activation(self.inner(x))), alpha=self.branch_multiplier)
+
+
+class MLPNet(nn.Module):
+    """`hidden` lists the widths of the hidden layers; four layers in all are three hidden widths.
+
+    So many `blocks` follow them, whose branches are multiplied by `branch_multiplier`.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: Sequence[int],
+        outputs: int,
+        blocks: int = 0,
+        *,
+        branch_multiplier: float = 1.0,
+        readout_zero_init: bool = True,
+    ) -> None:
         super().__init__()
         sizes = [inputs, *hidden]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.activation = nn.ReLU()
+        self.blocks = nn.Sequential(*(ResidualBlock(sizes[-1], branch_multiplier) for _ in range(blocks)))
         self.readout = Readout(sizes[-1], outputs, readout_zero_init=readout_zero_init)
 
     @property
     def width_groups(self) -> dict[str, dict[str, int]]:
-        """The units of each hidden layer: what produces them, and what reads them."""
-        readers = [*(f"layers.{index}.weight" for index in range(1, len(self.layers))), "readout.weight"]
+        """The units of each hidden layer: what produces them, and what reads them. Blocks write to the last too."""
+        readers = [f"layers.{index}.weight" for index in range(1, len(self.layers))]
+        readers += [] if self.blocks else ["readout.weight"]
         return {f"hidden_{index}": {f"layers.{index}.weight": 0, name: 1} for index, name in enumerate(readers)}
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = self.activation(layer(x))
-        return self.readout(x)
+        return self.readout(self.blocks(x))
 
 
 class MLP(Classifier):
@@ -49,6 +83,8 @@ class MLP(Classifier):
         inputs: int = 54,
         outputs: int = 7,
         hidden_layers: int = 3,
+        layers: int | None = None,
+        base_layers: int | None = None,
         **kwargs: Any,
     ) -> None:
         """
@@ -58,9 +94,16 @@ class MLP(Classifier):
             inputs: The number of features of a sample.
             outputs: The number of classes.
             hidden_layers: The number of hidden layers, if `width` is one number.
+            layers: The number of residual blocks of two layers between these and the readout; only they can become
+                more. The paper's MLP has none.
+            base_layers: The number of blocks for which the optimizer's hyperparameters are given. With it, residual
+                branches are multiplied by base_layers / layers, and the hyperparameters are rescaled, so that they
+                serve at every depth (CompleteP); without it, by 1.
         """
         refuse_bad_counts(inputs=inputs, outputs=outputs, hidden_layers=hidden_layers)
-        super().__init__(width, base_width, **kwargs)
+        if base_layers is not None:
+            refuse_bad_counts(base_layers=base_layers)
+        super().__init__(width, base_width, layers=layers, **kwargs)
 
     @property
     def classes(self) -> int:
@@ -68,7 +111,7 @@ class MLP(Classifier):
 
     def stacked_losses(self) -> Losses | None:
         net = self.net
-        plain = type(net) is MLPNet and not any(has_hooks(module) for module in net.modules())
+        plain = type(net) is MLPNet and not net.blocks and not any(has_hooks(module) for module in net.modules())
         own = type(self).loss is Classifier.loss and type(self).forward is Classifier.forward
         return self._losses if plain and own else None
 
@@ -95,6 +138,9 @@ class MLP(Classifier):
         labels = labels.expand(len(weight), -1) if shared else labels
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
 
-    def build(self, width: int | list[int]) -> nn.Module:
+    def build(self, width: int | list[int], layers: int | None = None) -> nn.Module:
         hidden = width if isinstance(width, list) else [width] * self.hparams["hidden_layers"]
-        return MLPNet(self.hparams["inputs"], hidden, self.hparams["outputs"])
+        base = self.hparams["base_layers"]
+        multiplier = base / layers if base and layers else 1.0
+        shape = self.hparams["inputs"], hidden, self.hparams["outputs"], layers or 0
+        return MLPNet(*shape, branch_multiplier=multiplier)

@@ -115,9 +115,11 @@ def test_init_resnet():
     torch.manual_seed(0)
     narrow, wide = (mupscale.set_base_shapes(ResNet18Net(w), ResNet18Net(4), ResNet18Net(8)) for w in (8, 32))
     assert std(wide, "stem.0.weight") / std(narrow, "stem.0.weight") == pytest.approx(1, rel=0.2)
-    assert std(wide, "blocks.3.conv2.weight") / std(narrow, "blocks.3.conv2.weight") == pytest.approx(1 / 2, rel=0.05)
+    assert std(wide, "stages.1.rest.0.conv2.weight") / std(narrow, "stages.1.rest.0.conv2.weight") == pytest.approx(
+        1 / 2, rel=0.05
+    )
     assert not wide.readout.weight.any()
-    assert wide.blocks[0].bn1.weight.eq(1).all()
+    assert wide.stages[0].first.bn1.weight.eq(1).all()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -59,7 +59,7 @@ from mupscale.data_files import LOADER, read_yaml, yaml_of
 from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, Parsers, is_remote, is_trial_run, name_arguments_apart
 from mupscale.models.base import Growable
-from mupscale.models.checkpoint import checkpoint_width, refuse_malformed, refuse_malformed_optimizers, run_in
+from mupscale.models.checkpoint import checkpoint_size, refuse_malformed, refuse_malformed_optimizers, run_in
 
 C = TypeVar("C", bound=Callback)
 
@@ -246,7 +246,9 @@ class CLI(OpenCLI):
         self._replace_files(section.model.get("init_args") or {}, saved)
         if Path(path).is_dir() or is_sharding(section.trainer.get("strategy")):
             name = section.model.class_path.rpartition(".")[2]
-            self.config[f"{self.config.subcommand}.model.init_args.width"] = checkpoint_width(saved, name)
+            for key, value in checkpoint_size(saved, name)._asdict().items():
+                if value is not None:
+                    self.config[f"{self.config.subcommand}.model.init_args.{key}"] = value
 
     def _replace_files(self, arguments: Any, saved: dict[str, Any]) -> None:
         """A released model that a run started from may be gone: the checkpoint has its weights and configuration."""

@@ -16,7 +16,8 @@ from mupscale.growing.upscale import upscale
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
-    checkpoint_width,
+    Size,
+    checkpoint_size,
     class_path,
     load_checkpoint,
     load_optimizer_state,
@@ -87,14 +88,14 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
 
 def test_the_width_of_a_checkpoint() -> None:
     saved = checkpoint(built(mlp([8, 4, 12])))
-    assert checkpoint_width(saved, "MLP") == [8, 4, 12]
+    assert checkpoint_size(saved, "MLP") == Size([8, 4, 12])
     saved[CHECKPOINT_KEY]["class_path"] = "__main__.MLP"  # the module that defines the class may have another name
-    assert checkpoint_width(saved, "MLP") == [8, 4, 12]
+    assert checkpoint_size(saved, "MLP") == Size([8, 4, 12])
     with pytest.raises(UserError, match="this checkpoint is of a MLP, the configured model is a GPT2"):
-        checkpoint_width(saved, "GPT2")
+        checkpoint_size(saved, "GPT2")
     for key in (CHECKPOINT_KEY, "hyper_parameters"):
         with pytest.raises(UserError, match="was not saved by a growable module"):
-            checkpoint_width({**saved, key: {} if key == "hyper_parameters" else None}, "MLP")
+            checkpoint_size({**saved, key: {} if key == "hyper_parameters" else None}, "MLP")
 
 
 @pytest.mark.parametrize(

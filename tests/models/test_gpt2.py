@@ -280,7 +280,7 @@ def test_the_heads_of_a_network() -> None:
     module = GPT2(32, head_dim=8, layers=1, vocabulary=VOCABULARY, context=CONTEXT)
     assert (module.hparams["heads"], module.hparams["base_width"]) == (None, 8)
     for width in (16, 32):
-        net: Any = module.build(width)
+        net: Any = module.build(width, 1)
         assert net.blocks[0].attention.heads == width // 8
 
 

@@ -48,7 +48,7 @@ def resnet(width: int = 2, **kwargs: Any) -> ResNet18:
 
 
 def gpt2(width: int = 8, **kwargs: Any) -> GPT2:
-    return GPT2(width, base_width=4, layers=2, heads=2, vocabulary=11, context=8, **kwargs)
+    return GPT2(width, base_width=4, heads=2, vocabulary=11, context=8, **{"layers": 2, **kwargs})
 
 
 MODELS: dict[str, tuple[Callable[..., Growable], Any]] = {

@@ -53,8 +53,8 @@ def test_std_per_role_mlp():
 def test_std_per_role_resnet_counts_channels_not_kernel_positions():
     noise = added(ResNet18Net(8, 5), (ResNet18Net(16, 5), ResNet18Net(16, 5)), mupscale.AdditiveNoise(0.2))
     assert_std(noise["stem.0.weight"], 0.2)
-    assert_std(noise["blocks.0.conv1.weight"], 0.2 / math.sqrt(16))
-    assert_std(noise["blocks.7.conv2.weight"], 0.2 / math.sqrt(128))
+    assert_std(noise["stages.0.first.conv1.weight"], 0.2 / math.sqrt(16))
+    assert_std(noise["stages.3.rest.0.conv2.weight"], 0.2 / math.sqrt(128))
     assert not noise["readout.weight"].any()  # initialised at zero
     assert not any(noise[name].any() for name in noise if ".bn" in name)
 
@@ -213,14 +213,14 @@ def test_signal_noise_is_a_fraction_of_the_signal_per_kernel_position():
     narrow, wide, clean = ResNet18Net(8, 5), ResNet18Net(24, 5), ResNet18Net(24, 5)
     report = mupscale.upscale(narrow, wide, noise=mupscale.SignalNoise(0.25))
     mupscale.upscale(narrow, clean)
-    for name in ("stem.0.weight", "blocks.0.conv1.weight", "blocks.2.shortcut.0.weight"):
+    for name in ("stem.0.weight", "stages.0.first.conv1.weight", "stages.1.first.shortcut.0.weight"):
         signal = clean.get_parameter(name).detach()
         noise = wide.get_parameter(name).detach() - signal
         for i in range(signal.shape[2]):
             for j in range(signal.shape[3]):
                 ratio = torch.linalg.matrix_norm(noise[:, :, i, j], 2) / torch.linalg.matrix_norm(signal[:, :, i, j], 2)
                 assert ratio.item() == pytest.approx(0.25, rel=1e-3)
-    assert torch.tensor(report.noise["blocks.0.conv1.weight"]).shape == (3, 3)
+    assert torch.tensor(report.noise["stages.0.first.conv1.weight"]).shape == (3, 3)
 
 
 def test_the_widened_norm_follows_from_the_narrow_one():
