@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ __all__ = [
     "ConvNd",
     "ConvTransposeNd",
     "DropoutNd",
+    "Parts",
     "TorchDispatchMode",
     "WeightNormParametrization",
     "foreach_mul",
@@ -31,6 +32,7 @@ __all__ = [
     "is_too_large",
     "is_under_transform",
     "non_persistent_buffers",
+    "parts_of",
     "place_in_shard",
     "step_by_hand",
     "step_hooks",
@@ -40,6 +42,7 @@ __all__ = [
     "tree_unflatten",
     "use_count",
     "vmap_refusal",
+    "with_parts",
     "without_iterator",
     "without_transforms",
 ]
@@ -53,6 +56,34 @@ def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
 def foreach_mul(tensors: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
     """Each tensor times its factor, in one kernel for many of them."""
     return list(torch._foreach_mul(list(tensors), list(factors)))
+
+
+class Parts(NamedTuple):
+    """What a module holds, by name, None where there is nothing."""
+
+    parameters: dict[str, Tensor | None]
+    buffers: dict[str, Tensor | None]
+    modules: dict[str, nn.Module | None]
+
+    def only(self, other: "Parts") -> "Parts":
+        """Without what the other lacks."""
+        return Parts(
+            {key: part for key, part in self.parameters.items() if key in other.parameters},
+            {key: part for key, part in self.buffers.items() if key in other.buffers},
+            {key: part for key, part in self.modules.items() if key in other.modules},
+        )
+
+
+def parts_of(module: nn.Module) -> Parts:
+    return Parts(dict(module._parameters), dict(module._buffers), dict(module._modules))
+
+
+def with_parts(module: nn.Module, parts: Parts) -> nn.Module:
+    """A module with the attributes of another, and other parts."""
+    twin: nn.Module = module.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__.update({f"_{kind}": part for kind, part in parts._asdict().items()})
+    return twin
 
 
 def use_count(tensor: Tensor) -> int:

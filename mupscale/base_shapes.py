@@ -13,6 +13,8 @@ from mupscale.errors import UserError
 from mupscale.readout import Readout
 from mupscale.widening import modules, table
 from mupscale.widening.hints import Hints, all_sides, match_hints, scale_of_sides
+from mupscale.widening.inserted import BRANCH_MULTIPLIER
+from mupscale.widening.layers import spread, stand_in
 from mupscale.widening.pairing import Pairing, Use
 from mupscale.widening.stepping import Record, Records, records_of, store_records
 from mupscale.widening.table import Side
@@ -36,7 +38,7 @@ def set_base_shapes(
 
     Args:
         model: The model to train.
-        base: The same architecture at the base width. It may be on the meta device.
+        base: The same architecture at the base width, with any number of layers. It may be on the meta device.
         delta: The same architecture at any width but the base width: the axes in which `base` and `delta` differ are
             width. By default `model` takes its place.
         init: How the weights were drawn; they are rescaled to muP. "fan_in": with std ∝ fan_in^-1/2, as in torch's
@@ -66,8 +68,10 @@ def set_base_shapes(
             "set_base_shapes: the model has base shapes, and rescaled weights, already; pass init=None to change the "
             "base"
         )
-    axes = _width_axes(base, model if delta is None else delta)
-    pairing = Pairing(base, model, width_axes=axes)
+    at_depth = stand_in(base, model, spread(base, model))
+    other = model if delta is None else stand_in(delta, model, spread(delta, model))
+    axes = _width_axes(at_depth, other)
+    pairing = Pairing(at_depth, model, width_axes=axes)
     pairing.refuse_reparametrised(weight_norm=False)
     hinted = match_hints(pairing, hints, with_blocks=False)
     sides_of = all_sides(pairing, hinted.roles, averaging=True)
@@ -124,7 +128,7 @@ def _branch_multipliers(model: nn.Module) -> dict[str, float]:
     """Of the parameters in modules that declare what their residual branches are multiplied by, by name."""
     answer: dict[str, float] = {}
     for prefix, module in model.named_modules():
-        multiplier = getattr(module, "branch_multiplier", None)
+        multiplier = getattr(module, BRANCH_MULTIPLIER, None)
         if multiplier is not None:
             answer |= {f"{prefix}.{name}".removeprefix("."): multiplier for name, _ in module.named_parameters()}
     return answer

@@ -21,6 +21,7 @@ from mupscale.errors import UserError
 from mupscale.methods.base import GrowthMethod
 from mupscale.methods.grow import grow
 from mupscale.widening.axes import duplicate
+from mupscale.widening.layers import layer_at, source_of
 from mupscale.widening.plan import Plan
 from mupscale.widening.sharding import is_sharded
 from mupscale.widening.write import is_inexact
@@ -138,6 +139,22 @@ def gradients_after(
         return named_gradients(after, weighted_sum(floats_of(result)))
 
 
+def change_of_outputs(narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call, dtype: torch.dtype) -> float:
+    """By how much what `call` returns changes when copies of the models grow by a plan that does not keep it.
+
+    The root mean square of the difference, relative to that of what the narrow model returns.
+    """
+    with generators_kept(), torch.inference_mode(False), torch.no_grad(), _full_precision():
+        before, after = _copy("narrow", narrow, dtype), _copy("wide", wide, dtype)
+        _, first = watched(before, call, _ignore, _ignore_tensor, dtype=dtype)
+        grow(before, after, hints=plan)
+        _, second = watched(after, call, _ignore, _ignore_tensor, dtype=dtype)
+    both = zip(floats_of(first), floats_of(second), strict=False)
+    pairs = [(a.double(), b.double()) for a, b in both if a.shape == b.shape]
+    difference = sum(float((b - a).square().sum()) for a, b in pairs)
+    return math.sqrt(difference / max(sum(float(a.square().sum()) for a, _ in pairs), 1e-300))
+
+
 def _why_not_checked(narrow: nn.Module, wide: nn.Module) -> str | None:
     tensors = [tensor for model in (narrow, wide) for tensor in (*model.parameters(), *model.buffers())]
     if any(tensor.is_meta for tensor in tensors):
@@ -222,8 +239,9 @@ class _Check:
         except _Differs as error:
             module, reason, is_random = self._explain(error)
             return Agreement(False, error.outputs, error.gradients, precision, module, reason, is_random=is_random)
-        growing = {name for name, entry in self.plan.parameters.items() if entry.grows}
-        moving = {name for name, gradient in self.reference.gradients.items() if bool(gradient.any())} | self.tested
+        growing = {name for name, entry in self.plan.parameters.items() if entry.grows and not entry.inserted}
+        moves = {name for name, gradient in self.reference.gradients.items() if bool(gradient.any())}
+        moving = {name for name, entry in self.plan.parameters.items() if entry.origin in moves} | self.tested
         if growing and not growing & moving:
             raise UserError(
                 "upscale: what call(model) returns has no gradient with respect to a parameter that grows, so nothing "
@@ -319,9 +337,9 @@ class _Check:
         largest = _largest(narrow)
         errors = {}
         for name, entry in self.plan.parameters.items():
-            if name not in narrow and name not in wide:
+            if entry.inserted or (entry.origin not in narrow and name not in wide):
                 continue
-            before = narrow[name] if name in narrow else wide[name].new_zeros(entry.narrow_shape)
+            before = narrow[entry.origin] if entry.origin in narrow else wide[name].new_zeros(entry.narrow_shape)
             wanted = widened_gradient(entry, before)
             after = wide[name].to(wanted.device) if name in wide else torch.zeros_like(wanted)
             size = max(_size(wanted), self.tolerance.least * largest * entry.scale.gradient, 1e-300)
@@ -331,7 +349,11 @@ class _Check:
         if bad:  # the last one is nearest to the outputs
             by = f"{100 * errors[bad[-1]]:.3g} %"
             raise _Differs(f"the gradient of {bad[-1]!r} differs by {by} from that of Table 1", outputs, worst, bad[-1])
-        self.tested |= {name for name, gradient in narrow.items() if self._tests(name, gradient, largest)}
+        self.tested |= {
+            name
+            for name, entry in self.plan.parameters.items()
+            if not entry.inserted and entry.origin in narrow and self._tests(name, narrow[entry.origin], largest)
+        }
         return worst
 
     def _tests(self, name: str, gradient: Tensor, largest: float) -> bool:
@@ -352,13 +374,16 @@ class _Check:
         return tuple(
             name
             for name, entry in self.plan.parameters.items()
-            if entry.grows and name not in self.tested
+            if entry.grows and not entry.inserted and name not in self.tested
             if len(entry.narrow_shape) > 1 or name.rpartition(".")[0] not in tested
         )
 
     def _differences_in_training(self) -> tuple[str, ...]:
         """Compares the models in training mode as well; what random numbers make different is a note."""
-        with _training(self.narrow, self.modes), _training(self.wide, self.modes):
+        wide_modes = {
+            name: self.modes.get(source_of(self.plan.layers, name), True) for name, _ in self.wide.named_modules()
+        }
+        with _training(self.narrow, self.modes), _training(self.wide, wide_modes):
             try:
                 with buffers_kept(self.narrow):
                     outputs = self._run(self.narrow)
@@ -387,13 +412,19 @@ class _Check:
             self._run(self.wide)
             unlike = []
             for name, after in self.wide.named_buffers():
-                entry, before = self.plan.buffers.get(name), narrow.get(name)
-                if entry is None or before is None or entry.kept or not is_inexact(after):
+                entry = self.plan.buffers.get(name)
+                before = None if entry is None else narrow.get(entry.origin)
+                if entry is None or before is None or entry.kept or self._is_new(name) or not is_inexact(after):
                     continue
                 wanted = duplicate(before, entry.layouts).to(after.device)
                 if not relative_error(after, wanted, max(_size(wanted), 1e-30)) <= self.tolerance.gradients:
                     unlike.append(name)
         return tuple(f"in training mode the statistic {name!r} becomes another one" for name in unlike)
+
+    def _is_new(self, name: str) -> bool:
+        """Whether a module or buffer of the wide model belongs to a new layer."""
+        found = layer_at(self.plan.layers, name)
+        return found is not None and found[1].is_new
 
     def _explain(self, error: _Differs) -> tuple[str, str, bool]:
         """The first module that differs, what differs there, and whether the model draws random numbers."""
@@ -414,8 +445,11 @@ class _Check:
 
     def _first_difference(self, error: _Differs) -> tuple[str, str]:
         before, after = self._events(self.narrow), self._events(self.wide)
+        after = [
+            (source_of(self.plan.layers, name), kind, values) for name, kind, values in after if not self._is_new(name)
+        ]
         if error.parameter:
-            module = error.parameter.rpartition(".")[0]
+            module = source_of(self.plan.layers, error.parameter).rpartition(".")[0]
             return module or THE_MODEL, f"from the end, that of a parameter of {_named(self.narrow, module)}"
         scaled: tuple[str, str] | None = None
         for (name, kind, narrow), (wide_name, wide_kind, wide) in zip(before, after, strict=False):

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from mupscale.errors import UserError
 from mupscale.methods.base import Claim, GrowthMethod, Loss
 from mupscale.methods.grow import grow
 from mupscale.text_tables import Paint, folded, unpainted
-from mupscale.widening.hints import Hints
+from mupscale.widening.hints import Hints, checked_hints
+from mupscale.widening.layers import Depth
 
 PRESERVED = 1e-12
 """The largest relative deviation of a loss, in float64, that is rounding."""
@@ -63,10 +64,12 @@ def check_claim(
     loss: Loss,
     steps: int = 20,
     hints: Hints | None = None,
+    depth: Depth | None = None,
 ) -> ClaimCheck:
     """Checks what a growth method claims to preserve, on float64 copies of the models.
 
     A copy of `narrow` trains for a few steps and grows. Then both train for `steps` steps; their losses are compared.
+    With `depth` it becomes deeper, too.
 
     `print(check_claim(narrow, wide, Net2Net(), optimizer=torch.optim.AdamW, batches=batches, loss=loss))`
 
@@ -87,6 +90,8 @@ def check_claim(
     """
     if steps < 1 or not batches:
         raise UserError(f"check_claim: give at least one step and one batch, got {steps} and {len(batches)}")
+    if depth is not None:
+        hints = replace(checked_hints(hints), depth=depth)
     narrow, wide = float64_copy(narrow), float64_copy(wide)
     batches = [_float64(batch) for batch in batches]
     before = optimizer(list(narrow.parameters()))
@@ -101,6 +106,8 @@ def check_claim(
     with buffers_kept(wide):
         gradients = named_gradients(wide, loss(wide, batches[0]))
     claim = method.claim_measured(report.plan, narrow, [before], gradients)
+    if report.plan.layers:  # new layers learn, which no narrow run does
+        claim = Claim(claim.function and report.plan.keeps_function, False)
     dynamic = 0.0
     for step in range(steps):
         batch = batches[(WARM_UP + step) % len(batches)]

@@ -22,6 +22,7 @@ from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients,
 from mupscale.checks.precision import Precision
 from mupscale.errors import UserError
 from mupscale.layer_names import starred
+from mupscale.widening.layers import joined
 from mupscale.widening.write import is_inexact
 
 IDENTITY = 1e-12
@@ -185,7 +186,7 @@ def _layer_names(twin: nn.Module, name: str) -> list[str]:
         raise UserError(f"{name!r} is no nn.ModuleList or nn.Sequential of layers, but a {type(layers).__name__}")
     if len(set(layers)) < len(layers):
         raise UserError(f"{name!r} has the same layer several times, which cannot be the identity in one place only")
-    return [f"{name}.{key}" for key, _ in layers.named_children()]
+    return [joined(name, key) for key, _ in layers.named_children()]
 
 
 def _neutral_parameters(layer: _Layer) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`upscale`: widens a trained model, after a check that the wide one computes and trains as the narrow one."""
+"""`upscale`: grows a trained model, after a check that the new one computes and trains as the old one."""
 
 import warnings
 from collections.abc import Callable
@@ -11,14 +11,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mupscale.arguments import refuse_unless_callable
-from mupscale.checks.agreement import Agreement, check_agreement, gradients_after
+from mupscale.checks.agreement import Agreement, change_of_outputs, check_agreement, gradients_after
 from mupscale.checks.forward_pass import Call
+from mupscale.discovery.depth import find_residual
 from mupscale.discovery.discover import discover
 from mupscale.errors import UncheckedWarning, UserError
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_list, grow
 from mupscale.methods.noise import Noise
-from mupscale.widening.hints import Hints
+from mupscale.widening.hints import Hints, checked_hints
+from mupscale.widening.inserted import as_identity, lists_without_residual
+from mupscale.widening.layers import Depth, layers_of
 from mupscale.widening.pairing import some_names
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
@@ -44,10 +47,11 @@ def upscale(
     noise: Noise | None = None,
     seed: int = 0,
     method: GrowthMethod | None = None,
+    depth: Depth | None = None,
     consume: bool = False,
     on_mismatch: OnMismatch = "discover",
 ) -> UpscaleReport:
-    """Widens a trained model: writes the weights, buffers and optimizer state of `narrow` into `wide`.
+    """Makes a trained model wider, deeper or both: writes its weights, buffers and optimizer state into `wide`.
 
     Without noise, the wide model computes and trains exactly as the narrow one would have. What is frozen in `narrow`
     (`requires_grad`), or in evaluation mode (`eval()`), is so in `wide`. Gradients of `narrow` (`grad`), such as those
@@ -74,6 +78,10 @@ def upscale(
         seed: The seed of the noise.
         method: The growth method (`mupscale.methods`); by default the paper's duplication. It also says what happens
             to the optimizer state: `Duplication(state="reset_new_copies", rewarm_steps=100)`.
+        depth: How the model becomes deeper, where `wide` has longer lists of layers. "identity": inserted layers add
+            nothing at first, so the function stays, and learn from the next step on. "interleave": each layer k times
+            in place; "stack": the whole stack again; "random": inserted layers keep their initial values. Or the
+            source of each layer, `{"layers": [0, 0, 1, 1]}`.
         consume: Free `narrow` and its optimizer state tensor by tensor. Peak memory is then that of the wide model,
             its state and one tensor.
         on_mismatch: What happens where the models differ: `discover` looks for a plan with which they agree, up to 20
@@ -98,6 +106,10 @@ def upscale(
         (None, wide) if isinstance(wide, nn.Module) or not callable(wide) else (wide, _built(wide, meta=True))
     )
     settings: dict[str, Any] = {"noise": noise, "seed": seed, "consume": consume, "method": method}
+    if depth is not None:
+        if isinstance(hints, Plan):
+            raise UserError("upscale: the plan says how the model becomes deeper: give depth to mupscale.plan instead")
+        hints = replace(checked_hints(hints), depth=depth)
     if call is None:
         report = grow(narrow, target, narrow_opt, wide_opt, hints=hints, **settings)
         _warn_once()
@@ -126,8 +138,11 @@ def _continues(
     optimizers: list[Optimizer],
 ) -> bool:
     """Whether a method continues the training; what only gradients show is measured."""
-    if method.claim(checked.plan, narrow, optimizers).dynamics:
+    claim = method.claim(checked.plan, narrow, optimizers)
+    if claim.dynamics or (checked.plan.layers and claim.function):
         return True
+    if checked.plan.layers:
+        return False
     if type(method).claim_measured is GrowthMethod.claim_measured:
         return False
     dtype = getattr(torch, checked.agreement.precision)
@@ -155,6 +170,9 @@ def _checked(
     narrow: nn.Module, wide: nn.Module, call: Call, hints: Hints | Plan | None, on_mismatch: OnMismatch
 ) -> _Checked:
     """The plan with which the models agree: the guessed one, or that of `discover`. Raises a UserError without one."""
+    depth = hints.layers if isinstance(hints, Plan) else checked_hints(hints).depth
+    if depth:
+        return _checked_deeper(narrow, wide, call, hints, on_mismatch)
     try:
         planned = hints if isinstance(hints, Plan) else make_plan(narrow, wide, hints=hints)
     except UserError as error:
@@ -171,6 +189,51 @@ def _checked(
         raise UserError(f"{differs}. {_BY_HAND}. Nothing was written")
     return _discovered(narrow, wide, call, differs, agreement.reason)
 
+
+def _checked_deeper(
+    narrow: nn.Module, wide: nn.Module, call: Call, hints: Hints | Plan | None, on_mismatch: OnMismatch
+) -> _Checked:
+    """The plan of a deeper model, checked with new layers that add nothing. Raises a UserError if that differs."""
+    if isinstance(hints, Plan):
+        layers, residual = hints.layers, {}
+    else:
+        hints = checked_hints(hints)
+        layers, residual = layers_of(narrow, wide, hints.depth), dict(hints.residual)
+    unknown = lists_without_residual(narrow, layers, residual)
+    refusal: UserError | None = None
+    if unknown:
+        try:
+            residual = {**find_residual(narrow, unknown, call), **residual}
+        except UserError as error:
+            refusal = error
+            if any(row.how == "identity" for rows in layers.values() for row in rows):
+                raise
+    if isinstance(hints, Plan):
+        planned = hints
+    else:
+        hints = replace(hints, residual=residual)
+        planned = make_plan(narrow, wide, hints=hints)
+    if refusal is None:
+        agreement = check_agreement(narrow, wide, as_identity(planned, narrow, wide, residual), call)
+    else:
+        agreement = Agreement(None, reason=str(refusal))
+    if agreement.exact is False and on_mismatch != "note":
+        raise UserError(
+            f"upscale: with new layers that add nothing, the wide model does not compute and train as the narrow one: "
+            f"{agreement.reason}. If the layers of both models are alike, their widths need hints: call "
+            "mupscale.discover with a wide model of as many layers as the narrow one, and give upscale hints=found. "
+            "Nothing was written"
+        )
+    notes = _notes(agreement)
+    if agreement.exact is not None and planned.keeps_function:
+        return _Checked(planned, hints, agreement, (*notes, _NEW_LAYERS_LEARN), str(agreement))
+    precision = torch.float64 if agreement.exact is None else getattr(torch, agreement.precision)
+    change = 100 * change_of_outputs(narrow, wide, planned, call, precision)
+    text = f"the new layers change what call returns by {change:.3g} %; if they added nothing, {agreement}"
+    return _Checked(planned, hints, replace(agreement, exact=False), notes, text)
+
+
+_NEW_LAYERS_LEARN = "new layers add nothing yet; they learn from the next step on, which no narrow run does"
 
 _BY_HAND = 'Leave on_mismatch="discover", or give Hints by hand (mupscale.plan shows the guess)'
 

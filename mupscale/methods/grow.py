@@ -1,6 +1,7 @@
 """The paper's meta-algorithm over (model, optimizer): `grow` writes what a plan says."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from mupscale.methods.noise import (
 from mupscale.widening.groups import continued_optimizer, off_the_rule
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
+from mupscale.widening.layers import stand_in, stand_in_optimizer
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.sharding import gathered, own_part, whole
 from mupscale.widening.state import check_transfer, transfer_state
@@ -87,6 +89,11 @@ class UpscaleReport:
     check: str = f"not checked: {HOW_TO_CHECK}"
     """How that was checked, in words."""
 
+    @property
+    def new_parameters(self) -> tuple[str, ...]:
+        """The names of the parameters of new layers; to train these alone, freeze all others."""
+        return self.plan.new_parameters
+
     def save_noise(self, path: str | Path) -> None:
         """Writes the noise constants to a JSON file that `RecordedNoise` reads."""
         save_constants(self.noise, path, self.centred)
@@ -137,10 +144,15 @@ def grow(
     if not isinstance(method, GrowthMethod):
         raise UserError(f"method must be a growth method, such as Duplication() or Net2Net(); got {method!r}")
     plan = hints if isinstance(hints, Plan) else method.plan(narrow, wide, hints)
+    shallow, narrow = narrow, stand_in(narrow, wide, plan.layers)
     _refuse_other_plan(plan, narrow, wide)
     refuse_other_rescale(plan, narrow, wide)
     method.check(plan)
-    narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
+    given_opts, wide_opts = _paired(narrow_opt, wide_opt)
+    narrow_opts = [
+        stand_in_optimizer(each, shallow, narrow, plan.layers, copies_state=method.state == "carry")
+        for each in given_opts
+    ]
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         check_transfer(plan, narrow, before, wide, after, state=method.state)
     noise = method.choose_noise(noise, plan, narrow)
@@ -149,6 +161,7 @@ def grow(
     if noise is not None:
         _refuse_overflow(plan, narrow, wide, method, noise, seed)
     refuse_held(wide, wide_opts)
+    _refuse_without_values(plan, wide)
 
     notes = [*plan.notes, *(copied_for_want_of_own(plan, wide) if rebuild is None else ())]
     materialise_recurrent_(wide, narrow)
@@ -161,7 +174,8 @@ def grow(
         )
     constants: Constants = {}
     adds_later = before_noise is not None
-    targets = dict(wide.named_parameters())
+    targets, originals = dict(wide.named_parameters()), dict(shallow.named_parameters())
+    to_come = Counter(entry.origin for entry in plan.parameters.values())
     for name, source in narrow.named_parameters():
         entry, target = plan.parameters[name], targets[name]
         assert isinstance(target, nn.Parameter)
@@ -169,12 +183,15 @@ def grow(
             materialise_(target, source.device)
         constants[name] = _write(target, gathered(source), entry, method, noise, seed, adds_later)
         target.grad = None if consume else _carry_gradient(target, source, entry, method)
-        if consume:
-            release_(source)
+        to_come[entry.origin] -= 1
+        if consume and source is not originals[entry.origin]:
+            source.data = source.data.new_empty(0)  # the memory is that of the original
+        if consume and not to_come[entry.origin]:
+            release_(originals[entry.origin])
     method.edit_(plan, wide)
     widen_buffers_(plan, narrow, wide, rebuild)
     kept = {id(buffer) for buffer in wide.buffers()}
-    for buffer in narrow.buffers() if consume else ():
+    for buffer in shallow.buffers() if consume else ():
         if id(buffer) not in kept:
             release_(buffer)
     if before_noise is not None:
@@ -182,12 +199,16 @@ def grow(
     if adds_later and noise is not None:
         same = SameNoise(constants, noise.centred)
         for name, target in targets.items():
+            if not plan.parameters[name].is_copied:
+                continue
             with own_part(target) as (weight, rows):
                 add_noise_(weight, plan.parameters[name], same, weight, seed, rows)
     remember_widths(plan, narrow, wide, method.scale, entrywise=method.hyperparameters == "table")
     optimizers: list[Optimizer] = []
     if narrow_opts and method.state != "carry":
         notes.append(f"the state of {'new copies' if method.state == 'reset_new_copies' else 'the optimizer'} is reset")
+    for original in given_opts if consume and plan.layers else ():
+        original.state.clear()  # the stand-ins have it
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         after = given
         if after is None:
@@ -224,6 +245,10 @@ def _write(
 
     Where a method or noise needs the whole parameter, it is made whole first.
     """
+    if not entry.is_copied:
+        if entry.fill is not None:
+            target.fill_(entry.fill)
+        return 0.0
     is_noisy = noise is not None and noise.applies(entry)
     by_rows = method.widens_by_rows and not (is_noisy and noise is not None and noise.reads_widened(entry))
     with own_part(target) if by_rows else _all_rows(target) as (weight, rows):
@@ -241,12 +266,22 @@ def _write(
 def _carry_gradient(target: Tensor, source: Tensor, entry: Growth, method: GrowthMethod) -> Tensor | None:
     """The gradient that waits on a narrow parameter, in an accumulation window, as that of the wide one."""
     waiting = source.grad
-    if waiting is None or not target.requires_grad:
+    if waiting is None or not target.requires_grad or entry.inserted in ("identity", "random"):
         return None
     gradient = torch.empty_like(target, memory_format=torch.preserve_format)
     with whole(gradient) as wide:
         method.widen_gradient_(wide, gathered(waiting.to_dense() if waiting.is_sparse else waiting), entry)
     return gradient.to_sparse(waiting.sparse_dim()) if waiting.is_sparse else gradient
+
+
+def _refuse_without_values(plan: Plan, wide: nn.Module) -> None:
+    """Raises a UserError for a parameter that is to keep its initial values, and has none on the meta device."""
+    for name, target in wide.named_parameters():
+        if plan.parameters[name].kept and target.is_meta:
+            raise UserError(
+                f"depth: {name!r} is in a random layer, which keeps the initial values of the deep model, and that is "
+                "on the meta device. Build it on a device"
+            )
 
 
 @contextmanager
@@ -297,7 +332,7 @@ def _refuse_overflow(
     level, targets = noise.level(), dict(wide.named_parameters())
     for name, source in narrow.named_parameters():
         entry, target = plan.parameters[name], targets[name]
-        if not noise.applies(entry) or not may_overflow(level, target.dtype):
+        if not entry.is_copied or not noise.applies(entry) or not may_overflow(level, target.dtype):
             continue
         device = source.device if target.is_meta else target.device
         narrow_weight = gathered(source)

@@ -221,15 +221,16 @@ class RecordedNoise(Noise):
 
     def check(self, plan: Plan) -> None:
         self.check_level()
-        names = {unwrapped(name) for name in plan.parameters}
-        missing, extra = names - self.constants.keys(), self.constants.keys() - names
+        known = {unwrapped(name): unwrapped(entry.origin) for name, entry in plan.parameters.items()}
+        missing = {name for name, origin in known.items() if not {name, origin} & self.constants.keys()}
+        extra = self.constants.keys() - known.keys() - set(known.values())
         if missing or extra:
             raise UserError(
                 f"RecordedNoise: {self.path} is of another architecture: it lacks {sorted(missing)[:4] or 'nothing'}, "
                 f"and has {sorted(extra)[:4] or 'nothing'} beyond this model. Give the noise of the same architecture"
             )
         for name, entry in plan.parameters.items():
-            constant = torch.as_tensor(self.constants[unwrapped(name)])
+            constant = torch.as_tensor(self._recorded(entry))
             wanted = _positions(entry)
             if constant.ndim and tuple(constant.shape) != wanted:
                 raise UserError(
@@ -242,11 +243,16 @@ class RecordedNoise(Noise):
             refuse_inert(self, plan)
 
     def applies(self, entry: Growth) -> bool:
-        recorded = bool(torch.as_tensor(self.constants[unwrapped(entry.name)]).any())
+        recorded = bool(torch.as_tensor(self._recorded(entry)).any())
         return recorded and (not self.centred or entry.copies_summed > 1)
 
     def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
-        return torch.tensor(self.constants[unwrapped(entry.name)], dtype=torch.float64)
+        return torch.tensor(self._recorded(entry), dtype=torch.float64)
+
+    def _recorded(self, entry: Growth) -> float | list[Any]:
+        """Of its own name, or that of the layer it comes from: noise may be recorded with fewer layers."""
+        names = unwrapped(entry.name), unwrapped(entry.origin)
+        return next(self.constants[name] for name in names if name in self.constants)
 
     def reads_widened(self, entry: Growth) -> bool:
         return False

@@ -110,7 +110,7 @@ def begin_state_(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get(INITIAL_VALUE) else ():
             state, value = optimizer.state[parameter], group[INITIAL_VALUE]
-            if float(state["step"]) == 0:
+            if "sum" in state and float(state["step"]) == 0:
                 state["sum"] = torch.full_like(parameter, complex(value, value) if parameter.is_complex() else value)
 
 

@@ -44,11 +44,33 @@ class Growth:
     normed: bool = False
     """Whether its layer divides it by its norm (`weight_norm.py`)."""
     kept: bool = False
-    """Of a buffer that is not saved: the wide model keeps its own."""
+    """The wide model keeps its own values: of a buffer that is not saved, of a random layer."""
+    source: str = ""
+    """Its name in the narrow model, if it is another one: that of the layer it comes from."""
+    inserted: Literal["copy", "identity", "random"] | None = None
+    """How its layer was made, if it is new."""
+    fill: float | None = None
+    """The value of all its entries, which makes its layer the identity."""
+    branch: float = 1.0
+    """What residual branches of its layer are multiplied by, deep over shallow."""
+    layers: float = 1.0
+    """How many layers of the deep model come from one."""
+    in_list: bool = False
+    """Whether it belongs to a list of layers that becomes longer."""
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def origin(self) -> str:
+        """Its name in the narrow model."""
+        return self.source or self.name
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether its values come from the narrow model."""
+        return not self.kept and self.fill is None
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -67,7 +89,7 @@ class Growth:
     def scale(self) -> Scale:
         """Of the whole tensor, which rates and state follow; entries of unequal copies differ from it by `entries`."""
         scales = (table.scale_of_axis(axis.side, axis.reference, axis.reference) for axis in self.axes)
-        return table.rescaled(table.product(scales), self.rescale)
+        return table.deeper(table.rescaled(table.product(scales), self.rescale), self.branch, self.layers)
 
     def by_piece(self, column: Literal["weight", "gradient"]) -> list[list[float]]:
         """What the entries of each piece of each axis are multiplied by, without `rescale`; for `axes.duplicate_`."""

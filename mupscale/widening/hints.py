@@ -20,6 +20,7 @@ from mupscale.readout import Readout
 from mupscale.widening import modules
 from mupscale.widening.axes import LayoutSpec
 from mupscale.widening.growth import Role, role_of
+from mupscale.widening.layers import Depth
 from mupscale.widening.pairing import Pairing, Use, some_names
 from mupscale.widening.table import Scale, Side, product, scale_of_axis
 
@@ -55,11 +56,24 @@ class Hints:
     """How axes are duplicated: `{"*.q.weight": {0: 64}}` repeats blocks of 64."""
     rescale: Mapping[str, Rescale] = field(default_factory=dict)
     """Extra factors of weights: `{"embed.weight": 0.5}`, or `{"norm.weight": (0.5, 1.0)}` for a gain 1 + w."""
+    depth: Depth | None = field(default=None, kw_only=True)
+    """How the model becomes deeper, as in `upscale`."""
+    residual: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    """Which parameters make a layer the identity, and with which value: `{"layers.*.down.weight": 0.0}`. A layer class
+    declares those that must be zero in `residual_outputs`."""
     evidence: str = field(default="", kw_only=True)
     """Where they were found, for the report."""
 
 
 NO_HINTS = Hints()
+
+
+def checked_hints(hints: Hints | None) -> Hints:
+    """Hints, for None those that say nothing. Raises a UserError for anything else."""
+    hints = NO_HINTS if hints is None else hints
+    if not isinstance(hints, Hints):
+        raise UserError(f"hints must be mupscale.Hints(roles=..., blocks=..., rescale=...), got {shown(hints)}")
+    return hints
 
 
 class Matched(NamedTuple):
@@ -72,9 +86,7 @@ class Matched(NamedTuple):
 
 def match_hints(pairing: Pairing, hints: Hints | None, *, with_blocks: bool = True) -> Matched:
     """Which parameters and buffers the hints mean. Raises a UserError where they mean none, or say nothing sensible."""
-    hints = NO_HINTS if hints is None else hints
-    if not isinstance(hints, Hints):
-        raise UserError(f"hints must be mupscale.Hints(roles=..., blocks=..., rescale=...), got {shown(hints)}")
+    hints = checked_hints(hints)
     blocks = _blocks(pairing, hints) if with_blocks else {}
     return Matched(_roles(pairing, hints), blocks, _rescale(pairing, hints))
 

@@ -70,7 +70,7 @@ class OptimizerRule:
 
 def muon_scaling(group: Group, sized: Sized) -> Scaling:
     """Muon's update has the size of the matrix, and torch adjusts the rate by the shape."""
-    lr, eps = table.muon(sized.scale, math.prod(sized.after) / math.prod(sized.before))
+    lr, eps = table.muon(sized.scale)
     lr *= _muon_adjustment(group, sized.before) / _muon_adjustment(group, sized.after)
     return Scaling(lr, eps, 1 / lr)
 

@@ -6,13 +6,16 @@ model needs no preparation. Where that is not enough, there are hints (`hints.py
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from mupscale._torch import DropoutNd, non_persistent_buffers
+from mupscale.arguments import refuse_unless_model
 from mupscale.errors import UserError
 from mupscale.widening import fractional, modules
+from mupscale.widening import layers as depths
 from mupscale.widening.axes import (
     Axis,
     Layout,
@@ -25,7 +28,8 @@ from mupscale.widening.axes import (
     wide_length,
 )
 from mupscale.widening.growth import Growth
-from mupscale.widening.hints import Blocks, Hints, all_sides, match_hints
+from mupscale.widening.hints import Blocks, Hints, all_sides, checked_hints, match_hints
+from mupscale.widening.inserted import BRANCH_MULTIPLIER, deepened
 from mupscale.widening.pairing import Pairing, Use, refuse_scripted, unsaved_buffers
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import records_of
@@ -33,13 +37,14 @@ from mupscale.widening.table import Side
 from mupscale.widening.weight_norm import rescale_of_gain
 
 
-def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None) -> Plan:
+def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None, depth: depths.Depth | None = None) -> Plan:
     """The dry run of `upscale`: changes nothing, and raises a UserError if the widening would not be exact.
 
     Args:
         narrow: The trained model.
         wide: The same architecture at a larger width. Both may be on the meta device.
         hints: How parameters grow, by name pattern, where the types of their modules do not tell.
+        depth: How the model becomes deeper, if it does, as in `upscale`.
 
     Examples:
         >>> import mupscale
@@ -54,6 +59,16 @@ def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None) -> P
         2.bias     scalar   2                  1     1  copy
         26 → 50 parameters
     """
+    refuse_unless_model("narrow", narrow)
+    refuse_unless_model("wide", wide)
+    hints = checked_hints(hints)
+    chosen = hints.depth if depth is None else depth
+    return plan_layers(narrow, wide, depths.layers_of(narrow, wide, chosen), hints)
+
+
+def plan_layers(narrow: nn.Module, wide: nn.Module, layers: depths.Layers, hints: Hints) -> Plan:
+    """The plan where it is known which layer comes from where."""
+    shallow, narrow = narrow, depths.stand_in(narrow, wide, layers)
     pairing = Pairing(narrow, wide)
     refuse_scripted("narrow", narrow)
     refuse_scripted("wide", wide)
@@ -81,6 +96,7 @@ def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None) -> P
         axes = tuple(map(Axis, layouts[use.name], sides[use.name]))
         factors = rescale.get(use.name, (1.0, 0.0))
         growths[use.name] = _growth(use, axes, factors, base, normed=use.name in directions)
+    growths = {name: deepened(growth, layers, shallow, wide, hints.residual) for name, growth in growths.items()}
     is_fractional = any(growth.fractional_axes for growth in growths.values())
     if is_fractional:
         fractional.refuse_averages(pairing, growths, in_pieces)
@@ -90,7 +106,11 @@ def plan(narrow: nn.Module, wide: nn.Module, *, hints: Hints | None = None) -> P
     if is_fractional:
         fractional.refuse_one_sided(growths, in_pieces)
     buffers = _buffers(pairing, growths, implied, hinted.blocks)
-    return Plan(growths, buffers, tuple(notes_on(pairing, growths, hinted.roles)))
+    for name, buffer in buffers.items():
+        found = depths.layer_at(layers, name)
+        kept = buffer.kept or (found is not None and found[1].how == "random")
+        buffers[name] = replace(buffer, source=depths.source_of(layers, name), kept=kept)
+    return Plan(growths, buffers, tuple(notes_on(pairing, growths, hinted.roles)), layers)
 
 
 def _buffers(
@@ -373,7 +393,12 @@ def _changed_numbers(narrow: nn.Module, wide: nn.Module) -> Iterator[str]:
         return
     for attribute, before in vars(narrow).items():
         after = vars(wide).get(attribute)
-        if attribute.startswith("_") or not isinstance(before, float) or not isinstance(after, float):
+        if (
+            attribute.startswith("_")
+            or attribute == BRANCH_MULTIPLIER
+            or not isinstance(before, float)
+            or not isinstance(after, float)
+        ):
             continue
         if before != after and before * after > 0:
             yield (

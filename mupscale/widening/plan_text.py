@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from mupscale.layer_names import braced, notes_by_layer
 from mupscale.text_tables import Paint, folded, table, unpainted
 from mupscale.widening.axes import is_fractional, is_mixed, is_unit_by_unit, narrow_length, whole_factor, wide_length
 from mupscale.widening.growth import Growth
+from mupscale.widening.layers import Layer, Layers
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,25 @@ class Plan:
     parameters: dict[str, Growth]
     buffers: dict[str, Growth]
     notes: tuple[str, ...]
+    layers: Layers = field(default_factory=dict)
+    """Which layer comes from where, by the name of each list of layers that becomes longer."""
+
+    @property
+    def new_parameters(self) -> tuple[str, ...]:
+        """The parameters of new layers."""
+        return tuple(name for name, growth in self.parameters.items() if growth.inserted)
+
+    @property
+    def keeps_function(self) -> bool:
+        """Whether new layers, if there are any, add nothing."""
+        return all(row.how in ("kept", "identity") for rows in self.layers.values() for row in rows)
 
     @property
     def sizes(self) -> tuple[int, int]:
         """The numbers of parameters before and after."""
         growths = self.parameters.values()
-        return sum(math.prod(g.narrow_shape) for g in growths), sum(math.prod(g.wide_shape) for g in growths)
+        before = sum(math.prod(g.narrow_shape) for g in growths if not g.inserted)
+        return before, sum(math.prod(g.wide_shape) for g in growths)
 
     def __str__(self) -> str:
         return self.text()
@@ -49,6 +63,7 @@ class Plan:
         if columns is not None:
             rows = _grouped(rows)
         below = ["{:,} → {:,} parameters".format(*self.sizes)]
+        below += [_layers_text(name, rows) for name, rows in self.layers.items()]
         below += _fractions(self.parameters)
         if any(_BY in row[-1] for row in rows):
             below.append("by N: blocks of N entries are repeated as wholes")
@@ -87,6 +102,8 @@ def _row(entry: Growth) -> tuple[str, ...]:
         weight = f"dup · {k_out} / copies" if entry.role == "mu_readout" else "dup / copies"
     if any(axis.shares and axis.relative_side == "in" for axis in entry.axes):
         weight += ", unequal shares"
+    if entry.fill is not None:
+        weight = f"{entry.fill:g}"
     if entry.kept:
         weight = "kept"
     if entry.rescale != 1:
@@ -94,6 +111,15 @@ def _row(entry: Growth) -> tuple[str, ...]:
     if entry.offset:
         weight += f" on {entry.offset:g} + w"
     return " = ".join(entry.names), entry.role, shapes, k_out, k_in, weight, _layout_text(entry)
+
+
+_HOW = {"copy": "copy of", "identity": "adds nothing, from", "random": "random, in the place of"}
+
+
+def _layers_text(name: str, rows: tuple[Layer, ...]) -> str:
+    """`layers: 0 = 0, 1 (copy of 0), 2 = 1, ...`: which layer of a deeper model comes from where."""
+    texts = [f"{row.key} ({_HOW[row.how]} {row.source})" if row.is_new else f"{row.key} = {row.source}" for row in rows]
+    return f"{name}, {sum(not row.is_new for row in rows)} → {len(rows)} layers: {', '.join(texts)}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

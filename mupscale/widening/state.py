@@ -174,6 +174,18 @@ def transfer_state(
         wide_opt.state[target] = moved
     if state == "reset_new_copies":
         _reset_new_copies(plan, wide_named, wide_opt, rule)
+    _begin_inserted(plan, wide_named, wide_opt)
+
+
+def _begin_inserted(plan: Plan, wide_named: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Gives parameters of new layers without state what an optimizer has before its first step (Adagrad: its sum)."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    new = [wide_named[name] for name in plan.new_parameters if id(wide_named[name]) in held]
+    new = [parameter for parameter in new if parameter not in optimizer.state]
+    if new:
+        begun = type(optimizer)(new, **settings_of(optimizer))
+        optimizer.state.update({parameter: begun.state[parameter] for parameter in new if parameter in begun.state})
+        begin_state_(optimizer)
 
 
 def births_of(
@@ -181,10 +193,13 @@ def births_of(
 ) -> dict[str, tuple[Rows, Rewarm]]:
     """The births of new copies in the wide model, by parameter name: those of earlier growths, and of this one."""
     old_records, names = step_records(narrow_opt), names_by_id(narrow)
-    answer = {}
+    answer: dict[str, tuple[Rows, Rewarm]] = {}
     for group in narrow_opt.param_groups:
         for parameter in group["params"]:
             old, growth = old_records.get(id(parameter), Record()), plan.parameters[names[id(parameter)]]
+            if state == "reset_new_copies" and growth.inserted and parameter.ndim:  # it counts from zero
+                answer[growth.name] = ((0, (0.0,) * growth.wide_shape[0]),), ((0.0, rewarm_steps),)
+                continue
             begins_anew = state == "reset_new_copies" and growth.grows
             now = float(narrow_opt.state.get(parameter, {}).get("step", 0)) if begins_anew else None
             if begins_anew or old.births:
@@ -202,11 +217,13 @@ def _reset_new_copies(
         for parameter in group["params"]:
             growth = plan.parameters[name_of[id(parameter)]]
             state = wide_opt.state.get(parameter, {})
-            if not growth.grows:
+            if not growth.grows and not growth.inserted:
                 continue
             if not rule.counts_steps:
                 state.setdefault("step", torch.zeros((), dtype=torch.float32))
                 wide_opt.state[parameter] = state
+            if growth.inserted:
+                continue
             mask = torch.empty_like(parameter, dtype=torch.bool, memory_format=torch.preserve_format)
             with whole(mask) as new:
                 new.copy_(new_copies(growth))

@@ -23,7 +23,7 @@ and decoupled weight decay is part of the update.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from mup import InfDim, InfShape
@@ -38,8 +38,6 @@ from mupscale.widening.growth import Growth
 from mupscale.widening.optimizers import Group, OptimizerRule, rule_of
 from mupscale.widening.sharding import is_sharded, replicated, whole
 from mupscale.widening.table import NOTHING, Scale, Side
-
-_ATTRIBUTE = "_mupscale_records"
 
 Rows = tuple[tuple[int, tuple[float, ...]], ...]
 """Of some axes: a number for each entry of the axis."""
@@ -116,8 +114,7 @@ class Record:
 def record_of(primitives: Mapping[str, Any]) -> Record:
     """What `as_primitives` returned. Raises a KeyError, TypeError or ValueError for anything else."""
     known = {key: _tuples(primitives[key]) for key in ("base", "entries", "births", "rewarm") if key in primitives}
-    weight, gradient, copies = map(float, primitives["scale"])
-    return Record(Scale(weight, gradient, copies), shift=float(primitives.get("shift", 0.0)), **known)
+    return Record(Scale(*map(float, primitives["scale"])), shift=float(primitives.get("shift", 0.0)), **known)
 
 
 def _along(row: tuple[float, ...], axis: int, ndim: int) -> Tensor:
@@ -136,13 +133,15 @@ def _tuples(value: Any) -> Any:
 class Records:
     """Those of a module, by the names of its parameters."""
 
+    ATTRIBUTE: ClassVar[str] = "_mupscale_records"
+    """Of the module."""
     mup: bool
     """Whether hyperparameters follow muP from these widths; if not, they are only remembered for clipping."""
     by_name: dict[str, Record] = field(default_factory=dict)
 
 
 def store_records(model: nn.Module, records: Records) -> None:
-    object.__setattr__(model, _ATTRIBUTE, records)
+    object.__setattr__(model, Records.ATTRIBUTE, records)
     restore_infshapes(model)
 
 
@@ -150,7 +149,7 @@ def records_of(model: nn.Module, *, mup_only: bool = False) -> dict[str, Record]
     """Those of `model` and of the modules inside it (a LightningModule, DDP, EMA), by full name."""
     answer: dict[str, Record] = {}
     for prefix, module in model.named_modules():
-        held = module.__dict__.get(_ATTRIBUTE)
+        held = module.__dict__.get(Records.ATTRIBUTE)
         if held and (held.mup or not mup_only):
             for name, record in held.by_name.items():
                 answer.setdefault(f"{prefix}.{name}" if prefix else name, record)
@@ -264,7 +263,7 @@ def attach(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     for group in optimizer.param_groups:
         records = [
             record or of_model.get(names.get(id(parameter), ""))
-            for parameter, record in zip(group["params"], _read_records(group), strict=True)
+            for parameter, record in zip(group["params"], group_records(group), strict=True)
         ]
         write_records(group, records)
         for parameter, record in zip(group["params"], records, strict=True):
@@ -301,7 +300,8 @@ def write_records(group: Group, records: Sequence[Record | None]) -> None:
         group[RECORD] = json.dumps([None if record is None else record.as_primitives() for record in records])
 
 
-def _read_records(group: Group) -> list[Record | None]:
+def group_records(group: Group) -> list[Record | None]:
+    """What `write_records` left in a parameter group; None for parameters without a record."""
     if RECORD not in group:
         return [None] * len(group["params"])
     try:
@@ -357,7 +357,7 @@ def _work_of(optimizer: Optimizer) -> list[_Work]:
         for group in optimizer.param_groups:
             if not any(f'"{key}"' in group.get(RECORD, "") for key in ("entries", "shift", "births")):
                 continue  # parameters that step as usual may have been moved to other groups
-            for parameter, record in zip(group["params"], _read_records(group), strict=True):
+            for parameter, record in zip(group["params"], group_records(group), strict=True):
                 if record is not None and record.changes_steps:
                     work.append(_Work(parameter, group, record))
         optimizer.__dict__[_WORK] = cached = key, work, []

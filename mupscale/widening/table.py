@@ -1,8 +1,8 @@
-"""Table 1 of the paper, as pure functions of three numbers. Every power of a width factor is in this file.
+"""Table 1 of the paper, as pure functions of four numbers. Every power of a width factor is in this file.
 
 What growth does to the entries of a parameter is a `Scale`: by what the weight is multiplied, by what the gradient, and
-how many wide entries come from one narrow entry. Growth is exact if the product of the three is 1: then every column of
-the table follows, for any optimizer whose update is proportional to the m-th power of the gradient (1 for SGD, 0 for
+how many entries, in how many layers, come from one. Growth is exact if the product of the four is 1: then every column
+of the table follows, for any optimizer whose update is proportional to the m-th power of the gradient (1 for SGD, 0 for
 the Adam family). Scales multiply: over the axes of a parameter, over growths one after another, and with the width of a
 model in units of its base width, which is how muP uses the same table.
 """
@@ -22,7 +22,9 @@ class Scale(NamedTuple):
     weight: float = 1.0
     gradient: float = 1.0
     copies: float = 1.0
-    """How many wide entries come from one narrow entry."""
+    """How many entries of a wide parameter come from one narrow entry."""
+    layers: float = 1.0
+    """How many layers of a deeper model come from one."""
 
 
 NOTHING = Scale()
@@ -52,12 +54,12 @@ def product(scales: Iterable[Scale]) -> Scale:
 
 def rescaled(scale: Scale, by: float) -> Scale:
     """With a weight that is multiplied by a further factor, which a constant of the model takes back."""
-    return Scale(scale.weight * by, scale.gradient / by, scale.copies)
+    return scale._replace(weight=scale.weight * by, gradient=scale.gradient / by)
 
 
-def deeper(scale: Scale, ratio: float, layers: float) -> Scale:
-    """Of one of so many copies of a layer, whose residual branches are multiplied by a further `ratio`."""
-    return Scale(scale.weight, scale.gradient * ratio, scale.copies * layers)
+def deeper(scale: Scale, branch: float, layers: float) -> Scale:
+    """Of one of so many copies of a layer, whose residual branches are multiplied by a further `branch`."""
+    return scale._replace(gradient=scale.gradient * branch, layers=scale.layers * layers)
 
 
 def lr(scale: Scale, m: int) -> float:
@@ -81,18 +83,15 @@ def state(scale: Scale, power: int) -> float:
     return scale.gradient**power
 
 
-def muon(scale: Scale, entries: float) -> tuple[float, float]:
-    """lr, before torch adjusts it to the shape, and eps, of a matrix with `entries` times as many entries.
-
-    Newton–Schulz commutes with duplication, up to entries^-1/2.
-    """
-    root = math.sqrt(entries)
+def muon(scale: Scale) -> tuple[float, float]:
+    """lr, before torch adjusts it to the shape, and eps: Newton–Schulz commutes with duplication, up to copies^-1/2."""
+    root = math.sqrt(scale.copies)
     return scale.weight * root, scale.gradient * root
 
 
 def clip(scale: Scale) -> float:
-    """What the squared norm of a gradient is multiplied by, so that the global norm does not depend on the width."""
-    return 1 / (scale.copies * scale.gradient**2)
+    """What the squared norm of a gradient is multiplied by, so that the global norm is the same at every size."""
+    return 1 / (scale.copies * scale.layers * scale.gradient**2)
 
 
 def shift(scale: Scale, offset: float) -> float:

@@ -47,7 +47,7 @@ def _duplicate_scaled_(
     target: Tensor, source: Tensor, growth: Growth, column: Literal["weight", "gradient"], rows: slice | None = None
 ) -> None:
     """Duplicates a tensor, scaled entry by entry by one column of Table 1."""
-    rescale = getattr(table.rescaled(table.NOTHING, growth.rescale), column)
+    rescale = getattr(table.deeper(table.rescaled(table.NOTHING, growth.rescale), growth.branch, 1), column)
     duplicate_(target, source, growth.layouts, growth.by_piece(column), rescale, rows)
     for number, axis in enumerate(growth.axes):
         if axis.shares and axis.relative_side == ("in" if column == "weight" else "out"):
@@ -133,7 +133,7 @@ def refuse_other_rescale(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None
     before, after = records_of(narrow), records_of(wide, mup_only=True)
     for name, entry in plan.parameters.items():
         is_rescaled = entry.rescale != 1 or entry.offset
-        if name not in after or not (is_rescaled or after[name].shift):
+        if name not in after or entry.in_list or not (is_rescaled or after[name].shift):
             continue
         old = before.get(name, Record())
         width = Record(table.product((old.scale, entry.scale)))

@@ -261,7 +261,7 @@ def test_at_equal_widths_it_is_a_copy(build):
     assert_same(named_state(wide, report.optimizer), named_state(narrow, narrow_opt))
     assert len(report.optimizer.param_groups) == 1
     assert [report.optimizer.param_groups[0][key] for key in ("lr", "eps", "weight_decay")] == [0.01, 1e-8, 0.3]
-    assert {entry.scale for entry in report.plan.parameters.values()} == {(1, 1, 1)}
+    assert {entry.scale for entry in report.plan.parameters.values()} == {(1, 1, 1, 1)}
 
 
 def test_the_seed_decides_the_noise_and_the_global_generator_does_not():
