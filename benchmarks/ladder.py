@@ -179,9 +179,14 @@ RUNG = replace(  # one step further: 5 tokens per parameter
     },
 )  # fmt: skip
 QUICK = Ladder(  # for the embedded sample of text
-    fixed={Size(16, 1): (-1, -2), Size(32, 1): (0, -1)},
-    grown={(Size(16, 1), Size(32, 1)): (WIDTH, {-2: (-1, 0)})},
-    top=Size(32, 1), tokens_per_parameter=0.005, rows=2, context=16, vocabulary=4096, warm_up=4, validated=16,
+    fixed={Size(16, 1): (-1, -2), Size(32, 1): (0, -1), Size(32, 2): (0, -1), Size(16, 1, 2): (), Size(32, 1, 2): ()},
+    grown={
+        (Size(16, 1), Size(32, 1)): (WIDTH, {-2: (-1, 0)}),
+        (Size(32, 1), Size(32, 2)): (STACKS, {-2: (-1, 0)}),
+        (Size(32, 1, 2), Size(32, 2)): (INTERLEAVES, {-2: (-1, 0)}),
+        (Size(16, 1, 2), Size(32, 2)): (BOTH, {-2: (-1, 0)}),
+    },
+    top=Size(32, 2), tokens_per_parameter=0.005, rows=2, context=16, vocabulary=4096, warm_up=4, validated=16,
     other_rates=(2.0, 0.5), noises=(Way("", "duplication", 0.12),),
 )  # fmt: skip
 LADDERS = {"full": FULL, "large_batch": LARGE_BATCH, "depths": DEPTHS, "rung": RUNG, "quick": QUICK}
@@ -234,7 +239,7 @@ def plan_runs(ladder: Ladder, seeds: Sequence[int]) -> list[Run]:
         for pair, (ways, _) in ladder.grown.items():
             runs += grown(pair, lr, seed, [way for way in ways if seed == first or way.depth != "identity"])
     for factor in ladder.other_rates:  # up to about 10 tokens per parameter
-        runs += [Run(size, factor * lr, first, budgets[-3:]) for size, budgets in ladder.fixed.items() if budgets]
+        runs += [Run(size, factor * lr, first, budgets[-3:]) for size, budgets in ladder.fixed.items()]
     for pair, (ways, _) in ladder.grown.items():
         runs += grown(pair, lr, first, ladder.noises if ways == WIDTH else ())
         rates = [factor * lr for factor in ladder.other_rates if pair[1] == ladder.top]
@@ -365,7 +370,7 @@ def grow(ladder: Ladder, run: Run, start_state: State, device: torch.device) -> 
         narrow_optimizer.state[parameter] = {key: start_state[f"{name}/{key}"].to(device) for key in keys}
     depth, method, noise = run.way
     mupscale.upscale(
-        narrow, wide, narrow_optimizer, wide_optimizer, **({"depth": depth} if depth else {}),
+        narrow, wide, narrow_optimizer, wide_optimizer, depth=depth or None,
         method=METHODS[method or "duplication"](state="carry", hyperparameters="table"),
         noise=mupscale.AdditiveNoise(noise, centred=True) if method else None, seed=run.seed,
     )  # fmt: skip
