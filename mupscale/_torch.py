@@ -68,9 +68,9 @@ class Parts(NamedTuple):
     def only(self, other: "Parts") -> "Parts":
         """Without what the other lacks."""
         return Parts(
-            {key: part for key, part in self.parameters.items() if key in other.parameters},
-            {key: part for key, part in self.buffers.items() if key in other.buffers},
-            {key: part for key, part in self.modules.items() if key in other.modules},
+            {key: part for key, part in self.parameters.items() if other.parameters.get(key) is not None},
+            {key: part for key, part in self.buffers.items() if other.buffers.get(key) is not None},
+            {key: part for key, part in self.modules.items() if other.modules.get(key) is not None},
         )
 
 

@@ -1,7 +1,7 @@
 """`upscale`: grows a trained model, after a check that the new one computes and trains as the old one."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -21,7 +21,7 @@ from mupscale.methods.grow import HOW_TO_CHECK, Optimizers, UpscaleReport, as_li
 from mupscale.methods.noise import Noise
 from mupscale.widening.hints import Hints, checked_hints
 from mupscale.widening.inserted import as_identity, lists_without_residual
-from mupscale.widening.layers import Depth, layers_of
+from mupscale.widening.layers import Depth, Layers, layers_of, stand_in, without_new
 from mupscale.widening.pairing import some_names
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
@@ -195,35 +195,31 @@ def _checked_deeper(
 ) -> _Checked:
     """The plan of a deeper model, checked with new layers that add nothing. Raises a UserError if that differs."""
     if isinstance(hints, Plan):
-        layers, residual = hints.layers, {}
-    else:
-        hints = checked_hints(hints)
-        layers, residual = layers_of(narrow, wide, hints.depth), dict(hints.residual)
-    unknown = lists_without_residual(narrow, layers, residual)
-    refusal: UserError | None = None
-    if unknown:
-        try:
-            residual = {**find_residual(narrow, unknown, call), **residual}
-        except UserError as error:
-            refusal = error
-            if any(row.how == "identity" for rows in layers.values() for row in rows):
-                raise
-    if isinstance(hints, Plan):
+        layers, residual, why_unknown = hints.layers, *_residual(narrow, hints.layers, {}, call)
         planned = hints
     else:
+        hints = checked_hints(hints)
+        layers = layers_of(narrow, wide, hints.depth)
+        residual, why_unknown = _residual(narrow, layers, hints.residual, call)
         hints = replace(hints, residual=residual)
+        try:
+            planned = make_plan(narrow, wide, hints=hints)
+        except UserError as error:
+            if on_mismatch != "discover":
+                raise
+            hints = _discovered_width(narrow, wide, call, layers, hints, error)
+            planned = make_plan(narrow, wide, hints=hints)
+    agreement = _agreement_without_new(narrow, wide, planned, residual, why_unknown, call)
+    differs = UserError(
+        "upscale: with new layers that add nothing, the wide model does not compute and train as the narrow one: "
+        f"{agreement.reason}"
+    )
+    if agreement.exact is False and on_mismatch == "discover" and isinstance(hints, Hints):
+        hints = _discovered_width(narrow, wide, call, layers, hints, differs)
         planned = make_plan(narrow, wide, hints=hints)
-    if refusal is None:
-        agreement = check_agreement(narrow, wide, as_identity(planned, narrow, wide, residual), call)
-    else:
-        agreement = Agreement(None, reason=str(refusal))
+        agreement = _agreement_without_new(narrow, wide, planned, residual, why_unknown, call)
     if agreement.exact is False and on_mismatch != "note":
-        raise UserError(
-            f"upscale: with new layers that add nothing, the wide model does not compute and train as the narrow one: "
-            f"{agreement.reason}. If the layers of both models are alike, their widths need hints: call "
-            "mupscale.discover with a wide model of as many layers as the narrow one, and give upscale hints=found. "
-            "Nothing was written"
-        )
+        raise UserError(f"{differs}. {_BY_HAND}. Nothing was written")
     notes = _notes(agreement)
     if agreement.exact is not None and planned.keeps_function:
         return _Checked(planned, hints, agreement, (*notes, _NEW_LAYERS_LEARN), str(agreement))
@@ -233,6 +229,45 @@ def _checked_deeper(
     return _Checked(planned, hints, replace(agreement, exact=False), notes, text)
 
 
+def _residual(
+    narrow: nn.Module, layers: Layers, given: Mapping[str, float], call: Call
+) -> tuple[dict[str, float], UserError | None]:
+    """What makes new layers the identity, where a layer class does not say it; or why that is not known."""
+    unknown = lists_without_residual(narrow, layers, given)
+    try:
+        return {**(find_residual(narrow, unknown, call) if unknown else {}), **given}, None
+    except UserError as error:
+        if any(row.how == "identity" for rows in layers.values() for row in rows):
+            raise
+        return dict(given), error
+
+
+def _agreement_without_new(
+    narrow: nn.Module,
+    wide: nn.Module,
+    planned: Plan,
+    residual: Mapping[str, float],
+    why_unknown: UserError | None,
+    call: Call,
+) -> Agreement:
+    if why_unknown is not None:
+        return Agreement(None, reason=str(why_unknown))
+    return check_agreement(narrow, wide, as_identity(planned, narrow, wide, residual), call)
+
+
+def _discovered_width(
+    narrow: nn.Module, wide: nn.Module, call: Call, layers: Layers, hints: Hints, refusal: UserError
+) -> Hints:
+    """How the width of a deeper model grows, found without its new layers; raises `refusal`, and why there is none."""
+    _refuse_long_search(wide, refusal)
+    try:
+        found = discover(narrow, without_new(wide, narrow, layers), call)
+        resolved = found.resolved(stand_in(narrow, wide, layers), wide)
+    except Exception as error:  # whatever a model does when it runs
+        raise UserError(f"{refusal}. A search for another plan failed: {_first_line(error)}") from error
+    return replace(resolved, depth=hints.depth, residual=hints.residual)
+
+
 _NEW_LAYERS_LEARN = "new layers add nothing yet; they learn from the next step on, which no narrow run does"
 
 _BY_HAND = 'Leave on_mismatch="discover", or give Hints by hand (mupscale.plan shows the guess)'
@@ -240,12 +275,7 @@ _BY_HAND = 'Leave on_mismatch="discover", or give Hints by hand (mupscale.plan s
 
 def _discovered(narrow: nn.Module, wide: nn.Module, call: Call, refusal: UserError, reason: str) -> _Checked:
     """The plan of `discover`, checked; raises `refusal`, and why there is none."""
-    parameters = sum(parameter.numel() for parameter in wide.parameters())
-    if parameters > MOST_PARAMETERS:
-        raise UserError(
-            f"{refusal}. The wide model has {parameters:,} parameters, too many for a search: call mupscale.discover "
-            "with smaller models of the same family, and give upscale hints=found.resolved(narrow, wide)"
-        ) from refusal
+    _refuse_long_search(wide, refusal)
     try:
         found = discover(narrow, wide, call)
         planned = make_plan(narrow, wide, hints=found)
@@ -256,6 +286,15 @@ def _discovered(narrow: nn.Module, wide: nn.Module, call: Call, refusal: UserErr
         raise UserError(f"{refusal}. The best plan of a search differs too: {agreement.reason}") from refusal
     text = f"{agreement}, with a plan that discover found in {found.passes} passes (as guessed, {reason})"
     return _Checked(planned, found, agreement, _notes(agreement), text)
+
+
+def _refuse_long_search(wide: nn.Module, refusal: UserError) -> None:
+    parameters = sum(parameter.numel() for parameter in wide.parameters())
+    if parameters > MOST_PARAMETERS:
+        raise UserError(
+            f"{refusal}. The wide model has {parameters:,} parameters, too many for a search: call mupscale.discover "
+            "with smaller models of the same family, and give upscale hints=found.resolved(narrow, wide)"
+        ) from refusal
 
 
 def _notes(agreement: Agreement) -> tuple[str, ...]:

@@ -161,7 +161,7 @@ class _List(NamedTuple):
                 yield [source for segment in segments if segment is not None for source in segment]
         if how not in ("identity", "random"):
             return
-        for period in range(2, self.old):
+        for period in range(2, self.old + 1):
             if self.old % period == 0 and self.new % period == 0:
                 groups = _segment(0, self.old // period, self.new // period, how) or []
                 yield [group * period + offset for group in groups for offset in range(period)]
@@ -192,8 +192,9 @@ def _runs(layers: Iterable[nn.Module]) -> list[int]:
 
 
 def _parts(layer: nn.Module) -> dict[str, object]:
-    """The types of the modules of a layer and the shapes of its parameters, by name."""
+    """The types of the modules of a layer, the shapes of its parameters, and its buffers, by name."""
     shapes = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in layer.named_buffers()}
     return shapes | {f"{name} ": type(module).__qualname__ for name, module in layer.named_modules()}
 
 
@@ -230,6 +231,16 @@ def source_of(layers: Layers, name: str) -> str:
 def joined(*parts: str) -> str:
     """The name of a part of a part of a module."""
     return ".".join(part for part in parts if part)
+
+
+def without_new(deep: nn.Module, shallow: nn.Module, layers: Layers) -> nn.Module:
+    """The deep model without its new layers, under the names of the shallow one."""
+    kept = {}
+    for name, rows in layers.items():
+        keys = {row.source: row.key for row in rows if not row.is_new}
+        sources = [key for key, _ in shallow.get_submodule(name).named_children()]
+        kept[name] = tuple(Layer(source, keys[source], "kept") for source in sources if source in keys)
+    return stand_in(deep, shallow, kept)
 
 
 def stand_in(shallow: nn.Module, deep: nn.Module, layers: Layers) -> nn.Module:

@@ -256,6 +256,33 @@ def test_layers_that_nobody_prepared_are_probed() -> None:
         mupscale.plan(narrow, wide, depth="identity")
 
 
+class Heads(nn.Module):
+    """Attention with a fused projection, whose layout only a search finds."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = width // 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(1, len(x), 3, self.heads, 4).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(len(x), -1))
+
+
+def test_a_width_that_needs_a_search_is_found_in_a_deeper_model() -> None:
+    def build(width: int, layers: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, width), *(Heads(width) for _ in range(layers)), nn.Linear(width, 3))
+
+    narrow, before = begun(lambda: build(8, 2))
+    wide = build(16, 4).double()
+    report = mupscale.upscale(narrow, wide, before, call=run, depth="identity")
+    assert report.exact is True
+    assert (run(wide) - run(narrow)).abs().max() <= 1e-12
+    with pytest.raises(UserError, match=r"with new layers that add nothing, the wide model .* Nothing was written"):
+        mupscale.upscale(narrow, build(16, 4).double(), call=run, depth="identity", on_mismatch="error")
+
+
 def test_random_layers_keep_their_initial_values() -> None:
     narrow, before = begun(lambda: Net(8, 2))
     wide = Net(8, 4).double()
