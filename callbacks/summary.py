@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
-from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.callbacks.upscale import UpscaleCallback, growth_text
 from mupscale.models._lightning import ClockedBar, callbacks_of
 from mupscale.models.base import Growable
 from mupscale.schedules import WarmupCosine, WarmupStableDecay
@@ -51,7 +51,9 @@ class Summary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         upscales = sorted((c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
         growth = "".join(
-            f", width {c.width} from step {c.at_step}" for c in upscales if c.at_step >= trainer.global_step
+            f", {c.target.replace('=', ' ', 1)} from step {c.at_step}"
+            for c in upscales
+            if c.at_step >= trainer.global_step
         )
         print(f"step {trainer.global_step}: {type(pl_module).__name__}, {size(pl_module)}{growth}", flush=True)
         warn_of_rate_zero(trainer)
@@ -67,7 +69,7 @@ class Summary(Callback):
             if isinstance(callback, UpscaleCallback) and callback.summary:
                 s = callback.summary
                 lines.append(
-                    f"  step {s['step']}: width {s['before']} → {s['after']} in {s['seconds']:.2f} s; "
+                    f"  step {s['step']}: {growth_text(s)} in {s['seconds']:.2f} s; "
                     f"loss {s['loss_before']:.6f} just before, {s['loss_after']:.6f} just after"
                 )
         if loss is not None:

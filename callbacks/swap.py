@@ -1,11 +1,12 @@
 """The swap: a wide network, with its optimizers, schedules and averages, takes the place of a narrow one in a run."""
 
+import copy
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,7 +15,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale._torch import is_compiled_in_place
 from mupscale.callbacks.fast_loop import LeanEpochLoop
+from mupscale.callbacks.ordinary import OrdinaryGrowth
 from mupscale.callbacks.own_batches import OwnBatches
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.recording import state_kept
@@ -66,6 +69,7 @@ class Swap:
     """One growth in the middle of a run. `UpscaleCallback` explains the fields."""
 
     width: Width
+    ordinary: OrdinaryGrowth | None
     method: GrowthMethod
     noise: Noise | None
     lr: float | None
@@ -73,20 +77,50 @@ class Swap:
     rewarm_steps: int
     restart_schedule: bool
 
-    def perform(self, trainer: Trainer, module: Growable, compare: Callable[[], None]) -> Grown:
+    def perform(self, trainer: Trainer, module: LightningModule, compare: Callable[[], None]) -> Grown:
         """Puts the wide network, its optimizers and its schedules in the place of the narrow ones.
 
-        The narrow tensors are freed one by one. Sharded, a rank holds at most its wide shard and one whole tensor.
         `compare` is called before noise is added, unless the network is sharded or the method changes the function.
+        """
+        if isinstance(trainer.fit_loop.epoch_loop, LeanEpochLoop):
+            trainer.fit_loop.epoch_loop.release()  # a captured step would keep the narrow network's memory
+        seed = trainer.strategy.broadcast(_seed(trainer.global_step))
+        grown, report = (
+            self._grow_network(trainer, module, seed, compare)
+            if isinstance(module, Growable)
+            else self._grow_ordinary(trainer, module, seed, compare)
+        )
+        self._widen_averages(module, report, seed)
+        self.method.forget()
+        for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
+            monitor.on_train_start(trainer)  # the number of parameter groups may have changed
+        return grown
+
+    def _grow_ordinary(
+        self, trainer: Trainer, module: LightningModule, seed: int, compare: Callable[[], None]
+    ) -> tuple[Grown, UpscaleReport]:
+        """Grows a module that is not a Growable, with its optimizers and schedules."""
+        assert self.ordinary is not None
+        method = copy.copy(self.method)
+        method.state, method.rewarm_steps = self.state_rule, self.rewarm_steps
+        noise = method.noise if self.noise is None else self.noise
+        report = self.ordinary.grow(
+            trainer, module, method, self.noise, seed, self.lr, compare if noise is not None else None
+        )
+        is_function_kept = method.claim(report.plan, module, ()).function
+        return Grown(report.plan, report.notes, is_function_kept and (noise is None or noise.centred)), report
+
+    def _grow_network(
+        self, trainer: Trainer, module: Growable, seed: int, compare: Callable[[], None]
+    ) -> tuple[Grown, UpscaleReport]:
+        """Grows a Growable, with its optimizers and schedules.
+
+        The narrow tensors are freed one by one. Sharded, a rank holds at most its wide shard and one whole tensor.
         """
         narrow = module.net
         assert narrow is not None
         narrow_opts = list(trainer.optimizers)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        seed = trainer.strategy.broadcast(_seed(trainer.global_step))
-
-        if isinstance(trainer.fit_loop.epoch_loop, LeanEpochLoop):
-            trainer.fit_loop.epoch_loop.release()  # a captured step would keep the narrow network's memory
         if module.hparams["compile"]:
             torch.compiler.reset()
         # building must not move the run's random numbers
@@ -134,11 +168,7 @@ class Swap:
         for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
             came_from = sources[id(config.scheduler.optimizer)]
             continue_schedule(old, config.scheduler, came_from, restart=self.restart_schedule)
-        self._widen_averages(module, report, seed)
-        self.method.forget()
-        for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
-            monitor.on_train_start(trainer)  # the number of parameter groups may have changed
-        return Grown(growth, report.notes, keeps_function)
+        return Grown(growth, report.notes, keeps_function), report
 
     def _fit_method(self, trainer: Trainer, module: Growable, narrow: nn.Module, wide: nn.Module) -> None:
         """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""
@@ -212,15 +242,12 @@ class Swap:
         )
         return sources
 
-    def _widen_averages(self, module: Growable, report: UpscaleReport, seed: int) -> None:
+    def _widen_averages(self, module: LightningModule, report: UpscaleReport, seed: int) -> None:
         """Each EMA callback gets its average widened, with the very noise that the model got."""
-        assert module.net is not None
         for callback in averaging_callbacks(module):
             old, new = average_of(callback), averaged_copy(callback, module)
             # the draw depends on the device, in which the average may differ
-            narrow, wide = cast(Growable, old.module).net, cast(Growable, new.module).net
-            assert narrow is not None
-            assert wide is not None
+            narrow, wide = (network_of(average.module) for average in (old, new))
             narrow.to(module.device)
             wide.to(module.device, next(narrow.parameters()).dtype)
             grow(narrow, wide, noise=report.same_noise(), seed=seed, hints=report.plan, method=self.method)
@@ -245,25 +272,31 @@ class Measured(NamedTuple):
     """That of torch's generator after it: two networks that draw equally many numbers end with the same."""
 
 
-@torch.no_grad()
-def loss_of(trainer: Trainer, module: Growable, batch: Any) -> Measured:
+def measure_loss(trainer: Trainer, module: LightningModule, loss: Callable[[], Tensor]) -> Measured:
     """The loss of a batch, leaving what the module holds and the random numbers of the run as they were."""
-    assert module.net is not None
     on_gpu = module.device.type == "cuda"
     precision, kept = trainer.precision_plugin.forward_context(), generators_kept([module.device] if on_gpu else [])
     with state_kept(module.modules()), kept, precision, _eager(module), without_log(module):
-        loss = trainer.strategy.reduce(module.loss(batch).detach(), reduce_op="mean")
+        value = trainer.strategy.reduce(loss().detach(), reduce_op="mean")
         random_state = torch.cuda.get_rng_state(module.device) if on_gpu else torch.get_rng_state()
-    for part in module.net.modules():
+    for part in module.modules():
         reshard: Any = getattr(part, "reshard", None)
         if reshard is not None:
             reshard()  # FSDP2 keeps the outermost parameters whole for a backward pass that does not come
-    return Measured(loss, random_state)
+    return Measured(value, random_state)
 
 
-def _eager(module: Growable) -> AbstractContextManager[Any]:
+def network_of(module: Any) -> nn.Module:
+    """What grows of a module: the network of a Growable, or all of it."""
+    network = module.net if isinstance(module, Growable) else module
+    assert isinstance(network, nn.Module)
+    return network
+
+
+def _eager(module: LightningModule) -> AbstractContextManager[Any]:
     """Switches a compiled network to eager execution, for what is not worth compiling for."""
-    return torch.compiler.set_stance("force_eager") if module.hparams["compile"] else nullcontext()
+    is_compiled = any(map(is_compiled_in_place, module.modules()))
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 def _built(trainer: Trainer, module: Growable, width: Width) -> nn.Module:

@@ -6,6 +6,7 @@ The swap itself is in `swap.py`.
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.callbacks.incompatible import refuse_callbacks
+from mupscale.callbacks.ordinary import OrdinaryGrowth, load_growths, regroup, save_names
 from mupscale.callbacks.own_batches import refuse_many_loaders
 from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
 from mupscale.callbacks.strides import Strides
-from mupscale.callbacks.swap import Grown, Measured, RefusedSwap, Swap, keep_units_of_own_optimizers, loss_of
+from mupscale.callbacks.swap import Grown, Measured, RefusedSwap, Swap, keep_units_of_own_optimizers, measure_loss
 from mupscale.callbacks.tensorboard import tag_in
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.device_memory import physical_memory
@@ -31,8 +33,9 @@ from mupscale.methods.noise import Noise
 from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.base import Growable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
-from mupscale.models.checkpoint import PRE_UPSCALE, Width, load_checkpoint, non_finite_in
+from mupscale.models.checkpoint import CHECKPOINT_KEY, PRE_UPSCALE, Width, load_checkpoint, non_finite_in
 from mupscale.models.growth_check import REMEDY, check_growth, refuse_inexact
+from mupscale.models.ordinary import Recipe
 from mupscale.schedule_state import refuse_one_rate_for_all
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
@@ -40,35 +43,49 @@ from mupscale.widening.stepping import StateRule, check_own_count, check_state_r
 
 
 class UpscaleCallback(Strides):
-    """Widens the network and its optimizer state at a given step of a run. Use several for several growths.
+    """Widens a module and its optimizer state at a given step of a run. Use several for several growths.
+
+    Any LightningModule grows by the arguments of its constructor, which it keeps by `save_hyperparameters`:
+
+        UpscaleCallback(at_step=300, hparams={"hidden": 512})
+
+    `fit` trains the same object before and after; its submodules are replaced by wide ones. Its optimizers and
+    schedules continue, with rates rescaled by Table 1. A `Growable` module grows by `width`.
 
     The swap happens just before the first batch after `at_step` optimizer steps. So a checkpoint of that step is still
     narrow, and a run that resumes from it repeats the swap. A network that already has the target width stays as it is.
     Before the swap, the plan and the noise are validated, and `pre-upscale-<step>.ckpt` is written next to the run's
     checkpoints, unless the run was resumed from a checkpoint of the same step.
 
-    Whether the growth is exact is checked twice: at the first batch of the run, with small networks of the same factor
-    in float64, so that a wrong model fails at once; and at the swap, by the loss of a batch before noise is added.
+    Whether the growth is exact is checked twice: at the first batch of the run, in float64, so that a wrong model fails
+    at once; and at the swap, by the loss of a batch before noise is added. The first check compares the losses of
+    `training_step`, or under manual optimization those given to `self.manual_backward`, and all gradients; where the
+    layout of a layer was guessed wrongly, it searches for the right one. Of a Growable it compares small networks of
+    the same factor.
 
-    Its saved state is a record of the swap, for the summary.
+    Its saved state is a record of the swap, for the summary, and what the search found.
     """
 
     def __init__(
         self,
         at_step: int,
-        width: Width,
+        width: Width | None = None,
         noise: Noise | None = None,
         lr: float | None = None,
         transfer_state: StateRule | None = None,
         restart_schedule: bool = False,
         rewarm_steps: int = 0,
         method: GrowthMethod | None = None,
+        hparams: dict[str, Any] | None = None,
+        make: Callable[[], LightningModule] | None = None,
+        call: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         """
         Args:
             at_step: The number of optimizer steps before the swap; with 0 the network grows before the first step.
-            width: The target width, larger than the current one. If a norm averages over the width, it must be a
-                multiple of the current width.
+                Under manual optimization the steps of all optimizers count.
+            width: The target width of a Growable module, larger than the current one. If a norm averages over the
+                width, it must be a multiple of the current width.
             noise: Noise that breaks the symmetry of copies. Without it, training continues exactly as before.
             lr: The base learning rate after the swap, of a module with one optimizer; by default unchanged.
             transfer_state: What happens to the optimizer state. `carry` moves it; `reset` drops it;
@@ -77,10 +94,23 @@ class UpscaleCallback(Strides):
             restart_schedule: Restart the learning-rate schedule from its beginning.
             rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
             method: The growth method; by default the paper's duplication.
+            hparams: Of any other module, the arguments of its constructor that change, with their new values.
+            make: In the place of `hparams`, a function that returns the wide module.
+            call: In the place of the losses of `training_step`, what the check compares: a function of the module and a
+                batch that returns what the module computes.
         """
         if at_step < 0:
             raise UserError(f"UpscaleCallback.at_step must be at least 0, got {at_step}")
-        refuse_bad_width("UpscaleCallback.width", width)
+        targets = {"width": width, "hparams": hparams or None, "make": make}
+        if sum(target is not None for target in targets.values()) != 1:
+            raise UserError(
+                "UpscaleCallback needs one of width (of a Growable), hparams (the arguments of the module that change) "
+                f"and make (a function that returns the wide module); got {targets}"
+            )
+        if width is not None:
+            refuse_bad_width("UpscaleCallback.width", width)
+        if call is not None and width is not None:
+            raise UserError("UpscaleCallback.call is for modules that grow by hparams or make; leave it out")
         if lr is not None and not (math.isfinite(lr) and lr > 0):
             raise UserError(f"UpscaleCallback.lr must be positive and finite, got {lr}")
         if noise is not None and not isinstance(noise, Noise):
@@ -104,7 +134,8 @@ class UpscaleCallback(Strides):
         except UserError as error:
             raise UserError(f"UpscaleCallback.transfer_state: {error}") from error
         self.at_step = at_step
-        self.width = width
+        self.width: Any = width
+        self.ordinary = None if width is not None else OrdinaryGrowth(Recipe(hparams, make), call)
         self.noise = noise
         self.lr = lr
         self.state_rule = state_rule
@@ -113,25 +144,46 @@ class UpscaleCallback(Strides):
         self.checkpoint: Path | None = None
         self.summary: dict[str, Any] = {}
         self._needs_check = False
+        self._optimizers_in_checkpoint: tuple[Any, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.summary)
+        return {**self.summary, **(self.ordinary.state_dict() if self.ordinary is not None else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.summary = dict(state_dict)
+        self.summary = {key: value for key, value in state_dict.items() if key != "hints"}
+        if self.ordinary is not None:
+            self.ordinary.load_state_dict(state_dict)
 
     @property
     def state_key(self) -> str:
-        return f"UpscaleCallback[at_step={self.at_step},width={self.width}]"
+        target = f"width={self.width}" if self.ordinary is None else self.ordinary.recipe
+        return f"UpscaleCallback[at_step={self.at_step},{target}]"
+
+    @property
+    def target(self) -> str:
+        """What a module grows to, in words."""
+        if self.ordinary is None:
+            return f"width {self.width}"
+        changed = self.ordinary.recipe.hparams
+        return "what `make` returns" if changed is None else ", ".join(f"{key}={changed[key]}" for key in changed)
 
     # --- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses, before training, what cannot work."""
+        if self.ordinary is not None and not isinstance(pl_module, Growable):
+            load_growths(trainer, pl_module, lambda checkpoint: _grown_in(checkpoint, trainer))
         if stage != "fit":
             return
-        if not isinstance(pl_module, Growable):
-            raise UserError(f"UpscaleCallback needs a Growable module, model is a {type(pl_module).__name__}")
+        name = type(pl_module).__name__
+        if self.ordinary is None and not isinstance(pl_module, Growable):
+            raise UserError(
+                f"UpscaleCallback.width needs a Growable module, and {name} is none. Name the arguments of {name} that "
+                f"change, UpscaleCallback(at_step={self.at_step}, hparams={{...}}), or give make=, a function that "
+                "returns the wide module"
+            )
+        if self.ordinary is not None and isinstance(pl_module, Growable):
+            raise UserError(f"UpscaleCallback: {name} is a Growable module, which grows by width. Give width=")
         self.refuse_step(trainer)
         refuse_schedule([c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)])
         write_whole_files(trainer)
@@ -141,6 +193,12 @@ class UpscaleCallback(Strides):
         # what it saves before a swap must hold what the other callbacks (EMA, curves) did after the step
         order = lambda c: (isinstance(c, Checkpoint), isinstance(c, UpscaleCallback))  # noqa: E731
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=order))
+        if self.ordinary is not None:
+            self._refuse_for_ordinary()
+            self.ordinary.setup(trainer, pl_module)
+            self._needs_check = True
+            return
+        assert isinstance(pl_module, Growable)
         before = self._width_before(trainer, pl_module)
         if not is_narrower(before, self.width):
             return  # right for a run that is resumed after the swap; whether it is one is not known yet
@@ -160,21 +218,32 @@ class UpscaleCallback(Strides):
         steps = trainer.estimated_stepping_batches
         if 0 < steps <= self.at_step and not is_trial_run(trainer):
             raise UserError(f"UpscaleCallback.at_step = {self.at_step} is never reached: the run has {steps} steps")
-        before = self._width_before(trainer, pl_module)
-        if trainer.ckpt_path is None:
-            self.refuse_narrower(before)
-        if self.method.needs_batches:
-            refuse_many_loaders(f"UpscaleCallback.method = {type(self.method).__name__}", trainer)
-        keep_units_of_own_optimizers(trainer, pl_module)
         for optimizer in trainer.optimizers:
             if self.state_rule == "reset_new_copies":
                 check_own_count(optimizer)
-        if is_narrower(before, self.width):
-            self.refuse_one_rate(trainer, pl_module)
-            _refuse_parameters_outside(trainer, pl_module)
-        self._refuse_schedules(trainer, pl_module, before)
+        if self.ordinary is not None:
+            self.ordinary.start(trainer, pl_module, self._earlier(trainer))
+            if not self.ordinary.is_done:
+                self.refuse_one_rate(trainer, pl_module)
+        else:
+            self._start_growable(trainer, pl_module)
         if self.is_due(trainer, pl_module):
             self.checkpoint = Path(trainer.ckpt_path) if trainer.ckpt_path else self._saved(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.ordinary is not None and self.ordinary.is_done and self._optimizers_in_checkpoint is not None:
+            regroup(trainer, pl_module, *self._optimizers_in_checkpoint)
+            for other in (c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)):
+                other._optimizers_in_checkpoint = None  # one of them has done it
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.ordinary is not None:
+            save_names(trainer, pl_module, checkpoint)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        ours = checkpoint.get(CHECKPOINT_KEY)
+        if self.ordinary is not None and ours is not None and trainer.state.fn == "fit":
+            self._optimizers_in_checkpoint = ours["optimizer_names"], checkpoint["optimizer_states"]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -186,33 +255,61 @@ class UpscaleCallback(Strides):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._needs_check:
             self._needs_check = False
-            self._check_growth(trainer, pl_module, batch)
+            if self.ordinary is None:
+                self._check_growth(trainer, pl_module, batch)
+            elif not self.ordinary.is_done:
+                earlier = self._earlier(trainer)
+                self.ordinary.check(trainer, pl_module, batch, batch_idx, earlier, self.method, self.noise)
         if self.is_due(trainer, pl_module):
-            assert isinstance(pl_module, Growable)
             try:
                 self._swap(trainer, pl_module, batch)
             except Exception as error:
-                is_of_shapes = type(error) is RuntimeError and pl_module.width == self.width
-                hint = hint_of_parameters_outside(pl_module) if is_of_shapes else None
-                # it may be neither narrow nor wide: Lightning would fail on it before it reports this error
-                pl_module.net = None
+                hint = None
+                if isinstance(pl_module, Growable):
+                    is_of_shapes = type(error) is RuntimeError and pl_module.width == self.width
+                    hint = hint_of_parameters_outside(pl_module) if is_of_shapes else None
+                    # it may be neither narrow nor wide: Lightning would fail on it before it reports this error
+                    pl_module.net = None
                 kind = RefusedSwap if isinstance(error, RefusedSwap) else RuntimeError
                 raise kind(
-                    f"upscaling to width {self.width} at step {trainer.global_step} failed "
+                    f"upscaling to {self.target} at step {trainer.global_step} failed "
                     f"({type(error).__name__}: {error}). {f'{hint}. ' if hint else ''}{_what_is_saved(self.checkpoint)}"
                 ) from error
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
         """All steps before the one that ends with a checkpoint; after the swap, all steps."""
-        assert isinstance(pl_module, Growable)
-        is_to_come = is_narrower(pl_module.width, self.width)
+        is_to_come = self._is_to_come(pl_module)
         if is_to_come and self._needs_check:
             return 0
         return max(0, self.at_step - 1 - trainer.global_step) if is_to_come else math.inf
 
     def is_due(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        assert isinstance(pl_module, Growable)
-        return trainer.global_step >= self.at_step and is_narrower(pl_module.width, self.width)
+        return trainer.global_step >= self.at_step and self._is_to_come(pl_module)
+
+    def _is_to_come(self, module: LightningModule) -> bool:
+        if self.ordinary is not None:
+            return not self.ordinary.is_done
+        assert isinstance(module, Growable)
+        return is_narrower(module.width, self.width)
+
+    def _start_growable(self, trainer: Trainer, module: LightningModule) -> None:
+        """Refuses, at the start of the training, what cannot work with a Growable."""
+        before = self._width_before(trainer, module)
+        if trainer.ckpt_path is None:
+            self.refuse_narrower(before)
+        if self.method.needs_batches:
+            refuse_many_loaders(f"UpscaleCallback.method = {type(self.method).__name__}", trainer)
+        keep_units_of_own_optimizers(trainer, module)
+        if is_narrower(before, self.width):
+            self.refuse_one_rate(trainer, module)
+            _refuse_parameters_outside(trainer, module)
+        self._refuse_schedules(trainer, module, before)
+
+    def _earlier(self, trainer: Trainer) -> list[OrdinaryGrowth]:
+        """The growths before this one that are still to come, in their order."""
+        swaps = sorted((c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
+        before = (c.ordinary for c in swaps if c.at_step < self.at_step)
+        return [growth for growth in before if growth is not None and not growth.is_done]
 
     # --- what can be refused without a run
 
@@ -253,6 +350,18 @@ class UpscaleCallback(Strides):
         return growth
 
     # --- what is refused in a run
+
+    def _refuse_for_ordinary(self) -> None:
+        """Raises a UserError for options that only a Growable has."""
+        if self.method.needs_batches:
+            raise UserError(
+                f"UpscaleCallback.method: {type(self.method).__name__} learns from batches, which needs a Growable "
+                "module. Use another method"
+            )
+        if self.restart_schedule:
+            raise UserError(
+                "UpscaleCallback.restart_schedule needs a Growable module. Leave it out: the schedules continue"
+            )
 
     def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
         """Raises a UserError if the wide weights alone, at two bytes each, do not fit into the memory of a device."""
@@ -316,19 +425,20 @@ class UpscaleCallback(Strides):
         trainer.save_checkpoint(path)
         return path
 
-    def _swap(self, trainer: Trainer, module: Growable, batch: Any) -> None:
+    def _swap(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         start = time.perf_counter()
-        before, narrow_width = loss_of(trainer, module, batch), module.width
+        measure = partial(measure_loss, trainer, module, self._loss(trainer, module, batch))
+        before, narrow_size = measure(), self.size_of(module)
 
         def compare() -> None:
-            _refuse_jump(before, loss_of(trainer, module, batch), trainer, "an upscale before its noise")
+            _refuse_jump(before, measure(), trainer, "an upscale before its noise")
 
         grown = self._grow(trainer, module, compare)
-        after = loss_of(trainer, module, batch)
+        after = measure()
         losses = float(before.loss), float(after.loss)  # waits for the device
         if grown.keeps_function:
             _refuse_jump(before, after, trainer, "centred noise" if self.noise else "an upscale without noise")
-        self._log(trainer, module, narrow_width, grown.plan, *losses, time.perf_counter() - start)
+        self._log(trainer, module, narrow_size, grown.plan, *losses, time.perf_counter() - start)
         notes = list(grown.notes)
         if not torch.equal(before.random_state, after.random_state):
             notes.append(
@@ -338,9 +448,25 @@ class UpscaleCallback(Strides):
         if notes:
             rank_zero_info("\n".join(notes_by_layer(notes)))
 
-    def _grow(self, trainer: Trainer, module: Growable, compare: Callable[[], None]) -> Grown:
+    def _loss(self, trainer: Trainer, module: LightningModule, batch: Any) -> Callable[[], Tensor]:
+        """Computes the training loss of a batch, the sum of all losses of a step."""
+        if isinstance(module, Growable):
+            return torch.no_grad()(partial(module.loss, batch))
+        assert self.ordinary is not None
+        return partial(self.ordinary.quiet_step(trainer, batch).total, module)
+
+    def size_of(self, module: LightningModule) -> Any:
+        """The present size of a module: its width, or the hyperparameters that this growth changes, as text."""
+        if isinstance(module, Growable):
+            return module.width
+        if self.ordinary is None or self.ordinary.recipe.hparams is None:
+            return f"{sum(p.numel() for p in module.parameters()):,} parameters"
+        return ", ".join(f"{name}={module.hparams[name]}" for name in self.ordinary.recipe.hparams)
+
+    def _grow(self, trainer: Trainer, module: LightningModule, compare: Callable[[], None]) -> Grown:
         swap = Swap(
             width=self.width,
+            ordinary=self.ordinary,
             method=self.method,
             noise=self.noise,
             lr=self.lr,
@@ -353,18 +479,18 @@ class UpscaleCallback(Strides):
     def _log(
         self,
         trainer: Trainer,
-        module: Growable,
-        before: Width,
+        module: LightningModule,
+        before: Any,
         growth: Plan,
         loss_before: float,
         loss_after: float,
         seconds: float,
     ) -> None:
-        parameters = sum(p.numel() for p in module.parameters())
+        parameters, after = sum(p.numel() for p in module.parameters()), self.size_of(module)
         self.summary = {
             "step": trainer.global_step,
             "before": before,
-            "after": self.width,
+            "after": after,
             "parameters": parameters,
             "seconds": seconds,
             "loss_before": loss_before,
@@ -375,33 +501,47 @@ class UpscaleCallback(Strides):
             "upscale/loss_after": loss_after,
             "upscale/pause_seconds": seconds,
             "upscale/parameters": parameters,
-            "upscale/width": max(self.width) if isinstance(self.width, list) else self.width,
         }
+        if self.width is not None:
+            values["upscale/width"] = max(self.width) if isinstance(self.width, list) else self.width
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if add_text is not None:
                 add_text(tag_in(logger, "upscale/plan"), f"```\n{growth}\n```", trainer.global_step)
         rank_zero_info(
-            f"step {trainer.global_step}: upscaled width {before} → {self.width}, {parameters:,} parameters, "
+            f"step {trainer.global_step}: upscaled {growth_text(self.summary)}, {parameters:,} parameters, "
             f"loss {loss_before:.6f} → {loss_after:.6f}, {seconds:.2f} s"
         )
 
 
+def growth_text(summary: dict[str, Any]) -> str:
+    """From which size to which a module grew, in words."""
+    noun = "" if isinstance(summary["before"], str) else "width "
+    return f"{noun}{summary['before']} → {summary['after']}"
+
+
 def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
     """Raises a UserError for two upscales at one step, or for an invalid level of noise."""
-    widths: dict[int, Width] = {}
+    targets: dict[int, str] = {}
     for swap in swaps:
-        if swap.at_step in widths:
-            first = widths[swap.at_step]
-            what = f"to width {first}, twice" if first == swap.width else f"to widths {first} and {swap.width}"
+        if swap.at_step in targets:
+            first = targets[swap.at_step]
+            what = f"to {first}, twice" if first == swap.target else f"to {first} and to {swap.target}"
             raise UserError(f"UpscaleCallback.at_step = {swap.at_step}: two upscales {what}. Keep one of them")
-        widths[swap.at_step] = swap.width
+        targets[swap.at_step] = swap.target
         if swap.noise is not None:
             try:
                 swap.noise.check_level()
             except ValueError as error:
                 raise UserError(f"UpscaleCallback.noise: {error}") from error
+
+
+def _grown_in(checkpoint: dict[str, Any], trainer: Trainer) -> list[OrdinaryGrowth]:
+    """The growths before which a checkpoint was not written, in their order."""
+    swaps = sorted((c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
+    states = checkpoint.get("callbacks", {})
+    return [c.ordinary for c in swaps if c.ordinary is not None and "step" in states.get(c.state_key, {})]
 
 
 def rate_factors(growth: Plan, narrow: nn.Module, optimizer: Optimizer, method: GrowthMethod) -> set[float]:
@@ -464,7 +604,7 @@ def _what_is_saved(checkpoint: Path | None) -> str:
         saved = load_checkpoint(checkpoint)
     except UserError as error:
         return f"The checkpoint before the upscale cannot be read: {error}"
-    bad = non_finite_in(saved)
+    bad = non_finite_in(saved) if CHECKPOINT_KEY in saved else None
     if bad is not None:
         return (
             f"The checkpoint before the upscale, {checkpoint}, has NaN or infinite entries in {bad}: use an earlier one"

@@ -5,19 +5,24 @@ one. The files are in models/ because models/ is the lowest package that imports
 them too.
 """
 
+import copy
+import inspect
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, TQDMProgressBar, WeightAveraging
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_module
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.parsing import AttributeDict
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -72,6 +77,57 @@ def log_interval(trainer: Trainer) -> int:
 def trainer_of(module: LightningModule) -> Trainer | None:
     """The trainer a module is attached to, or None; the public `module.trainer` raises without one."""
     return module._trainer
+
+
+@contextmanager
+def attach_trainer(module: LightningModule, trainer: Any) -> Iterator[None]:
+    """Lets a module have this trainer meanwhile, as `self.trainer`."""
+    before = module._trainer
+    vars(module)["_trainer"] = trainer
+    try:
+        yield
+    finally:
+        vars(module)["_trainer"] = before
+
+
+def configured_optimizers(module: LightningModule) -> tuple[list[Optimizer], list[Any]]:
+    """The optimizers and the schedules of the trainer that a module is attached to."""
+    trainer = module.trainer
+    return trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
+def make_alike(module: LightningModule, changes: Mapping[str, Any]) -> LightningModule:
+    """A new module of the same class, from the hyperparameters that it saved, with some of them changed.
+
+    As `load_from_checkpoint` does it: they may be one argument, and those of LightningCLI describe objects.
+    """
+    kind = type(module)
+    arguments: dict[str, Any] = {**copy.deepcopy(dict(module.hparams)), **changes}
+    of_class = inspect.signature(kind).parameters.values()
+    names = [each.name for each in of_class if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    of_all = vars(module).get("_hparams_name")
+    if of_all in names:
+        return kind(**{of_all: AttributeDict(arguments)})
+    is_of_cli = arguments.pop("_instantiator", None) is not None
+    if not any(each.kind is each.VAR_KEYWORD for each in of_class):
+        arguments = {name: value for name, value in arguments.items() if name in names or name == "_class_path"}
+    return instantiate_module(kind, arguments) if is_of_cli else kind(**arguments)
+
+
+def set_hyperparameters(module: LightningModule, values: Mapping[str, Any]) -> None:
+    """Gives a module its own copy of these hyperparameters, which its checkpoints hold."""
+    module._hparams = AttributeDict(values)
+
+
+OF_EVERY_MODULE = frozenset(
+    {*vars(LightningModule()), "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"}
+)
+"""Attributes in which Lightning and torch keep their own things."""
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """Whether the module itself went through `torch.compile`."""
+    return module._compiler_ctx is not None
 
 
 def on_device(trainer: Trainer, batch: Any) -> Any:

@@ -162,6 +162,11 @@ def inner_schedulers(scheduler: Any) -> Sequence[Any]:
     return inner
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> int:
     """The number of functions that are called before or after each step of an optimizer."""
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mupscale._torch import foreach_mul, foreach_norm
 from mupscale.arguments import refuse_unless_level, refuse_unless_model
@@ -13,14 +14,14 @@ from mupscale.widening.stepping import Record, records_of
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
     """Clips the gradients of `model` to a width-invariant global norm, in place; returns that norm before clipping.
 
     In the norm, each gradient is multiplied by what `table.clip` says for the width of its parameter, so that
     duplication does not change it; at the base width it is the usual norm. The widths come from
     `set_base_shapes`, or from the upscale that made the model; without either, this is
     `torch.nn.utils.clip_grad_norm_`. The call does not synchronise with the device. `max_norm` must be finite and at
-    least 0.
+    least 0. With `optimizer`, only its parameters count and are clipped: a GAN has two optimizers.
 
     Examples:
         >>> import mupscale
@@ -37,10 +38,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     refuse_unless_model("clip_grad_norm_: model", model)
     refuse_unless_level("clip_grad_norm_: max_norm", max_norm)
     widths = records_of(model)
+    groups = optimizer.param_groups if optimizer is not None else ({"params": list(model.parameters())},)
+    wanted = {id(parameter) for group in groups for parameter in group["params"]}
     clipped, values, factors = [], [], []
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or id(parameter) not in wanted:
             continue
         width = widths.get(name, Record())
         dense = gradient.to_dense() if gradient.is_sparse else gradient

@@ -53,6 +53,23 @@ def rescale_schedule_state(state: dict[str, Any], groups: list[Group], sources: 
         rescale_schedule_state(part, groups, sources)
 
 
+def spread_schedule_(scheduler: Any, sources: Sequence[Source]) -> None:
+    """Lets a scheduler go on after the groups of its optimizer were split, each from one of the old groups."""
+    for part in inner_schedulers(scheduler):
+        spread_schedule_(part, sources)
+    for key in ("base_lrs", "_last_lr", *RATES):
+        if hasattr(scheduler, key):
+            rates = getattr(scheduler, key)
+            setattr(scheduler, key, [rates[source.group] * source.factor for source in sources])
+    for key in ("lr_lambdas", *MOMENTUMS):
+        if hasattr(scheduler, key):
+            values = getattr(scheduler, key)
+            setattr(scheduler, key, [values[source.group] for source in sources])
+    factors = {source.factor for source in sources}
+    if getattr(scheduler, LEAST_RATE, 0.0) and len(factors) == 1:
+        setattr(scheduler, LEAST_RATE, getattr(scheduler, LEAST_RATE) * factors.pop())
+
+
 def refuse_one_rate_for_all(scheduler: Any, factors: Iterable[float]) -> None:
     """Raises a UserError for a least rate that all groups share, if their rates are multiplied by other factors."""
     for part in inner_schedulers(scheduler):

@@ -33,7 +33,9 @@ TORCH_SEAM = ROOT / "mupscale/_torch.py"
 
 LIGHTNING = {
     LightningDataModule: {"_hparams_initial"},
-    LightningModule: {"_trainer", "_current_fx_name", "_on_before_batch_transfer"},
+    LightningModule: {
+        "_trainer", "_current_fx_name", "_on_before_batch_transfer", "_compiler_ctx", "_hparams",
+    },
     Trainer: {"_logger_connector", "_detect_anomaly"},
     _LoggerConnector: {"_callback_metrics", "_logged_metrics", "_first_loop_iter"},
     _ResultMetric: {"_forward_cache", "_update_count"},
@@ -73,7 +75,7 @@ LIGHTNING_IMPORTS = {
 
 HOOKS = {"_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"}
 
-TORCH = {nn.Module: {"_non_persistent_buffers_set", *HOOKS}, torch.Tensor: {"_use_count"}}
+TORCH = {nn.Module: {"_non_persistent_buffers_set", "_compiled_call_impl", *HOOKS}, torch.Tensor: {"_use_count"}}
 
 FOREIGN = (
     LightningModule, LightningDataModule, Trainer, Callback, ModelCheckpoint, TQDMProgressBar, WeightAveraging,
@@ -136,6 +138,15 @@ def test_lightning_still_has_what_the_seam_touches(kind: type) -> None:
 @pytest.mark.parametrize("kind", TORCH, ids=lambda kind: kind.__name__)
 def test_torch_still_has_what_the_seam_touches(kind: type) -> None:
     assert TORCH[kind] <= private_names(kind) | set(dir(kind))
+
+
+def test_a_module_still_keeps_the_name_of_its_one_argument() -> None:
+    class Module(LightningModule):
+        def __init__(self, config: dict[str, int]) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    assert vars(Module({"width": 8}))["_hparams_name"] == "config"
 
 
 def test_a_data_loader_still_keeps_its_iterator() -> None:

@@ -116,7 +116,7 @@ def upscale(
         return report
     refuse_unless_callable("upscale: call", call, "lambda model: model(batch)")
     real = target if build is None else _built(build)
-    checked = _checked(narrow, real, call, hints, on_mismatch)
+    checked = find_plan(narrow, real, call, hints, on_mismatch)
     notes, exact = checked.notes, checked.agreement.exact
     if method is None or type(method) is Duplication:
         hints = checked.plan
@@ -131,7 +131,7 @@ def upscale(
 
 def _continues(
     method: GrowthMethod,
-    checked: "_Checked",
+    checked: "CheckedPlan",
     narrow: nn.Module,
     wide: nn.Module,
     call: Call,
@@ -156,7 +156,7 @@ def _built(build: Callable[[], nn.Module], *, meta: bool = False) -> nn.Module:
         return build()
 
 
-class _Checked(NamedTuple):
+class CheckedPlan(NamedTuple):
     """A plan, and what the check of it gave."""
 
     plan: Plan
@@ -166,9 +166,9 @@ class _Checked(NamedTuple):
     text: str
 
 
-def _checked(
+def find_plan(
     narrow: nn.Module, wide: nn.Module, call: Call, hints: Hints | Plan | None, on_mismatch: OnMismatch
-) -> _Checked:
+) -> CheckedPlan:
     """The plan with which the models agree: the guessed one, or that of `discover`. Raises a UserError without one."""
     depth = hints.layers if isinstance(hints, Plan) else checked_hints(hints).depth
     if depth:
@@ -181,9 +181,9 @@ def _checked(
         return _discovered(narrow, wide, call, error, "the plan is refused")
     agreement = check_agreement(narrow, wide, planned, call)
     if agreement.exact is not False:
-        return _Checked(planned, hints, agreement, _notes(agreement), str(agreement))
+        return CheckedPlan(planned, hints, agreement, _notes(agreement), str(agreement))
     if on_mismatch == "note":
-        return _Checked(planned, hints, agreement, (f"the wide model differs: {agreement.reason}",), str(agreement))
+        return CheckedPlan(planned, hints, agreement, (f"the wide model differs: {agreement.reason}",), str(agreement))
     differs = UserError(f"upscale: the wide model does not compute and train as the narrow one: {agreement.reason}")
     if on_mismatch == "error":
         raise UserError(f"{differs}. {_BY_HAND}. Nothing was written")
@@ -192,7 +192,7 @@ def _checked(
 
 def _checked_deeper(
     narrow: nn.Module, wide: nn.Module, call: Call, hints: Hints | Plan | None, on_mismatch: OnMismatch
-) -> _Checked:
+) -> CheckedPlan:
     """The plan of a deeper model, checked with new layers that add nothing. Raises a UserError if that differs."""
     if isinstance(hints, Plan):
         layers, residual, why_unknown = hints.layers, *_residual(narrow, hints.layers, {}, call)
@@ -222,11 +222,11 @@ def _checked_deeper(
         raise UserError(f"{differs}. {_BY_HAND}. Nothing was written")
     notes = _notes(agreement)
     if agreement.exact is not None and planned.keeps_function:
-        return _Checked(planned, hints, agreement, (*notes, _NEW_LAYERS_LEARN), str(agreement))
+        return CheckedPlan(planned, hints, agreement, (*notes, _NEW_LAYERS_LEARN), str(agreement))
     precision = torch.float64 if agreement.exact is None else getattr(torch, agreement.precision)
     change = 100 * change_of_outputs(narrow, wide, planned, call, precision)
     text = f"the new layers change what call returns by {change:.3g} %; if they added nothing, {agreement}"
-    return _Checked(planned, hints, replace(agreement, exact=False), notes, text)
+    return CheckedPlan(planned, hints, replace(agreement, exact=False), notes, text)
 
 
 def _residual(
@@ -273,7 +273,7 @@ _NEW_LAYERS_LEARN = "new layers add nothing yet; they learn from the next step o
 _BY_HAND = 'Leave on_mismatch="discover", or give Hints by hand (mupscale.plan shows the guess)'
 
 
-def _discovered(narrow: nn.Module, wide: nn.Module, call: Call, refusal: UserError, reason: str) -> _Checked:
+def _discovered(narrow: nn.Module, wide: nn.Module, call: Call, refusal: UserError, reason: str) -> CheckedPlan:
     """The plan of `discover`, checked; raises `refusal`, and why there is none."""
     _refuse_long_search(wide, refusal)
     try:
@@ -285,7 +285,7 @@ def _discovered(narrow: nn.Module, wide: nn.Module, call: Call, refusal: UserErr
     if not agreement.exact:
         raise UserError(f"{refusal}. The best plan of a search differs too: {agreement.reason}") from refusal
     text = f"{agreement}, with a plan that discover found in {found.passes} passes (as guessed, {reason})"
-    return _Checked(planned, found, agreement, _notes(agreement), text)
+    return CheckedPlan(planned, found, agreement, _notes(agreement), text)
 
 
 def _refuse_long_search(wide: nn.Module, refusal: UserError) -> None:

@@ -143,7 +143,7 @@ def test_a_failure_inside_the_swap_names_the_checkpoint_to_go_on_from(
         raise RuntimeError("out of memory")
 
     path = tmp_path / "pre-upscale-12.ckpt"
-    for owner, place in ((swap, "transfer_state"), (swap, "grow"), (base, "make_plan"), (upscale, "loss_of")):
+    for owner, place in ((swap, "transfer_state"), (swap, "grow"), (base, "make_plan"), (upscale, "measure_loss")):
         with monkeypatch.context() as patch:
             plans = iter([base.make_plan])  # the first is of the check before training
             if owner is base:

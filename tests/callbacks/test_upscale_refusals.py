@@ -157,7 +157,7 @@ def test_bad_growth_is_refused_before_training(tmp_path: Path) -> None:
 
 def test_two_upscales_at_one_step_are_refused(tmp_path: Path) -> None:
     both = [UpscaleCallback(20, 16), UpscaleCallback(20, 32)]
-    refused("UpscaleCallback.at_step = 20: two upscales to widths 16 and 32. Keep one", mlp(), tmp_path, *both)
+    refused("UpscaleCallback.at_step = 20: two upscales to width 16 and to width 32. Keep one", mlp(), tmp_path, *both)
     with pytest.raises(UserError, match=r"UpscaleCallback.at_step = 20: two upscales to width 16, twice"):
         refuse_schedule([UpscaleCallback(20, 16), UpscaleCallback(20, 16)])
 

@@ -66,7 +66,7 @@ def test_numbers_that_make_no_sense(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("swaps", "message"),
     [
-        ([upscale(5, 16), upscale(5, 32)], "UpscaleCallback.at_step = 5: two upscales to widths 16 and 32"),
+        ([upscale(5, 16), upscale(5, 32)], "UpscaleCallback.at_step = 5: two upscales to width 16 and to width 32"),
         ([upscale(5, 16), upscale(5, 16)], "UpscaleCallback.at_step = 5: two upscales to width 16, twice"),
     ],
 )

@@ -1,0 +1,344 @@
+"""The growth of a LightningModule of any class in a run: what `UpscaleCallback` does for it.
+
+Optimizers and schedules stay the objects that the module's `configure_optimizers` made: their groups are split where
+parameters need different rates, and rescaled by Table 1.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from mupscale._torch import is_compiled_in_place
+from mupscale.checks.random_numbers import generators_kept
+from mupscale.checks.recording import state_kept
+from mupscale.clipping import clip_grad_norm_
+from mupscale.errors import UserError
+from mupscale.growing.upscale import find_plan
+from mupscale.methods import GrowthMethod
+from mupscale.methods.grow import UpscaleReport, grow
+from mupscale.methods.noise import Noise
+from mupscale.models._lightning import averaged_copy, averaging_callbacks, is_compiled, set_average
+from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
+from mupscale.models.growth_check import first_samples
+from mupscale.models.ordinary import (
+    Attributes,
+    Recipe,
+    graft_,
+    make_shell,
+    plain_attributes,
+    refuse_same_shapes,
+    shapes_of,
+    ungraft_,
+)
+from mupscale.models.quiet_step import ModuleCall, QuietStep
+from mupscale.schedule_state import refuse_one_rate_for_all, spread_schedule_
+from mupscale.widening.groups import Source, sources_of
+from mupscale.widening.hints import Hints
+from mupscale.widening.stepping import attach, names_by_id
+
+SAMPLES = 4
+"""Of the batch on which the narrow and the wide module are compared, if `training_step` works with so few."""
+
+
+class OrdinaryGrowth:
+    """One growth of a module that is not a Growable.
+
+    Its saved state: the hints that the check found, so that a resumed run need not search again.
+    """
+
+    def __init__(self, recipe: Recipe, call: ModuleCall | None) -> None:
+        self.recipe = recipe
+        self.call = call
+        self.is_done = False
+        self.hints: Hints | None = None
+        self._built: Attributes = {}
+
+    # --- before the first step
+
+    def setup(self, trainer: Trainer, module: LightningModule) -> None:
+        """Refuses what cannot work, and remembers the module as it is."""
+        name = type(module).__name__
+        self.recipe.refuse_unknown(module)
+        if module.device_mesh is not None or trainer.strategy.restore_checkpoint_after_setup:
+            raise UserError(
+                f"UpscaleCallback.{self.recipe}: {name} cannot grow under {type(trainer.strategy).__name__}, which "
+                "divides its weights among processes. Use DDP or one device, or write it as a mupscale Growable"
+            )
+        if is_compiled(module):
+            raise UserError(
+                f"UpscaleCallback.{self.recipe}: torch.compile({name}) compiled the module for its present layers. "
+                "Compile the network in its place, in __init__ or configure_model: self.net.compile()"
+            )
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            raise UserError(
+                'Trainer.gradient_clip_algorithm = "value" clips entries of gradients, which become smaller where the '
+                'module grows. Use "norm", whose factors follow the growth'
+            )
+        self._built = plain_attributes(module)
+        self.is_done = False
+
+    def start(self, trainer: Trainer, module: LightningModule, earlier: Sequence["OrdinaryGrowth"]) -> None:
+        """At the start of the training, before the first batch."""
+        for optimizer in trainer.optimizers:
+            _refuse_strangers(module, optimizer)
+            attach(module, optimizer)
+        self.clip_by_width_invariant_norm(trainer, module)
+        if not self.is_done and not earlier and self.recipe.may_be_there(module):
+            self.is_done = shapes_of(self.recipe.build(module, trainer)) == shapes_of(module)
+
+    def check(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        earlier: Sequence["OrdinaryGrowth"],
+        method: GrowthMethod,
+        noise: Noise | None,
+    ) -> None:
+        """Finds the plan of the growth, by the losses of a batch and their gradients; raises a UserError without one.
+
+        The module and its optimizers stay as they are: shells with the same tensors are compared.
+        """
+        narrow = make_shell(module)
+        for growth in earlier:
+            growth._graft(trainer, narrow)
+        wide = make_shell(narrow)
+        self._graft(trainer, wide)
+        refuse_same_shapes(self.recipe, narrow, wide)
+        for shell in (narrow, wide):
+            _refuse_compiled_parts(module, shell)
+        step = self._step_on_few_samples(trainer, module, batch, batch_idx)
+        try:
+            checked = find_plan(narrow, wide.to(module.device), step, self.hints, "discover")
+        except UserError as error:
+            reason = str(error).removeprefix("upscale: ").replace("what call(model) returns", "the loss")
+            raise UserError(f"UpscaleCallback.{self.recipe}: {reason}. {REMEDY}") from error
+        self.hints = trainer.strategy.broadcast(_bare(checked.hints))
+        rank_zero_info(f"growth by {self.recipe} is {checked.text}")
+        growth_plan = method.plan(narrow, wide, self.hints)
+        method.choose_noise(noise, growth_plan, narrow)
+        if earlier:
+            return
+        for config in trainer.lr_scheduler_configs:
+            optimizer = config.scheduler.optimizer
+            sources = sources_of(growth_plan, module, optimizer, wide, method.rates)
+            try:
+                refuse_one_rate_for_all(config.scheduler, {source.factor for source in sources.values()})
+            except UserError as error:
+                raise UserError(f"{type(module).__name__}.{error}") from error
+
+    def quiet_step(self, trainer: Trainer, batch: Any, batch_idx: int = 0) -> QuietStep:
+        return QuietStep(trainer, batch, batch_idx, self.call)
+
+    # --- the swap
+
+    def grow(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        method: GrowthMethod,
+        noise: Noise | None,
+        seed: int,
+        lr: float | None,
+        compare: Callable[[], None] | None,
+    ) -> UpscaleReport:
+        """Widens the module, its optimizers and its schedules. After an error the module is as it was."""
+        narrow = self._graft(trainer, module)
+        try:
+            module.to(narrow.device)
+            if trainer.optimizers and module.automatic_optimization:
+                narrow.zero_grad()  # gradients are those of the last step; the window of accumulation begins
+            report = grow(
+                narrow,
+                module,
+                list(trainer.optimizers),
+                hints=self.hints,
+                noise=noise,
+                seed=seed,
+                method=method,
+                before_noise=compare,
+            )
+        except BaseException:
+            ungraft_(module, narrow)
+            raise
+        assert isinstance(report.optimizer, list)
+        for optimizer, continued in zip(trainer.optimizers, report.optimizer, strict=True):
+            sources = sources_of(report.plan, narrow, optimizer, module, method.rates)
+            of_groups = [sources[id(group["params"][0])] for group in continued.param_groups]
+            groups = continued.param_groups
+            if lr is not None:
+                of_groups = _rescale_(optimizer, groups, of_groups, lr)
+            _regroup_(trainer, optimizer, groups, of_groups)
+            optimizer.state.clear()
+            optimizer.state.update(continued.state)
+        with _without_new_optimizers(trainer):
+            trainer.strategy.connect(module)
+            trainer.strategy.setup(trainer)
+        self._built = plain_attributes(module)
+        self.is_done = True
+        return report
+
+    def clip_by_width_invariant_norm(self, trainer: Trainer, module: LightningModule) -> None:
+        """Lets `Trainer(gradient_clip_val=…)` and `self.clip_gradients` clip by a norm that growth does not change."""
+
+        def clip(optimizer: Optimizer, clip_val: float) -> None:
+            if clip_val > 0:
+                clip_grad_norm_(module, clip_val, getattr(optimizer, "optimizer", optimizer))
+
+        trainer.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.hints is None:
+            return {}
+        known = {key: getattr(self.hints, key) for key in ("roles", "blocks", "rescale", "evidence")}
+        return {"hints": json.dumps(known)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.is_done = "step" in state
+        if "hints" in state:
+            known = json.loads(state["hints"])
+            blocks = {
+                name: {int(axis): row for axis, row in axes.items()} for name, axes in known.pop("blocks").items()
+            }
+            self.hints = Hints(blocks=blocks, **known)
+
+    def rebuild(self, trainer: Trainer, module: LightningModule) -> None:
+        """Gives the module the layers of a checkpoint that was written after this growth."""
+        self._graft(trainer, module)
+        self._built = plain_attributes(module)
+        for callback in averaging_callbacks(module):
+            set_average(callback, averaged_copy(callback, module))
+
+    def _graft(self, trainer: Trainer, module: LightningModule) -> LightningModule:
+        wide = self.recipe.build(module, trainer)
+        return graft_(module, wide, self.recipe.hparams, self._built)
+
+    def _step_on_few_samples(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> QuietStep:
+        """With few samples, unless the module needs the whole batch."""
+        few = self.quiet_step(trainer, first_samples(batch, SAMPLES), index)
+        try:
+            with state_kept(module.modules()), generators_kept():
+                few(module)
+        except UserError:
+            raise
+        except Exception:  # whatever a module does with too few
+            return self.quiet_step(trainer, batch, index)
+        return few
+
+
+REMEDY = (
+    "Give hints on how parameters grow where their classes declare them (width_roles, width_blocks), or compare "
+    "something else: call=, a function of the module and a batch that returns what the module computes"
+)
+
+
+def save_names(trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Adds the names of the parameters of each optimizer to a checkpoint, by which its groups are found again."""
+    checkpoint.setdefault(CHECKPOINT_KEY, our_part(module, None, trainer.optimizers))
+
+
+def load_growths(
+    trainer: Trainer, module: LightningModule, growths: Callable[[dict[str, Any]], list[OrdinaryGrowth]]
+) -> None:
+    """Lets a module take the layers of a checkpoint just before its weights are loaded.
+
+    `growths` gives those that a checkpoint was written after, the first one first.
+    """
+    if "on_load_checkpoint" in vars(module):
+        return  # another callback has done it
+    original = module.on_load_checkpoint
+
+    def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
+        del vars(module)["on_load_checkpoint"]
+        for growth in growths(checkpoint):
+            growth.rebuild(trainer, module)
+        if isinstance(trainer.precision_plugin, DoublePrecision):
+            module.double()  # Lightning does so after it has loaded the weights, which were rounded then
+        original(checkpoint)
+
+    vars(module)["on_load_checkpoint"] = on_load_checkpoint
+
+
+def regroup(trainer: Trainer, module: LightningModule, names: Sequence[Sequence[str]], states: Sequence[Any]) -> None:
+    """Splits the groups of new optimizers as those of a checkpoint are, so that their state can be loaded."""
+    named = dict(module.named_parameters())
+    for optimizer, listed, state in zip(trainer.optimizers, names, states, strict=True):
+        group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        left, groups, sources = list(listed), [], []
+        for saved in state["param_groups"]:
+            count = len(saved["params"])
+            parameters, left = [named[name] for name in left[:count]], left[count:]
+            sources.append(Source(group_of[id(parameters[0])], 1.0))
+            groups.append({**optimizer.param_groups[sources[-1].group], "params": parameters})
+            groups[-1].pop("param_names", None)
+            if "param_names" in saved:
+                groups[-1]["param_names"] = saved["param_names"]
+        _regroup_(trainer, optimizer, groups, sources)
+
+
+def _regroup_(trainer: Trainer, optimizer: Optimizer, groups: list[dict[str, Any]], sources: Sequence[Source]) -> None:
+    """Gives an optimizer other groups, and its schedules the rates of these."""
+    for config in trainer.lr_scheduler_configs:
+        if config.scheduler.optimizer is optimizer:
+            spread_schedule_(config.scheduler, sources)
+    optimizer.param_groups[:] = groups
+
+
+def _rescale_(optimizer: Optimizer, groups: list[dict[str, Any]], sources: list[Source], lr: float) -> list[Source]:
+    """Multiplies the rates so that the base rate becomes `lr`."""
+    ratio = lr / float(optimizer.defaults["lr"])
+    optimizer.defaults["lr"] = lr
+    for group in groups:
+        for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if key in group:
+                group[key] = group[key] * ratio
+    return [Source(source.group, source.factor * ratio) for source in sources]
+
+
+@contextmanager
+def _without_new_optimizers(trainer: Trainer) -> Iterator[None]:
+    """A strategy that is set up meanwhile keeps its optimizers."""
+    vars(trainer.strategy)["setup_optimizers"] = lambda trainer: None
+    try:
+        yield
+    finally:
+        del vars(trainer.strategy)["setup_optimizers"]
+
+
+def _refuse_strangers(module: LightningModule, optimizer: Optimizer) -> None:
+    names = names_by_id(module)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in names:
+            raise UserError(
+                f"{type(module).__name__}.configure_optimizers trains a parameter of shape {tuple(parameter.shape)} "
+                "that is not registered in the module, so it cannot grow with it. Assign it, or the layer that has "
+                "it, to an attribute of the module"
+            )
+
+
+def _refuse_compiled_parts(module: nn.Module, other: nn.Module) -> None:
+    """Raises a UserError for a part that was compiled from outside, and would not be after the growth."""
+    compiled = {name for name, part in other.named_modules() if is_compiled_in_place(part)}
+    for name, part in module.named_modules():
+        if is_compiled_in_place(part) and name not in compiled:
+            raise UserError(
+                f"UpscaleCallback: {name!r} of {type(module).__name__} was compiled from outside, so the wide one "
+                "would not be. Call its compile() in __init__ or configure_model of the module"
+            )
+
+
+def _bare(hints: Any) -> Hints | None:
+    """Hints without what a search knows beside them."""
+    if not isinstance(hints, Hints):
+        return None
+    return Hints(hints.roles, hints.blocks, hints.rescale, evidence=hints.evidence)

@@ -1,0 +1,127 @@
+"""One training step of a LightningModule without its effects: the losses that it would train on."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+
+from mupscale.checks.structures import map_leaves
+from mupscale.errors import UserError
+from mupscale.models._lightning import attach_trainer, configured_optimizers
+from mupscale.models.base import without_log
+
+ModuleCall = Callable[[Any, Any], Any]
+"""What is compared of a module and a batch."""
+
+
+class QuietStep:
+    """The losses of a training step on one batch, of the module of a run or of copies of it.
+
+    They are what `training_step` returns, or under manual optimization what it gives to `self.manual_backward`.
+    Nothing is logged, and no optimizer makes a step.
+    """
+
+    def __init__(self, trainer: Trainer, batch: Any, batch_idx: int, call: ModuleCall | None = None) -> None:
+        self.trainer, self.batch, self.batch_idx, self.call = trainer, batch, batch_idx, call
+
+    def __call__(self, module: Any) -> list[Tensor]:
+        batch = map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, self.batch)
+        losses: list[Any] = []
+        with attach_trainer(module, QuietTrainer(self.trainer)), without_log(module), _idle(module, losses):
+            if self.call is not None:
+                return [self.call(module, batch)]
+            returned = module.training_step(**self._arguments(module, batch))
+        if losses:
+            return losses
+        loss = returned.get("loss") if isinstance(returned, dict) else returned
+        if isinstance(loss, Tensor):
+            return [loss]
+        name = type(module).__name__
+        if module.automatic_optimization:
+            raise UserError(
+                f"UpscaleCallback: {name}.training_step returned no loss, so nothing can be compared. Give call=, a "
+                "function of the module and a batch that returns what the module computes"
+            )
+        raise UserError(
+            f"UpscaleCallback: {name}.training_step gives no loss to self.manual_backward, so nothing can be compared. "
+            "Use self.manual_backward(loss) in place of loss.backward(), or give call=, a function of the module and a "
+            "batch that returns what the module computes"
+        )
+
+    def total(self, module: LightningModule) -> Tensor:
+        """The sum of the losses, a number."""
+        return torch.stack([loss.detach().double().sum() for loss in self(module)]).sum()
+
+    def _arguments(self, module: LightningModule, batch: Any) -> dict[str, Any]:
+        """What `training_step` takes of these."""
+        names = list(inspect.signature(type(module).training_step).parameters)[1:]
+        if "dataloader_iter" in names:
+            raise UserError(
+                f"UpscaleCallback: {type(module).__name__}.training_step takes dataloader_iter, which has no batch to "
+                "compare on. Take (batch, batch_idx), or give call=, a function of the module and a batch"
+            )
+        known = {"batch_idx": self.batch_idx, "dataloader_idx": 0}
+        return {names[0]: batch, **{name: known[name] for name in names[1:] if name in known}}
+
+
+class QuietTrainer:
+    """A trainer, but for its loggers, which write nothing."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._real = trainer
+        self.logger = DummyLogger()
+        self.loggers = [self.logger]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class IdleOptimizer:
+    """An optimizer, or a schedule, whose steps do nothing but call their closure."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.param_groups = [dict(group) for group in getattr(real, "param_groups", ())]
+
+    def step(self, *arguments: Any, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        closure = next((each for each in arguments if callable(each)), closure)
+        return None if closure is None else closure()
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Does nothing."""
+
+    def toggle_model(self, *_: Any, **__: Any) -> Any:
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@contextmanager
+def _idle(module: LightningModule, losses: list[Any]) -> Iterator[None]:
+    """Manual optimization does nothing meanwhile; the losses of its backward passes are in the list."""
+    optimizers, schedules = configured_optimizers(module)
+    replaced: dict[str, Any] = {
+        "optimizers": lambda use_pl_optimizer=True: _one_or_all([IdleOptimizer(each) for each in optimizers]),
+        "lr_schedulers": lambda: _one_or_all([IdleOptimizer(each) for each in schedules]) if schedules else None,
+        "manual_backward": lambda loss, *_, **__: losses.append(loss),
+        "toggled_optimizer": lambda optimizer: nullcontext(),
+        **dict.fromkeys(("toggle_optimizer", "untoggle_optimizer", "clip_gradients"), lambda *_, **__: None),
+    }
+    before = {name: vars(module)[name] for name in replaced if name in vars(module)}
+    vars(module).update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            vars(module).pop(name, None)
+        vars(module).update(before)
+
+
+def _one_or_all(things: list[Any]) -> Any:
+    return things[0] if len(things) == 1 else things

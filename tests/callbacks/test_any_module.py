@@ -1,0 +1,268 @@
+"""LightningModules that do not know mupscale grow in the middle of a run, by one added callback."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint, EMAWeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning_modules import EXAMPLES, Autoencoder, Example, ManualAccumulation, UNet, rows
+from tiers import slow_except
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedules
+from torch.utils.data import DataLoader, TensorDataset
+from training_runs import LIGHTNING_WARNINGS
+
+from mupscale import AdditiveNoise
+from mupscale.callbacks.exact_resume import ExactResume
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.errors import UserError
+from mupscale.methods import LiGO
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+]
+
+GROWS_AT, BATCHES = 4, 14
+
+
+class Losses(Callback):
+    """The losses of every batch, as the optimizers see them."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        self.values.append(float(loss.detach()))
+
+
+class Keep(Checkpoint):
+    """Saves after every optimizer step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.paths: dict[int, Path] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step not in self.paths:
+            self.paths[trainer.global_step] = self.folder / f"{trainer.global_step}.ckpt"
+            trainer.save_checkpoint(self.paths[trainer.global_step], weights_only=False)
+
+
+def fit(
+    module: LightningModule, kind: str, folder: Path, *callbacks: Callback, ckpt: Path | None = None, **settings: Any
+) -> list[float]:
+    """Trains for two epochs; the loss of every backward pass."""
+    seed_everything(1, verbose=False)
+    losses = Losses()
+    settings = {"max_epochs": 2, "precision": "64-true", "enable_checkpointing": False, **settings}
+    trainer = Trainer(
+        **settings,
+        accelerator="cpu",
+        logger=[DummyLogger()],
+        default_root_dir=folder,
+        callbacks=[losses, *callbacks],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
+    data = TensorDataset(*rows(kind, 8 * BATCHES // 2))
+    trainer.fit(module, DataLoader(data, 8, shuffle=True), ckpt_path=ckpt)
+    return losses.values
+
+
+def new(example: Example) -> LightningModule:
+    seed_everything(0, verbose=False)
+    return example.make()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_module_grows_exactly_by_one_added_line(name: str, tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    wanted = fit(new(example), example.kind, tmp_path)
+    module = new(example)
+    before = sum(parameter.numel() for parameter in module.parameters())
+    losses = fit(module, example.kind, tmp_path, UpscaleCallback(at_step=GROWS_AT, **example.growth))
+    assert sum(parameter.numel() for parameter in module.parameters()) > before
+    assert len(losses) == len(wanted) >= BATCHES
+    assert losses == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", slow_except(EXAMPLES, "GAN", "frozen teacher", "groups without decay"))
+def test_a_run_resumes_exactly_before_and_after_the_growth(name: str, tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    swap = partial(UpscaleCallback, GROWS_AT, noise=AdditiveNoise(0.1), **example.growth)
+    keep, uninterrupted = Keep(tmp_path), new(example)
+    wanted = fit(uninterrupted, example.kind, tmp_path, swap(), ExactResume(), keep, enable_checkpointing=True)
+    for step in (2, GROWS_AT, max(keep.paths) - 2):
+        resumed = new(example)
+        losses = fit(resumed, example.kind, tmp_path, swap(), ExactResume(), ckpt=keep.paths[step])
+        assert 0 < len(losses) < len(wanted)
+        assert losses == wanted[-len(losses) :]
+        for key, value in uninterrupted.state_dict().items():
+            assert torch.equal(resumed.state_dict()[key], value)
+
+
+class SumOfUnits(LightningModule):
+    """Adds up its units without a weight, so that no copies of them have the same sum."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(6, hidden)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.layer(batch[0]).tanh().sum(-1) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Unsaved(Autoencoder):
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        self.hparams.clear()
+
+
+class BackwardByHand(ManualAccumulation):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = F.cross_entropy(self.head(self.body(batch[0])), batch[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+class LeastRate(Autoencoder):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters())
+        return [optimizer], [schedules.CosineAnnealingLR(optimizer, 30, eta_min=1e-5)]
+
+
+def compiled() -> Any:
+    return torch.compile(Autoencoder())
+
+
+HIDDEN = {"hparams": {"hidden": 16}}
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "a width": (Autoencoder, {"width": 16}, {}, r"width needs a Growable module.*hparams=\{\.\.\.\}"),
+    "a sum of units": (SumOfUnits, HIDDEN, {}, "does not compute and train as the narrow one.*call="),
+    "not saved": (Unsaved, HIDDEN, {}, r"'hidden' is not among the hyperparameters of Unsaved \(none\).*make="),
+    "another name": (Autoencoder, {"hparams": {"width": 16}}, {}, r"'width' is not among .* \(hidden, lr\)"),
+    "no growth": (Autoencoder, {"hparams": {"lr": 0.1, "hidden": 8}}, {}, "no parameter of Autoencoder becomes larger"),
+    "another class": (Autoencoder, {"make": lambda: UNet()}, {}, "make returned a UNet.*same class"),
+    "a failing make": (Autoencoder, {"make": lambda: 1 // 0}, {}, r"cannot be made \(ZeroDivisionError"),
+    "backward by hand": (BackwardByHand, {"hparams": {"sizes": (16, 16)}}, {}, "manual_backward.*or give call="),
+    "one least rate": (LeastRate, HIDDEN, {}, "eta_min = 1e-05.*relative"),
+    "clipping entries": (Autoencoder, HIDDEN, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, '"norm"'),
+    "a compiled module": (compiled, HIDDEN, {}, r"self.net.compile\(\)"),
+    "a schedule that restarts": (Autoencoder, {**HIDDEN, "restart_schedule": True}, {}, "restart_schedule needs"),
+    "a method that learns": (Autoencoder, {**HIDDEN, "method": LiGO()}, {}, "LiGO learns from batches"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_grow_is_refused_before_the_first_step_with_the_remedy(case: str, tmp_path: Path) -> None:
+    make, growth, settings, message = REFUSED[case]
+    module = make()
+    weights = [parameter.detach().clone() for parameter in module.parameters()]
+    with pytest.raises(UserError, match=message):
+        fit(module, "points", tmp_path, UpscaleCallback(GROWS_AT, **growth), **settings)
+    assert all(map(torch.equal, weights, (parameter.detach().float() for parameter in module.parameters())))
+
+
+def test_a_module_needs_one_way_to_grow() -> None:
+    for growth in ({}, {"hparams": {}}, {"width": 8, "hparams": {"hidden": 8}}):
+        with pytest.raises(UserError, match=r"needs one of width .* hparams .* and make"):
+            UpscaleCallback(4, **growth)
+    with pytest.raises(UserError, match="call is for modules that grow by hparams or make"):
+        UpscaleCallback(4, 8, call=lambda module, batch: module(batch))
+
+
+def test_what_is_compared_can_be_given(tmp_path: Path) -> None:
+    def call(module: Any, batch: Any) -> Tensor:
+        return module.head(module.body(batch[0]))
+
+    wanted = fit_and_keep(BackwardByHand, tmp_path)
+    swap = UpscaleCallback(GROWS_AT, hparams={"sizes": (16, 24)}, call=call)
+    assert fit_and_keep(BackwardByHand, tmp_path, swap) == pytest.approx(wanted, rel=1e-9)
+
+
+def fit_and_keep(make: Any, folder: Path, *callbacks: Callback) -> list[float]:
+    """What a module computes after its run."""
+    module = new(Example(make, {}, "points"))
+    fit(module, "points", folder, *callbacks)
+    return module.head(module.body(rows("points", 5)[0])).flatten().tolist()
+
+
+def test_what_a_run_has_changed_stays_and_what_depends_on_the_size_follows(tmp_path: Path) -> None:
+    gan, model = EXAMPLES["GAN"], EXAMPLES["language model"]
+    module = new(gan)
+    fit(module, gan.kind, tmp_path, UpscaleCallback(GROWS_AT, **gan.growth))
+    assert module.steps_done == BATCHES
+    assert dict(module.hparams) == {"latent": 4, "generator": 24, "discriminator": 12}
+    module = new(model)
+    fit(module, model.kind, tmp_path, UpscaleCallback(GROWS_AT, **model.growth))
+    assert module.scale == 32**0.5
+
+
+def test_a_metric_over_an_epoch_does_not_notice_the_growth(tmp_path: Path) -> None:
+    example, seen = EXAMPLES["frozen teacher"], []
+
+    class Seen(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            seen.append(float(trainer.callback_metrics["accuracy"]))
+
+    for swaps in ([], [UpscaleCallback(GROWS_AT, **example.growth)]):
+        fit(new(example), example.kind, tmp_path, Seen(), *swaps)
+    assert seen[:2] == seen[2:]
+    assert 0 < seen[0] < 1
+
+
+@pytest.mark.usefixtures("double")
+def test_two_growths_an_average_accumulation_and_clipping(tmp_path: Path) -> None:
+    example, averages = EXAMPLES["groups without decay"], []
+    for swaps in ([], [UpscaleCallback(2, hparams={"width": 16}), UpscaleCallback(4, hparams={"width": 48})]):
+        module, ema = new(example), EMAWeightAveraging(decay=0.8)
+        settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_epochs": 3}
+        losses = fit(module, example.kind, tmp_path, ema, *swaps, **settings)
+        averages.append((losses, module.net(rows("points", 5)[0]).flatten().tolist()))
+    (wanted, before), (losses, after) = averages
+    assert losses == pytest.approx(wanted, rel=1e-9)
+    assert after == pytest.approx(before, rel=1e-9)
+    assert module.net[0].out_features == 48
+
+
+def test_a_new_base_rate_scales_all_rates(tmp_path: Path) -> None:
+    example = EXAMPLES["autoencoder"]
+    rates = []
+    for lr in (None, 3e-2):
+        swap = UpscaleCallback(GROWS_AT, hparams={"hidden": 16}, lr=lr)
+        module = new(example)
+        fit(module, example.kind, tmp_path, swap)
+        rates.append([group["lr"] for group in module.trainer.optimizers[0].param_groups])
+    assert rates[1] == pytest.approx([3 * rate for rate in rates[0]])
+
+
+def test_a_wide_checkpoint_loads_into_a_narrow_module_for_a_test_and_by_its_class(tmp_path: Path) -> None:
+    example, keep = EXAMPLES["autoencoder"], Keep(tmp_path)
+    module, swap = new(example), partial(UpscaleCallback, GROWS_AT, **HIDDEN)
+    fit(module, example.kind, tmp_path, swap(), keep, enable_checkpointing=True)
+    wide = keep.paths[max(keep.paths)]
+    loaded = Autoencoder.load_from_checkpoint(wide, weights_only=False)
+    assert torch.equal(loaded.encoder[0].weight, module.encoder[0].weight.float())
+    narrow = Autoencoder()
+    data = DataLoader(TensorDataset(*rows("points", 4)), 4)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[swap()], enable_progress_bar=False, precision="64-true"
+    )
+    trainer.predict(narrow, data, ckpt_path=wide, weights_only=False)
+    assert torch.equal(narrow.encoder[0].weight, module.encoder[0].weight)
