@@ -28,7 +28,7 @@ from mupscale.methods.noise import (
 from mupscale.widening.groups import continued_optimizer, off_the_rule
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
-from mupscale.widening.layers import stand_in, stand_in_optimizer
+from mupscale.widening.layers import stand_in
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.sharding import gathered, own_part, whole
 from mupscale.widening.state import check_transfer, transfer_state
@@ -148,13 +148,9 @@ def grow(
     _refuse_other_plan(plan, narrow, wide)
     refuse_other_rescale(plan, narrow, wide)
     method.check(plan)
-    given_opts, wide_opts = _paired(narrow_opt, wide_opt)
-    narrow_opts = [
-        stand_in_optimizer(each, shallow, narrow, plan.layers, copies_state=method.state == "carry")
-        for each in given_opts
-    ]
+    narrow_opts, wide_opts = _paired(narrow_opt, wide_opt)
     for before, after in zip(narrow_opts, wide_opts, strict=True):
-        check_transfer(plan, narrow, before, wide, after, state=method.state)
+        check_transfer(plan, shallow, before, wide, after, state=method.state)
     noise = method.choose_noise(noise, plan, narrow)
     refuse_unknown_buffers(plan, wide, rebuild)
     refuse_non_finite_model(plan, narrow, wide)
@@ -207,16 +203,14 @@ def grow(
     optimizers: list[Optimizer] = []
     if narrow_opts and method.state != "carry":
         notes.append(f"the state of {'new copies' if method.state == 'reset_new_copies' else 'the optimizer'} is reset")
-    for original in given_opts if consume and plan.layers else ():
-        original.state.clear()  # the stand-ins have it
     for before, given in zip(narrow_opts, wide_opts, strict=True):
         after = given
         if after is None:
-            after = continued_optimizer(plan, narrow, before, wide, state=method.state, rates_of=method.rates)
-        notes += off_the_rule(plan, narrow, before, wide, after, method.rates)
+            after = continued_optimizer(plan, shallow, before, wide, state=method.state, rates_of=method.rates)
+        notes += off_the_rule(plan, shallow, before, wide, after, method.rates)
         transfer_state(
             plan,
-            narrow,
+            shallow,
             before,
             wide,
             after,

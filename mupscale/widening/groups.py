@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mupscale.errors import UserError
 from mupscale.widening import table
 from mupscale.widening.growth import Growth
+from mupscale.widening.layers import standing_in
 from mupscale.widening.optimizers import Group, OptimizerRule, Scaling, Sized, rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import RECORD, StateRule, names_by_id
@@ -126,6 +127,7 @@ def continued_groups(
     plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, rates_of: RatesOf = table_rates
 ) -> list[Group]:
     """The parameter groups that continue `narrow_opt` on the wide model, its hyperparameters rescaled."""
+    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers)
     names = names_by_id(narrow)
     wide_named = dict(wide.named_parameters())
 
@@ -175,6 +177,7 @@ def sources_of(
     plan: Plan, narrow: nn.Module, narrow_opt: Optimizer, wide: nn.Module, rates_of: RatesOf = table_rates
 ) -> dict[int, Source]:
     """Which group of `narrow_opt` each wide parameter continues, and by which factor of the rate; by its identity."""
+    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers)
     names = names_by_id(narrow)
     wide_named = dict(wide.named_parameters())
     rule = rule_of(narrow_opt)
@@ -242,6 +245,7 @@ def off_the_rule(
 
     One common change of a base constant is a choice, and gets no note.
     """
+    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers)
     rule, wide_named = rule_of(narrow_opt), dict(wide.named_parameters())
     group_of = {id(parameter): group for group in wide_opt.param_groups for parameter in group["params"]}
     names = names_by_id(narrow)

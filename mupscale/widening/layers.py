@@ -328,15 +328,16 @@ def _shared(tensor: Tensor | None, made: dict[int, Any]) -> Tensor | None:
     return answer
 
 
-def stand_in_optimizer(
-    optimizer: Optimizer, shallow: nn.Module, twin: nn.Module, layers: Layers, *, copies_state: bool
-) -> Optimizer:
-    """An optimizer over the stand-in, for reading: new layers are in the groups of their sources.
+def standing_in(
+    shallow: nn.Module, optimizer: Optimizer, deep: nn.Module, layers: Layers, *, copies_state: bool = True
+) -> tuple[nn.Module, Optimizer]:
+    """The stand-in for a model and its optimizer, for reading: new layers are in the groups of their sources.
 
     With `copies_state` copied layers have the state of their sources; inserted ones have none.
     """
     if not layers:
-        return optimizer
+        return shallow, optimizer
+    twin = stand_in(shallow, deep, layers)
     names = names_by_id(shallow)
     uses: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in twin.named_parameters():
@@ -363,4 +364,4 @@ def stand_in_optimizer(
         made.param_groups.append(twin_group)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     made.state.update({p: state for p, state in optimizer.state.items() if id(p) not in held})
-    return made
+    return twin, made

@@ -15,6 +15,7 @@ from mupscale.widening import table
 from mupscale.widening.axes import duplicate_
 from mupscale.widening.groups import INITIAL_VALUE, begin_state_, settings_of
 from mupscale.widening.growth import Growth
+from mupscale.widening.layers import standing_in
 from mupscale.widening.optimizers import Group, OptimizerRule, is_number, rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.sharding import gathered, own_part, whole
@@ -44,6 +45,7 @@ def check_transfer(
     state: StateRule = "carry",
 ) -> None:
     """Raises UserError, before anything is written, where `narrow_opt` cannot be continued on the wide model."""
+    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers, copies_state=state == "carry")
     rule = rule_of(narrow_opt)
     refuse_bad_levels(narrow_opt)
     if state == "reset_new_copies":
@@ -141,6 +143,10 @@ def transfer_state(
 
     Without `to_copies` only the first copy of each entry gets it, and the others are zero.
     """
+    given = narrow_opt
+    narrow, narrow_opt = standing_in(narrow, narrow_opt, wide, plan.layers, copies_state=state == "carry")
+    if consume and narrow_opt is not given:
+        given.state.clear()  # the stand-in has it
     if state == "reset":
         if consume:
             narrow_opt.state.clear()
