@@ -13,7 +13,7 @@ from mupscale.checks.recording import state_kept
 from mupscale.checks.structures import leaves_of, map_leaves
 from mupscale.errors import UserError
 from mupscale.models.base import Growable, hint_of_parameters_outside, without_log
-from mupscale.models.checkpoint import Width
+from mupscale.models.checkpoint import Layers, Size, Width
 from mupscale.widening.plan import plan
 
 SMALLEST = 8
@@ -37,7 +37,7 @@ def check_growth(module: Growable, before: Width, after: Width, batch: Any) -> A
     found: Agreement | None = None
     reason = "no network of these widths can be compared"
     with _kept(module), generators_kept():
-        loss = LossByWidth(module)
+        loss = LossBySize(module)
         while widths and found is None:
             narrow, wide = widths.pop(0)
             try:
@@ -66,7 +66,7 @@ REMEDY = (
 )
 
 
-def _compared(loss: "LossByWidth", narrow: Width, wide: Width, samples: Any) -> Agreement:
+def _compared(loss: "LossBySize", narrow: Width, wide: Width, samples: Any) -> Agreement:
     before, after = loss.network(narrow), loss.network(wide)
     return check_agreement(before, after, plan(before, after), lambda net: loss(net, samples))
 
@@ -102,43 +102,44 @@ def first_samples(batch: Any, count: int) -> Any:
 
 @contextmanager
 def _kept(module: Growable) -> Iterator[None]:
-    """Restores the network and the width of a module at the end."""
-    net, width = module.net, module.hparams["width"]
+    """Restores the network and the size of a module at the end."""
+    net, arguments = module.net, dict(module.hparams)
     try:
         with without_log(module):
             yield
     finally:
-        module.net, module.hparams["width"] = net, width
+        module.net = net
+        module.hparams.update(arguments)
 
 
-class LossByWidth:
-    """The loss of networks of several widths by one module, which has the width of each, and forgets every batch."""
+class LossBySize:
+    """The loss of networks of several sizes by one module, which has the size of each, and forgets every batch."""
 
     def __init__(self, module: Growable) -> None:
         self.module = module
-        self._own_width = module.width
-        self._widths: dict[int, Width] = {}
+        self._own = module.size
+        self._sizes: dict[int, Size] = {}
         """By the number of parameters: networks are copied to be compared."""
 
-    def network(self, width: Width, *, meta: bool = False) -> nn.Module:
-        """The network at this width."""
-        net = self.module.network(width, meta=meta)
-        self._widths[_parameters(net)] = width
+    def network(self, width: Width, layers: Layers | None = None, *, meta: bool = False) -> nn.Module:
+        """The network at this size, by default with as many layers as the module."""
+        size = Size(width, self._own.layers if layers is None else layers)
+        net = self.module.network(*size, meta=meta)
+        self._sizes[_parameters(net)] = size
         return net
 
     def __call__(self, net: nn.Module, batch: Any) -> Tensor:
-        self.module.net, self.module.hparams["width"] = net, self._widths[_parameters(net)]
+        self.module.net, size = net, self._sizes[_parameters(net)]
+        self.module.hparams.update({key: value for key, value in size._asdict().items() if value is not None})
         inside = set(net.modules())
         with state_kept(part for part in self.module.modules() if part not in inside):
             try:
                 return self.module.loss(batch)
             except RuntimeError as error:
                 hint = hint_of_parameters_outside(self.module)
-                if hint is None or self.module.width == self._own_width:
+                if hint is None or size == self._own:
                     raise
-                raise UserError(
-                    f"the loss cannot be computed at width {self.module.width} ({error}). {hint}"
-                ) from error
+                raise UserError(f"the loss cannot be computed at {size} ({error}). {hint}") from error
 
 
 def _parameters(net: nn.Module) -> int:

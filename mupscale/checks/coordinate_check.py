@@ -8,12 +8,15 @@ fresh     networks of every width, at initialisation and over their first steps
 doubled   the same networks after these steps, upscaled twofold with noise and trained further
 grown     the narrowest network, upscaled 2, 4 and 8 times. A mistake that depends only on the factor (optimizer state
           moved in the wrong units) has the same size at every width, so that only this scan shows it.
+
+Over the depth there is the first scan only. What the layers of a list put out counts as one: `blocks.*.mlp.0`; the
+outputs of whole layers, `blocks.*`, are the residual stream.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,18 +57,20 @@ down to -0.42 from width 32.
 
 DEFAULT_NOISE = AdditiveNoise(0.1)
 
+Axis = Literal["width", "depth"]
+
 NETWORK = "(the network)"
 """The name of the whole network among its layers, if it has parameters of its own."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What was measured at several widths."""
+    """What was measured at several widths, or numbers of layers."""
 
     name: str
     title: str
     widths: tuple[int, ...]
-    """Those of the networks that were measured; of upscaled ones, the wide."""
+    """Those of the networks that were measured; of upscaled ones, the wide. Or their numbers of layers."""
     sizes: dict[str, Tensor]
     """By layer, in the order of the forward pass: [seeds, widths, 1 + steps, 2], the root mean square of its output and
     of the change of its output since the first, on one batch.
@@ -95,14 +100,13 @@ class Slopes(NamedTuple):
     output_fails: bool
     update_fails: bool
 
-    @property
-    def problem(self) -> str | None:
+    def problem(self, axis: Axis) -> str | None:
         """What is wrong with the layer in this scan, or None."""
         parts = []
         if self.output_fails and self.output is not None:
-            parts.append(f"its output {_power(self.output)}")
+            parts.append(f"its output {_power(self.output, axis)}")
         if self.update_fails and self.update is not None:
-            parts.append(f"its update {_power(self.update)}")
+            parts.append(f"its update {_power(self.update, axis)}")
         return " and ".join(parts) or None
 
 
@@ -113,15 +117,17 @@ class CoordCheck:
     scans: tuple[Scan, ...]
     layers: dict[str, dict[str, Slopes]] = field(repr=False)
     """By layer, in the order of the forward pass, and by the name of the scan."""
+    axis: Axis = "width"
 
     @property
     def failing(self) -> dict[str, str]:
         """What is wrong with each layer that fails."""
         answer = {}
         for name, scans in self.layers.items():
-            problems = [f"{scan}: {slopes.problem}" for scan, slopes in scans.items() if slopes.problem]
-            if problems:
-                answer[name] = "; ".join(problems)
+            problems = {scan: slopes.problem(self.axis) for scan, slopes in scans.items()}
+            texts = [f"{scan}: {problem}" for scan, problem in problems.items() if problem]
+            if texts:
+                answer[name] = "; ".join(texts)
         return answer
 
     @property
@@ -158,10 +164,11 @@ class CoordCheck:
             if name in failing:
                 styles[len(rows)] = "bad"
             rows.append([name, *numbers, "FAILS" if name in failing else "ok"])
-        above = ["slopes of log size against log width", *(f"  {scan.name:<8} {scan.title}" for scan in self.scans)]
+        above = [f"slopes of log size against log {self.axis}"]
+        above += [f"  {scan.name:<8} {scan.title}" for scan in self.scans]
         if self.passed:
             limits = f"tolerance {TOLERANCE}, {FALLING_TOLERANCE} where an update falls"
-            below = [f"passed: no layer's output or update grows or vanishes with the width ({limits})"]
+            below = [f"passed: no layer's output or update grows or vanishes with the {self.axis} ({limits})"]
         else:
             below = [f"FAILED in {len(failing)} of {len(self.layers)} layers, look first at {self.first}"]
         verdict = [paint(line, "good" if self.passed else "bad") for line in folded(below, columns)]
@@ -181,11 +188,13 @@ def coord_check(
     seeds: int = 3,
     noise: Noise | None = DEFAULT_NOISE,
     clip: float | None = None,
+    axis: Axis = "width",
     watch: Watch = unwatched,
 ) -> CoordCheck:
-    """Measures how the outputs of all layers, and their change in training, depend on the width.
+    """Measures how the outputs of all layers, and their change in training, depend on the width, or on the depth.
 
-    Networks are measured fresh, and across an upscale.
+    Networks are measured fresh, and across an upscale; for the `axis` depth only fresh, and `widths` are numbers of
+    layers.
 
     `network(width)` must return a new muP network, and `optimizer(network)` its muP-scaled optimizers. For each width,
     `seeds` networks are trained, cycling through `batches`; sizes are measured on the first batch.
@@ -203,18 +212,20 @@ def coord_check(
     widths = sorted(widths)
     if len(set(widths)) < 3 or len(set(widths)) < len(widths) or widths[0] < 1:
         raise UserError(
-            f"widths: a slope needs at least three different ones, got {', '.join(map(str, widths)) or 'none'}"
+            f"{axis}s: a slope needs at least three different ones, got {', '.join(map(str, widths)) or 'none'}"
         )
     for name, value in (("steps", steps), ("seeds", seeds)):
         refuse_unless_whole(name, value)
     if not batches:
         raise UserError("batches is empty")
 
-    _refuse_one_width(network, widths[:2])
+    small_and_large = _different(network, widths[:2], axis)
+    lists = _lists(*small_and_large) if axis == "depth" else ()
+    factors: tuple[int, ...] = FACTORS if axis == "width" else ()
     fresh: dict[int, list[_Sizes]] = {width: [] for width in widths}
-    doubled: dict[int, list[_Sizes]] = {FACTORS[0] * width: [] for width in widths}
-    grown: dict[int, list[_Sizes]] = {factor * widths[0]: [] for factor in FACTORS}
-    total, done = seeds * (2 * len(widths) + len(FACTORS) - 1), 0
+    doubled: dict[int, list[_Sizes]] = {factor * width: [] for factor in factors[:1] for width in widths}
+    grown: dict[int, list[_Sizes]] = {factor * widths[0]: [] for factor in factors}
+    total, done = seeds * (len(widths) + len(doubled) + len(factors[1:])), 0
     with torch.random.fork_rng():
         for width in widths:
             for seed in range(seeds):
@@ -224,11 +235,11 @@ def coord_check(
                 narrow_opts = as_list(optimizer(narrow))
                 if not narrow_opts:
                     raise UserError("optimizer must return the optimizer of the network, or a list of them; got none")
-                train = _Training(batches, loss, steps, clip, f"width {width}")
+                train = _Training(batches, loss, steps, clip, f"{axis} {width}", lists)
                 fresh[width].append(train(narrow, narrow_opts, first=0))
                 done += 1
                 watch("networks trained", done, total)
-                for factor in FACTORS if width == widths[0] else FACTORS[:1]:
+                for factor in factors if width == widths[0] else factors[:1]:
                     wide = network(factor * width)
                     report = grow(narrow, wide, narrow_opts, noise=noise, seed=seed)
                     assert isinstance(report.optimizer, list)
@@ -236,35 +247,55 @@ def coord_check(
                     sizes = train(wide, report.optimizer, first=steps)
                     done += 1
                     watch("networks trained", done, total)
-                    if factor == FACTORS[0]:
+                    if factor == factors[0]:
                         doubled[factor * width].append(sizes)
                     if width == widths[0]:
                         grown[factor * width].append(sizes)
     every = ", ".join(map(str, widths))
-    scans = (
-        _scan("fresh", f"widths {every}, from the start over {steps} steps", fresh),
-        _scan("doubled", f"widths {every}, trained, upscaled twofold and trained on", doubled),
-        _scan("grown", f"width {widths[0]}, trained, upscaled to {', '.join(map(str, grown))} and trained on", grown),
-    )
-    outputs = {
-        layer for layer, sizes in fresh[widths[0]][0].items() if sizes.shapes == fresh[widths[1]][0][layer].shapes
-    }
-    return CoordCheck(
-        scans,
-        {layer: {scan.name: _judged(scan, layer, layer in outputs) for scan in scans} for layer in scans[0].sizes},
-    )
+    scans = [_scan("fresh", f"{axis}s {every}, from the start over {steps} steps", fresh)]
+    if factors:
+        scans += [
+            _scan("doubled", f"widths {every}, trained, upscaled twofold and trained on", doubled),
+            _scan(
+                "grown", f"width {widths[0]}, trained, upscaled to {', '.join(map(str, grown))} and trained on", grown
+            ),
+        ]
+    small, large = (fresh[width][0] for width in widths[:2])
+    outputs = {layer for layer in small if axis == "width" and small[layer].shapes == large[layer].shapes}
+    slopes = {layer: {scan.name: _judged(scan, layer, layer in outputs) for scan in scans} for layer in small}
+    return CoordCheck(tuple(scans), slopes, axis)
 
 
-def _refuse_one_width(network: Callable[[int], nn.Module], widths: Sequence[int]) -> None:
-    """Raises a UserError if the network is the same at two widths: then nothing would be measured."""
-    shapes = []
+def _different(network: Callable[[int], nn.Module], widths: Sequence[int], axis: Axis) -> list[nn.Module]:
+    """The network at two widths. Raises a UserError if it is the same: then nothing would be measured."""
+    networks = []
     for width in widths:
         with torch.random.fork_rng():
             made = network(width)
         refuse_unless_model(f"network({width})", made)
-        shapes.append([parameter.shape for parameter in made.parameters()])
+        networks.append(made)
+    shapes = [[parameter.shape for parameter in made.parameters()] for made in networks]
     if shapes[0] == shapes[1]:
-        raise UserError(f"network: it has the same shapes at widths {widths[0]} and {widths[1]}; it must use its width")
+        raise UserError(
+            f"network: it has the same shapes at {axis}s {widths[0]} and {widths[1]}; it must use its {axis}"
+        )
+    return networks
+
+
+def _lists(shallow: nn.Module, deep: nn.Module) -> tuple[str, ...]:
+    """The names of the outermost modules that have more parts in the deep one."""
+    parts = {name: len(list(module.children())) for name, module in deep.named_modules()}
+    longer = [name for name, module in shallow.named_modules() if len(list(module.children())) != parts.get(name)]
+    return tuple(name for name in longer if not any(name.startswith(f"{other}.") for other in longer))
+
+
+def _pooled(name: str, lists: Sequence[str]) -> str:
+    """The name that a layer shares with those of the same kind in its list: `blocks.*.mlp.0`."""
+    for prefix in lists:
+        if name.startswith(f"{prefix}."):
+            _, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+            return f"{prefix}.*.{rest}".rstrip(".")
+    return name
 
 
 def log_log_slope(widths: Iterable[int], sizes: Tensor) -> float | None:
@@ -294,13 +325,10 @@ def _judged(scan: Scan, layer: str, is_output: bool) -> Slopes:
     return Slopes(output, update, output_fails, update_fails)
 
 
-def _power(slope: float) -> str:
-    verb = "grows" if slope > 0 else "vanishes"
-    return (
-        f"{verb} as width^{slope:+.2f}"
-        if math.isfinite(slope)
-        else f"is zero at the {'narrow' if slope > 0 else 'wide'} end only"
-    )
+def _power(slope: float, axis: Axis) -> str:
+    if math.isfinite(slope):
+        return f"{'grows' if slope > 0 else 'vanishes'} as {axis}^{slope:+.2f}"
+    return f"is zero at the {'small' if slope > 0 else 'large'} end only"
 
 
 def _number(slope: float | None) -> str:
@@ -328,6 +356,8 @@ class _Training:
     steps: int
     clip: float | None
     where: str
+    lists: Sequence[str] = ()
+    """The lists of layers whose outputs count as one."""
 
     def __call__(self, net: nn.Module, optimizers: Sequence[Optimizer], first: int) -> _Sizes:
         start = self._outputs(net)
@@ -365,12 +395,14 @@ class _Training:
     @torch.no_grad()
     def _outputs(self, net: nn.Module) -> dict[str, list[Tensor]]:
         """The outputs of every module with parameters of its own for the first batch; buffers stay as they were."""
-        with buffers_kept(net), torch.random.fork_rng(), Recorder(net, wanted=_has_parameters) as recorder:
+        layers = {id(layer) for name in self.lists for layer in net.get_submodule(name).children()}
+        wanted = lambda module: _has_parameters(module) or id(module) in layers  # noqa: E731
+        with buffers_kept(net), torch.random.fork_rng(), Recorder(net, wanted=wanted) as recorder:
             torch.manual_seed(0)  # dropout must not count as an update
             self.loss(net, self.batches[0])
         outputs: dict[str, list[Tensor]] = {}
         for call in recorder.calls:
-            outputs.setdefault(call.name or NETWORK, []).extend(call.outputs)
+            outputs.setdefault(_pooled(call.name or NETWORK, self.lists), []).extend(call.outputs)
         for name, module in recorder.modules.items():
             if isinstance(module, Readout) and name not in outputs:
                 # it was fused with the loss, and read what its neighbour put out

@@ -1,6 +1,6 @@
-"""coord-check: check whether activations and their updates keep their scale as the width grows.
+"""coord-check: check whether activations and their updates keep their scale as the width, or the depth, grows.
 
-The check covers training from initialisation, and training across an upscale.
+Over widths, the check covers training from initialisation, and training across an upscale.
 """
 
 import argparse
@@ -8,6 +8,7 @@ import csv
 import math
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +35,13 @@ def main(command: str, arguments: list[str]) -> int:
         prog="python -m mupscale coord-check",
         description=__doc__,
         epilog="Give the model with --config FILE; further options are those of fit. "
-        f"Trains networks of up to {FACTORS[0]} times the widest width, on the CPU. "
+        f"Trains networks of up to {FACTORS[0]} times the widest width, or of these depths, on the CPU. "
         "The exit status is 1 if a layer fails.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--widths", type=numbers, required=True, metavar="N,N,N", help="at least three widths, such as 64,128,256,512"
-    )
+    sizes = parser.add_mutually_exclusive_group(required=True)
+    sizes.add_argument("--widths", type=numbers, metavar="N,N,N", help="at least three widths, such as 64,128,256,512")
+    sizes.add_argument("--layers", type=numbers, metavar="N,N,N", help="at least three depths, such as 2,4,8,16")
     parser.add_argument(
         "--steps", type=int, default=4, help="training steps before the upscale, and as many after it (default 4)"
     )
@@ -72,7 +73,7 @@ def main(command: str, arguments: list[str]) -> int:
 def numbers(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"wanted widths like 64,128,256,512, got {text!r}")
+        raise argparse.ArgumentTypeError(f"wanted numbers like 64,128,256,512, got {text!r}")
     return [int(part) for part in parts]
 
 
@@ -80,14 +81,22 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
     """The check of the configured model, with its optimizer, its data, and the noise of its first upscale."""
     from mupscale.commands.configured import configured, first_batches, upscales
     from mupscale.models._lightning import optimizers_of
-    from mupscale.models.growth_check import LossByWidth
+    from mupscale.models.checkpoint import Size
+    from mupscale.models.growth_check import LossBySize
 
     module, data, trainer = configured(command, configuration, __doc__)
-    for width in sorted({factor * width for width in options.widths for factor in (1, *FACTORS)}):
+    if options.layers and not module.builds_layers:
+        raise UserError(f"--layers: {type(module).__name__} has a fixed number of layers; give --widths")
+    loss = LossBySize(module)
+    widths, factors = options.widths or (), (1, *FACTORS)
+    sizes = [Size(width) for width in sorted({factor * width for width in widths for factor in factors})]
+    sizes += [Size(module.width, layers) for layers in options.layers or ()]
+    for size in sizes:
         try:
-            module.network(width, meta=True)
+            module.network(*size, meta=True)
         except (ValueError, AssertionError) as error:  # a model of the user's may assert that heads divide its width
-            raise UserError(f"--widths: {str(error) or f'the model refuses width {width}'}") from error
+            key = "--layers" if options.layers else "--widths"
+            raise UserError(f"{key}: {str(error) or f'the model refuses {size}'}") from error
     scheduled = upscales(trainer)
     batches = first_batches(module, data, 2 * options.steps)
 
@@ -99,11 +108,10 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
                 group["lr"] = group.get("initial_lr", group["lr"])  # a schedule may begin with a rate of zero
         return made
 
-    loss = LossByWidth(module)
     with Status() as status:
         return coord_check(
-            loss.network,
-            options.widths,
+            (lambda layers: loss.network(module.width, layers)) if options.layers else loss.network,
+            options.layers or options.widths,
             optimizer=optimizers,
             loss=loss,
             steps=options.steps,
@@ -111,6 +119,7 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
             batches=tree_map(lambda x: x[:ROWS] if isinstance(x, Tensor) and x.ndim else x, batches),
             noise=scheduled[0].noise if scheduled else DEFAULT_NOISE,
             clip=trainer.gradient_clip_val,
+            axis="depth" if options.layers else "width",
             watch=status,
         )
 
@@ -118,7 +127,7 @@ def checked(command: str, configuration: list[str], options: argparse.Namespace)
 def write_sizes(check: CoordCheck, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["scan", "layer", "width", "step", "output", "update"])
+        writer.writerow(["scan", "layer", check.axis, "step", "output", "update"])
         for scan in check.scans:
             for layer in check.layers:
                 for width, steps in zip(scan.widths, scan.mean(layer).tolist(), strict=True):
@@ -126,9 +135,9 @@ def write_sizes(check: CoordCheck, path: Path) -> None:
 
 
 def draw(check: CoordCheck, path: Path) -> None:
-    """Draws sizes against width, a column for each scan: outputs at its start, and their change after every step.
+    """Draws sizes against width or depth, a column for each scan; layers that fail are red.
 
-    Layers that fail are red.
+    Above, outputs at the start of the scan; below, their change after every step.
     """
     import matplotlib
 
@@ -138,7 +147,9 @@ def draw(check: CoordCheck, path: Path) -> None:
 
     layers = list(check.layers)
     colours = dict(zip(layers, plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(layers)).numpy()), strict=True))
-    fig, axes = plt.subplots(2, len(check.scans), figsize=(13, 6.6), sharex="col", sharey="row", layout="constrained")
+    columns = len(check.scans)
+    form: dict[str, Any] = {"sharex": "col", "sharey": "row", "layout": "constrained", "squeeze": False}
+    fig, axes = plt.subplots(2, columns, figsize=(4 + 3 * columns, 6.6), **form)
     for (above, below), scan in zip(axes.T, check.scans, strict=True):
         for layer in layers:
             sizes, slopes = scan.mean(layer), check.layers[layer][scan.name]
@@ -156,7 +167,7 @@ def draw(check: CoordCheck, path: Path) -> None:
             for earlier in sizes[:, 1:-1, 1].T:
                 below.loglog(scan.widths, earlier.where(earlier > 0, math.nan), ":", color=colours[layer], lw=0.7)
         above.set_title(fill(f"{scan.name}: {scan.title}", 50), fontsize=9)
-        below.set_xlabel("width")
+        below.set_xlabel(check.axis)
         below.xaxis.set(
             major_locator=FixedLocator(scan.widths),
             minor_locator=NullLocator(),

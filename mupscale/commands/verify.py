@@ -19,7 +19,7 @@ from mupscale.commands.status import Status
 from mupscale.commands.terminal import columns, paint
 from mupscale.methods import Duplication
 from mupscale.models.base import has_own_optimizers
-from mupscale.models.growth_check import LossByWidth
+from mupscale.models.growth_check import LossBySize
 from mupscale.mup_optimizers import apply_mup
 
 NOT_CHECKED = "cannot be checked outside of a run: model.optimizer is checked in its place"
@@ -32,7 +32,7 @@ def main(command: str, arguments: list[str]) -> int:
     scheduled = growths(module, trainer)
     batches = first_batches(module, data, BATCHES)
     module.double()  # what it has beside its network, like a teacher, computes with the copies
-    loss = LossByWidth(module)
+    loss = LossBySize(module)
 
     def configured_optimizer(params: list[nn.Parameter]) -> Optimizer:
         return apply_mup(module.optimizer_callable(params))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from mupscale.methods import noise
 from mupscale.models import gpt2
 from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
+from mupscale.models.growth_check import LossBySize
 from mupscale.models.mlp import MLP, MLPNet
 from mupscale.models.resnet import ResNet18
 from mupscale.widening import state
@@ -73,7 +75,7 @@ def language_model(**settings: Any) -> GPT2:
 
 
 def failing(answer: CoordCheck, scan: str) -> list[str]:
-    return [layer for layer, scans in answer.layers.items() if scans[scan].problem]
+    return [layer for layer, scans in answer.layers.items() if scans[scan].problem("width")]
 
 
 def largest(answer: CoordCheck, *quantities: str) -> float:
@@ -100,7 +102,7 @@ def test_the_mlp_passes(optimizer: Callable[[Any], Optimizer]) -> None:
 @pytest.mark.slow
 def test_the_resnet_passes() -> None:
     module = ResNet18(8, base_width=8, outputs=7, optimizer=adamw)
-    answer = check(module, samples((3, 8, 8), rows=8), (8, 16, 32), steps=2, seeds=1)
+    answer = check(module, samples((3, 8, 8), rows=8), (8, 16, 32), steps=2, seeds=2)
     assert answer.passed, str(answer)
     assert len(answer.layers) == 41  # every convolution, every norm and the readout
     assert abs(answer.layers["readout"]["fresh"].update or math.inf) < 0.1
@@ -141,6 +143,38 @@ class Recurrent(Growable):
         assert isinstance(self.net, nn.ModuleDict)
         outputs = self.net["readout"](self.net["cell"](self.net["table"](batch[:, :-1].T))[0])
         return F.cross_entropy(outputs.flatten(0, 1), batch[:, 1:].T.flatten())
+
+
+def check_depth(module: Growable, batches: list[Any], depths: tuple[int, ...] = (2, 4, 8, 16)) -> CoordCheck:
+    loss = LossBySize(module)
+
+    def optimizer(net: nn.Module) -> Optimizer:
+        module.net = net
+        return module.configure_optimizers()
+
+    network = lambda layers: loss.network(module.width, layers)  # noqa: E731
+    settings: dict[str, Any] = {"optimizer": optimizer, "batches": batches, "loss": loss}
+    return coord_check(network, depths, axis="depth", seeds=2, **settings)
+
+
+@pytest.mark.parametrize(
+    "optimizer", slow_except([partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.3)], 0)
+)
+def test_gpt2_passes_over_depths_under_completep(optimizer: Any) -> None:
+    shape: dict[str, Any] = {"base_width": 16, "heads": 2, "vocabulary": 32, "context": 16}
+    answer = check_depth(GPT2(16, layers=2, base_layers=2, optimizer=optimizer, **shape), tokens(32))
+    assert answer.passed, answer
+    assert [scan.name for scan in answer.scans] == ["fresh"]
+    assert abs(answer.layers["blocks.*"]["fresh"].update) < 0.25
+
+
+def test_depths_without_completep_are_named() -> None:
+    """The residual stream moves by as much as all layers together."""
+    shape: dict[str, Any] = {"base_width": 16, "heads": 2, "vocabulary": 32, "context": 16}
+    answer = check_depth(GPT2(16, layers=2, optimizer=partial(torch.optim.AdamW, lr=0.01), **shape), tokens(32))
+    assert not answer.passed
+    assert answer.layers["blocks.*"]["fresh"].update == pytest.approx(0.8, abs=0.25)
+    assert "blocks.*: fresh: its update grows as depth^+0." in str(answer)
 
 
 @pytest.mark.slow

@@ -54,6 +54,18 @@ def test_the_command_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
 
 
+def test_depths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configuration(tmp_path / "c.yaml", layers=2, base_layers=2)
+    main(["coord-check", "--config", config, "--layers", "2,4,8", "--seeds=2", f"--out={tmp_path / 'out'}"])
+    told = capsys.readouterr().out
+    assert "passed: no layer's output or update grows or vanishes with the depth" in told
+    assert (tmp_path / "out/coord_check.png").read_bytes().startswith(b"\x89PNG")
+    rows = sizes(tmp_path / "out")
+    assert rows[0] == ["scan", "layer", "depth", "step", "output", "update"]
+    layers = ("layers.0", "layers.1", "layers.2", "blocks.*.inner", "blocks.*.outer", "blocks.*", "readout")
+    assert [row[1:3] for row in rows[1:] if row[3] == "0"] == [[layer, n] for layer in layers for n in "248"]
+
+
 @pytest.mark.slow
 def test_the_command_fails_where_a_layer_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configuration(tmp_path / "c.yaml", "extensions.UnscaledMLP")
@@ -101,6 +113,12 @@ def test_the_command_refuses_what_cannot_work(tmp_path: Path) -> None:
     )
     for widths in ("8,16,x", "0,8,16"):
         message = refused("coord-check", "--config", config, f"--widths={widths}")
-        assert f"wanted widths like 64,128,256,512, got '{widths}'" in message
+        assert f"wanted numbers like 64,128,256,512, got '{widths}'" in message
+    message = refused(*check, "--config", config, "--widths=8,16,32", "--layers=2,4,8")
+    assert "argument --layers: not allowed with argument --widths" in message
+    message = refused(*check, "--config", config, "--model=extensions.UnscaledMLP", "--layers=2,4")
+    assert message == "error: depths: a slope needs at least three different ones, got 2, 4"
+    message = refused(*check, "--config", config, "--model=extensions.Even", "--layers=2,4,8")
+    assert message == "error: --layers: Even has a fixed number of layers; give --widths"
     message = refused(*check, "--config", config, "--widths=8,16,32", f"--out={config}")
     assert message == f"error: --out {config} is not a folder; name a folder"
