@@ -151,6 +151,7 @@ def test_no_command_imports_another():
 
 OTHER_POWERS = {
     "mupscale/clipping.py": {"math.sqrt(table.clip(width.scale))"},
+    "mupscale/hf/config_depth.py": {"math.sqrt(len(sources) / old)"},  # of numbers of layers
     "mupscale/methods/duplication.py": {"10 ** (-self.decibels / 20)"},
     "mupscale/methods/ligo.py": {"math.sqrt(group.units)"},  # the size of random numbers
     "mupscale/widening/axes.py": {"math.sqrt(1 - 1 / count)"},  # the variance that centring leaves

@@ -27,11 +27,11 @@ _SMALL_HEADS = (8, 10, 12, 16, 20, 24, 32, 40, 64)
 _VOCABULARIES = (61, 67, 71, 73, 79, 83, 89, 97)  # primes: no size is equal to them, nor any multiple of one
 _POSITIONS = 50
 _LAYERS = 2
-_DEPTH = re.compile(
+DEPTH = re.compile(
     r"(.*_)?n(um)?_(hidden_|decoder_|encoder_|conv_)?layers?|(.*_)?(encoder|decoder)_layers|depth|layers|[lrx]_layers|num_blocks"
 )
 _STAGES = re.compile(r"depths?|block_sizes|blocks_per_stage|num_block_repeats|stage_num_blocks")
-_LAYER_NUMBERS = re.compile(r".*(indexes|indices|idxs|layer_ids)|(mlp_only|moe|cross_attention|kv_source)_layers")
+LAYER_NUMBERS = re.compile(r".*(indexes|indices|idxs|layer_ids)|(mlp_only|moe|cross_attention|kv_source)_layers")
 _TOKEN = re.compile(r"(.*_)?token_(ids?|index)|.*_(bos|eos|pad)_id|(begin_)?suppress_tokens|(tag|subs)_pad_id")
 _LENGTH = re.compile(
     r"max_position_embeddings|(.*_)?max_.*position.*|n_positions|n_ctx|max_seq_len|max_(source|target)_.*"
@@ -44,8 +44,10 @@ _RANK = re.compile(r"(?!time_step_|mamba_dt_)(.*_)?rank")
 _LATENT_HEADS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def shrunken(config: PretrainedConfig) -> PretrainedConfig:
+def shrunken(config: PretrainedConfig, *, keep_layers: bool = False) -> PretrainedConfig:
     """A copy of `config` with the same structure at the smallest sizes; its model takes milliseconds to build and run.
+
+    With `keep_layers` it has as many layers as `config`.
 
     >>> from transformers import LlamaConfig
     >>> small = shrunken(LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8))
@@ -59,7 +61,8 @@ def shrunken(config: PretrainedConfig) -> PretrainedConfig:
     for _, part in parts(small):
         _shrink_widths(part, sizes)
         _shrink_ranks(part, sizes)
-        _shrink_layers(part)
+        if not keep_layers:
+            _shrink_layers(part)
         _shrink_experts(part)
         _shrink_lengths(part)
     _shrink_vocabulary(small)
@@ -317,13 +320,13 @@ def _shrink_ranks(part: PretrainedConfig, sizes: _Sizes) -> None:
 
 def _shrink_layers(part: PretrainedConfig) -> None:
     values = vars(part)
-    depth_names = [n for n, v in fields_of(part) if _DEPTH.fullmatch(n) and _is_size(v)]
+    depth_names = [n for n, v in fields_of(part) if DEPTH.fullmatch(n) and _is_size(v)]
     main = _first(values, ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth"))
     whole = values[main] if main is not None else 0
     per_layer = {
         name: value
         for name, value in values.items()
-        if isinstance(value, list) and len(value) == whole > _LAYERS and not _LAYER_NUMBERS.fullmatch(name)
+        if isinstance(value, list) and len(value) == whole > _LAYERS and not LAYER_NUMBERS.fullmatch(name)
     }
     offsets = [value + 1 for name, value in fields_of(part) if name.endswith("_layer_offset") and _is_size(value)]
     kept = max([_LAYERS, *offsets, *(_until_all_seen(value) for value in per_layer.values())])
@@ -341,7 +344,7 @@ def _shrink_layers(part: PretrainedConfig) -> None:
             continue
         if _STAGES.fullmatch(name) and all(map(_is_size, value)):
             setattr(part, name, type(value)(min(entry, 2) for entry in value))
-        elif _LAYER_NUMBERS.fullmatch(name) and all(isinstance(entry, int) for entry in value) and main is not None:
+        elif LAYER_NUMBERS.fullmatch(name) and all(isinstance(entry, int) for entry in value) and main is not None:
             setattr(part, name, type(value)([entry for entry in value if entry < kept] or [kept - 1]))
     for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
         if _is_size(values.get(name)):

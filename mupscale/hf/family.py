@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from threading import RLock
@@ -25,6 +25,8 @@ from mupscale.hf.outputs import difference, quiet
 from mupscale.hf.whole_rows import whole_rows
 from mupscale.methods.grow import grow
 from mupscale.watching import Watch, unwatched
+from mupscale.widening.hints import Hints
+from mupscale.widening.plan_text import Plan
 
 OTHER_SIZE = 3
 """Times the size of the small models: there, what was found is confirmed to hold for other sizes too."""
@@ -125,45 +127,56 @@ def _pairs(before: Any, after: Any) -> Iterator[tuple[int, int]]:
 def _discovered(
     small: PretrainedConfig, large: PretrainedConfig, model_class: Any, call: Call | None, watch: Watch
 ) -> Found:
-    with ExitStack() as stack:
-        # whatever the caller is in the middle of: building on another device, a step without gradients, autocast
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        stack.enter_context(torch.device("cpu"))
-        torch.manual_seed(0)
-        narrow, wide = _built(model_class, small), _built(model_class, large)
-        call = _working(narrow, call)
+    with on_cpu():
+        narrow, wide = build_small(model_class, small), build_small(model_class, large)
+        call = working_call(narrow, call)
         _refuse_sizes(wide, call)
         found = discover(narrow, wide, call, lambda words, *count: watch(f"{FINDING}, {words}", *count))
         watch(CHECKING, 0, 2)
-        _check_reloaded(narrow, wide, found, call)
+        check_reloaded(narrow, wide, found, call)
         watch(CHECKING, 1, 2)
-        narrow, wide = (_built(model_class, wide_config(each, OTHER_SIZE, keep_heads=False)) for each in (small, large))
+        larger = (wide_config(each, OTHER_SIZE, keep_heads=False) for each in (small, large))
+        narrow, wide = (build_small(model_class, each) for each in larger)
         confirm(narrow, wide, call, found.resolved(narrow, wide, partial(cuts_between, narrow, wide, call)))
         watch(CHECKING, 2, 2)
         return found
 
 
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Small models are built and run as if the caller were not in the middle of something.
+
+    It may be building on another device, or in a step without gradients, or in autocast.
+    """
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
+        torch.manual_seed(0)
+        yield
+
+
 @torch.no_grad()
-def _check_reloaded(narrow: Any, wide: Any, found: Found, call: Call) -> None:
-    """Raises a UserError if the wide model, once it is saved and loaded again, computes something else."""
+def check_reloaded(narrow: Any, wide: Any, hints: Hints | Plan, call: Call) -> None:
+    """Raises a UserError if the grown model, once it is saved and loaded again, computes something else."""
     before: Any = float64_copy(narrow).eval()
     after: Any = float64_copy(wide).eval()
-    grow(before, after, hints=found)
+    grow(before, after, hints=hints)
     with tempfile.TemporaryDirectory() as folder, quiet():
         after.save_pretrained(folder)
         loaded = type(wide).from_pretrained(folder, dtype=torch.float64, local_files_only=True)
     found_again = difference(call(before), call(float64_copy(loaded).eval()))
     if isinstance(found_again, float) and not found_again <= RELOADED:
         raise UserError(
-            f"a wide {narrow.config.model_type} computes something else once it is saved and loaded again: a part of "
-            "it is computed from the width when it is loaded. It cannot be widened"
+            f"a grown {narrow.config.model_type} computes something else once it is saved and loaded again: a part of "
+            "it is computed from its sizes when it is loaded. It cannot be grown"
         )
 
 
-def _built(model_class: Any, config: PretrainedConfig) -> Any:
+def build_small(model_class: Any, config: PretrainedConfig) -> Any:
     """A small model in float64, because units are read off constants that models keep in their own precision."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -195,7 +208,7 @@ def _refuse_sizes(wide: Any, call: Call) -> None:
         ) from error
 
 
-def _working(model: Any, given: Call | None) -> Call:
+def working_call(model: Any, given: Call | None) -> Call:
     """The given forward pass where it runs the small model, whose vocabulary is smaller; else the default one."""
     reasons = []
     for call in (given, default_call) if given is not None else (default_call,):

@@ -24,13 +24,18 @@ class ConfigGrowth:
     """`feed_forward`: only the intermediate sizes grow."""
     fields: Mapping[str, float] | None = None
     """Other factors, by the name of the field."""
+    has_layers: bool = False
+    """Whether the model becomes deeper too, so that its width may stay."""
 
     def wide(self, config: "PretrainedConfig") -> "PretrainedConfig":
         """The wide configuration. UserError where a size would not be whole, or where nothing grows."""
         wide = wide_config(config, self.factor, keep_heads=self.keep_heads, only=self.only, fields=self.fields)
-        if wide.to_dict() == config.to_dict():
-            raise UserError(f"factor {self.factor:g} leaves every size as it is; give a larger one")
+        if not self.has_layers and not self.widens(config, wide):
+            raise UserError(f"factor {self.factor:g} leaves every size as it is; give a larger one, or more layers")
         return wide
+
+    def widens(self, config: "PretrainedConfig", wide: "PretrainedConfig") -> bool:
+        return wide.to_dict() != config.to_dict()
 
 
 def on_meta(model_class: "type[PreTrainedModel]", config: "PretrainedConfig") -> "PreTrainedModel":

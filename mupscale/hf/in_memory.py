@@ -1,4 +1,4 @@
-"""A model of the transformers library widened in memory."""
+"""A model of the transformers library grown in memory."""
 
 import copy
 from dataclasses import replace
@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mupscale.checks.agreement import Agreement, check_agreement
+from mupscale.checks.agreement import Agreement, change_of_outputs, check_agreement
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.recording import state_kept
 from mupscale.discovery.discover import discover
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError, needs_extra
+from mupscale.hf.depth import MOST_PARAMETERS, Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
 from mupscale.hf.family import CannotShrink, found_between
 from mupscale.hf.folder import read_folder
-from mupscale.hf.growth import ConfigGrowth
+from mupscale.hf.growth import ConfigGrowth, on_meta
 from mupscale.hf.inputs import Call, default_call
-from mupscale.hf.outputs import quiet
+from mupscale.hf.outputs import logits_of, quiet
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import Optimizers, UpscaleReport, grow
 from mupscale.methods.noise import Noise
 from mupscale.watching import Watch, unwatched
+from mupscale.widening.hints import Hints
+from mupscale.widening.inserted import as_identity
 from mupscale.widening.plan import plan
-
-MOST_PARAMETERS = 100_000_000
-"""Of a wide model that is itself run to find how it grows."""
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 def upscale(
     model_or_folder: "PreTrainedModel | str | Path",
-    factor: float,
+    factor: float = 1,
     *,
+    layers: Counts | None = None,
+    depth: How = "identity",
     call: Call | None = None,
     optimizer: Optimizers = None,
     noise: Noise | None = None,
@@ -45,7 +47,9 @@ def upscale(
     fields: dict[str, float] | None = None,
     watch: Watch = unwatched,
 ) -> "tuple[PreTrainedModel, UpscaleReport]":
-    """A wide model that computes, and trains, as the narrow one, and the report of its making.
+    """A wider or deeper model that computes as the one it is made of, and the report of its making.
+
+    A wide model also trains as the narrow one; new layers learn from the first step on.
 
         model = AutoModelForCausalLM.from_pretrained("narrow")
         wide, report = mupscale.hf.upscale(model, 2, optimizer=optimizer)
@@ -55,6 +59,10 @@ def upscale(
     Args:
         model_or_folder: A model of the transformers library, or a folder with one.
         factor: By how much its widths grow.
+        layers: How many layers it gets. Where it has several numbers of layers, by the field of the configuration:
+            `{"decoder_layers": 12}`.
+        depth: How it gets them. "identity": new layers add nothing at first, so it computes as before; with
+            "interleave", each layer k times in place, and "stack", the whole stack again, it does not.
         call: One forward pass of a model, where its own dummy inputs do not do. With it, or with those, both models are
             compared before anything is written, if there is memory for copies; `report.exact` is the result.
         optimizer: The narrow model's; `report.optimizer` continues it.
@@ -75,42 +83,56 @@ def upscale(
     else:
         narrow = model_or_folder
         _refuse_unless_pretrained(narrow)
-    growth = ConfigGrowth(factor, keep_heads, only, fields)
-    wide = _wide_model(narrow, growth.wide(narrow.config))
-    found = _found(narrow, wide, call, watch)
-    check = _checked(narrow, wide, found, call or default_call)
-    report = grow(narrow, wide, optimizer, noise=noise, seed=seed, method=method, hints=found)
+    growth = ConfigGrowth(factor, keep_heads, only, fields, has_layers=layers is not None)
+    config = growth.wide(narrow.config)
+    deepenings: list[Deepening] = []
+    if layers is not None:
+        deepenings = find_deepenings(narrow.config, type(narrow), layers, depth, call=call, watch=watch)
+    found = _found(narrow, config, call, watch) if growth.widens(narrow.config, config) else None
+    wide = _wide_model(narrow, deepened(config, deepenings))
+    hints = hints_at_depth(narrow, wide, deepenings, found)
+    exact, check = _checked(narrow, wide, hints, call or default_call)
+    report = grow(narrow, wide, optimizer, noise=noise, seed=seed, method=method, hints=hints)
     wide.train(narrow.training)
-    return wide, replace(report, exact=check.exact, check=str(check))
+    return wide, replace(report, exact=exact, check=check)
 
 
-def _checked(narrow: "PreTrainedModel", wide: "PreTrainedModel", found: Found, call: Call) -> Agreement:
-    """Compares the two models themselves, where memory allows. Raises a UserError if they differ."""
+def _checked(narrow: "PreTrainedModel", wide: "PreTrainedModel", hints: Hints, call: Call) -> tuple[bool | None, str]:
+    """Compares the two models themselves, where memory allows. Raises a UserError if they differ.
+
+    New layers that add something are compared as if they added nothing, and what they add is measured.
+    """
 
     def compared(model: Any) -> Any:
-        output = call(model)
-        logits = getattr(output, "logits", None)
-        return output if logits is None else logits
+        return logits_of(call(model))
 
     try:
         with torch.no_grad(), state_kept(narrow.modules()), generators_kept():
             compared(narrow)
     except Exception as error:  # only the caller knows which inputs a model takes
-        return Agreement(None, reason=f"no input is known ({' '.join(str(error).split())[:200]}). Give call")
-    answer = check_agreement(narrow, wide, plan(narrow, wide, hints=found), compared)
+        reason = f"no input is known ({' '.join(str(error).split())[:200]}). Give call"
+        return None, str(Agreement(None, reason=reason))
+    planned = plan(narrow, wide, hints=hints)
+    if planned.layers and not hints.residual:
+        return None, str(Agreement(None, reason="nothing makes the layers of this model add nothing"))
+    answer = check_agreement(narrow, wide, as_identity(planned, narrow, wide, hints.residual), compared)
     if answer.exact is False:
-        raise UserError(f"this {narrow.config.model_type} model is not widened exactly: {answer.reason}")
-    return answer
+        raise UserError(f"this {narrow.config.model_type} model does not grow exactly: {answer.reason}")
+    if planned.keeps_function or answer.exact is None:
+        return answer.exact, str(answer)
+    change = 100 * change_of_outputs(narrow, wide, planned, compared, getattr(torch, answer.precision))
+    return False, f"the new layers change the outputs by {change:.3g} %; if they added nothing, {answer}"
 
 
-def _found(narrow: "PreTrainedModel", wide: "PreTrainedModel", call: Call | None, watch: Watch) -> Found:
+def _found(narrow: "PreTrainedModel", config: "PretrainedConfig", call: Call | None, watch: Watch) -> Found:
     """How the model grows, found with small ones of its family; where there are none, with the models themselves."""
+    wide = on_meta(type(narrow), config)
     try:
         return found_between(narrow, wide, model_class=type(narrow), call=call, watch=watch)
     except CannotShrink:
         if sum(parameter.numel() for parameter in wide.parameters()) > MOST_PARAMETERS:
             raise
-        return discover(narrow, wide, call or default_call, watch)
+        return discover(narrow, _wide_model(narrow, config), call or default_call, watch)
 
 
 def _refuse_unless_pretrained(model: object) -> None:

@@ -59,6 +59,12 @@ def largest_difference(
     return difference(*answers)
 
 
+def logits_of(output: Any) -> Any:
+    """The logits of what a model returns; all of it where there are none."""
+    logits = getattr(output, "logits", None)
+    return output if logits is None else logits
+
+
 def difference(before: Any, after: Any) -> float | str:
     """The largest difference of two models' outputs, in units of the largest output; or why there is none.
 

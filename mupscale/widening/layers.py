@@ -20,12 +20,12 @@ from mupscale.errors import UserError
 from mupscale.widening.stepping import Record, Records, group_records, names_by_id, records_of, write_records
 
 How = Literal["identity", "interleave", "stack", "random"]
-Depth = How | Mapping[str, Sequence[int]]
+Depth = How | Mapping[str, Sequence[int] | Sequence["Layer"]]
 """How a model becomes deeper.
 
 `identity`: inserted layers add nothing at first, so the function stays. `interleave`: each layer k times in place.
 `stack`: the whole stack again. `random`: inserted layers keep the initial values of the deep model. Or, by the name of
-a layer list, the index of the shallow layer that each deep layer copies."""
+a layer list, the index of the shallow layer that each deep layer copies, or a `Layer` for each."""
 
 
 NewLayer = Literal["copy", "identity", "random"]
@@ -62,7 +62,7 @@ def layers_of(shallow: nn.Module, deep: nn.Module, depth: Depth | None) -> Layer
             f"depth must be {', '.join(get_args(How))}, or the source of each layer by the name of its list, "
             f'{{"layers": [0, 0, 1, 1]}}; got {shown(depth)}'
         )
-    lists = {found.name: found for found in _unequal_lists(shallow, deep)}
+    lists = {found.name: found for found in unequal_lists(shallow, deep)}
     unknown = [name for name in depth if name not in lists] if isinstance(depth, Mapping) else []
     if unknown or (depth is not None and not lists):
         there = ", ".join(map(str, lists.values())) or "none"
@@ -87,11 +87,11 @@ def layers_of(shallow: nn.Module, deep: nn.Module, depth: Depth | None) -> Layer
 
 def spread(shallow: nn.Module, deep: nn.Module) -> Layers:
     """The like layers of a base model of any depth beside those of a model, for muP: evenly, whichever has more."""
-    rows = {found.name: found.named(found.evenly(), "copy") for found in _unequal_lists(shallow, deep)}
-    return {found.name: rows[found.name] for found in _unequal_lists(shallow, deep) if found.fits(rows[found.name])}
+    rows = {found.name: found.named(found.evenly(), "copy") for found in unequal_lists(shallow, deep)}
+    return {found.name: rows[found.name] for found in unequal_lists(shallow, deep) if found.fits(rows[found.name])}
 
 
-def _unequal_lists(shallow: nn.Module, deep: nn.Module) -> Iterator["_List"]:
+def unequal_lists(shallow: nn.Module, deep: nn.Module) -> Iterator["_List"]:
     """The outermost lists of layers whose lengths differ."""
     others, outer = dict(deep.named_modules()), list[str]()
     for name, before in shallow.named_modules():
@@ -121,14 +121,17 @@ class _List(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.old} → {self.new} layers)"
 
-    def rows(self, how: How | Sequence[int]) -> tuple[Layer, ...]:
+    def rows(self, how: How | Sequence[int] | Sequence[Layer]) -> tuple[Layer, ...]:
         if not isinstance(how, str):
+            given = tuple(row for row in how if isinstance(row, Layer))
+            if given:
+                return given
             if not all(isinstance(source, int) and 0 <= source < self.old for source in how) or len(how) != self.new:
                 raise UserError(
                     f"depth: {self} needs {self.new} numbers from 0 to {self.old - 1}, the source of each layer; got "
                     f"{shown(how)}"
                 )
-            return self.named(how, "copy")
+            return self.named([source for source in how if isinstance(source, int)], "copy")
         inserted: NewLayer = "copy" if how in ("interleave", "stack") else "random" if how == "random" else "identity"
         candidates = [self.named(sources, inserted) for sources in self._candidates(how)]
         if not candidates:

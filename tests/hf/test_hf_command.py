@@ -121,7 +121,7 @@ def test_a_model_in_memory_is_compared_at_its_full_size(narrow: Path, monkeypatc
     assert report.check.startswith("not checked: no input is known (")
     monkeypatch.setattr(in_memory_module, "_found", lambda *_: Found({}, {}, {}, 0, {}, ()))
     with pytest.raises(
-        UserError, match=r"this llama model is not widened exactly: what call\(model\) returns differs by"
+        UserError, match=r"this llama model does not grow exactly: what call\(model\) returns differs by"
     ):
         hf.upscale(narrow, 2)
 

@@ -4,21 +4,24 @@
     python tests/support/hf_zoo.py run llama t5_1_0 --factor 2
     python tests/support/hf_zoo.py run --named --factor 3
     python tests/support/hf_zoo.py run --all
+    python tests/support/hf_zoo.py deepen --all
 
-`run` prints one line for each: exact, refused with the reason, WRONG, or BROKEN where something else was raised.
+`run` doubles the width and `deepen` the number of layers. Both print one line for each: exact, refused with the
+reason, WRONG, or BROKEN where something else was raised.
 """
 
 import argparse
 import sys
 import warnings
 from collections import Counter
+from functools import partial
 
 import torch
 from no_float32 import float64_everywhere
 from zoo_entry import Entry
 from zoo_timm import timm_entries
 from zoo_transformers import transformers_entries
-from zoo_trial import built, trial
+from zoo_trial import built, depth_trials, trial
 
 import mupscale  # noqa: F401  (lets torchvision be imported, which transformers and timm do)
 
@@ -40,11 +43,18 @@ def sizes(entry: Entry) -> str:
         return f"FAILS: {type(error).__name__}: {str(error)[:200]}".replace("\n", " ")
 
 
+_COMMANDS = {
+    "sizes": "build and run every model, narrow and wide",
+    "run": "widen in mid-training",
+    "deepen": "double the number of layers of models of the transformers library",
+}
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Tiny models that nobody prepared.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="names of all entries; those with a star must come out exact")
-    for command, text in (("sizes", "build and run every model, narrow and wide"), ("run", "widen in mid-training")):
+    for command, text in _COMMANDS.items():
         sub = commands.add_parser(command, help=text)
         sub.add_argument("names", nargs="*", metavar="NAME")
         sub.add_argument("--named", action="store_true", help="those that must come out exact")
@@ -60,6 +70,8 @@ def main(arguments: list[str]) -> int:
     if unknown:
         parser.error(f"no entry {unknown[0]!r}")
     names = list(ENTRIES) if options.all else options.names + NAMED * options.named
+    if options.command == "deepen":
+        names = [name for name in names if not name.startswith("timm")]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     import transformers
@@ -71,9 +83,11 @@ def main(arguments: list[str]) -> int:
         if options.command == "sizes":
             print(f"{name:26}{sizes(ENTRIES[name])}", flush=True)
             continue
-        outcome = trial(ENTRIES[name], options.factor, as_shipped=options.as_shipped)
-        verdicts[outcome.verdict] += 1
-        print(outcome, flush=True)
+        entry = ENTRIES[name]
+        widen = partial(trial, entry, options.factor, as_shipped=options.as_shipped)
+        for outcome in depth_trials(entry) if options.command == "deepen" else [widen()]:
+            verdicts[outcome.verdict] += 1
+            print(outcome, flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
     return int(bool(verdicts["WRONG"] or verdicts["BROKEN"]))
 

@@ -2,13 +2,14 @@
 
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from no_float32 import float64_everywhere
 from torch import Tensor, nn
-from zoo_entry import Entry, loss
+from zoo_entry import Entry, in_its_dtype, loss, outputs
 
 import mupscale
 from mupscale.errors import UserError
@@ -149,3 +150,56 @@ def _run(entry: Entry, factor: float, seconds: list[float]) -> tuple[float, floa
             raise RuntimeError("the outputs are the same for all inputs, so the trial shows nothing")
         reload = difference(answer, entry.call(reloaded))
     return (drift if drift == drift else float("inf")), reload
+
+
+def depth_trials(entry: Entry) -> Iterator[Outcome]:
+    """Doubles each number of layers of the entry's model by layers that add nothing, saves it and loads it again."""
+    from mupscale.hf.config_depth import numbers_of_layers
+    from mupscale.hf.depth import growing_lists
+
+    model = built(entry, 1, 0)
+    numbers = numbers_of_layers(model.config)
+    try:
+        fields = list(growing_lists(model.config, type(model)))
+    except UserError as refusal:
+        yield Outcome(entry.name, "refused", reason=str(refusal))
+        return
+    for field in fields:
+        name, start = f"{entry.name} {field}", time.perf_counter()
+        try:
+            with float64_everywhere():
+                drift, reload = _deepen(entry, {field: 2 * numbers[field]})
+            verdict = "exact" if max(drift, reload) <= 1e-9 else "WRONG"
+            yield Outcome(name, verdict, drift, reload, seconds=time.perf_counter() - start)
+        except UserError as refusal:
+            yield Outcome(name, "refused", reason=str(refusal).replace("\n", " "))
+        except Exception as error:
+            yield Outcome(name, "BROKEN", reason=f"{type(error).__name__}: {error}".replace("\n", " "))
+
+
+def _deepen(entry: Entry, layers: dict[str, int]) -> tuple[float, float]:
+    """The differences of the outputs in memory, and after loading. No new layer may be without a gradient."""
+    import mupscale.hf
+
+    shallow = built(entry, 1, 0)
+    perturb_(shallow, entry)
+    inputs = entry.batch(0)
+    deep, report = mupscale.hf.upscale(
+        shallow, layers=layers, call=lambda model: outputs(model(**in_its_dtype(model, inputs)))
+    )
+    loss(deep, inputs).backward()
+    gradients = {name: deep.get_parameter(name).grad for name in report.new_parameters}
+    alive = [name for name, gradient in gradients.items() if gradient is not None and bool(gradient.any())]
+    rows = [row for rows in report.plan.layers.values() for row in rows]
+    if len({_layer(report, name) for name in alive}) < sum(row.is_new for row in rows):
+        raise RuntimeError("a new layer has no gradient")
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        answer = entry.call(shallow)
+        reloaded = entry.rebuild(deep.eval(), folder)
+        return difference(answer, entry.call(deep)), difference(answer, entry.call(reloaded))
+
+
+def _layer(report: mupscale.UpscaleReport, name: str) -> tuple[str, str]:
+    """The list and the key of the layer of a parameter."""
+    prefix = next(each for each in report.plan.layers if name.startswith(f"{each}."))
+    return prefix, name.removeprefix(f"{prefix}.").split(".")[0]

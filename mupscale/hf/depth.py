@@ -1,0 +1,244 @@
+"""How a model of the transformers library becomes deeper: which field of its configuration grows, from which layers.
+
+Before anything is done with a model, small ones of its family with as many layers are built, grown, compared, saved
+and loaded.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from transformers import PretrainedConfig
+
+from mupscale.arguments import refuse_unless_whole
+from mupscale.checks.agreement import check_agreement
+from mupscale.discovery.depth import find_residual
+from mupscale.errors import UserError
+from mupscale.hf.config import shrunken
+from mupscale.hf.config_depth import deep_config, numbers_of_layers
+from mupscale.hf.config_walk import parts
+from mupscale.hf.family import CannotShrink, build_small, check_reloaded, on_cpu, working_call
+from mupscale.hf.growth import on_meta
+from mupscale.hf.inputs import Call
+from mupscale.hf.outputs import logits_of
+from mupscale.layer_names import starred
+from mupscale.watching import Watch, unwatched
+from mupscale.widening.hints import NO_HINTS, Hints
+from mupscale.widening.inserted import as_identity
+from mupscale.widening.layers import layers_of, source_of, unequal_lists
+from mupscale.widening.plan import plan
+from mupscale.widening.weight_norm import named_weights
+
+How = Literal["identity", "interleave", "stack"]
+"""`identity`: new layers add nothing at first. `interleave`: each layer k times in place. `stack`: the stack again."""
+
+Counts = int | Mapping[str, int]
+"""How many layers there will be; where a model has several numbers of layers, by the field of its configuration."""
+
+MOST_PARAMETERS = 100_000_000
+"""Of a model that is itself run to find how it grows, if there is no small one of its family."""
+
+FINDING = "finding how the model becomes deeper"
+"""What `watch` gets."""
+
+
+@dataclass(frozen=True)
+class Deepening:
+    """How one number of layers of a configuration grows."""
+
+    field: str
+    """Its path, such as `text_config.num_hidden_layers`."""
+    lists: tuple[str, ...]
+    """The names of the lists of layers in the model."""
+    sources: tuple[int, ...]
+    """For each layer of the deep model, the number of a layer of the shallow one."""
+    how: How
+    others: tuple[str, ...]
+    """All numbers of layers in the configuration."""
+    residual: Mapping[str, float]
+    """Name patterns of the parameters that make layers the identity, with the values that do; empty if none do."""
+
+    def deep(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The deep configuration of a shallow one, whatever its width."""
+        return deep_config(config, self.field, self.sources, self.others)
+
+
+def deepened(config: PretrainedConfig, deepenings: Iterable[Deepening]) -> PretrainedConfig:
+    """The configuration with all of its new numbers of layers."""
+    for each in deepenings:
+        config = each.deep(config)
+    return config
+
+
+def hints_at_depth(narrow: Any, wide: Any, deepenings: Sequence[Deepening], found: Hints | None = None) -> Hints:
+    """Hints for a deeper model, on any device, whose width grows as `found` says for one of the old depth."""
+    found = NO_HINTS if found is None else found
+    if not deepenings:
+        return found
+    layers = layers_of(narrow, wide, {name: each.sources for each in deepenings for name in each.lists})
+    for each in deepenings:
+        for name in each.lists if each.how == "identity" else ():
+            layers[name] = tuple(row._replace(how="identity") if row.is_new else row for row in layers[name])
+    sources = {name: source_of(layers, name) for name in (*named_weights(wide), *dict(wide.named_buffers()))}
+
+    def at_depth(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: values[source] for name, source in sources.items() if source in values}
+
+    return replace(
+        found,
+        roles=at_depth(found.roles),
+        blocks=at_depth(found.blocks),
+        rescale=at_depth(found.rescale),
+        depth=layers,
+        residual={pattern: value for each in deepenings for pattern, value in each.residual.items()},
+    )
+
+
+def find_deepenings(
+    config: PretrainedConfig,
+    model_class: Any,
+    layers: Counts,
+    how: How = "identity",
+    *,
+    call: Call | None = None,
+    watch: Watch = unwatched,
+) -> list[Deepening]:
+    """How a model of `config` gets so many layers, found with small models of its family.
+
+    Raises a UserError if the choice cannot reach that number, and if it is `identity` and the layers cannot be it.
+    """
+    if how not in get_args(How):
+        raise UserError(f"depth must be {', '.join(get_args(How))}; got {how!r}")
+    lists = growing_lists(config, model_class)
+    counts = _counts(config, lists, layers)
+    orders = {field: list(_orders(field, numbers_of_layers(config)[field], new, how)) for field, new in counts.items()}
+    answer = []
+    for index, field in enumerate(counts):
+        watch(FINDING, index, len(counts))
+        wanted = Deepening(field, lists[field], (), how, tuple(lists), {})
+        answer.append(_found(config, model_class, wanted, orders[field], call))
+    return answer
+
+
+def growing_lists(config: PretrainedConfig, model_class: Any) -> dict[str, tuple[str, ...]]:
+    """The lists of layers that become longer with each number of layers. Raises a UserError if there are none."""
+    numbers, answer = numbers_of_layers(config), {}
+    model = on_meta(model_class, config)
+    for field, old in numbers.items():
+        try:
+            deep = on_meta(model_class, deep_config(config, field, [*range(old), *range(old)], numbers))
+        except UserError:  # it is another number
+            continue
+        lists = tuple(found.name for found in unequal_lists(model, deep))
+        if lists:
+            answer[field] = lists
+    if not answer:
+        raise UserError(
+            f"layers: this {config.model_type} cannot become deeper: no list of layers becomes longer with a field of "
+            "its configuration. Its layers are shared, or given by stage"
+        )
+    return answer
+
+
+def _counts(config: PretrainedConfig, lists: Mapping[str, Any], layers: Counts) -> dict[str, int]:
+    """The numbers of layers by field. Raises a UserError if it is not clear which grows, or if one does not grow."""
+    numbers = numbers_of_layers(config)
+    there = ", ".join(f"{field}={numbers[field]}" for field in lists)
+    if not isinstance(layers, Mapping):
+        if len(lists) > 1:
+            raise UserError(
+                f"layers: this {config.model_type} has {there}; say which grows, as in {next(iter(lists))}=N"
+            )
+        layers = {next(iter(lists)): layers}
+    for field, new in layers.items():
+        if field not in lists:
+            raise UserError(
+                f"layers: this {config.model_type} has no field {field!r} with a number of layers; it has {there}"
+            )
+        refuse_unless_whole("layers", new)
+        if new <= numbers[field]:
+            raise UserError(f"layers: {new} is not more than the model has now, {field}={numbers[field]}")
+    return dict(layers)
+
+
+def _orders(field: str, old: int, new: int, how: How) -> Iterator[tuple[int, ...]]:
+    """The sources to try: for `identity`, spread evenly, then whole periods, then all new layers at one end."""
+    if how != "identity" and new % old:
+        raise UserError(
+            f"layers: {how} needs a multiple of {field}={old}, got {new}; identity can reach any number of layers"
+        )
+    if how != "stack":
+        yield tuple(number * old // new for number in range(new))
+    for period in range(2, old + 1) if how == "identity" else [old] if how == "stack" else []:
+        if old % period == 0 and new % period == 0:
+            groups = [number * (old // period) // (new // period) for number in range(new // period)]
+            yield tuple(group * period + offset for group in groups for offset in range(period))
+    if how == "identity":
+        yield tuple(min(number, old - 1) for number in range(new))
+        yield tuple(max(number - new + old, 0) for number in range(new))
+
+
+def _found(
+    config: PretrainedConfig, model_class: Any, wanted: Deepening, orders: Sequence[tuple[int, ...]], call: Call | None
+) -> Deepening:
+    """The first order with which a small model of the family, deepened, computes as before."""
+    with on_cpu():
+        small, narrow, call = _small(config, model_class, call)
+        residual: dict[str, float] = {}
+        try:
+            for name, value in find_residual(narrow, wanted.lists, call).items():
+                prefix = next(each for each in wanted.lists if name.startswith(f"{each}."))
+                key, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+                residual[f"{prefix}.{key}.{starred(rest)}"] = value  # there may be fewer experts
+        except UserError:
+            if wanted.how == "identity":
+                raise
+        reasons = []
+        for sources in orders:
+            found = replace(wanted, sources=sources, residual=residual)
+            try:
+                _check(narrow, build_small(model_class, found.deep(small)), found, call)
+            except UserError as error:
+                reasons.append(str(error))
+            else:
+                return found
+    raise UserError(f"layers: this {config.model_type} cannot become deeper by {wanted.how}: {reasons[0]}")
+
+
+def _small(config: PretrainedConfig, model_class: Any, call: Call | None) -> tuple[PretrainedConfig, Any, Call]:
+    """A small model of the family with all layers, and a call that runs it; without one, a model of the same size."""
+    try:
+        small = _without_dropout(shrunken(config, keep_layers=True))
+        model = build_small(model_class, small)
+        return small, model, working_call(model, call)
+    except CannotShrink:
+        if sum(parameter.numel() for parameter in on_meta(model_class, config).parameters()) > MOST_PARAMETERS:
+            raise
+    small = _without_dropout(copy.deepcopy(config))
+    model = build_small(model_class, small)
+    return small, model, working_call(model, call)
+
+
+def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """The same configuration without dropout, whose masks more layers change."""
+    for _, part in parts(config):
+        for name, value in list(vars(part).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return config
+
+
+def _check(narrow: Any, deep: Any, found: Deepening, call: Call) -> None:
+    """Compares the models with new layers that add nothing, also once the deep one is saved and loaded."""
+    planned = plan(narrow, deep, hints=hints_at_depth(narrow, deep, [found]))
+    across = [name for name, growth in planned.parameters.items() if growth.grows]
+    if across:
+        raise UserError(f"{across[0]!r} has a part for each layer")
+    if not found.residual:
+        return
+    planned = as_identity(planned, narrow, deep, found.residual)
+    agreement = check_agreement(narrow, deep, planned, lambda model: logits_of(call(model)))
+    if agreement.exact is False:
+        raise UserError(f"with layers that add nothing, {agreement.reason}")
+    check_reloaded(narrow, deep, planned, call)
