@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from mupscale._torch import tree_map
 from mupscale.atomic import durably, partial, sync_folder
+from mupscale.callbacks.stop_request import StopRequest
 from mupscale.callbacks.strides import Strides
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, is_remote, is_trial_run, set_callbacks
 from mupscale.models._lightning_checkpoint import OpenCheckpoint
+from mupscale.models._lightning_loop import accumulates
 from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, load_checkpoint, run_and_step
 
 KEPT = 2
@@ -31,12 +34,17 @@ class RunCheckpoint(OpenCheckpoint, Strides):
     checkpoint in both folders is stored once.
 
     The last step is saved after the last validation, when the run is over. So a run with this checkpoint is finished.
+
+    Ctrl-C and SIGTERM end a run on one process after its step, with a checkpoint of that step for resuming; a second
+    one ends it at once.
     """
 
     run: str | None = None
     """The identity of the run, where a folder may hold the checkpoints of several."""
 
     points: "ResumePoints | None" = None
+
+    stop: StopRequest | None = None
 
     has_warned = False
     """Whether the user knows that the monitored metric is not there."""
@@ -70,6 +78,10 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         if trainer.strategy.restore_checkpoint_after_setup:
             self.catch_up(trainer)
         self.keep_newest("on_train_start", trainer, pl_module)
+        # processes of a distributed run may be at different steps
+        if trainer.world_size == 1 and self.points is not None and not is_trial_run(trainer):
+            self.stop = StopRequest()
+            self.stop.listen(signal.SIGTERM if trainer.received_sigterm else None)
 
     def catch_up(self, trainer: Trainer) -> None:
         """Completes the work on checkpoint files of a process that was killed after it had written one."""
@@ -110,9 +122,32 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         if step != trainer.max_steps and not self.is_idle_at(step):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             self.keep_newest("on_train_batch_end", trainer, pl_module, outputs, batch, batch_idx)
+        if step != trainer.max_steps and not accumulates(trainer):
+            self._stop_if_asked(trainer)
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        return self.idle_steps(trainer)
+        is_asked = self.stop is not None and self.stop.number is not None
+        return 0 if is_asked else self.idle_steps(trainer)
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        """Ends a run that a signal asks to end, with a checkpoint for resuming."""
+        if self.stop is None or self.stop.number is None:
+            return
+        assert self.points is not None
+        if not self.points.has_saved(trainer.global_step):
+            self.points.save_now(trainer)
+        self.relink(trainer, self.points.folder / f"step={trainer.global_step}.ckpt")
+        self.stop.obey()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if self.stop is not None:
+            self.stop.end()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        if self.stop is not None:
+            self.stop.end()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
@@ -121,6 +156,8 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         is_of_validations = self.monitor is not None and not self.monitor.startswith("train")
         if is_of_validations and not trainer.sanity_checking and self.lacks_metric(trainer):
             self.on_missing_metric(trainer)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.global_step != trainer.max_steps:
+            self._stop_if_asked(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)

@@ -51,8 +51,8 @@ class Ending(Callback):
             ending.attach(trainer)
             trainer.fit(module)
 
-    SIGTERM ends a fit after its step, and anything else at once. A fit on several processes ends at once, because each
-    of them may be at another step: what it wrote is whole at any time.
+    Ctrl-C and SIGTERM end a fit after its step (`RunCheckpoint`), and anything else at once. A fit on several processes
+    ends at once, because each of them may be at another step: what it wrote is whole at any time.
     """
 
     def __init__(self) -> None:
@@ -126,6 +126,7 @@ class Ending(Callback):
         if not saved:
             return f"{where}, with no checkpoint yet; start again with the same command"
         step, path = saved[0]
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         return f"{where}; the newest checkpoint is {path} of step {step}; {way_on}: {self._command(path)}"
 
     def checkpoints(self) -> list[tuple[int, Path]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import LR, small, trials, upscale
 from lightning.pytorch import Trainer
 from program_server import CORE_ONLY, environment
@@ -65,13 +66,11 @@ MOMENTS: dict[str, tuple[Any, str, int, int, int]] = {
     "parsing": (cli, "import_classes", 0, 0, 0),
     "set-up": (Covertype, "setup", 0, 0, 0),
     "sanity check": (MLP, "validation_step", 0, 0, 0),
-    "the first batch": (Summary, "on_train_start", 0, 1, 0),
-    "a batch": (Curves, "on_train_batch_end", 8, 8, 5),
-    "the swap": (swap, "grow", 10, 11, 10),
-    "validation": (Curves, "on_validation_end", 6, 6, 5),
+    "the first batch": (Summary, "on_train_start", 0, 1, 1),
+    "a batch": (Curves, "on_train_batch_end", 8, 8, 8),
+    "the swap": (swap, "grow", 10, 11, 11),
+    "validation": (Curves, "on_validation_end", 6, 6, 6),
     "checkpointing": (Curves, "on_save_checkpoint", 10, 10, 10),
-    "the last step": (Curves, "on_train_batch_end", 20, 20, 15),
-    "the end": (Curves, "on_train_end", 20, 20, 20),
 }
 """A function that the signal comes before, the step from which on it does, the step at which the run then ends, and the
 step of its newest checkpoint."""
@@ -102,8 +101,54 @@ def test_sigterm_ends_with_143_and_says_how_to_go_on(
         assert newest_checkpoint(run)[1]["global_step"] == 20
 
 
+@pytest.mark.parametrize("name", ["on_train_batch_end", "on_train_end"])
+def test_a_run_that_is_asked_to_end_in_its_last_step_finishes(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path / "c.yaml", enable_progress_bar=False)
+    with signalled_before(Curves, name, signal.SIGTERM, 20):
+        main(["fit", "--config", config])
+    assert "the run ends after this step, with a checkpoint" in capfd.readouterr().err
+    assert newest_checkpoint(Path("runs/default/version_0"))[1]["global_step"] == 20
+
+
 @pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
-@pytest.mark.parametrize(("moment", "saved"), [("parsing", None), ("set-up", 0), ("a batch", 5)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_in_a_step_goes_on_from_there_and_a_second_signal_ends_it_at_once(
+    number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path / "c.yaml", upscale(10, 16), enable_progress_bar=False)
+    main(["fit", "--config", config])
+    wanted = newest_checkpoint(Path("runs/default/version_0"))[1]["state_dict"]
+    handler, training_step = signal.getsignal(signal.SIGINT), MLP.training_step
+    for step, again, saved in ((3, False, 3), (7, True, 5), (12, False, 12)):
+        with pytest.MonkeyPatch.context() as patch:
+
+            def signalled(self: MLP, batch: Any, index: int, step: int = step, again: bool = again) -> Any:
+                for _ in range((1 + again) * (self.trainer.global_step == step - 1)):
+                    os.kill(os.getpid(), number)
+                return training_step(self, batch, index)
+
+            patch.setattr(MLP, "training_step", signalled)
+            try:
+                code, line = ended(capfd, "fit", "--config", config)
+            finally:
+                signal.signal(signal.SIGINT, handler)  # Lightning ignores further ones
+        assert code == (1 if number == signal.SIGINT else 143)
+        run = max(Path("runs/default").iterdir())
+        assert f"the run is at step {step - again}" in line
+        assert f" of step {saved}; go on: python -m mupscale resume {run}" in line
+        main(["resume", str(run)])
+        assert_same(newest_checkpoint(run)[1]["state_dict"], wanted)
+
+
+def assert_same(state: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
+@pytest.mark.parametrize(("moment", "saved"), [("parsing", None), ("set-up", 0), ("a batch", 8)])
 def test_ctrl_c_says_how_to_go_on(
     moment: str, saved: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +163,7 @@ def test_ctrl_c_says_how_to_go_on(
     assert code == 1
     assert line.startswith("interrupted; ")
     assert ("start again with the same command" in line) == (saved == 0)
-    assert ("go on: python -m mupscale resume runs/default/version_0" in line) == (saved == 5)
+    assert ("go on: python -m mupscale resume runs/default/version_0" in line) == (saved == 8)
 
 
 @pytest.mark.slow
@@ -206,7 +251,7 @@ def test_resume_accepts_stop_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with signalled_before(Curves, "on_train_batch_end", signal.SIGTERM, 8), pytest.raises(SystemExit):
         main(["fit", "--config", config])
     poison(monkeypatch, 4)
-    with pytest.raises(SystemExit, match="the training loss is nan at step 9"):
+    with pytest.raises(SystemExit, match="the training loss is nan at step 12"):
         main(["resume", "runs/default/version_0", "--stop_on_nan"])
 
 
