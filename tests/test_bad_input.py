@@ -45,7 +45,6 @@ FAST = {
         "does not fit into memory; choose a smaller width",
     ),
     "two widths for three layers": ("upscale mlp.ckpt --width 16 16 --out o", "Build both with the same depth"),
-    "--out in no folder": ("upscale mlp.ckpt --width 16 --out no/o", "there is no folder no; make it"),
     "--out in a file": ("upscale mlp.ckpt --width 16 --out text.txt/o", "text.txt is not a folder"),
     "--out is a folder": ("upscale mlp.ckpt --width 16 --out folder --force", "folder is a folder; name a file in it"),
     "--out is empty": ("upscale mlp.ckpt --width 16 --out ''", "is a folder; name a file in it"),
@@ -53,9 +52,9 @@ FAST = {
     "--out is the input": ("upscale mlp.ckpt --width 16 --out mlp.ckpt --force", "name another file"),
     "--out is a link to the input": ("upscale mlp.ckpt --width 16 --out link.ckpt --force", "name another file"),
     "--out exists": ("upscale mlp.ckpt --width 16 --out text.txt", "--force overwrites it"),
-    "--save-noise in no folder": (
-        "upscale mlp.ckpt --width 16 --out o --noise 1 --save-noise no/n.json",
-        "there is no folder no; make it",
+    "--save-noise in a file": (
+        "upscale mlp.ckpt --width 16 --out o --noise 1 --save-noise text.txt/n.json",
+        "text.txt is not a folder; name one",
     ),
     "--save-noise is a folder": ("upscale mlp.ckpt --width 16 --out o --noise 1 --save-noise folder", "name a file"),
     "--centred without noise": ("upscale mlp.ckpt --width 16 --out o --centred", "there is no noise to centre"),

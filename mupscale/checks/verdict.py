@@ -18,6 +18,9 @@ TOLERANCE_FLOAT32 = 1e-4
 """The same for models that compute in float32 inside, whatever their weights: the loss is then held to 1e-6."""
 
 
+_REMEDY = "mupscale.discover looks for a plan with which the models agree, where there is one: give it as hints"
+
+
 @dataclass
 class Verdict:
     """The result of `verify`. Each drift is a relative difference, the largest over all steps.
@@ -82,4 +85,6 @@ class Verdict:
         beyond = [index for index, (drift, allowed) in enumerate(drifts.values(), 1) if not drift <= allowed]
         lines += table(rows, right=(1, 2), styles=dict.fromkeys(beyond, "bad"), columns=columns, paint=paint)
         below = [f"{name}: its output is multiplied by {scale:g}" for name, scale in self.scaled.items()]
-        return "\n".join([*lines, *folded([self.reason] if self.reason else below, columns)])
+        if self.reason:
+            below = [self.reason, _REMEDY] if self.first_divergent is not None else [self.reason]
+        return "\n".join([*lines, *folded(below, columns)])

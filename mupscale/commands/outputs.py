@@ -13,28 +13,28 @@ def refuse_output(option: str, path: Path, inputs: dict[str, Path]) -> None:
     for what, used in inputs.items():
         if path.resolve() == used.resolve() or (path.exists() and used.exists() and path.samefile(used)):
             raise UserError(f"{option} {path} is {what} itself; name another file")
-    refuse_folder(option, path.parent)
+    refuse_folder(option, path)
 
 
 def refuse_new_folder(option: str, folder: Path) -> None:
     """Raises a UserError if `folder`, given by `option`, exists, or cannot be made. Writes nothing."""
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{option} {folder} exists; name another folder, or delete it")
-    refuse_folder(option, folder.absolute().parent)
+    refuse_folder(option, folder)
 
 
 def refuse_output_folder(option: str, folder: Path) -> None:
     """Raises a UserError if `folder`, given by `option`, is a file, or cannot be made or written to. Writes nothing."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{option} {folder} is not a folder; name a folder")
-    refuse_folder(option, next(path for path in (folder, *folder.parents) if path.exists() or not path.name))
+    refuse_folder(option, folder / "file")
 
 
-def refuse_folder(option: str, folder: Path) -> None:
-    """Raises a UserError if `folder` does not exist, or no file can be written there; one is made there and deleted."""
+def refuse_folder(option: str, path: Path) -> None:
+    """Raises a UserError if `path` cannot be made; a file is made in the nearest folder above it and deleted."""
+    folder = next(each for each in path.absolute().parents if each.exists() or each.is_symlink())
     if not folder.is_dir():
-        problem = f"{folder} is not a folder; name one" if folder.exists() else f"there is no folder {folder}; make it"
-        raise UserError(f"{option}: {problem}, or name another file")
+        raise UserError(f"{option}: {folder} is not a folder; name one, or name another file")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

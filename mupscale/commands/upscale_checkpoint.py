@@ -112,6 +112,7 @@ def widen_checkpoint(arguments: list[str]) -> None:
         report = growth.write(options.out)
     else:
         report = upscale_checkpoint(checkpoint, module, width, noise, options.seed, optimizer=with_state, method=method)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(options.out) as new:
             torch.save(checkpoint, new)
     if options.save_noise:

@@ -49,7 +49,7 @@ def widen_folder(arguments: list[str]) -> None:
         refuse_output("--save-noise", options.save_noise, {"--out": options.out})
     if not options.factor >= 1:
         raise UserError(f"--factor {options.factor:g}: give a number of at least 1")
-    refuse_folder("--out", options.out.absolute().parent)
+    refuse_folder("--out", options.out)
     with needs_extra("hf"):
         import safetensors  # noqa: F401
         import transformers  # noqa: F401
@@ -105,19 +105,23 @@ class FolderProgress:
 
 
 class Meter:
-    """Shows on stderr how many bytes are done: one line that is renewed on a terminal, else a line each tenth."""
+    """Shows on stderr how many bytes are done: one line that is renewed on a terminal, else a line now and then."""
+
+    INTERVAL = 10.0
+    """Seconds between two lines where they are not renewed."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total = what, total
         self._shown = 0
-        self._start = time.perf_counter()
-        self._step = total / (200 if sys.stderr.isatty() else 10)
+        self._start = self._last = time.perf_counter()
 
     def __call__(self, done: int) -> None:
-        if done - self._shown < self._step and done < self._total:
+        now = time.perf_counter()
+        is_soon = done - self._shown < self._total / 200 if sys.stderr.isatty() else now - self._last < self.INTERVAL
+        if is_soon and done < self._total:
             return
-        self._shown = done
-        rate = done / max(time.perf_counter() - self._start, 1e-9)
+        self._shown, self._last = done, now
+        rate = done / max(now - self._start, 1e-9)
         line = f"{self._what}: {done / self._total:4.0%} of {size_of(self._total)}, {rate / 1e6:.0f} MB/s"
         renewed = sys.stderr.isatty()
         end = "" if renewed and done < self._total else "\n"

@@ -23,6 +23,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     A process that is killed leaves the hidden folder and its lock behind. The next one for the same `out` deletes both.
     UserError if `out` exists, or if a living process is writing it.
     """
+    out.parent.mkdir(parents=True, exist_ok=True)
     with _locked(out.with_name(f".{out.name}.lock"), out):
         if out.exists() or out.is_symlink():
             raise UserError(f"--out {out} exists; name another folder, or delete it")

@@ -96,6 +96,7 @@ class UpscaleReport:
 
     def save_noise(self, path: str | Path) -> None:
         """Writes the noise constants to a JSON file that `RecordedNoise` reads."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         save_constants(self.noise, path, self.centred)
 
     def same_noise(self) -> Noise:
@@ -108,10 +109,8 @@ class UpscaleReport:
     def __str__(self) -> str:
         before, after = self.plan.sizes
         noisy = sum(bool(torch.as_tensor(constant).any()) for constant in self.noise.values())
-        lines = [
-            f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; {'centred ' * self.centred}noise on "
-            f"{noisy} of {len(self.noise)} of them"
-        ]
+        noise = f"{'centred ' * self.centred}noise on {noisy} of {len(self.noise)} of them" if noisy else "no noise"
+        lines = [f"upscaled {before:,} → {after:,} parameters in {self.seconds:.3f} s; {noise}"]
         lines.append(self.check)
         return "\n".join([*lines, *(f"note: {note}" for note in notes_by_layer(self.notes))])
 

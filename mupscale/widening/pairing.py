@@ -15,6 +15,9 @@ from mupscale.widening import modules
 from mupscale.widening.stepping import records_of
 from mupscale.widening.weight_norm import WeightNorm, weight_norms, why_reparametrised
 
+COMPILED = "_orig_mod"
+"""What the names of a compiled model begin with."""
+
 
 class Use(NamedTuple):
     """One parameter of the two models, with every module that holds it."""
@@ -224,6 +227,12 @@ def _pair_buffers(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, Tensor,
 
 def _same_names(what: str, narrow: Mapping[str, object], wide: Mapping[str, object]) -> None:
     if set(narrow) != set(wide):
+        for model, names in (("narrow", narrow), ("wide", wide)):
+            if any(name.startswith(COMPILED) for name in names):
+                raise UserError(
+                    f"the {model} model is the result of torch.compile: give the model that was compiled, and compile "
+                    "the wide one after the upscale"
+                )
         only_narrow, only_wide = sorted(set(narrow) - set(wide)), sorted(set(wide) - set(narrow))
         raise UserError(
             f"the models are not two widths of one architecture (different depth?): {what}s "

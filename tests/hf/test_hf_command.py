@@ -24,6 +24,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import mupscale.hf as hf
 from mupscale.__main__ import main
 from mupscale.commands import status
+from mupscale.commands.upscale_folder import Meter
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError
 from mupscale.hf import family, widened_folder
@@ -165,7 +166,7 @@ BAD = {
     "odd sizes": ("{narrow} --factor 1.3 --out {out}", "whole"),
     "--out exists": ("{narrow} --factor 2 --out {empty}", "exists; name another folder"),
     "--out inside the folder": ("{narrow} --factor 2 --out {narrow}/wide", "lies inside the folder that is read"),
-    "--out in no folder": ("{narrow} --factor 2 --out {out}/wide", "there is no folder"),
+    "--out in a file": ("{narrow} --factor 2 --out {narrow}/config.json/wide", "config.json is not a folder; name one"),
     "a method across layers": ("{narrow} --factor 2 --out {out} --method aki", "changes weights across layers"),
     "a method with data": ("{narrow} --factor 2 --out {out} --method ligo", "learns from data"),
     "a bad field": ("{narrow} --factor 2 --out {out} --set intermediate_size", "such as intermediate_size=3"),
@@ -368,3 +369,21 @@ def test_numbers_of_heads_that_do_not_go_together_are_one_line(factor: str, narr
     assert "a llama whose fields grow by these factors cannot be used" in message
     assert "in a small model" in message
     assert names(tmp_path) == []
+
+
+def test_a_pipe_gets_few_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    meter = Meter("written", 1_000)
+    for done in range(100, 1_001, 100):
+        meter(done)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("written: 100% of")
+    slow = Meter("written", 1_000)
+    slow.INTERVAL = 0.0
+    for done in (400, 1_000):
+        slow(done)
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_new_folders_above_the_output_are_made(narrow: Path, tmp_path: Path) -> None:
+    main(["upscale", str(narrow), "--factor", "2", "--out", str(tmp_path / "new" / "wide")])
+    assert (tmp_path / "new" / "wide" / "config.json").is_file()

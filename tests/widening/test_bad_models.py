@@ -53,7 +53,12 @@ def narrower_target() -> Input:
     return *linear(8, 4), {}
 
 
-@bad("different depth?", "'layers.2'", "in the wide one only", "same depth")
+@bad("the narrow model is the result of torch.compile: give the model that was compiled")
+def compiled() -> Input:
+    return quietly(lambda: torch.compile(nn.Sequential(nn.Linear(3, 4)))), nn.Sequential(nn.Linear(3, 8)), {}
+
+
+@bad("layers (2 → 3 layers)", "say how it becomes deeper", "same number of layers")
 def deeper_target() -> Input:
     return MLPNet(4, (4, 4), 3), MLPNet(4, (8, 8, 8), 3), {}
 

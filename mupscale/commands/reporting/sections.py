@@ -96,7 +96,8 @@ def result_sections(
 def curve_notes(numbers: Numbers) -> Iterator[str]:
     """How the losses of curves and tables are averaged."""
     intervals = {status.run.interval for status in numbers.statuses}
-    every = f", every {intervals.pop()} steps" if len(intervals) == 1 else ""
+    interval = intervals.pop() if len(intervals) == 1 else None
+    every = "" if interval is None else ", at every step" if interval == 1 else f", every {interval} steps"
     yield f"Training losses are means over {numbers.windows.length} of the losses that were logged{every}."
     if numbers.per_epoch:
         yield f"An epoch is {numbers.per_epoch:,} steps."
