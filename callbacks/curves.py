@@ -158,6 +158,9 @@ class Curves(Strides):
 
     def _log(self, trainer: Trainer, module: Growable) -> None:
         values = {"width": width_number(module.width)}
+        layers = module.size.layers
+        if layers is not None:
+            values["layers"] = float(sum(layers) if isinstance(layers, list) else layers)
         if self._count:
             loss = self._mean(trainer, module)
             self._report(trainer, loss)
@@ -230,7 +233,7 @@ class Curves(Strides):
         """NaN if they cannot be counted; the sum of all is NaN from then on."""
         if math.isnan(self.spent["flops"]):
             return math.nan
-        key = str(module.width), module.batch_size(batch), *(tensor.shape for tensor in tensors_in(batch))
+        key = str(module.size), module.batch_size(batch), *(tensor.shape for tensor in tensors_in(batch))
         if key not in self._flops:
             try:
                 self._flops[key] = module.training_flops(batch)

@@ -10,7 +10,7 @@ from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of
 from mupscale.models._lightning_loop import training_loader
 from mupscale.models.base import Growable, init_contexts
-from mupscale.models.checkpoint import Width
+from mupscale.models.checkpoint import Size
 from mupscale.stacking.memory import bytes_per_model
 from mupscale.widening.stepping import step_records
 
@@ -28,21 +28,21 @@ def room_in_stack(first: Awaited, size: int | str) -> int:
     if slow is not None:
         raise Apart(slow)
     free = SHARE * free_bytes(first.trainer.strategy.root_device)
-    width = widest(first.trainer, first.module)
+    final = largest(first.trainer, first.module)
     try:
-        each = bytes_of(first, width)
+        each = bytes_of(first, final)
     except UserError as error:
         raise Apart(str(error)) from error
     most = int(free // each)
     if isinstance(size, str) and most < 2:
         raise Apart(
-            f"{free / 1e9:.1f} GB of free memory do not hold two networks of width {width} ({each / 1e9:.1f} GB each)"
+            f"{free / 1e9:.1f} GB of free memory do not hold two networks of {final} ({each / 1e9:.1f} GB each)"
         )
     if isinstance(size, str):
         return most
     if size > most:
         raise UserError(
-            f"--stack {size}: networks of width {width} take about {each / 1e9:.2g} GB each, and {free / 1e9:.2g} GB "
+            f"--stack {size}: networks of {final} take about {each / 1e9:.2g} GB each, and {free / 1e9:.2g} GB "
             f"are free. Give at most {most}"
         )
     return size
@@ -55,20 +55,22 @@ def why_slow(module: Growable, device: torch.device) -> str | None:
     return f"torch.vmap of {type(module).__name__} is slower on a GPU; to use it anyway, give --stack N"
 
 
-def widest(trainer: Trainer, module: Growable) -> Width:
-    """The width at the end of a fit."""
+def largest(trainer: Trainer, module: Growable) -> Size:
+    """The size at the end of a fit."""
     swaps = [callback for callback in callbacks_of(trainer) if isinstance(callback, UpscaleCallback)]
-    last = max(swaps, key=lambda swap: swap.at_step, default=None)
-    return module.width if last is None else last.width
+    size = module.size
+    for swap in sorted(swaps, key=lambda swap: swap.at_step):
+        size = swap.size_after(size)
+    return size
 
 
-def bytes_of(first: Awaited, width: Width) -> int:
-    """The memory that a fit takes in a stack, at this width."""
+def bytes_of(first: Awaited, size: Size) -> int:
+    """The memory that a fit takes in a stack, at this size."""
     module, loader = first.module, training_loader(first.trainer)
     batch = first.batch if loader is None else loader.batch_at(0, 0)
     net = module.net
     with torch.random.fork_rng(devices=[]), init_contexts(first.trainer):  # in the precision of the fit
-        module.net = module.network(width, meta=True)
+        module.net = module.network(*size, meta=True)
         try:
             optimizer = first.trainer.optimizers[0]
             return bytes_per_model(

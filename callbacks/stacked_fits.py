@@ -75,7 +75,7 @@ class Awaited:
     @property
     def place(self) -> tuple[Any, ...]:
         """What fits of one stack have in common besides their architecture."""
-        return self.step, self.kind, place_in_data(self.trainer), str(self.module.width), self.stacks
+        return self.step, self.kind, place_in_data(self.trainer), str(self.module.size), self.stacks
 
 
 class StackedFits:

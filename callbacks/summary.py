@@ -40,7 +40,8 @@ class WidthBar(ClockedBar):
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         if isinstance(pl_module, Growable) and pl_module.train_loss is not None:
-            return {"width": pl_module.width, "loss": float(pl_module.train_loss), **metrics}
+            size = {key: value for key, value in pl_module.size._asdict().items() if value is not None}
+            return {**size, "loss": float(pl_module.train_loss), **metrics}
         return metrics
 
 
@@ -99,5 +100,5 @@ def warn_of_rate_zero(trainer: Trainer) -> None:
 
 
 def size(module: LightningModule) -> str:
-    width = f"width {module.width}, " if isinstance(module, Growable) else ""
-    return f"{width}{sum(parameter.numel() for parameter in module.parameters()):,} parameters"
+    shape = f"{module.size}, " if isinstance(module, Growable) else ""
+    return f"{shape}{sum(parameter.numel() for parameter in module.parameters()):,} parameters"

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,7 +34,8 @@ from mupscale.models._lightning import (
     set_average,
 )
 from mupscale.models.base import Growable, has_own_optimizers, init_contexts, without_log
-from mupscale.models.checkpoint import Width
+from mupscale.models.checkpoint import Size
+from mupscale.models.growth_check import depth_between
 from mupscale.schedule_state import continue_schedule
 from mupscale.widening.groups import (
     Source,
@@ -44,6 +45,11 @@ from mupscale.widening.groups import (
     refuse_uneven_groups,
     sources_of,
 )
+from mupscale.widening.growth import Growth
+from mupscale.widening.hints import Hints
+from mupscale.widening.inserted import branch_ratio, neutral_value
+from mupscale.widening.layers import Depth, layer_at
+from mupscale.widening.optimizers import Sized
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import check_transfer, transfer_state
 from mupscale.widening.stepping import StateRule, attach
@@ -68,7 +74,9 @@ class Grown(NamedTuple):
 class Swap:
     """One growth in the middle of a run. `UpscaleCallback` explains the fields."""
 
-    width: Width
+    size: Size | None
+    """What a Growable grows to."""
+    depth: Depth
     ordinary: OrdinaryGrowth | None
     method: GrowthMethod
     noise: Noise | None
@@ -119,20 +127,26 @@ class Swap:
         """
         narrow = module.net
         assert narrow is not None
+        assert self.size is not None
         narrow_opts = list(trainer.optimizers)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         if module.hparams["compile"]:
             torch.compiler.reset()
         # building must not move the run's random numbers
-        with generators_kept([]), init_contexts(trainer):
-            wide = module.rebuild(self.width, meta=True)
-        for part in wide.modules():
+        has_values = self.depth == "random"  # of random layers, which depend on nothing but the seed
+        with generators_kept([module.device] if module.device.type == "cuda" else []), init_contexts(trainer):
+            if has_values:
+                torch.manual_seed(seed)
+            wide = module.rebuild(*self.size, meta=not has_values)
+        if has_values:
+            wide.to(module.device)
+        for part in wide.modules() if not has_values else ():
             # these cannot be given memory weight by weight
             if module.device_mesh is not None or isinstance(part, nn.RNNBase):
                 part.to_empty(device=module.device, recurse=False)
-        growth = self.method.plan(narrow, wide)
+        growth = self.method.plan(narrow, wide, Hints(depth=depth_between(narrow, wide, self.depth)))
         noise = self.method.noise if self.noise is None else self.noise
-        is_function_kept = self.method.claim(growth, narrow, ()).function
+        is_function_kept = self.method.claim(growth, narrow, ()).function and growth.keeps_function
         keeps_function = is_function_kept and (noise is None or noise.centred)
         # sharded, a network cannot run before the strategy has set it up
         is_compared = is_function_kept and noise is not None and module.device_mesh is None
@@ -151,7 +165,7 @@ class Swap:
             hints=growth,
             consume=True,
             method=self.method,
-            rebuild=partial(_built, trainer, module, self.width),
+            rebuild=partial(_built, trainer, module, self.size),
             before_noise=compare if is_compared else None,
         )
         trainer.strategy.connect(module)
@@ -195,14 +209,15 @@ class Swap:
         A rate is the base rate (the narrow one's by the rule, or that of the new constant) times how far the schedule
         is.
         """
-        continued = continued_groups(growth, narrow, before, wide, self.method.mup_rates)
+        rates_of = partial(self._rates_of, growth, narrow, wide)
+        continued = continued_groups(growth, narrow, before, wide, rates_of)
         rates = {id(p): group for group in continued for p in group["params"]}
         if has_own_optimizers(module):
             try:
                 refuse_uneven_groups(continued, wide, after)
             except UserError as error:
                 raise RefusedSwap(f"{type(module).__name__}.{error}") from error
-        source_of = sources_of(growth, narrow, before, wide, self.method.mup_rates)
+        source_of = sources_of(growth, narrow, before, wide, rates_of)
         sources: list[Source] = []
         for group in after.param_groups:
             first = next((p for p in group["params"] if id(p) in rates), None)
@@ -241,6 +256,21 @@ class Swap:
             to_copies=self.method.state_to_copies,
         )
         return sources
+
+    def _rates_of(self, growth: Plan, narrow: nn.Module, wide: nn.Module, entry: Growth) -> Sized:
+        """What the rates of a parameter follow: its width, and the depth of the model, by CompleteP.
+
+        Beside new layers that add nothing, what kept ones put out is rescaled. That changes no rate, because new layers
+        learn, too: the rates are those of the deep model.
+        """
+        place = layer_at(growth.layers, entry.name)
+        if place is not None:
+            ratio = branch_ratio(narrow, wide, place)
+            rescale = entry.rescale
+            if entry.inserted is None and entry.branch != ratio and neutral_value(narrow, *place, {}) is not None:
+                rescale *= ratio
+            entry = replace(entry, rescale=rescale, branch=ratio, layers=1 / ratio)
+        return self.method.mup_rates(entry)
 
     def _widen_averages(self, module: LightningModule, report: UpscaleReport, seed: int) -> None:
         """Each EMA callback gets its average widened, with the very noise that the model got."""
@@ -299,10 +329,10 @@ def _eager(module: LightningModule) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
-def _built(trainer: Trainer, module: Growable, width: Width) -> nn.Module:
-    """A network of this width, in the precision of the run."""
+def _built(trainer: Trainer, module: Growable, size: Size) -> nn.Module:
+    """A network of this size, in the precision of the run."""
     with generators_kept([]), init_contexts(trainer):
-        return module.network(width)
+        return module.network(*size)
 
 
 def _seed(step: int) -> int:

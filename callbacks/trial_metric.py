@@ -17,7 +17,6 @@ from mupscale.errors import UserError
 from mupscale.methods.noise import Constants, Noise, SignalNoise, save_constants
 from mupscale.models._lightning import callbacks_of
 from mupscale.models.base import Growable, init_contexts, without_log
-from mupscale.models.checkpoint import Width
 from mupscale.widening.growth import Growth
 from mupscale.widening.plan_text import Plan
 
@@ -59,7 +58,7 @@ class TrialMetric(Strides):
         self._recent_count = 0
         self._strikes = 0
         self._reference = 0.0
-        self._width: Width | None = None
+        self._size: str | None = None
         self._logged: float | None = None
         self._validated: set[str] = set()
 
@@ -73,7 +72,7 @@ class TrialMetric(Strides):
             "recent": float(self._recent),
             "recent_count": self._recent_count,
             "reference": self._reference,
-            "width": self._width,
+            "size": self._size,
             "logged": self._logged,
         }
 
@@ -84,10 +83,10 @@ class TrialMetric(Strides):
             state_dict["strikes"],
             state_dict["reference"],
         )
-        self._recent, self._recent_count, self._width = (
+        self._recent, self._recent_count, self._size = (
             state_dict["recent"],
             state_dict["recent_count"],
-            state_dict["width"],
+            state_dict["size"],
         )
         self._logged = state_dict["logged"]
 
@@ -152,7 +151,7 @@ class TrialMetric(Strides):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, Growable)
-        if self._width is None:
+        if self._size is None:
             self._reference = untrained_loss(trainer, pl_module, batch)
 
     def on_train_batch_end(
@@ -168,11 +167,11 @@ class TrialMetric(Strides):
                 self.count += 1
             self._recent = self._recent + loss
             self._recent_count += 1
-        if pl_module.width != self._width:  # the first batch, or the first after a swap
-            self._width = pl_module.width
+        if str(pl_module.size) != self._size:  # the first batch, or the first after a swap
+            self._size = str(pl_module.size)
             if loss is not None and math.isfinite(loss):
                 self._reference = max(self._reference, float(loss))
-            self._save_noise(trainer)
+            self._save_noise(trainer, pl_module)
         if stepped(trainer) and (trainer.global_step % self._interval == 0 or trainer.global_step == self._steps):
             self._check(trainer)
         if any(
@@ -183,7 +182,7 @@ class TrialMetric(Strides):
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
         assert isinstance(pl_module, Growable)
-        return math.inf if pl_module.width == self._width else 0  # the first step of a width
+        return math.inf if str(pl_module.size) == self._size else 0  # the first step of a size
 
     def stride(self, trainer: Trainer, step: int) -> float:
         return steps_to(self._interval, step)
@@ -262,12 +261,12 @@ class TrialMetric(Strides):
             )
         return float(metrics[self.metric])
 
-    def _save_noise(self, trainer: Trainer) -> None:
+    def _save_noise(self, trainer: Trainer, module: Growable) -> None:
         for callback in callbacks_of(trainer):
             if (
                 isinstance(callback, UpscaleCallback)
                 and isinstance(callback.noise, Recording)
-                and callback.width == self._width
+                and callback.size_after(module.size) == module.size
             ):
                 assert trainer.log_dir is not None
                 path = Path(trainer.log_dir) / f"noise-{callback.at_step}.json"
@@ -323,7 +322,7 @@ def untrained_loss(trainer: Trainer, module: Growable, batch: Any) -> float:
     net = module.net
     devices = [module.device] if module.device.type == "cuda" else []
     with torch.random.fork_rng(devices), init_contexts(trainer), trainer.precision_plugin.forward_context():
-        module.net = module.network(module.width).to(module.device)
+        module.net = module.network(*module.size).to(module.device)
         try:
             with without_log(module):
                 return float(module.loss(batch))

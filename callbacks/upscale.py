@@ -33,27 +33,37 @@ from mupscale.methods.noise import Noise
 from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.base import Growable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
-from mupscale.models.checkpoint import CHECKPOINT_KEY, PRE_UPSCALE, Width, load_checkpoint, non_finite_in
-from mupscale.models.growth_check import REMEDY, check_growth, refuse_inexact
+from mupscale.models.checkpoint import (
+    CHECKPOINT_KEY,
+    PRE_UPSCALE,
+    Layers,
+    Size,
+    Width,
+    load_checkpoint,
+    non_finite_in,
+)
+from mupscale.models.growth_check import REMEDY, check_growth, depth_between, refuse_inexact
 from mupscale.models.ordinary import Recipe
 from mupscale.schedule_state import refuse_one_rate_for_all
+from mupscale.widening.hints import Hints
+from mupscale.widening.layers import How
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import StateRule, check_own_count, check_state_rule, names_by_id
 
 
 class UpscaleCallback(Strides):
-    """Widens a module and its optimizer state at a given step of a run. Use several for several growths.
+    """Makes a module, with its optimizer state, wider or deeper at a given step of a run; several do so several times.
 
     Any LightningModule grows by the arguments of its constructor, which it keeps by `save_hyperparameters`:
 
         UpscaleCallback(at_step=300, hparams={"hidden": 512})
 
     `fit` trains the same object before and after; its submodules are replaced by wide ones. Its optimizers and
-    schedules continue, with rates rescaled by Table 1. A `Growable` module grows by `width`.
+    schedules continue, with rates rescaled by Table 1. A `Growable` module grows by `width`, by `layers`, or by both.
 
     The swap happens just before the first batch after `at_step` optimizer steps. So a checkpoint of that step is still
-    narrow, and a run that resumes from it repeats the swap. A network that already has the target width stays as it is.
+    narrow, and a run that resumes from it repeats the swap. A network that already has the target size stays as it is.
     Before the swap, the plan and the noise are validated, and `pre-upscale-<step>.ckpt` is written next to the run's
     checkpoints, unless the run was resumed from a checkpoint of the same step.
 
@@ -61,7 +71,7 @@ class UpscaleCallback(Strides):
     at once; and at the swap, by the loss of a batch before noise is added. The first check compares the losses of
     `training_step`, or under manual optimization those given to `self.manual_backward`, and all gradients; where the
     layout of a layer was guessed wrongly, it searches for the right one. Of a Growable it compares small networks of
-    the same factor.
+    the same factor, with new layers that add nothing.
 
     Its saved state is a record of the swap, for the summary, and what the search found.
     """
@@ -79,6 +89,8 @@ class UpscaleCallback(Strides):
         hparams: dict[str, Any] | None = None,
         make: Callable[[], LightningModule] | None = None,
         call: Callable[[Any, Any], Any] | None = None,
+        layers: Layers | None = None,
+        depth: How | dict[str, list[int]] = "identity",
     ) -> None:
         """
         Args:
@@ -98,18 +110,26 @@ class UpscaleCallback(Strides):
             make: In the place of `hparams`, a function that returns the wide module.
             call: In the place of the losses of `training_step`, what the check compares: a function of the module and a
                 batch that returns what the module computes.
+            layers: The target number of layers of a Growable module, larger than the current one.
+            depth: How new layers are made. `identity`: they add nothing at first, so the function stays. `interleave`:
+                each layer several times in place; `stack`: the whole stack again; `random`: with new initial values.
+                Or the source of each layer, by the name of its list: `{blocks: [0, 0, 1, 1]}`.
         """
         if at_step < 0:
             raise UserError(f"UpscaleCallback.at_step must be at least 0, got {at_step}")
-        targets = {"width": width, "hparams": hparams or None, "make": make}
+        size = None if width is None and layers is None else {"width": width, "layers": layers}
+        targets = {"width or layers": size, "hparams": hparams or None, "make": make}
         if sum(target is not None for target in targets.values()) != 1:
             raise UserError(
-                "UpscaleCallback needs one of width (of a Growable), hparams (the arguments of the module that change) "
-                f"and make (a function that returns the wide module); got {targets}"
+                "UpscaleCallback needs one of width or layers (of a Growable), hparams (the arguments of the module "
+                f"that change) and make (a function that returns the wide module); got {targets}"
             )
-        if width is not None:
-            refuse_bad_width("UpscaleCallback.width", width)
-        if call is not None and width is not None:
+        for key, number in (("width", width), ("layers", layers)):
+            if number is not None:
+                refuse_bad_width(f"UpscaleCallback.{key}", number)
+        if layers is None and depth != "identity":
+            raise UserError(f"UpscaleCallback.depth = {depth} needs layers, the target number of layers")
+        if call is not None and size is not None:
             raise UserError("UpscaleCallback.call is for modules that grow by hparams or make; leave it out")
         if lr is not None and not (math.isfinite(lr) and lr > 0):
             raise UserError(f"UpscaleCallback.lr must be positive and finite, got {lr}")
@@ -134,8 +154,10 @@ class UpscaleCallback(Strides):
         except UserError as error:
             raise UserError(f"UpscaleCallback.transfer_state: {error}") from error
         self.at_step = at_step
-        self.width: Any = width
-        self.ordinary = None if width is not None else OrdinaryGrowth(Recipe(hparams, make), call)
+        self.width = width
+        self.layers = layers
+        self.depth = depth
+        self.ordinary = None if size is not None else OrdinaryGrowth(Recipe(hparams, make), call)
         self.noise = noise
         self.lr = lr
         self.state_rule = state_rule
@@ -156,14 +178,24 @@ class UpscaleCallback(Strides):
 
     @property
     def state_key(self) -> str:
-        target = f"width={self.width}" if self.ordinary is None else self.ordinary.recipe
+        target: Any = self.ordinary.recipe if self.ordinary is not None else ",".join(self._goals("="))
         return f"UpscaleCallback[at_step={self.at_step},{target}]"
+
+    def _goals(self, between: str) -> list[str]:
+        """What a Growable grows to, as text."""
+        goals = (("width", self.width), ("layers", self.layers))
+        return [f"{key}{between}{number}" for key, number in goals if number is not None]
+
+    def size_after(self, before: Size) -> Size:
+        """What a Growable of this size grows to."""
+        width = before.width if self.width is None else self.width
+        return Size(width, before.layers if self.layers is None else self.layers)
 
     @property
     def target(self) -> str:
         """What a module grows to, in words."""
         if self.ordinary is None:
-            return f"width {self.width}"
+            return " and ".join(self._goals(" "))
         changed = self.ordinary.recipe.hparams
         return "what `make` returns" if changed is None else ", ".join(f"{key}={changed[key]}" for key in changed)
 
@@ -177,13 +209,14 @@ class UpscaleCallback(Strides):
             return
         name = type(pl_module).__name__
         if self.ordinary is None and not isinstance(pl_module, Growable):
+            key = "layers" if self.width is None else "width"
             raise UserError(
-                f"UpscaleCallback.width needs a Growable module, and {name} is none. Name the arguments of {name} that "
+                f"UpscaleCallback.{key} needs a Growable module, and {name} is none. Name the arguments of {name} that "
                 f"change, UpscaleCallback(at_step={self.at_step}, hparams={{...}}), or give make=, a function that "
                 "returns the wide module"
             )
         if self.ordinary is not None and isinstance(pl_module, Growable):
-            raise UserError(f"UpscaleCallback: {name} is a Growable module, which grows by width. Give width=")
+            raise UserError(f"UpscaleCallback: {name} is a Growable module, which grows by width or layers. Give these")
         self.refuse_step(trainer)
         refuse_schedule([c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)])
         write_whole_files(trainer)
@@ -199,12 +232,13 @@ class UpscaleCallback(Strides):
             self._needs_check = True
             return
         assert isinstance(pl_module, Growable)
-        before = self._width_before(trainer, pl_module)
-        if not is_narrower(before, self.width):
+        before = self._size_before(trainer, pl_module)
+        self._refuse_fixed_depth(pl_module)
+        if not is_smaller(before, self.size_after(before)):
             return  # right for a run that is resumed after the swap; whether it is one is not known yet
         growth = self.planned(pl_module, before)
         with generators_kept([]):
-            narrow = pl_module.network(before, meta=True)
+            narrow = pl_module.network(*before, meta=True)
         self._needs_check = self.method.claim(growth, narrow, ()).function  # others change the function anyway
         if self.method.needs_batches and pl_module.device_mesh is not None:
             raise UserError(
@@ -266,7 +300,7 @@ class UpscaleCallback(Strides):
             except Exception as error:
                 hint = None
                 if isinstance(pl_module, Growable):
-                    is_of_shapes = type(error) is RuntimeError and pl_module.width == self.width
+                    is_of_shapes = type(error) is RuntimeError and not self._is_to_come(pl_module)
                     hint = hint_of_parameters_outside(pl_module) if is_of_shapes else None
                     # it may be neither narrow nor wide: Lightning would fail on it before it reports this error
                     pl_module.net = None
@@ -290,17 +324,17 @@ class UpscaleCallback(Strides):
         if self.ordinary is not None:
             return not self.ordinary.is_done
         assert isinstance(module, Growable)
-        return is_narrower(module.width, self.width)
+        return is_smaller(module.size, self.size_after(module.size))
 
     def _start_growable(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuses, at the start of the training, what cannot work with a Growable."""
-        before = self._width_before(trainer, module)
+        before = self._size_before(trainer, module)
         if trainer.ckpt_path is None:
-            self.refuse_narrower(before)
+            self.refuse_smaller(before)
         if self.method.needs_batches:
             refuse_many_loaders(f"UpscaleCallback.method = {type(self.method).__name__}", trainer)
         keep_units_of_own_optimizers(trainer, module)
-        if is_narrower(before, self.width):
+        if is_smaller(before, self.size_after(before)):
             self.refuse_one_rate(trainer, module)
             _refuse_parameters_outside(trainer, module)
         self._refuse_schedules(trainer, module, before)
@@ -320,10 +354,19 @@ class UpscaleCallback(Strides):
                 f"UpscaleCallback.at_step = {self.at_step} is never reached: trainer.max_steps = {trainer.max_steps}"
             )
 
-    def refuse_narrower(self, before: Width) -> None:
-        """Raises a UserError if the target is narrower than the width before it."""
-        if not is_narrower(before, self.width) and before != self.width:
-            raise UserError(f"UpscaleCallback.width = {self.width} is not wider than the width before it, {before}")
+    def refuse_smaller(self, before: Size) -> None:
+        """Raises a UserError if the target is narrower than the width before it, or has fewer layers."""
+        after = self.size_after(before)
+        if not is_narrower(before.width, after.width) and before.width != after.width:
+            raise UserError(
+                f"UpscaleCallback.width = {self.width} is not wider than the width before it, {before.width}"
+            )
+        if before.layers is None or after.layers is None or before.layers == after.layers:
+            return
+        if not is_narrower(before.layers, after.layers):
+            raise UserError(
+                f"UpscaleCallback.layers = {self.layers} are not more layers than before it, {before.layers}"
+            )
 
     def refuse_one_rate(self, trainer: Trainer, module: LightningModule) -> None:
         """Raises a UserError if `lr` would be the rate of several optimizers."""
@@ -333,16 +376,17 @@ class UpscaleCallback(Strides):
                 "which would all get this rate. Leave it out, and change their rates by schedules, such as LambdaLR"
             )
 
-    def planned(self, module: Growable, before: Width) -> Plan:
-        """The plan of the swap. Raises a UserError if the width before it, or the noise, does not fit."""
+    def planned(self, module: Growable, before: Size) -> Plan:
+        """The plan of the swap. Raises a UserError if the size before it, or the noise, does not fit."""
+        self._refuse_fixed_depth(module)
         with generators_kept([]):  # building a network must not move the run's random numbers
             try:
-                narrow, wide = (module.network(width, meta=True) for width in (before, self.width))
-                growth = self.method.plan(narrow, wide)
+                narrow, wide = (module.network(*size, meta=True) for size in (before, self.size_after(before)))
+                growth = self.method.plan(narrow, wide, Hints(depth=depth_between(narrow, wide, self.depth)))
             except ValueError as error:
-                raise UserError(
-                    f"UpscaleCallback.width = {self.width} does not fit the width before it, {before}: {error}"
-                ) from error
+                goals = " and ".join(f"UpscaleCallback.{goal}" for goal in self._goals(" = "))
+                there = f"the width before it, {before.width}" if self.layers is None else f"the {before} before it"
+                raise UserError(f"{goals} does not fit {there}: {error}") from error
         try:
             self.method.choose_noise(self.noise, growth, narrow)
         except ValueError as error:
@@ -363,6 +407,16 @@ class UpscaleCallback(Strides):
                 "UpscaleCallback.restart_schedule needs a Growable module. Leave it out: the schedules continue"
             )
 
+    def _refuse_fixed_depth(self, module: Growable) -> None:
+        """Raises a UserError for `layers` of a module that cannot have more of them."""
+        if self.layers is not None and module.size.layers is None:
+            why = (
+                "has no residual blocks: give model.layers"
+                if module.builds_layers
+                else ("has a fixed number of layers: define build(self, width, layers)")
+            )
+            raise UserError(f"UpscaleCallback.layers = {self.layers}: {type(module).__name__} {why}")
+
     def _refuse_too_wide(self, growth: Plan, device: torch.device) -> None:
         """Raises a UserError if the wide weights alone, at two bytes each, do not fit into the memory of a device."""
         weights = sum(math.prod(entry.wide_shape) for entry in growth.parameters.values())
@@ -374,14 +428,14 @@ class UpscaleCallback(Strides):
             return
         if 2 * weights > memory:
             raise UserError(
-                f"UpscaleCallback.width = {self.width} gives {weights:,} parameters, which do not fit into the "
-                f"{memory / 2**30:.0f} GiB of memory of {device}; choose a smaller width"
+                f"UpscaleCallback.{self._goals(' = ')[0]} gives {weights:,} parameters, which do not fit into the "
+                f"{memory / 2**30:.0f} GiB of memory of {device}; choose a smaller one"
             )
 
-    def _refuse_schedules(self, trainer: Trainer, module: LightningModule, before: Width) -> None:
+    def _refuse_schedules(self, trainer: Trainer, module: LightningModule, before: Size) -> None:
         """Raises a UserError for a schedule that cannot continue after the swap."""
         assert isinstance(module, Growable)
-        is_checked = has_own_optimizers(module) and is_narrower(before, self.width)
+        is_checked = has_own_optimizers(module) and is_smaller(before, self.size_after(before))
         if not is_checked or not trainer.lr_scheduler_configs:
             return
         assert module.net is not None
@@ -393,22 +447,25 @@ class UpscaleCallback(Strides):
             except UserError as error:
                 raise UserError(f"{type(module).__name__}.{error}") from error
 
-    def _width_before(self, trainer: Trainer, module: LightningModule) -> Width:
-        """The width this swap will start from: the model's, or that of the swap before it."""
+    def _size_before(self, trainer: Trainer, module: LightningModule) -> Size:
+        """The size this swap will start from: the model's, or that of the swap before it."""
         assert isinstance(module, Growable)
         earlier = [c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
-        return max(earlier, key=lambda c: c.at_step).width if earlier else module.width
+        size = module.size
+        for callback in sorted(earlier, key=lambda c: c.at_step):
+            size = callback.size_after(size)
+        return size
 
     def _check_growth(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         """Raises a UserError if small networks of the same factor show that the growth is not exact."""
         assert isinstance(module, Growable)
-        before = self._width_before(trainer, module)
-        if not is_narrower(module.width, self.width):
+        before = self._size_before(trainer, module)
+        if not self._is_to_come(module):
             return  # the run was resumed after the swap
-        found = check_growth(module, before, self.width, batch)
-        refuse_inexact(f"UpscaleCallback.width = {self.width}", before, found)
+        found = check_growth(module, before, self.size_after(before), batch, self.depth)
+        refuse_inexact(" and ".join(f"UpscaleCallback.{goal}" for goal in self._goals(" = ")), before, found)
         if found.exact is None:
-            rank_zero_info(f"whether growth from width {before} to {self.width} is exact was {found}")
+            rank_zero_info(f"whether growth from {before} to {self.size_after(before)} is exact was {found}")
 
     # --- the swap
 
@@ -456,16 +513,17 @@ class UpscaleCallback(Strides):
         return partial(self.ordinary.quiet_step(trainer, batch).total, module)
 
     def size_of(self, module: LightningModule) -> Any:
-        """The present size of a module: its width, or the hyperparameters that this growth changes, as text."""
+        """The present size of a module: its width, or as text the rest, or the hyperparameters that this changes."""
         if isinstance(module, Growable):
-            return module.width
+            return module.width if self.layers is None else str(module.size)
         if self.ordinary is None or self.ordinary.recipe.hparams is None:
             return f"{sum(p.numel() for p in module.parameters()):,} parameters"
         return ", ".join(f"{name}={module.hparams[name]}" for name in self.ordinary.recipe.hparams)
 
     def _grow(self, trainer: Trainer, module: LightningModule, compare: Callable[[], None]) -> Grown:
         swap = Swap(
-            width=self.width,
+            size=self.size_after(module.size) if isinstance(module, Growable) else None,
+            depth=self.depth,
             ordinary=self.ordinary,
             method=self.method,
             noise=self.noise,
@@ -502,8 +560,9 @@ class UpscaleCallback(Strides):
             "upscale/pause_seconds": seconds,
             "upscale/parameters": parameters,
         }
-        if self.width is not None:
-            values["upscale/width"] = max(self.width) if isinstance(self.width, list) else self.width
+        for key, number in (("width", self.width), ("layers", self.layers)):
+            if number is not None:
+                values[f"upscale/{key}"] = _one_number(key, number)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
@@ -513,6 +572,13 @@ class UpscaleCallback(Strides):
             f"step {trainer.global_step}: upscaled {growth_text(self.summary)}, {parameters:,} parameters, "
             f"loss {loss_before:.6f} → {loss_after:.6f}, {seconds:.2f} s"
         )
+
+
+def _one_number(key: str, number: Width | Layers) -> int:
+    """For a curve: the largest width, or the layers of all lists together."""
+    if not isinstance(number, list):
+        return number
+    return max(number) if key == "width" else sum(number)
 
 
 def growth_text(summary: dict[str, Any]) -> str:
@@ -546,15 +612,10 @@ def _grown_in(checkpoint: dict[str, Any], trainer: Trainer) -> list[OrdinaryGrow
 
 def rate_factors(growth: Plan, narrow: nn.Module, optimizer: Optimizer, method: GrowthMethod) -> set[float]:
     """The factors by which the rates of an optimizer's parameters change when the network grows."""
-    rule = rule_of(optimizer)
-    names = names_by_id(narrow)
-    factors = set()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in names:
-                entry = growth.parameters[names[id(parameter)]]
-                factors.add(rule.scale(group, method.mup_rates(entry)).lr)
-    return factors
+    rule, names = rule_of(optimizer), names_by_id(narrow)
+    groups = {names.get(id(parameter)): group for group in optimizer.param_groups for parameter in group["params"]}
+    entries = [entry for entry in growth.parameters.values() if entry.origin in groups]
+    return {rule.scale(groups[entry.origin], method.mup_rates(entry)).lr for entry in entries}
 
 
 def _refuse_parameters_outside(trainer: Trainer, module: LightningModule) -> None:
@@ -610,6 +671,13 @@ def _what_is_saved(checkpoint: Path | None) -> str:
             f"The checkpoint before the upscale, {checkpoint}, has NaN or infinite entries in {bad}: use an earlier one"
         )
     return f"Nothing is lost: the run before the upscale is saved in {checkpoint}"
+
+
+def is_smaller(size: Size, target: Size) -> bool:
+    """Whether a size has less than the target, in at least one layer or list of layers."""
+    if is_narrower(size.width, target.width):
+        return True
+    return size.layers is not None and target.layers is not None and is_narrower(size.layers, target.layers)
 
 
 def is_narrower(width: Width, target: Width) -> bool:

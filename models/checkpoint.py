@@ -34,6 +34,10 @@ class Size(NamedTuple):
     def __str__(self) -> str:
         return f"width {self.width}" if self.layers is None else f"width {self.width} and {self.layers} layers"
 
+    def to(self, after: "Size") -> str:
+        """The growth to another size, in words."""
+        return f"width {self.width} → {after.width}" if self.layers == after.layers else f"{self} → {after}"
+
 
 CHECKPOINT_KEY = "mupscale"
 """Our part of a checkpoint: the module's class; for each optimizer its class and the names of its parameters, in its

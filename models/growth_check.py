@@ -14,6 +14,8 @@ from mupscale.checks.structures import leaves_of, map_leaves
 from mupscale.errors import UserError
 from mupscale.models.base import Growable, hint_of_parameters_outside, without_log
 from mupscale.models.checkpoint import Layers, Size, Width
+from mupscale.widening.inserted import as_identity
+from mupscale.widening.layers import Depth
 from mupscale.widening.plan import plan
 
 SMALLEST = 8
@@ -26,14 +28,16 @@ SAMPLES = 2
 """Of the batch: in float64, the outputs for a large vocabulary are large."""
 
 
-def check_growth(module: Growable, before: Width, after: Width, batch: Any) -> Agreement:
+def check_growth(module: Growable, before: Size, after: Size, batch: Any, depth: Depth = "identity") -> Agreement:
     """Compares the loss of new networks, and its gradients, at the smallest widths of the same factor.
+
+    Networks that become deeper are compared with new layers that add nothing.
 
     A model may treat few units in another way than many, so a difference counts only if it is there in the largest
     networks too that are not too large. The module and the generators of random numbers do not change.
     """
     samples = first_samples(batch, SAMPLES)
-    widths = list(small_widths(before, after))
+    widths = list(small_widths(before.width, after.width))
     found: Agreement | None = None
     reason = "no network of these widths can be compared"
     with _kept(module), generators_kept():
@@ -41,23 +45,24 @@ def check_growth(module: Growable, before: Width, after: Width, batch: Any) -> A
         while widths and found is None:
             narrow, wide = widths.pop(0)
             try:
-                found = _compared(loss, narrow, wide, samples)
+                found = _compared(loss, before._replace(width=narrow), after._replace(width=wide), samples, depth)
             except Exception as error:  # whatever a model does that has too few units
                 reason = " ".join(str(error).split())[:300]
         if found is None:
             return Agreement(None, reason=reason)
         while widths and found.exact is False and not found.is_random:
             narrow, wide = widths.pop()
-            if _parameters(loss.network(wide, meta=True)) <= MOST_PARAMETERS:
-                return _compared(loss, narrow, wide, samples)
+            sizes = before._replace(width=narrow), after._replace(width=wide)
+            if _parameters(loss.network(*sizes[1], meta=True)) <= MOST_PARAMETERS:
+                return _compared(loss, *sizes, samples, depth)
     return found
 
 
-def refuse_inexact(key: str, before: Width, found: Agreement) -> None:
+def refuse_inexact(key: str, before: Size, found: Agreement) -> None:
     """Raises a UserError that names the key if a growth is not exact; not if the loss draws random numbers."""
     if found.exact is False and not found.is_random:
         reason = found.reason.replace("what call(model) returns", "the loss")
-        raise UserError(f"{key}: growth from width {before} is not exact: {reason}. {REMEDY}")
+        raise UserError(f"{key}: growth from {before} is not exact: {reason}. {REMEDY}")
 
 
 REMEDY = (
@@ -66,9 +71,18 @@ REMEDY = (
 )
 
 
-def _compared(loss: "LossBySize", narrow: Width, wide: Width, samples: Any) -> Agreement:
-    before, after = loss.network(narrow), loss.network(wide)
-    return check_agreement(before, after, plan(before, after), lambda net: loss(net, samples))
+def _compared(loss: "LossBySize", narrow: Size, wide: Size, samples: Any, depth: Depth) -> Agreement:
+    before, after = loss.network(*narrow), loss.network(*wide)
+    planned = plan(before, after, depth=depth_between(before, after, depth))
+    if planned.layers and not planned.keeps_function:
+        planned = as_identity(planned, before, after, {})
+    return check_agreement(before, after, planned, lambda net: loss(net, samples))
+
+
+def depth_between(narrow: nn.Module, wide: nn.Module, depth: Depth) -> Depth | None:
+    """How new layers are made, if there are any."""
+    names = {name for name, _ in narrow.named_modules()}
+    return depth if any(name not in names for name, _ in wide.named_modules()) else None
 
 
 def small_widths(before: Width, after: Width) -> Iterator[tuple[Width, Width]]:

@@ -7,7 +7,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 
-from mupscale.callbacks.upscale import UpscaleCallback, is_narrower
+from mupscale.callbacks.upscale import UpscaleCallback, is_smaller
 from mupscale.commands.cli import CLI, callbacks_in, parsed
 from mupscale.commands.config import Config
 from mupscale.commands.own_optimizers import made_for
@@ -15,8 +15,9 @@ from mupscale.data_files import LOADER
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.models.arguments import refuse_absolute_rates, refuse_bad_hyperparameters
 from mupscale.models.base import Growable, doubled, has_own_optimizers
-from mupscale.models.checkpoint import Width
+from mupscale.models.checkpoint import Size
 from mupscale.mup_optimizers import apply_mup
+from mupscale.widening.layers import Depth
 from mupscale.widening.plan_text import Plan
 
 
@@ -56,25 +57,27 @@ def upscales(trainer: Trainer) -> list[UpscaleCallback]:
 
 def refuse_growths(module: Growable, trainer: Trainer) -> None:
     """Raises a UserError for a scheduled upscale that `fit` refuses to plan."""
-    before = module.width
+    before = module.size
     for callback in upscales(trainer):
-        if is_narrower(before, callback.width):
+        after = callback.size_after(before)
+        if is_smaller(before, after):
             callback.planned(module, before)
-        before = callback.width
+        before = after
 
 
 class Growth(NamedTuple):
-    """An upscale that a configuration schedules: its widths, its method, and its plan."""
+    """An upscale that a configuration schedules: its sizes, its method, its plan, and how layers are added."""
 
-    before: Width
-    after: Width
+    before: Size
+    after: Size
     method: GrowthMethod
     plan: Plan
+    depth: Depth | None
 
 
 def refuse_optimizers(module: Growable, trainer: Trainer) -> None:
     """Raises a UserError for optimizers, and a schedule of the configuration, that `fit` refuses."""
-    net = module.network(module.width, meta=True)
+    net = module.network(*module.size, meta=True)
     made = made_for(module, net) if has_own_optimizers(module) else None
     if made is not None:
         for optimizer in made.optimizers:
@@ -93,15 +96,19 @@ def growths(module: Growable, trainer: Trainer) -> list[Growth]:
     UserError for what `fit` refuses of the schedule, the noise and the optimizer.
     """
     scheduled = upscales(trainer)
-    widths = [module.width, *(callback.width for callback in scheduled)]
-    for callback, before in zip(scheduled, widths, strict=False):
+    sizes = [module.size]
+    for callback in scheduled:
         callback.refuse_step(trainer)
-        callback.refuse_narrower(before)
+        callback.refuse_smaller(sizes[-1])
+        sizes.append(callback.size_after(sizes[-1]))
     with torch.random.fork_rng(devices=[]):
         refuse_optimizers(module, trainer)
     if scheduled:
-        pairs = zip(pairwise(widths), scheduled, strict=True)
-        return [Growth(a, b, callback.method, callback.planned(module, a)) for (a, b), callback in pairs]
-    before, after, method = module.width, doubled(module.width), Duplication()
-    plan = method.plan(module.network(before, meta=True), module.network(after, meta=True))
-    return [Growth(before, after, method, plan)]
+        pairs = zip(pairwise(sizes), scheduled, strict=True)
+        return [
+            Growth(a, b, callback.method, callback.planned(module, a), callback.depth if a.layers != b.layers else None)
+            for (a, b), callback in pairs
+        ]
+    before, after, method = module.size, module.size._replace(width=doubled(module.width)), Duplication()
+    plan = method.plan(module.network(*before, meta=True), module.network(*after, meta=True))
+    return [Growth(before, after, method, plan, None)]

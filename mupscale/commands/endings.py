@@ -118,8 +118,8 @@ class Ending(Callback):
         if trainer is None or trainer.state.fn not in (None, "fit"):
             return "run the same command again"
         module = trainer.lightning_module
-        width = f", width {module.width}" if isinstance(module, Growable) else ""
-        where = f"the run is at step {trainer.global_step}{width}"
+        size = f", {module.size}" if isinstance(module, Growable) else ""
+        where = f"the run is at step {trainer.global_step}{size}"
         if self._is_trial():
             return f"{where}; {way_on}: run the same command again"
         saved = self.checkpoints()

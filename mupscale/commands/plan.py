@@ -1,4 +1,4 @@
-"""plan: print how a configured model will be widened, parameter by parameter. Nothing is trained.
+"""plan: print how a configured model will grow, parameter by parameter. Nothing is trained.
 
 On a terminal, layers that grow alike share a row; `plan … | cat` prints a row for each parameter.
 """
@@ -10,5 +10,5 @@ from mupscale.commands.terminal import paint, show
 def main(command: str, arguments: list[str]) -> None:
     module, _, trainer = configured(command, arguments, __doc__)
     for growth in growths(module, trainer):
-        print(paint(f"width {growth.before} → {growth.after}", "heading"))
+        print(paint(growth.before.to(growth.after), "heading"))
         show(growth.plan)

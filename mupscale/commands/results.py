@@ -65,7 +65,7 @@ class ResultFile(Strides):
         growths = [callback.summary for callback in callbacks if isinstance(callback, UpscaleCallback)]
         return {
             "steps": trainer.global_step,
-            "width": module.width if isinstance(module, Growable) else None,
+            **({"width": None} if not isinstance(module, Growable) else module.size._asdict()),
             **{name: amount for name, amount in spent.items() if math.isfinite(amount)},
             "validation": self.validation,
             "validated_at": self.validated_at,

@@ -48,7 +48,7 @@ def module_of(checkpoint: dict[str, Any], model: str | None = None) -> Growable:
             raise UserError(f"the checkpoint has hyper_parameters.{key} of type {type(value).__name__}, wanted data")
     try:
         module = kind(**settings | {"init_from": None})
-        module.network(module.width, meta=True)
+        module.network(*module.size, meta=True)
     except MAKING_ERRORS as error:
         message = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the checkpoint's hyper_parameters do not fit {kind.__name__}: {message}") from error

@@ -130,8 +130,9 @@ def check_with(config: str, module: Growable, width: Width) -> Agreement:
     Raises a UserError if they differ. New networks are as good as the saved one, because a plan depends on shapes.
     """
     _, data, _ = configured("upscale", ["--config", config], None)
-    found = check_growth(module, module.width, width, first_batches(module, data, 1)[0])
-    refuse_inexact(f"--width {width}", module.width, found)
+    after = module.size._replace(width=width)
+    found = check_growth(module, module.size, after, first_batches(module, data, 1)[0])
+    refuse_inexact(f"--width {width}", module.size, found)
     return found
 
 

@@ -38,8 +38,8 @@ def main(command: str, arguments: list[str]) -> int:
         return apply_mup(module.optimizer_callable(params))
 
     passed = True
-    for before, after, method, plan in scheduled:
-        narrow, wide = loss.network(before), loss.network(after, meta=True)
+    for before, after, method, plan, depth in scheduled:
+        narrow, wide = loss.network(*before), loss.network(*after, meta=depth is None)
         optimizer: Callable[[list[nn.Parameter]], Any] = configured_optimizer
         if has_own_optimizers(module):
             refuse_own_rates(module, narrow, wide, plan, method)
@@ -48,16 +48,16 @@ def main(command: str, arguments: list[str]) -> int:
                 print(f"{type(module).__name__}.configure_optimizers {NOT_CHECKED}", flush=True)
             else:
                 optimizer = own
-        if isinstance(method, Duplication):
+        if isinstance(method, Duplication) and depth is None:
             clip = trainer.gradient_clip_val
             with Status() as status:
                 verdict = verify(
                     narrow, wide, optimizer=optimizer, batches=batches, loss=loss, steps=STEPS, clip=clip, watch=status
                 )
-            print(verdict.text(columns(), paint, title=f"width {before} → {after}: "), flush=True)
+            print(verdict.text(columns(), paint, title=f"{before.to(after)}: "), flush=True)
             passed &= verdict.passed
         else:
-            check = check_claim(narrow, wide, method, optimizer=optimizer, batches=batches, loss=loss)
-            print(check.text(columns(), paint, title=f"width {before} → {after}: "), flush=True)
+            check = check_claim(narrow, wide, method, optimizer=optimizer, batches=batches, loss=loss, depth=depth)
+            print(check.text(columns(), paint, title=f"{before.to(after)}: "), flush=True)
             passed &= check.holds
     return int(not passed)

@@ -309,9 +309,9 @@ def _cloned(
     children: dict[str, nn.Module | None] = {}
     twin = made[id(module)] = with_parts(module, parts._replace(modules=children))
     for key, child, begins_new in rows:
-        children[key] = child and _cloned(
-            child, others.get(key), layers, joined(name, key), {} if begins_new else made, is_new=is_new or begins_new
-        )
+        place = others.get(key), layers, joined(name, key), {} if begins_new else made
+        # an empty Sequential is a module, but false
+        children[key] = None if child is None else _cloned(child, *place, is_new=is_new or begins_new)
     twin.__dict__.pop(Records.ATTRIBUTE, None)
     return twin
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import mupscale
 from mupscale.models.base import Growable
+from mupscale.models.checkpoint import Size
 from mupscale.models.growth_check import check_growth, first_samples, small_widths
 
 
@@ -77,7 +78,7 @@ def test_samples_are_cut_in_any_structure():
 def test_the_models_grow_exactly(name: str):
     build, after = MODELS[name]
     module = build()
-    found = check_growth(module, module.width, after, batch_of(module))
+    found = check_growth(module, module.size, module.size._replace(width=after), batch_of(module))
     assert found.exact is True
     assert found.outputs < 1e-12
     assert 0 < found.gradients < 1e-10
@@ -87,7 +88,7 @@ def test_the_module_does_not_change():
     module = mlp()
     module.configure_model()
     net, state = module.net, torch.get_rng_state()
-    check_growth(module, 8, 24, batch_of(module))
+    check_growth(module, Size(8), Size(24), batch_of(module))
     assert module.net is net
     assert module.width == 8
     assert torch.equal(torch.get_rng_state(), state)
@@ -96,9 +97,9 @@ def test_the_module_does_not_change():
 
 def test_a_difference_of_small_networks_alone_does_not_count():
     inputs = torch.randn(4, 6), torch.randint(3, (4,))
-    assert check_growth(Heads(32), 8, 16, inputs).exact is False
-    assert check_growth(Heads(32), 32, 64, inputs).exact is True
-    wrong = check_growth(Heads(32, least=1000), 32, 64, inputs)
+    assert check_growth(Heads(32), Size(8), Size(16), inputs).exact is False
+    assert check_growth(Heads(32), Size(32), Size(64), inputs).exact is True
+    wrong = check_growth(Heads(32, least=1000), Size(32), Size(64), inputs)
     assert wrong.exact is False
     assert "what the model (Attention) computes before 'out' differs" in wrong.reason
 
@@ -108,6 +109,7 @@ def test_what_cannot_run_is_not_checked():
         def loss(self, batch: Any) -> Tensor:
             raise RuntimeError("no kernel on the CPU")
 
-    found = check_growth(Fails(8, base_width=4, inputs=6, outputs=3, optimizer=ADAMW), 8, 16, torch.zeros(2, 6))
+    module = Fails(8, base_width=4, inputs=6, outputs=3, optimizer=ADAMW)
+    found = check_growth(module, Size(8), Size(16), torch.zeros(2, 6))
     assert found.exact is None
     assert "call(model) fails on the narrow model: RuntimeError: no kernel on the CPU" in str(found)

@@ -1,0 +1,160 @@
+"""Growth in depth inside `fit`: the loss after the swap, every way to add layers, resuming, and what is refused."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from tiers import slow_except
+from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet
+from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
+
+import mupscale
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.errors import UserError
+from mupscale.models.base import Growable
+from mupscale.models.checkpoint import Size
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+
+completep = partial(gpt2, layers=2, base_layers=2)
+Make = Callable[..., Growable]
+
+MODELS: dict[str, tuple[Make, Any, Any]] = {
+    "mlp": (partial(mlp, layers=2), 4, 12),
+    "gpt2": (gpt2, 3, 16),
+    "gpt2 under CompleteP": (completep, 4, 16),
+    "resnet18": (partial(resnet, optimizer=SGD), [3, 2, 2, 4], 4),
+}
+"""Each with the layers and the width that it grows to."""
+
+
+@pytest.mark.parametrize("wider", [False, True])
+@pytest.mark.parametrize("model", slow_except(MODELS, "mlp", "gpt2 under CompleteP"))
+def test_new_layers_that_add_nothing_keep_the_loss(model: str, wider: bool, tmp_path: Path) -> None:
+    make, layers, width = MODELS[model]
+    growth = UpscaleCallback(5, width if wider else None, layers=layers)
+    run = fit(make(), tmp_path, growth, steps=12)
+    assert run.module.size == Size(width if wider else make().width, layers)
+    before, after = growth.summary["loss_before"], growth.summary["loss_after"]
+    assert after == pytest.approx(before, abs=1e-12)
+    alone = fit(make(), tmp_path, steps=12)
+    assert torch.equal(run.losses[:5], alone.losses[:5])
+    assert run.losses[5].item() == pytest.approx(alone.losses[5].item(), abs=1e-12)
+    assert gap(run, alone) > 1e-6, "new layers learn"
+
+
+@pytest.mark.parametrize("depth", ["identity", "interleave", "stack", "random", {"blocks": [0, 1, 1, 1]}])
+def test_every_way_to_add_layers(depth: Any, tmp_path: Path) -> None:
+    growth = UpscaleCallback(5, layers=4, depth=depth)
+    run = fit(completep(), tmp_path, growth, steps=8)
+    jump = abs(growth.summary["loss_after"] - growth.summary["loss_before"])
+    assert (jump < 1e-12) == (depth == "identity"), jump
+    assert len(run.module.net.blocks) == 4
+    assert len(run.losses) == 8
+
+
+def test_rates_after_the_growth_are_those_of_the_deep_model(tmp_path: Path) -> None:
+    """By CompleteP: eps of blocks halves; every rate and decay is as before, also of what was rescaled."""
+    for depth in ("identity", "interleave", "random"):
+        grown = fit(completep(optimizer=ADAMW), tmp_path, UpscaleCallback(3, layers=4, depth=depth), steps=5)
+        fresh = fit(completep(layers=4, optimizer=ADAMW), tmp_path, steps=5)
+        assert rates(grown) == rates(fresh)
+        for key in ("eps", "weight_decay"):
+            groups = (run.trainer.optimizers[0].param_groups for run in (grown, fresh))
+            levels = [sorted((group[key], len(group["params"])) for group in each) for each in groups]
+            assert levels[0] == levels[1]
+
+
+def test_schedules_continue(tmp_path: Path) -> None:
+    make = partial(completep, optimizer=ADAMW, lr_scheduler=SCHEDULES["LambdaLR"])
+    run = fit(make(), tmp_path, UpscaleCallback(5, layers=4), steps=9)
+    fresh = fit(make(layers=4), tmp_path, steps=9)
+    assert rates(run) == pytest.approx(rates(fresh), rel=1e-12)
+
+
+def test_growths_in_width_and_depth_follow_each_other(tmp_path: Path) -> None:
+    growths = [UpscaleCallback(3, layers=4), UpscaleCallback(6, 16), UpscaleCallback(9, 32, layers=8, depth="stack")]
+    run = fit(completep(), tmp_path, *growths, steps=12)
+    assert run.module.size == Size(32, 8)
+    assert [growth.summary["step"] for growth in growths] == [3, 6, 9]
+    assert growths[0].summary["loss_after"] == pytest.approx(growths[0].summary["loss_before"], abs=1e-12)
+    assert growths[1].summary["loss_after"] == pytest.approx(growths[1].summary["loss_before"], abs=1e-12)
+    assert growths[2].summary["after"] == "width 32 and 8 layers"
+
+
+RESUMABLE: dict[str, tuple[Make, Any, dict[str, Any]]] = {
+    "identity": (partial(completep, optimizer=ADAMW), 4, {}),
+    "interleave": (partial(completep, optimizer=ADAMW, lr_scheduler=SCHEDULES["LambdaLR"]), 4, {"depth": "interleave"}),
+    "random": (partial(completep, optimizer=ADAMW), 4, {"depth": "random"}),
+    "stack, wider, with noise": (partial(mlp, layers=2), 4, {"depth": "stack", "width": 16}),
+    "new copies reset": (partial(mlp, layers=2), 4, {"transfer_state": "reset_new_copies", "rewarm_steps": 4}),
+    "resnet18": (partial(resnet, optimizer=SGD), [2, 3, 2, 2], {}),
+}
+
+
+@pytest.mark.parametrize("case", slow_except(RESUMABLE, "identity", "random"))
+def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, tmp_path: Path) -> None:
+    make, layers, options = RESUMABLE[case]
+    noise = mupscale.AdditiveNoise(0.1) if "noise" in case else None
+    growth = partial(UpscaleCallback, 6, layers=layers, noise=noise, **options)
+    settings: dict[str, Any] = {"precision": "32-true", "steps": 12}
+    whole = fit(make(), tmp_path, growth(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
+    for name in ("step=4", "step=6", "pre-upscale-6", "step=7", "step=10"):
+        resumed = fit(make(), tmp_path, growth(), ckpt=tmp_path / f"{name}.ckpt", **settings)
+        assert torch.equal(resumed.losses, whole.losses[-len(resumed.losses) :]), name
+        assert_identical(state(resumed), state(whole))
+        assert rates(resumed) == rates(whole)
+
+
+def test_averages_grow_with_the_model(tmp_path: Path) -> None:
+    """The average of a constant model is the model: with a rate of zero, all of its new layers are there."""
+    ema = EMAWeightAveraging(decay=0.5)
+    still = partial(torch.optim.SGD, lr=0.0)
+    run = fit(completep(optimizer=still), tmp_path, UpscaleCallback(3, layers=4), ema, steps=6, precision="32-true")
+    assert len(run.module.net.blocks) == 4
+    averaged: Any = ema._average_model.module  # type: ignore[union-attr]
+    for name, tensor in run.module.state_dict().items():
+        torch.testing.assert_close(averaged.state_dict()[name], tensor, rtol=0, atol=1e-12)
+
+
+REFUSED: dict[str, tuple[str, Make, dict[str, Any]]] = {
+    "fewer layers": ("UpscaleCallback.layers = 1 are not more layers than before it, 2", gpt2, {"layers": 1}),
+    "a number that interleave cannot reach": (
+        "interleave needs a multiple of the number of layers",
+        gpt2,
+        {"layers": 3, "depth": "interleave"},
+    ),
+    "the paper's MLP": ("MLP has no residual blocks: give model.layers", mlp, {"layers": 4}),
+    "another list": ("no list of layers 'layers' is longer", gpt2, {"layers": 4, "depth": {"layers": [0, 0, 1, 1]}}),
+    "wrong sources": ("needs 4 numbers from 0 to 1", gpt2, {"layers": 4, "depth": {"blocks": [0, 0, 1, 2]}}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_before_the_first_step(case: str, tmp_path: Path) -> None:
+    message, make, options = REFUSED[case]
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        fit(make(), tmp_path, UpscaleCallback(5, **options), steps=8)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": 0}, "UpscaleCallback.layers must be a whole number of at least 1"),
+        ({"width": 8, "depth": "stack"}, "UpscaleCallback.depth = stack needs layers"),
+        ({}, "UpscaleCallback needs one of width or layers (of a Growable), hparams"),
+        (
+            {"layers": 4, "hparams": {"width": 8}},
+            "UpscaleCallback needs one of width or layers (of a Growable), hparams",
+        ),
+    ],
+)
+def test_arguments_that_say_nothing_sensible(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        UpscaleCallback(5, **options)
