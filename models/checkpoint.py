@@ -31,6 +31,11 @@ class Size(NamedTuple):
     layers: Layers | None = None
     """None of a model that grows in width only."""
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As arguments of the model."""
+        return {key: value for key, value in self._asdict().items() if value is not None}
+
     def __str__(self) -> str:
         return f"width {self.width}" if self.layers is None else f"width {self.width} and {self.layers} layers"
 

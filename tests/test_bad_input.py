@@ -31,14 +31,20 @@ pytestmark = [
 
 FAST = {
     "nothing": ("fti", "Did you mean fit?"),
-    "no arguments": ("upscale", "required: checkpoint, --width, --out"),
+    "no arguments": ("upscale", "required: checkpoint, --out"),
     "a typo": ("upscale mlp.ckpt --width 16 --out o --noies 1", "Did you mean --noise"),
     "a width that is no number": ("upscale mlp.ckpt --width wide --out o", "invalid int value: 'wide'"),
     "width 0": ("upscale mlp.ckpt --width 0 --out o", "--width must be a whole number of at least 1"),
     "the same width": ("upscale mlp.ckpt --width 8 --out o", "give a larger one"),
     "a narrower width": (
         "upscale mlp.ckpt --width 4 --out o",
-        "narrower than the checkpoint, which has width 8; give a larger one",
+        "--width 4 is less than the 8 of the checkpoint; give a larger one",
+    ),
+    "no size": ("upscale mlp.ckpt --out o", "give --width, --layers, or both"),
+    "layers of a model that has none": ("upscale mlp.ckpt --layers 9 --out o", "--layers: MLP "),
+    "a way to become deeper, and no depth": (
+        "upscale mlp.ckpt --width 16 --depth stack --out o",
+        "--depth says how a model becomes deeper: give --layers too",
     ),
     "a huge width": (
         "upscale mlp.ckpt --width 99999999999 --out o",
@@ -151,7 +157,7 @@ COMMANDS = {
     "verify: too few inputs": ("verify --config c.yaml --model.inputs=53", "set model.inputs: 54"),
     "verify: no data": ("verify --config c.yaml --data.data_dir=/proc/x", "data_dir: /proc/x"),
     # coord-check
-    "coord-check: no widths": ("coord-check --config c.yaml", "required: --widths"),
+    "coord-check: no widths": ("coord-check --config c.yaml", "one of the arguments --widths --layers is required"),
     "coord-check: equal widths": ("coord-check --config c.yaml --widths 8,8,16", "at least three different ones"),
     "coord-check: no steps": ("coord-check --config c.yaml --widths 8,16,32 --steps 0", "steps must be a whole number"),
     "coord-check: a typo": ("coord-check --config c.yaml --widths 8,16,32 --step 3", "Did you mean --steps?"),

@@ -11,7 +11,7 @@ from mupscale.errors import UserError
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from mupscale.models.checkpoint import Width
+    from mupscale.models.checkpoint import Size, Width
 
 NOISE = ("--noise", "0.1", "--centred")
 """What makes the copies of a widened model part, and keeps its function."""
@@ -55,12 +55,14 @@ def after_fit(trainer: "Trainer", module: "LightningModule", folder: Path | None
     return lines
 
 
-def after_upscale(source: Path, out: Path, width: "Width") -> list[str]:
-    """How to evaluate a widened checkpoint and to train it, with the configuration of the run that it comes from."""
+def after_upscale(source: Path, out: Path, size: "Size") -> list[str]:
+    """How to evaluate a grown checkpoint and to train it, with the configuration of the run that it comes from."""
     config = _config_of(source)
-    settings = ["--model.init_from", str(out), "--model.width", str(width)]
+    arguments = {"init_from": out, **size.arguments}
+    settings = [word for key, value in arguments.items() for word in (f"--model.{key}", str(value))]
     if config is None or not _may_start_again(config):
-        lines = [f"  train it: set model.init_from to {out} and model.width to {width} in a configuration"]
+        wanted = " and ".join(f"model.{key} to {value}" for key, value in arguments.items())
+        lines = [f"  train it: set {wanted} in a configuration"]
     else:
         lines = [f"  train it: {command_line('fit', '--config', config, *settings)}"]
     if config is not None:

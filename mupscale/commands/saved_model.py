@@ -16,6 +16,7 @@ from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed
 from mupscale.mup_optimizers import apply_mup
 from mupscale.schedule_state import refuse_one_rate_in_state, rescale_schedule_state
 from mupscale.widening.groups import SOURCE_GROUP, continued_groups, sources_of
+from mupscale.widening.layers import standing_in
 from mupscale.widening.optimizers import registered_optimizer
 from mupscale.widening.plan_text import Plan
 
@@ -127,11 +128,12 @@ def saved_optimizer(narrow: nn.Module, state: dict[str, Any], names: list[str], 
     return optimizer
 
 
-def fresh_optimizer(narrow: nn.Module, optimizer: Optimizer, wide: nn.Module) -> Optimizer:
-    """An optimizer with the groups that `configure_optimizers` would make at the wide width, in the same order.
+def fresh_optimizer(plan: Plan, narrow: nn.Module, optimizer: Optimizer, wide: nn.Module) -> Optimizer:
+    """An optimizer with the groups that `configure_optimizers` would make at the wide size, in the same order.
 
-    The groups before muP are split for the wide width. Their hyperparameters are still those of the narrow width.
+    The groups before muP are split for the wide size. Their hyperparameters are still those of the narrow one.
     """
+    narrow, optimizer = standing_in(narrow, optimizer, wide, plan.layers)
     order = {name: index for index, (name, _) in enumerate(narrow.named_parameters())}
     names = {id(parameter): name for name, parameter in narrow.named_parameters()}
     targets = dict(wide.named_parameters())

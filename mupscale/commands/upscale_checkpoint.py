@@ -1,8 +1,8 @@
-"""upscale: widen a saved checkpoint, as UpscaleCallback does during a run.
+"""upscale: make the model of a checkpoint wider or deeper, as UpscaleCallback does during a run.
 
-For example: upscale base.ckpt --width 2000 --noise 0.1 --out wide.ckpt
+For example: upscale base.ckpt --width 2000 --noise 0.1 --out wide.ckpt, or upscale base.ckpt --layers 8 --out deep.ckpt
 
-A sharded checkpoint (a folder, written under FSDP2) is widened into another folder, with one tensor in memory at a
+A sharded checkpoint (a folder, written under FSDP2) grows into another folder, with one tensor in memory at a
 time.
 
 A model folder of the transformers library is widened by: upscale FOLDER --factor 2 --out WIDE (for its options: upscale
@@ -12,7 +12,7 @@ A model folder of the transformers library is widened by: upscale FOLDER --facto
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from mupscale.commands.saved_model import (
 from mupscale.commands.terminal import show
 from mupscale.commands.upscale_sharded import ShardedGrowth
 from mupscale.errors import UserError
+from mupscale.layer_names import starred
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.methods.noise import Noise
@@ -42,7 +43,7 @@ from mupscale.models.base import Growable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     RUN_KEY,
-    Width,
+    Size,
     load_checkpoint,
     mixed_widths,
     optimizer_names,
@@ -53,12 +54,21 @@ from mupscale.models.checkpoint import (
 )
 from mupscale.models.growth_check import check_growth, refuse_inexact
 from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
+from mupscale.widening.hints import Hints
+from mupscale.widening.layers import Depth, How
 
 
 def widen_checkpoint(arguments: list[str]) -> None:
     parser = ArgumentParser(prog="python -m mupscale upscale", description=__doc__)
-    parser.add_argument("checkpoint", help="the checkpoint to widen")
-    parser.add_argument("--width", type=int, nargs="+", required=True, help="the target width, or one for each layer")
+    parser.add_argument("checkpoint", help="the checkpoint to grow")
+    parser.add_argument("--width", type=int, nargs="+", help="the target width, or one for each layer")
+    parser.add_argument("--layers", type=int, nargs="+", help="the target number of layers, or one for each list")
+    parser.add_argument(
+        "--depth",
+        choices=[how for how in get_args(How) if how != "random"],
+        help="how the model becomes deeper: inserted layers add nothing at first (identity, the default), each layer "
+        "several times in place (interleave), or the whole stack again (stack)",
+    )
     parser.add_argument("--out", type=Path, required=True, help="where to write the wide checkpoint")
     add_noise_options(parser)
     parser.add_argument(
@@ -94,59 +104,78 @@ def widen_checkpoint(arguments: list[str]) -> None:
         if noise is None:
             raise UserError("--save-noise: there is no noise to save; give --noise STD or --signal-noise T")
         refuse_output("--save-noise", options.save_noise, inputs | {"--out": options.out})
-    width = options.width[0] if len(options.width) == 1 else options.width
-    refuse_bad_width("--width", width)
     shards = ShardedCheckpoint(source) if is_sharded else None
     checkpoint = load_checkpoint(options.checkpoint) if shards is None else shards.rest
     module = module_of(checkpoint, options.model)
-    if module.width == width:
-        raise UserError(f"--width {width} is the width of the checkpoint already; give a larger one")
-    if isinstance(width, int) and isinstance(module.width, int) and width < module.width:
-        raise UserError(
-            f"--width {width} is narrower than the checkpoint, which has width {module.width}; give a larger one"
-        )
-    check = NOT_CHECKED if options.check is None else check_with(options.check, module, width)
+    size = _target_size(module, options.width, options.layers)
+    if options.depth is not None and options.layers is None:
+        raise UserError("--depth says how a model becomes deeper: give --layers too")
+    hints = Hints(depth=options.depth or "identity") if size.layers != module.size.layers else None
+    check = NOT_CHECKED if options.check is None else check_with(options.check, module, size, hints)
     with_state = not options.no_optimizer
     if shards is not None:
-        growth = ShardedGrowth(shards, module, width, method, noise, options.seed, optimizer=with_state)
+        growth = ShardedGrowth(shards, module, size, hints, method, noise, options.seed, optimizer=with_state)
         report = growth.write(options.out)
     else:
-        report = upscale_checkpoint(checkpoint, module, width, noise, options.seed, optimizer=with_state, method=method)
+        report = upscale_checkpoint(
+            checkpoint, module, size, noise, options.seed, optimizer=with_state, method=method, hints=hints
+        )
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(options.out) as new:
             torch.save(checkpoint, new)
     if options.save_noise:
         report.save_noise(options.save_noise)
     show(str(replace(report, exact=check.exact, check=str(check))))
-    print("\n".join([f"wrote {options.out}", *after_upscale(source, options.out, width)]))
+    print("\n".join([f"wrote {options.out}", *after_upscale(source, options.out, size)]))
+
+
+def _target_size(module: Growable, width: list[int] | None, layers: list[int] | None) -> Size:
+    """The size that the options ask for; raises a UserError if it is none that the model can grow to."""
+    if width is None and layers is None:
+        raise UserError("give --width, --layers, or both")
+    if layers is not None and module.size.layers is None:
+        raise UserError(f"--layers: {type(module).__name__} has a fixed number of layers; it grows in width only")
+    wanted: dict[str, Any] = module.size._asdict()
+    for key, given in (("width", width), ("layers", layers)):
+        if given is None:
+            continue
+        value, current = given[0] if len(given) == 1 else given, wanted[key]
+        wanted[key] = value
+        refuse_bad_width(f"--{key}", value)
+        if value == current:
+            raise UserError(f"--{key} {value} is that of the checkpoint already; give a larger one")
+        if isinstance(value, int) and isinstance(current, int) and value < current:
+            raise UserError(f"--{key} {value} is less than the {current} of the checkpoint; give a larger one")
+    return Size(**wanted)
 
 
 NOT_CHECKED = Agreement(None, reason="--check CONFIG compares both widths with a batch of that configuration's data")
 
 
-def check_with(config: str, module: Growable, width: Width) -> Agreement:
-    """Compares small networks of the same factor with the first batch of a configuration.
+def check_with(config: str, module: Growable, size: Size, hints: Hints | None) -> Agreement:
+    """Compares small networks of the same factors with the first batch of a configuration.
 
     Raises a UserError if they differ. New networks are as good as the saved one, because a plan depends on shapes.
     """
     _, data, _ = configured("upscale", ["--config", config], None)
-    after = module.size._replace(width=width)
-    found = check_growth(module, module.size, after, first_batches(module, data, 1)[0])
-    refuse_inexact(f"--width {width}", module.size, found)
+    depth: Depth = "identity" if hints is None or hints.depth is None else hints.depth
+    found = check_growth(module, module.size, size, first_batches(module, data, 1)[0], depth)
+    refuse_inexact(f"--width {size.width}" if hints is None else f"--layers {size.layers}", module.size, found)
     return found
 
 
 def upscale_checkpoint(
     checkpoint: dict[str, Any],
     module: Growable,
-    width: Any,
+    size: Size,
     noise: Noise | None,
     seed: int,
     *,
     optimizer: bool,
     method: GrowthMethod | None = None,
+    hints: Hints | None = None,
 ) -> UpscaleReport:
-    """Widens a checkpoint in place: its weights, optimizers, schedules, and width. `module` is `module_of` it.
+    """Grows a checkpoint in place: its weights, optimizers, schedules, and size. `module` is `module_of` it.
 
     The average of an EMA gets the same noise as the weights.
     """
@@ -157,21 +186,21 @@ def upscale_checkpoint(
     saved, states = checkpoint[CHECKPOINT_KEY], checkpoint.get("optimizer_states", []) if optimizer else []
     averaged = "current_model_state" in checkpoint  # of an EMA run: "state_dict" is the average
     key = "current_model_state" if averaged else "state_dict"
-    narrow, wide = _networks(module, width, checkpoint.get(key, {}))
+    narrow, wide = _networks(module, size, checkpoint.get(key, {}))
     restore_mixed_widths(narrow, saved.get("mixed_widths", {}))
     rows = list(zip(states, saved["optimizer_names"], saved["optimizer_classes"], strict=False))
     narrow_opts = [saved_optimizer(narrow, *row) for row in rows]
-    wide_opts = [fresh_optimizer(narrow, optimizer, wide) for optimizer in narrow_opts]
-    plan = method.plan(narrow, wide)
+    plan = method.plan(narrow, wide, hints)
+    wide_opts = [fresh_optimizer(plan, narrow, optimizer, wide) for optimizer in narrow_opts]
     for before, after in zip(narrow_opts, wide_opts, strict=True):
         continue_groups(plan, narrow, before, wide, after, method)
-    rebuild = partial(module.network, width)
+    rebuild = partial(module.network, *size)
     report = grow(
         narrow, wide, narrow_opts, wide_opts, noise=noise, seed=seed, hints=plan, method=method, rebuild=rebuild
     )
-    _store(checkpoint[key], wide)
+    checkpoint[key] = _stored(checkpoint[key], wide)
     if averaged:
-        average, wide_average = _networks(module, width, checkpoint.get("state_dict", {}))
+        average, wide_average = _networks(module, size, checkpoint.get("state_dict", {}))
         grow(
             average,
             wide_average,
@@ -181,8 +210,8 @@ def upscale_checkpoint(
             method=method,
             rebuild=rebuild,
         )
-        _store(checkpoint["state_dict"], wide_average)
-    checkpoint["hyper_parameters"]["width"] = width
+        checkpoint["state_dict"] = _stored(checkpoint["state_dict"], wide_average)
+    checkpoint["hyper_parameters"].update(size.arguments)
     checkpoint.pop(RUN_KEY, None)  # it goes on with another configuration
     checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in wide_opts]
     saved["optimizer_names"] = [optimizer_names(wide, optimizer, "net.") for optimizer in wide_opts]
@@ -192,7 +221,7 @@ def upscale_checkpoint(
     return report
 
 
-def _networks(module: Growable, width: Any, weights: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
+def _networks(module: Growable, size: Size, weights: dict[str, Tensor]) -> tuple[nn.Module, nn.Module]:
     own = {name.removeprefix("net."): value for name, value in weights.items() if name.startswith("net.")}
     dtypes = [value.dtype for value in own.values() if value.is_floating_point() and value.dtype.itemsize > 1]
     if not dtypes:
@@ -207,8 +236,12 @@ def _networks(module: Growable, width: Any, weights: dict[str, Tensor]) -> tuple
     except RuntimeError as error:
         message = " ".join(str(error).split())
         raise UserError(f"the checkpoint's weights are not those of a {type(module).__name__}: {message}") from error
-    return narrow, module.network(width, meta=True).to(dtypes[0])
+    return narrow, module.network(*size, meta=True).to(dtypes[0])
 
 
-def _store(weights: dict[str, Tensor], net: nn.Module) -> None:
-    weights.update({f"net.{name}": value.to(weights[f"net.{name}"].dtype) for name, value in net.state_dict().items()})
+def _stored(weights: dict[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    """The weights of a checkpoint with those of the network, in the dtypes that they had."""
+    dtypes = {starred(name): value.dtype for name, value in weights.items()}
+    others = {name: value for name, value in weights.items() if not name.startswith("net.")}
+    own = {f"net.{name}": value for name, value in net.state_dict().items()}
+    return others | {name: value.to(dtypes[starred(name)]) for name, value in own.items()}

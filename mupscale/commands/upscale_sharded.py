@@ -20,6 +20,7 @@ from mupscale.models.base import Growable
 from mupscale.models.checkpoint import (
     CHECKPOINT_KEY,
     RUN_KEY,
+    Size,
     mixed_widths,
     optimizer_names,
     refuse_malformed_optimizers,
@@ -30,6 +31,8 @@ from mupscale.models.sharded import WEIGHTS, Keys, ShardedCheckpoint, ShardWrite
 from mupscale.widening import table
 from mupscale.widening.axes import duplicate_
 from mupscale.widening.growth import Growth
+from mupscale.widening.hints import Hints
+from mupscale.widening.layers import source_of, stand_in, standing_in
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.state import births_of, check_transfer
@@ -47,7 +50,8 @@ class ShardedGrowth:
         self,
         checkpoint: ShardedCheckpoint,
         module: Growable,
-        width: Any,
+        size: Size,
+        hints: Hints | None,
         method: GrowthMethod,
         noise: Noise | None,
         seed: int,
@@ -55,18 +59,22 @@ class ShardedGrowth:
         optimizer: bool,
     ) -> None:
         _refuse_method(method, optimizer)
-        self.checkpoint, self.method, self.width, self.seed = checkpoint, method, width, seed
-        self.narrow, self.wide = _networks(checkpoint, module, width)
-        self.plan: Plan = method.plan(self.narrow, self.wide)
-        refuse_other_rescale(self.plan, self.narrow, self.wide)
+        self.checkpoint, self.method, self.size, self.seed = checkpoint, method, size, seed
+        self.narrow, self.wide = _networks(checkpoint, module, size)
+        self.plan: Plan = method.plan(self.narrow, self.wide, hints)
+        self.twin = stand_in(self.narrow, self.wide, self.plan.layers)
+        refuse_other_rescale(self.plan, self.twin, self.wide)
         method.check(self.plan)
-        self.noise = method.choose_noise(noise, self.plan, self.narrow)
-        self.entries: dict[str, Growth] = {}
+        self.noise = method.choose_noise(noise, self.plan, self.twin)
+        self.entries: dict[str, dict[str, Growth]] = {}
+        """By the name in the checkpoint: what is made of it, by the names in the wide one."""
         for entry in (*self.plan.parameters.values(), *self.plan.buffers.values()):
-            self.entries |= {f"net.{name}": entry for name in entry.names}
+            for name in entry.names:
+                source = source_of(self.plan.layers, name)
+                self.entries.setdefault(f"net.{source}", {})[f"net.{name}"] = entry
         self.constants: Constants = dict.fromkeys(self.plan.parameters, 0.0)
         self.narrow_opts = self._saved_optimizers() if optimizer else []
-        self.wide_opts = [fresh_optimizer(self.narrow, before, self.wide) for before in self.narrow_opts]
+        self.wide_opts = [fresh_optimizer(self.plan, self.narrow, before, self.wide) for before in self.narrow_opts]
         for before, after in zip(self.narrow_opts, self.wide_opts, strict=True):
             check_transfer(self.plan, self.narrow, before, self.wide, after)
             continue_groups(self.plan, self.narrow, before, self.wide, after, method)
@@ -79,7 +87,7 @@ class ShardedGrowth:
         start = time.perf_counter()
         remember_widths(
             self.plan,
-            self.narrow,
+            self.twin,
             self.wide,
             self.method.scale,
             entrywise=self.method.hyperparameters == "table",
@@ -88,7 +96,8 @@ class ShardedGrowth:
             for path in self.checkpoint.paths(WEIGHTS):
                 self._write_weight(path, writer)
             for number, optimizer in enumerate(self.wide_opts):
-                set_records(self.wide, optimizer, births_of(self.plan, self.narrow, self.narrow_opts[number]))
+                before = standing_in(self.narrow, self.narrow_opts[number], self.wide, self.plan.layers)
+                set_records(self.wide, optimizer, births_of(self.plan, *before))
                 for path in self.checkpoint.paths(f"optimizer_{number}", "state"):
                     self._write_state(path, self.narrow_opts[number], writer)
                 self._write_groups(number, optimizer, writer)
@@ -131,20 +140,23 @@ class ShardedGrowth:
 
     def _write_weight(self, path: Keys, writer: ShardWriter) -> None:
         name, source = str(path[1]), self.checkpoint.read(path)
-        entry = self.entries.get(name)
-        if entry is None:
+        if name not in self.entries:
             _copy(path, source, writer)
             return
-        is_parameter = entry.name in self.plan.parameters
-        bad = first_non_finite([(name, source)], infinite_allowed=not is_parameter and not entry.grows)
-        if bad is not None:
-            raise UserError(f"{name!r} has NaN or infinite entries; use an earlier checkpoint")
-        writer.add_tensor(path, entry.wide_shape, source.dtype, self._rows_of(name, source, entry, is_parameter))
+        for target, entry in self.entries[name].items():
+            is_parameter = entry.name in self.plan.parameters
+            bad = first_non_finite([(name, source)], infinite_allowed=not is_parameter and not entry.grows)
+            if bad is not None:
+                raise UserError(f"{name!r} has NaN or infinite entries; use an earlier checkpoint")
+            rows = self._rows_of(target, source, entry, is_parameter)
+            writer.add_tensor((path[0], target), entry.wide_shape, source.dtype, rows)
 
     def _rows_of(self, name: str, source: Tensor, entry: Growth, is_parameter: bool) -> Rows:
         """What makes the rows of a weight or buffer: each by itself, or, where that is not possible, all at once."""
         if not is_parameter:
             return partial(_duplicated, source, entry, 1.0)
+        if entry.fill is not None:
+            return partial(_filled, source, entry, entry.fill)
         is_noisy = self.noise is not None and self.noise.applies(entry)
         if self.method.widens_by_rows and not is_noisy and entry.wide_shape:
             return partial(_widened, source, entry)
@@ -159,20 +171,23 @@ class ShardedGrowth:
 
     def _write_state(self, path: Keys, optimizer: Optimizer, writer: ShardWriter) -> None:
         """State of a parameter's shape, duplicated and scaled; counters as they are."""
-        _, _, name, key = path
-        value, entry, rule = self.checkpoint.read(path), self.entries.get(str(name)), rule_of(optimizer)
-        if entry is None:
+        section, part, name, key = path
+        value, rule = self.checkpoint.read(path), rule_of(optimizer)
+        if name not in self.entries:
             raise UserError(f"{self.checkpoint.folder} is damaged: its optimizer has a parameter {name!r}")
         if first_non_finite([(str(key), value)] if isinstance(value, Tensor) else []) is not None:
             raise UserError(
                 f"optimizer state {key!r} of {name!r} has NaN or infinite entries; use an earlier checkpoint, or "
                 "leave the state out: --no-optimizer"
             )
-        if not isinstance(value, Tensor) or key not in rule.state:
-            _copy(path, value, writer)
-            return
-        scale = table.state(self.method.scale(entry), rule.state.get(str(key), 0))
-        writer.add_tensor(path, entry.wide_shape, value.dtype, partial(_duplicated, value, entry, scale))
+        for target, entry in self.entries[str(name)].items():
+            place = section, part, target, key
+            begins = entry.inserted == "identity"  # a new layer has no history
+            if not isinstance(value, Tensor) or key not in rule.state:
+                _copy(place, value * 0 if begins else value, writer)
+                continue
+            scale = 0.0 if begins else table.state(self.method.scale(entry), rule.state.get(str(key), 0))
+            writer.add_tensor(place, entry.wide_shape, value.dtype, partial(_duplicated, value, entry, scale))
 
     def _write_groups(self, number: int, optimizer: Optimizer, writer: ShardWriter) -> None:
         names = iter(optimizer_names(self.wide, optimizer, "net."))
@@ -182,10 +197,10 @@ class ShardedGrowth:
                 writer.add_value((f"optimizer_{number}", "param_groups", index, key), kept)
 
     def _rest(self) -> dict[str, Any]:
-        """What is not in the shards, with the width of the wide model. Its schedules are rescaled already."""
+        """What is not in the shards, with the size of the wide model. Its schedules are rescaled already."""
         rest = dict(self.checkpoint.rest)
         rest.pop(RUN_KEY, None)  # it goes on with another configuration
-        rest["hyper_parameters"] = {**rest["hyper_parameters"], "width": self.width}
+        rest["hyper_parameters"] = rest["hyper_parameters"] | self.size.arguments
         ours = rest[CHECKPOINT_KEY]
         rest[CHECKPOINT_KEY] = {
             **ours,
@@ -210,21 +225,21 @@ def _refuse_method(method: GrowthMethod, optimizer: bool) -> None:
         )
 
 
-def _networks(checkpoint: ShardedCheckpoint, module: Growable, width: Any) -> tuple[nn.Module, nn.Module]:
+def _networks(checkpoint: ShardedCheckpoint, module: Growable, size: Size) -> tuple[nn.Module, nn.Module]:
     """The narrow and the wide network on the meta device. Raises a UserError if the weights are of another model."""
     if "current_model_state" in checkpoint.rest:
         raise UserError(
             f"{checkpoint.folder} has the weights of an EMA run, which are widened in a file only; save it as one: "
             "save_distributed_checkpoint: false"
         )
-    narrow, wide = (module.network(size, meta=True) for size in (module.width, width))
+    narrow, wide = (module.network(*each, meta=True) for each in (module.size, size))
     found = {str(path[1]): checkpoint.shape(path) for path in checkpoint.paths(WEIGHTS) if checkpoint.kind(path)}
     wanted = {f"net.{name}": tuple(tensor.shape) for name, tensor in narrow.state_dict().items()}
     for name in [*wanted, *found]:
         if name.startswith("net.") and found.get(name) != wanted.get(name):
             raise UserError(
-                f"{checkpoint.folder} is of another model than its arguments make, a {type(module).__name__} of width "
-                f"{module.width}: {name} is {_shown(found.get(name))} in its shards and {_shown(wanted.get(name))} in "
+                f"{checkpoint.folder} is of another model than its arguments make, a {type(module).__name__} of "
+                f"{module.size}: {name} is {_shown(found.get(name))} in its shards and {_shown(wanted.get(name))} in "
                 "the model"
             )
     restore_mixed_widths(narrow, checkpoint.rest[CHECKPOINT_KEY].get("mixed_widths", {}))
@@ -247,6 +262,11 @@ def _widened(source: Tensor, entry: Growth, rows: slice) -> Tensor:
     target = torch.empty(rows.stop - rows.start, *entry.wide_shape[1:], dtype=source.dtype)
     widen_(target, source, entry, rows)
     return target
+
+
+def _filled(source: Tensor, entry: Growth, value: float, rows: slice) -> Tensor:
+    shape = (rows.stop - rows.start, *entry.wide_shape[1:]) if entry.wide_shape else ()
+    return torch.full(shape, value, dtype=source.dtype)
 
 
 def _duplicated(source: Tensor, entry: Growth, scale: float, rows: slice) -> Tensor:

@@ -86,9 +86,12 @@ def layers_of(shallow: nn.Module, deep: nn.Module, depth: Depth | None) -> Layer
 
 
 def spread(shallow: nn.Module, deep: nn.Module) -> Layers:
-    """The like layers of a base model of any depth beside those of a model, for muP: evenly, whichever has more."""
-    rows = {found.name: found.named(found.evenly(), "copy") for found in unequal_lists(shallow, deep)}
-    return {found.name: rows[found.name] for found in unequal_lists(shallow, deep) if found.fits(rows[found.name])}
+    """The layers of a base model of any depth beside those of a model, for muP: evenly, whichever has more.
+
+    Lists of unlike layers are left out.
+    """
+    lists = [found for found in unequal_lists(shallow, deep) if found.is_uniform]
+    return {found.name: found.named(found.evenly(), "copy") for found in lists}
 
 
 def unequal_lists(shallow: nn.Module, deep: nn.Module) -> Iterator["_List"]:
@@ -121,6 +124,10 @@ class _List(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.old} → {self.new} layers)"
 
+    @property
+    def is_uniform(self) -> bool:
+        return all(len(_runs(layers.values())) == 1 for layers in (self.before, self.after))
+
     def rows(self, how: How | Sequence[int] | Sequence[Layer]) -> tuple[Layer, ...]:
         if not isinstance(how, str):
             given = tuple(row for row in how if isinstance(row, Layer))
@@ -139,7 +146,7 @@ class _List(NamedTuple):
                 f"depth: {self}: {how} needs a multiple of the number of layers. Use identity, or give the source of "
                 f'each layer: depth={{"{self.name}": [...]}}'
             )
-        return next((rows for rows in candidates if self.fits(rows)), candidates[0])
+        return next((rows for rows in candidates if self._fits(rows)), candidates[0])
 
     def named(self, sources: Sequence[int], how: NewLayer) -> tuple[Layer, ...]:
         keys, seen, answer = list(self.before), set[int](), []
@@ -170,7 +177,7 @@ class _List(NamedTuple):
                 yield [group * period + offset for group in groups for offset in range(period)]
         yield [min(number, self.old - 1) for number in range(self.new)]
 
-    def fits(self, rows: Sequence[Layer]) -> bool:
+    def _fits(self, rows: Sequence[Layer]) -> bool:
         """Whether kept layers have the parts of their sources, and new ones are like the kept one of their source."""
         kept = {row.source: row.key for row in rows if not row.is_new}
         for row in rows:

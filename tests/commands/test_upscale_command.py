@@ -16,7 +16,7 @@ from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
 from mupscale.methods import METHODS
 from mupscale.methods.noise import AdditiveNoise
-from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
+from mupscale.models.checkpoint import CHECKPOINT_KEY, Size, our_part
 from mupscale.models.mlp import MLP
 from mupscale.mup_optimizers import apply_mup
 
@@ -39,7 +39,7 @@ def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.1)
 
 
-def fit(folder, steps: int, *callbacks, ckpt_path=None, optimizer=adamw) -> Trainer:
+def fit(folder, steps: int, *callbacks, ckpt_path=None, optimizer=adamw, layers=None) -> Trainer:
     torch.manual_seed(0)
 
     def schedule(optimizer):
@@ -50,6 +50,7 @@ def fit(folder, steps: int, *callbacks, ckpt_path=None, optimizer=adamw) -> Trai
         base_width=4,
         optimizer=optimizer,
         lr_scheduler=schedule,
+        layers=layers,
     )
     trainer = Trainer(
         max_steps=steps,
@@ -68,6 +69,19 @@ def fit(folder, steps: int, *callbacks, ckpt_path=None, optimizer=adamw) -> Trai
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [p.detach() for p in trainer.lightning_module.net.parameters()]
+
+
+@pytest.mark.parametrize("depth", ["identity", "interleave"])
+def test_a_deepened_checkpoint_resumes_as_the_run_that_swapped(depth, tmp_path, capsys):
+    """Two blocks become four, and width 8 becomes 24, after 10 of 30 steps."""
+    inside = fit(tmp_path, 30, UpscaleCallback(10, 24, layers=4, depth=depth), layers=2)
+    narrow, deep = tmp_path / "pre-upscale-10.ckpt", tmp_path / "new" / "deep.ckpt"
+    main(["upscale", str(narrow), "--width", "24", "--layers", "4", "--depth", depth, "--out", str(deep)])
+    assert "model.width to 24 and model.layers to 4" in capsys.readouterr().out
+    outside = fit(tmp_path, 30, ckpt_path=deep, layers=2)
+    assert outside.lightning_module.size == Size(24, 4)
+    for one, other in zip(weights(inside), weights(outside), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
@@ -138,7 +152,7 @@ def test_absolute_rates_of_a_schedule_are_those_of_the_swap(tmp_path):
         "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],
         "lr_schedulers": [schedule["scheduler"].state_dict()],
     }  # fmt: skip
-    upscale_checkpoint(checkpoint, module, 24, None, 0, optimizer=True)
+    upscale_checkpoint(checkpoint, module, Size(24), None, 0, optimizer=True)
     (state,) = checkpoint["lr_schedulers"]
     rates = [group["lr"] for group in checkpoint["optimizer_states"][1]["param_groups"]]
     narrow = [group["lr"] for group in optimizers[1].param_groups]
@@ -152,7 +166,7 @@ def test_absolute_rates_of_a_schedule_are_those_of_the_swap(tmp_path):
     ):
         checkpoint["lr_schedulers"] = [{"_last_lr": rates, **bad}]
         with pytest.raises(UserError, match=message):
-            upscale_checkpoint(deepcopy(checkpoint), OwnSchedule(24, base_width=4), 48, None, 0, optimizer=True)
+            upscale_checkpoint(deepcopy(checkpoint), OwnSchedule(24, base_width=4), Size(48), None, 0, optimizer=True)
 
 
 OFFLINE = [name for name in METHODS if name not in ("ligo", "hypercloning-noisy")]

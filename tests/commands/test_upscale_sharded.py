@@ -85,6 +85,22 @@ def test_it_is_what_the_file_becomes(name: str, narrow: Path, tmp_path: Path) ->
     assert_equal(file["state_dict"], again["state_dict"])
 
 
+@pytest.mark.parametrize("depth", ["identity", "interleave"])
+def test_a_deeper_one_is_what_the_file_becomes(depth: str, narrow: Path, tmp_path: Path) -> None:
+    options = ["--layers", "4", "--width", "24", "--depth", depth]
+    for kind in ("ckpt", "sharded"):
+        main(["upscale", str(narrow / f"gpt2.{kind}"), *options, "--out", str(tmp_path / f"deep.{kind}")])
+    file, shards = (load_checkpoint(tmp_path / f"deep.{kind}") for kind in ("ckpt", "sharded"))
+    assert file["hyper_parameters"]["layers"] == 4
+    (states,) = file["optimizer_states"]
+    (sharded,) = shards["optimizer_states"]
+    new = sharded["state"].keys() - states["state"].keys()  # of inserted layers: a file leaves out what is zero
+    assert len(new) == (24 if depth == "identity" else 0)
+    for number in new:
+        assert not any(torch.as_tensor(value).any() for value in sharded["state"].pop(number).values())
+    assert_equal(file, shards)
+
+
 def assert_equal(one: Any, other: Any, place: str = "") -> None:
     """Two checkpoints are equal to the bit."""
     if isinstance(one, dict):
@@ -172,7 +188,7 @@ def test_what_cannot_be_done_tensor_by_tensor(narrow: Path, tmp_path: Path) -> N
     shutil.copytree(narrow / "mlp.sharded", tmp_path / "narrow.ckpt")
     assert "AKI changes weights across layers" in widen(tmp_path, "24", "--method", "aki")
     assert "--no-optimizer" in widen(tmp_path, "24", "--method", "zero-padding")
-    assert "narrower" in widen(tmp_path, "4")
+    assert "less than the 8" in widen(tmp_path, "4")
     meta = tmp_path / "narrow.ckpt/meta.pt"
     save_changed(meta, meta, lambda content: content.update(current_model_state={}))
     assert "has the weights of an EMA run" in widen(tmp_path, "24")
