@@ -1,6 +1,7 @@
-"""upscale FOLDER: widen a model folder of the transformers library into another folder.
+"""upscale FOLDER: make a model folder of the transformers library wider or deeper, in another folder.
 
 For example: upscale Llama-3.2-1B --factor 2 --out Llama-3.2-1B-wide
+        and: upscale Llama-3.2-1B --layers 32 --out Llama-3.2-1B-deep
 
 The folder has config.json and safetensors files, and nothing in it is executed. Tensors are widened one by one, so that
 the model never has to fit into memory. mupscale.json beside the wide weights has the factors of learning rate, eps and
@@ -23,9 +24,22 @@ from mupscale.text_tables import size_of
 
 def widen_folder(arguments: list[str]) -> None:
     parser = ArgumentParser(prog="python -m mupscale upscale", description=__doc__)
-    parser.add_argument("folder", type=Path, help="the model folder to widen")
-    parser.add_argument("--factor", type=float, required=True, help="by how much all widths grow")
-    parser.add_argument("--out", type=Path, required=True, help="the wide folder; it must not exist yet")
+    parser.add_argument("folder", type=Path, help="the model folder to grow")
+    parser.add_argument("--factor", type=float, help="by how much all widths grow")
+    parser.add_argument(
+        "--layers",
+        action="append",
+        default=[],
+        metavar="N",
+        help="how many layers it gets; FIELD=N, such as decoder_layers=12, if it has several numbers of layers",
+    )
+    parser.add_argument(
+        "--depth",
+        choices=["identity", "interleave", "stack"],
+        help="how it gets them: new layers that add nothing at first (the default), each layer several times in place, "
+        "or the whole stack again",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the new folder; it must not exist yet")
     parser.add_argument(
         "--keep-heads",
         action="store_true",
@@ -47,7 +61,11 @@ def widen_folder(arguments: list[str]) -> None:
         if noise is None:
             raise UserError("--save-noise: there is no noise to save; give --noise STD or --signal-noise T")
         refuse_output("--save-noise", options.save_noise, {"--out": options.out})
-    if not options.factor >= 1:
+    if options.factor is None and not options.layers:
+        raise UserError("give --factor, by how much all widths grow, or --layers, how many layers there will be")
+    if options.depth is not None and not options.layers:
+        raise UserError(f"--depth {options.depth} says how a model gets more layers; give --layers too, how many")
+    if options.factor is not None and not options.factor >= 1:
         raise UserError(f"--factor {options.factor:g}: give a number of at least 1")
     refuse_folder("--out", options.out)
     with needs_extra("hf"):
@@ -58,8 +76,10 @@ def widen_folder(arguments: list[str]) -> None:
     with Status() as status:
         report = hf.upscale_folder(
             options.folder,
-            options.factor,
+            1 if options.factor is None else options.factor,
             options.out,
+            layers=_counts(options.layers),
+            depth=options.depth or "identity",
             noise=noise,
             seed=options.seed,
             method=method,
@@ -75,6 +95,19 @@ def widen_folder(arguments: list[str]) -> None:
     model = json.loads((options.out / "config.json").read_text()).get("architectures", ["AutoModel"])[0]
     print(f"  load it: model = transformers.{model}.from_pretrained({str(options.out)!r})")
     print(f"  train it with groups = mupscale.hf.parameter_groups(model, {str(options.out)!r}, lr=LR)")
+    if report.plan.new_parameters:
+        print(f"  or train new layers only: mupscale.hf.freeze_old_parameters(model, {str(options.out)!r})")
+
+
+def _counts(texts: list[str]) -> int | dict[str, int] | None:
+    """The numbers of layers: one, or several by field."""
+    counts = {}
+    for text in texts:
+        field, _, number = text.rpartition("=")
+        if not number.isdecimal() or field in counts or (len(texts) > 1 and not field):
+            raise UserError(f"--layers {text}: give a whole number, or a field and its number, such as num_layers=12")
+        counts[field] = int(number)
+    return counts.get("", counts) if counts else None
 
 
 def _field(text: str) -> tuple[str, float]:

@@ -16,6 +16,7 @@ from mupscale.layer_names import unwrapped
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport
 from mupscale.widening.hints import matches
+from mupscale.widening.layers import stand_in
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import Record, Records, record_of, records_of, store_records, write_records
@@ -30,6 +31,7 @@ def growth_record(
     plan: Plan, narrow: nn.Module, wide: nn.Module, method: GrowthMethod, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What `parameter_groups` reads: role, layouts and factors of each parameter. Plain data, for a JSON file."""
+    narrow = stand_in(narrow, wide, plan.layers)
     remember_widths(plan, narrow, wide, method.scale, entrywise=method.hyperparameters == "table")
     widths = records_of(wide)
     scaling = _factors(plan, method)
@@ -44,7 +46,7 @@ def growth_record(
             "factors": scaling[name],
             "width": widths[name].as_primitives() if name in widths else None,
         }
-    return {"format": FORMAT, **settings, "parameters": parameters}
+    return {"format": FORMAT, **settings, "new_parameters": list(plan.new_parameters), "parameters": parameters}
 
 
 def _factors(plan: Plan, method: GrowthMethod) -> dict[str, dict[str, dict[str, float]]]:
@@ -123,6 +125,47 @@ def parameter_groups(
     return list(groups.values())
 
 
+def freeze_old_parameters(model: nn.Module, grown: str | Path | UpscaleReport | Mapping[str, Any]) -> None:
+    """Freezes all parameters but those of new layers, so that a deeper model forgets less of what it knows.
+
+        model = AutoModelForCausalLM.from_pretrained("deep")
+        freeze_old_parameters(model, "deep")
+
+    Args:
+        model: The deep model, as transformers loads it; wrapped or compiled ones will do.
+        grown: The deep folder, its `mupscale.json`, or the report of an `upscale`.
+    """
+    if isinstance(grown, UpscaleReport):
+        new = set(grown.new_parameters)
+    else:
+        found = _record(grown).get("new_parameters")
+        new = {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
+    parameters = {unwrapped(name): parameter for name, parameter in model.named_parameters()}
+    if not new:
+        raise UserError("the growth has added no layers, so there is nothing to train if all others are frozen")
+    if not new <= parameters.keys():
+        raise UserError(f"the growth is one of another model: {min(new - parameters.keys())!r} is not in the model")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in new)
+
+
+def _record(grown: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record of a growth, read from its file. Raises a UserError if it is not one."""
+    if isinstance(grown, str | Path):
+        path = Path(grown) / GROWTH_FILE if Path(grown).is_dir() else Path(grown)
+        try:
+            grown = json_of(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read as the record of a growth ({error})") from error
+    if (
+        not isinstance(grown, Mapping)
+        or grown.get("format") != FORMAT
+        or not isinstance(grown.get("parameters"), Mapping)
+    ):
+        raise UserError(f"this is not the record of a growth: wanted a folder that `upscale` wrote, got {grown!r:.60}")
+    return grown
+
+
 def _read(
     grown: str | Path | UpscaleReport | Mapping[str, Any],
 ) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, Record], dict[str, tuple[int, ...]]]:
@@ -130,15 +173,7 @@ def _read(
     if isinstance(grown, UpscaleReport):
         shapes = {name: tuple(entry.wide_shape) for name, entry in grown.plan.parameters.items()}
         return _factors(grown.plan, grown.method), {}, shapes
-    if isinstance(grown, str | Path):
-        path = Path(grown) / GROWTH_FILE if Path(grown).is_dir() else Path(grown)
-        try:
-            grown = json_of(path.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read as the record of a growth ({error})") from error
-    rows = grown.get("parameters") if isinstance(grown, Mapping) and grown.get("format") == FORMAT else None
-    if not isinstance(rows, Mapping):
-        raise UserError(f"this is not the record of a growth: wanted a folder that `upscale` wrote, got {grown!r:.60}")
+    rows = _record(grown)["parameters"]
     try:
         factors = {name: _numbers(row["factors"]) for name, row in rows.items()}
         widths = {name: record_of(row["width"]) for name, row in rows.items() if row.get("width")}

@@ -1,7 +1,8 @@
 """The tensors of a folder beside the parameters of its model: names of one are not always names of the other.
 
 The transformers library renames tensors when it loads a folder (prefixes, names of earlier versions), and puts some
-together (the experts of a layer into one parameter). A wide folder keeps the names of the narrow one.
+together (the experts of a layer into one parameter). A wide folder keeps the names of the narrow one; in a deep one,
+the numbers of layers follow.
 """
 
 import math
@@ -14,6 +15,7 @@ from mupscale.errors import UserError
 from mupscale.hf.safetensors_files import StoredTensor
 from mupscale.widening.axes import Layout, Piece
 from mupscale.widening.growth import Growth
+from mupscale.widening.layers import source_of
 from mupscale.widening.pairing import some_names
 from mupscale.widening.plan_text import Plan
 
@@ -25,14 +27,12 @@ if TYPE_CHECKING:
 class GrowingTensor:
     """A tensor of a folder, and how it grows."""
 
+    name: str
+    """Its name in the new folder, which differs from that of its source by the number of its layer at most."""
     source: StoredTensor
     entry: Growth
     parameter: str | None
     """The parameter of the model that it is, or is a part of; None for a buffer."""
-
-    @property
-    def name(self) -> str:
-        return self.source.name
 
 
 @dataclass(frozen=True)
@@ -49,57 +49,85 @@ class Part:
 
 
 def growing_tensors(
-    tensors: Mapping[str, StoredTensor], plan: Plan, narrow: "PreTrainedModel"
+    tensors: Mapping[str, StoredTensor], plan: Plan, narrow: "PreTrainedModel", wide: "PreTrainedModel"
 ) -> tuple[list[GrowingTensor], list[str]]:
-    """Every tensor of a folder with the plan of its growth, and the names of those that the model does not use.
+    """Every tensor of the new folder with the plan of its growth, and the names of those that the model does not use.
 
     UserError, by name, if a tensor is not accounted for, or if the folder lacks a parameter of the model.
     """
     places, unused = _places(tensors, narrow)
-    entries = _by_every_name(plan)
+    grown: dict[str, list[tuple[str, Growth]]] = {}
+    for entry in (*plan.parameters.values(), *plan.buffers.values()):
+        for target in entry.names:
+            grown.setdefault(source_of(plan.layers, target), []).append((target, entry))
     buffers = {name for name, _ in narrow.named_buffers(remove_duplicate=False)}
+    renamed = _Renaming(wide) if plan.layers else None
     growing = []
     for name, part in places.items():
-        entry = entries[part.parameter]
-        own = entry if part.is_whole else _part_of(entry, part, tensors[name])
-        if tensors[name].shape != own.narrow_shape:
-            raise UserError(
-                f"{name!r} has shape {tensors[name].shape} in the folder, but the configuration makes "
-                f"{own.narrow_shape} of it: they do not belong together"
-            )
-        _refuse_quantised(tensors[name], is_buffer=part.parameter in buffers)
-        growing.append(GrowingTensor(tensors[name], own, None if part.parameter in buffers else part.parameter))
+        is_buffer = part.parameter in buffers
+        _refuse_quantised(tensors[name], is_buffer=is_buffer)
+        for target, entry in grown[part.parameter]:
+            new_name = name if renamed is None else renamed.at(name, part.parameter, target)
+            own = entry if part.is_whole else _part_of(entry, part, tensors[name], new_name)
+            if tensors[name].shape != own.narrow_shape:
+                raise UserError(
+                    f"{name!r} has shape {tensors[name].shape} in the folder, but the configuration makes "
+                    f"{own.narrow_shape} of it: they do not belong together"
+                )
+            growing.append(GrowingTensor(new_name, tensors[name], own, None if is_buffer else target))
     _refuse_missing({part.parameter for part in places.values()}, plan, narrow)
     return growing, unused
 
 
-def _by_every_name(plan: Plan) -> dict[str, Growth]:
-    answer: dict[str, Growth] = {}
-    for entry in (*plan.parameters.values(), *plan.buffers.values()):
-        answer.update(dict.fromkeys(entry.names, entry))
-    return answer
+class _Renaming:
+    """By which names a model knows the tensors of its folders, as transformers would load them."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(model)
+        self.prefix, self.wanted = model.base_model_prefix, model.state_dict()
+        self.renamings = [row for row in mapping if isinstance(row, WeightRenaming)]
+        self.converters = [row for row in mapping if isinstance(row, WeightConverter)]
+
+    def __call__(self, name: str) -> tuple[str, str | None]:
+        """The name in the model, and the pattern of the conversion that a tensor is a part of."""
+        from transformers.core_model_loading import rename_source_key
+
+        target, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.wanted)
+        return (name, None) if target not in self.wanted and name in self.wanted else (target, pattern)
+
+    def at(self, name: str, source: str, target: str) -> str:
+        """The name of a tensor whose parameter is called `target` in this model, and `source` in a shallower one."""
+        if source == target:
+            return name
+        old, new = next(pair for pair in zip(source.split("."), target.split("."), strict=True) if pair[0] != pair[1])
+        parts = name.split(".")
+        for place, part in enumerate(parts):
+            candidate = ".".join([*parts[:place], new, *parts[place + 1 :]])
+            if part == old and self(candidate)[0] == target:
+                return candidate
+        raise UserError(
+            f"what the folder calls {name!r} is {source!r} in the model; how the folder would call {target!r} is not "
+            "found. Load the model and use mupscale.hf.upscale instead"
+        )
 
 
 def _places(tensors: Mapping[str, StoredTensor], narrow: "PreTrainedModel") -> tuple[dict[str, Part], list[str]]:
     """Where each tensor goes, as transformers would load it."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import dot_natural_key
 
-    mapping = get_model_conversion_mapping(narrow)
-    renamings = [row for row in mapping if isinstance(row, WeightRenaming)]
-    converters = [row for row in mapping if isinstance(row, WeightConverter)]
-    converter_of = {pattern: row for row in converters for pattern in row.source_patterns}
-    wanted = narrow.state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    renamed = _Renaming(narrow)
+    converter_of = {pattern: row for row in renamed.converters for pattern in row.source_patterns}
+    shapes = {name: tuple(tensor.shape) for name, tensor in renamed.wanted.items()}
     places: dict[str, Part] = {}
     collected: dict[str, dict[str, list[str]]] = {}
     strangers: list[str] = []
     unused: list[str] = []
     for name in sorted(tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, narrow.base_model_prefix, wanted)
-        if target not in wanted and name in wanted:
-            target, pattern = name, None
-        if target not in wanted:
+        target, pattern = renamed(name)
+        if target not in shapes:
             (unused if _is_ignored(target, narrow) else strangers).append(name)
         elif pattern is None:
             rank = len(shapes[target])
@@ -161,7 +189,7 @@ _KNOWN_STEPS = (
 """Experts stacked; two projections of each joined and stacked; projections joined."""
 
 
-def _part_of(entry: Growth, part: Part, tensor: StoredTensor) -> Growth:
+def _part_of(entry: Growth, part: Part, tensor: StoredTensor, name: str) -> Growth:
     """The plan of a tensor that is a part of a parameter."""
     kept = [axis for axis, own in enumerate(part.axes) if own is not None]
     layouts: list[Layout] = []
@@ -174,7 +202,7 @@ def _part_of(entry: Growth, part: Part, tensor: StoredTensor) -> Growth:
         matrix_axes = (new_axis[entry.matrix_axes[0]], new_axis[entry.matrix_axes[1]])
     return replace(
         entry,
-        names=(tensor.name,),
+        names=(name,),
         narrow_shape=tuple(sum(piece.length for piece in layout) for layout in layouts),
         wide_shape=tuple(sum(piece.length * piece.factor for piece in layout) for layout in layouts),
         axes=tuple(entry.axes[axis]._replace(pieces=layout) for axis, layout in zip(kept, layouts, strict=True)),
@@ -191,6 +219,9 @@ def _layout_between(layout: Layout, start: int, length: int, name: str) -> Layou
         first, last = max(start - at, 0), min(start + length - at, piece.length)
         at += piece.length
         if first >= last:
+            continue
+        if piece.factor == 1:  # where blocks mean nothing
+            pieces.append(Piece(last - first, last - first, 1))
             continue
         if first % piece.block or last % piece.block:
             raise UserError(
@@ -213,7 +244,7 @@ def _refuse_missing(found: set[str], plan: Plan, narrow: "PreTrainedModel") -> N
     """Raises a UserError if the folder lacks a parameter or saved buffer that a growth would have to write."""
     persistent = narrow.state_dict().keys()
     for entry in (*plan.parameters.values(), *plan.buffers.values()):
-        names = [name for name in entry.names if name in persistent]
+        names = [name for each in entry.names if (name := source_of(plan.layers, each)) in persistent]
         if not names or any(name in found for name in names):
             continue
         patterns = getattr(narrow, "_keys_to_ignore_on_load_missing", None) or ()

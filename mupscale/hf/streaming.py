@@ -52,7 +52,8 @@ class Widening:
     seed: int = 0
 
     def is_noisy(self, tensor: GrowingTensor) -> bool:
-        return self.noise is not None and tensor.parameter is not None and self.noise.applies(tensor.entry)
+        is_copied = tensor.parameter is not None and tensor.entry.is_copied
+        return self.noise is not None and is_copied and self.noise.applies(tensor.entry)
 
     def by_rows(self, tensor: GrowingTensor) -> bool:
         """Whether rows of a tensor can be widened without the others."""
@@ -66,7 +67,9 @@ class Widening:
 
     def widen_(self, target: Tensor, source: Tensor, tensor: GrowingTensor, entry: Growth) -> None:
         """Writes the widened rows into `target`; buffers are duplicated by every method."""
-        if tensor.parameter is None:
+        if entry.fill is not None:
+            target.fill_(entry.fill)
+        elif tensor.parameter is None:
             GrowthMethod.widen_(self.method, target, source, entry)
         else:
             self.method.widen_(target, source, entry)

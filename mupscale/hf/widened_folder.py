@@ -1,9 +1,10 @@
-"""A model folder widened into another one, without ever holding the model."""
+"""A model folder grown into another one, without ever holding the model."""
 
 import json
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,7 @@ import torch
 from mupscale.arguments import refuse_unless_whole
 from mupscale.errors import UserError
 from mupscale.hf.continuing import growth_record, written
+from mupscale.hf.depth import Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
 from mupscale.hf.family import found_between
 from mupscale.hf.folder import CONFIG_FILE, GROWTH_FILE, ModelFolder, read_folder
 from mupscale.hf.growth import ConfigGrowth, on_meta
@@ -88,6 +90,8 @@ def upscale_folder(
     factor: float,
     out: str | Path,
     *,
+    layers: Counts | None = None,
+    depth: How = "identity",
     noise: Noise | None = None,
     seed: int = 0,
     method: GrowthMethod | None = None,
@@ -97,7 +101,7 @@ def upscale_folder(
     call: Call | None = None,
     watch: Watch = unwatched,
 ) -> FolderReport:
-    """Writes the wide folder of a narrow one, tensor by tensor, and checks it. `out` is there whole, or not at all.
+    """Writes a wider or deeper folder of a narrow one, tensor by tensor. `out` is there whole, or not at all.
 
     The arguments are those of `upscale`. Memory holds a part of one tensor at a time; with noise, or with a method that
     needs it, one tensor. `watch(words, done, total)` is called while the growth of the family is found, and then while
@@ -105,13 +109,17 @@ def upscale_folder(
     """
     start = time.perf_counter()
     out = Path(out)
-    growth = ConfigGrowth(factor, keep_heads, only, fields)
+    growth = ConfigGrowth(factor, keep_heads, only, fields, has_layers=layers is not None)
     if out.exists() or out.is_symlink():
         raise UserError(f"--out {out} exists; name another folder, or delete it")
     narrow = read_folder(Path(folder))
     if out.resolve().is_relative_to(narrow.path.resolve()):
         raise UserError(f"--out {out} lies inside the folder that is read; name another one")
-    job = _prepared(narrow, growth, Duplication() if method is None else method, noise, seed, call, watch)
+    deepenings: list[Deepening] = []
+    if layers is not None:
+        deepenings = find_deepenings(narrow.config, narrow.model_class, layers, depth, call=call, watch=watch)
+    method = Duplication() if method is None else method
+    job = _prepared(narrow, growth, deepenings, method, noise, seed, call, watch)
     with whole_folder(out) as partial:
         files = split_into_files(partial, job.layout, MOST_SHARD_BYTES)
         _refuse_full_disk(out, job, files)
@@ -145,6 +153,7 @@ class _Counted:
 def _prepared(
     folder: ModelFolder,
     growth: ConfigGrowth,
+    deepenings: Sequence[Deepening],
     method: GrowthMethod,
     noise: Noise | None,
     seed: int,
@@ -154,13 +163,18 @@ def _prepared(
     """Finds out how everything grows. UserError for all that does not."""
     refuse_unless_whole("seed", seed, least=None)
     _refuse_method(method)
-    config = growth.wide(folder.config)
-    narrow, wide = on_meta(folder.model_class, folder.config), on_meta(folder.model_class, config)
-    found = found_between(narrow, wide, model_class=folder.model_class, call=call, watch=watch)
-    plan = method.plan(narrow, wide, hints=found)
+    config, model_class = growth.wide(folder.config), folder.model_class
+    narrow, wide = on_meta(model_class, folder.config), on_meta(model_class, config)
+    found = None
+    if growth.widens(folder.config, config):
+        found = found_between(narrow, wide, model_class=model_class, call=call, watch=watch)
+    if deepenings:
+        config = deepened(config, deepenings)
+        wide = on_meta(model_class, config)
+    plan = method.plan(narrow, wide, hints=hints_at_depth(narrow, wide, deepenings, found))
     method.check(plan)
     noise = method.choose_noise(noise, plan, narrow)
-    growing, unused = growing_tensors(folder.tensors, plan, narrow)
+    growing, unused = growing_tensors(folder.tensors, plan, narrow, wide)
     refuse_unlike_twins(growing)
     settings = {
         "growth": {
@@ -168,6 +182,7 @@ def _prepared(
             "keep_heads": growth.keep_heads,
             "only": growth.only,
             "fields": dict(growth.fields or {}),
+            "layers": {each.field: {"depth": each.how, "sources": list(each.sources)} for each in deepenings},
         },
         "method": type(method).__name__,
         "seed": seed,
@@ -240,8 +255,11 @@ def _changed(settings: dict[str, Any], before: dict[str, Any], after: dict[str, 
 
 def _checked_text(job: _Job, done: Written) -> str:
     layers = len({_layer(name) for name in job.tensors})
-    exact = len(job.tensors) - len(done.checksums)
+    filled = [name for name, tensor in job.tensors.items() if tensor.entry.fill is not None]
+    exact = len(job.tensors) - len({*done.checksums, *filled})
     text = f"{exact} tensors of {layers} layers are, byte by byte, the narrow ones duplicated"
+    if filled:
+        text += f"; {len(filled)} have the value with which new layers add nothing"
     if done.checksums:
         text += f"; {len(done.checksums)} that were made at once (noise, or the method) are what was written"
     return text
@@ -256,13 +274,16 @@ def _layer(name: str) -> str:
 
 def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
     """Compares the outputs of both folders, where that is possible. UserError for a difference."""
-    sizes = [(tensor.entry.narrow_shape, tensor.entry.wide_shape) for tensor in job.tensors.values()]
-    count = sum(torch.Size(shape).numel() for pair in sizes for shape in pair)
+    shapes = [tensor.shape for tensor in job.folder.tensors.values()]
+    shapes += [tensor.entry.wide_shape for tensor in job.tensors.values()]
+    count = sum(torch.Size(shape).numel() for shape in shapes)
     noise = job.widening.noise
     if noise is not None and not noise.centred:
         return "outputs were not compared: noise that is not centred changes them"
     if not job.widening.method.claim(job.plan, on_meta(job.folder.model_class, job.folder.config), ()).function:
         return f"outputs were not compared: {type(job.widening.method).__name__} changes them"
+    if not job.plan.keeps_function:
+        return "outputs were not compared: new layers that are copies change them"
     if not fits(count):
         return f"outputs were not compared: both models in float32 ({count * 4 / 1e9:.0f} GB) do not fit into memory"
     found = largest_difference(job.folder.path, partial, job.folder.model_class, call)
@@ -272,7 +293,7 @@ def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
     if not found <= tolerance:
         raise UserError(
             f"the outputs of the wide model differ from the narrow one's by {found:.1e} (at most {tolerance:.0e} "
-            f"expected): this {job.folder.config.model_type} model is not widened exactly, and nothing was written"
+            f"expected): this {job.folder.config.model_type} model does not grow exactly, and nothing was written"
         )
     return f"outputs of both models differ by {found:.1e} in float32"
 

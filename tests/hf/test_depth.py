@@ -1,14 +1,18 @@
 """Models of the transformers library with more layers: configurations, in memory, and after loading."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from command_line import refused
 from model_folders import llama, load, logits, save
+from safetensors import safe_open
 
 import mupscale.hf
+from mupscale.__main__ import main
 from mupscale.errors import UserError
 from mupscale.hf.config_depth import deep_config, numbers_of_layers
 from mupscale.hf.depth import _orders, find_deepenings
@@ -158,3 +162,89 @@ def test_an_encoder_grows_alone_by_the_name_of_its_field() -> None:
     deep, report = mupscale.hf.upscale(shallow, layers={"num_layers": 3, "num_decoder_layers": 4})
     assert report.exact
     assert (len(deep.encoder.block), len(deep.decoder.block)) == (3, 4)
+
+
+def upscale(folder: Path, out: Path, *options: str) -> Path:
+    main(["upscale", str(folder), "--out", str(out), *options])
+    return out
+
+
+def test_a_deep_folder_loads_and_computes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From several files, byte by byte; the command says what it has checked and how to train it."""
+    shallow = save(llama(num_hidden_layers=3), tmp_path / "shallow", shard="20KB")
+    deep = upscale(shallow, tmp_path / "deep", "--layers", "6")
+    told = capsys.readouterr().out
+    assert "51 tensors of 9 layers are, byte by byte, the narrow ones duplicated; 6 have the value with which" in told
+    assert "outputs of both models differ by 0.0e+00 in float32" in told
+    assert f"mupscale.hf.freeze_old_parameters(model, {str(deep)!r})" in told
+    model = load(deep)
+    assert torch.equal(logits(model), logits(load(shallow)))
+    assert json.loads((deep / "config.json").read_text())["num_hidden_layers"] == 6
+    record = json.loads((deep / "mupscale.json").read_text())
+    assert record["growth"]["layers"] == {LAYERS: {"depth": "identity", "sources": [0, 0, 1, 1, 2, 2]}}
+    new = tuple(f"model.layers.{layer}." for layer in (1, 3, 5))
+    assert record["new_parameters"] == [name for name, _ in model.named_parameters() if name.startswith(new)]
+    in_memory, _ = mupscale.hf.upscale(load(shallow), layers=6)
+    assert all(torch.equal(p, in_memory.get_parameter(name)) for name, p in model.named_parameters())
+
+
+def test_wider_and_deeper_in_one_command(tmp_path: Path) -> None:
+    shallow = save(llama(), tmp_path / "shallow")
+    model = load(upscale(shallow, tmp_path / "deep", "--layers", "4", "--factor", "2"))
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (4, 64)
+    torch.testing.assert_close(logits(model), logits(load(shallow)), rtol=0, atol=1e-6)
+    groups = mupscale.hf.parameter_groups(model, tmp_path / "deep", lr=1e-3)
+    assert sorted({group["lr"] for group in groups}) == [0.0005, 0.001]
+
+
+def test_names_of_a_folder_need_not_be_those_of_the_model(tmp_path: Path) -> None:
+    """Experts lie one by one in a folder, and are one parameter of the model."""
+    torch.manual_seed(0)
+    config = hf.MixtralConfig(**TINY, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2)
+    shallow = save(hf.MixtralForCausalLM(config).eval(), tmp_path / "shallow")
+    deep = upscale(shallow, tmp_path / "deep", "--layers", "4")
+    with safe_open(deep / "model.safetensors", "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    names = [f"model.layers.{layer}.block_sparse_moe.experts.2.w2.weight" for layer in range(4)]
+    assert [bool(stored[name].any()) for name in names] == [True, False, True, False]
+    tokens = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        assert torch.equal(load(deep)(tokens).logits, load(shallow)(tokens).logits)
+
+
+def test_old_parameters_can_be_frozen(tmp_path: Path) -> None:
+    shallow = save(llama(), tmp_path / "shallow")
+    model = load(upscale(shallow, tmp_path / "deep", "--layers", "4"))
+    mupscale.hf.freeze_old_parameters(model, tmp_path / "deep")
+    trained = {name.split(".")[2] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"1", "3"}
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(mupscale.hf.parameter_groups(model, tmp_path / "deep", lr=1.0, optimizer="SGD"))
+    tokens = torch.arange(20).reshape(2, 10)
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    ends = "self_attn.o_proj.weight", "mlp.down_proj.weight"
+    assert changed == {f"model.layers.{layer}.{name}" for layer in (1, 3) for name in ends}
+    wide = upscale(shallow, tmp_path / "wide", "--factor", "2")
+    with pytest.raises(UserError, match="the growth has added no layers"):
+        mupscale.hf.freeze_old_parameters(load(wide), wide)
+    with pytest.raises(UserError, match=r"another model: 'model.layers.3.* is not in the model"):
+        mupscale.hf.freeze_old_parameters(load(shallow), tmp_path / "deep")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "2"], "layers: 2 is not more than the model has now, num_hidden_layers=2"),
+        (["--layers", "four"], "--layers four: give a whole number, or a field and its number"),
+        (["--layers", "4", "--layers", "5"], "--layers 4: give a whole number, or a field and its number"),
+        (["--layers", "5", "--depth", "interleave"], "interleave needs a multiple of num_hidden_layers=2, got 5"),
+        (["--factor", "2", "--depth", "stack"], "--depth stack says how a model gets more layers; give --layers too"),
+        ([], "give --factor, by how much all widths grow, or --layers, how many layers there will be"),
+    ],
+)
+def test_the_command_refuses_in_one_line(options: list[str], message: str, tmp_path: Path) -> None:
+    shallow = save(llama(), tmp_path / "shallow")
+    assert message in refused("upscale", str(shallow), "--out", str(tmp_path / "deep"), *options)
+    assert not (tmp_path / "deep").exists()

@@ -179,7 +179,7 @@ def matched(folder: Path):
     """The tensors of a folder that grows twofold."""
     read = read_folder(folder)
     narrow, wide = (on_meta(read.model_class, config) for config in (read.config, ConfigGrowth(2).wide(read.config)))
-    return growing_tensors(read.tensors, plan(narrow, wide), narrow)
+    return growing_tensors(read.tensors, plan(narrow, wide), narrow, wide)
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
@@ -216,12 +216,12 @@ def test_a_tied_parameter_may_be_in_the_folder_once_or_twice(folder: Path, tmp_p
         wide,
         hints=mupscale.Hints(roles={"model.norm.weight": "readout", "model.embed_tokens.weight": "vector"}),
     )
-    growing, _ = growing_tensors(read.tensors, once, narrow)
+    growing, _ = growing_tensors(read.tensors, once, narrow, wide)
     assert "lm_head.weight" not in {tensor.name for tensor in growing}
     embedding = tied.model.embed_tokens.weight.detach()
     for copy, message in ((embedding.clone(), None), (embedding + 1, "are one parameter by the configuration")):
         rewritten(tmp_path / "tied", lambda tensors, copy=copy: tensors.update({"lm_head.weight": copy}))
-        twice, _ = growing_tensors(read_folder(tmp_path / "tied").tensors, once, narrow)
+        twice, _ = growing_tensors(read_folder(tmp_path / "tied").tensors, once, narrow, wide)
         assert len(twice) == len(growing) + 1
         with pytest.raises(UserError, match=message) if message else nullcontext():
             refuse_unlike_twins(twice)

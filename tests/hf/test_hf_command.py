@@ -158,7 +158,7 @@ def test_experts_in_separate_tensors(tmp_path: Path) -> None:
 BAD = {
     "not a model folder": ("{empty} --factor 2 --out {out}", "is not a model folder: it has no config.json"),
     "no folder": ("nowhere --factor 2 --out {out}", "nowhere does not exist; name a model folder"),
-    "no factor": ("{narrow} --out {out}", "required: --factor"),
+    "no factor": ("{narrow} --out {out}", "give --factor, by how much all widths grow, or --layers"),
     "a factor of a word": ("{narrow} --factor two --out {out}", "invalid float value: 'two'"),
     "a factor below 1": ("{narrow} --factor 0.5 --out {out}", "give a number of at least 1"),
     "a factor of nan": ("{narrow} --factor nan --out {out}", "give a number of at least 1"),

@@ -39,7 +39,7 @@ def saved(folder, content: Tensor, entry: Growth) -> GrowingTensor:
     with file.path.open("xb") as stream:
         write_all(stream, 0, file.header)
         write_all(stream, file.tensors[0].offset, as_bytes(content))
-    return GrowingTensor(stored_tensors(file.path)[0], entry, "w")
+    return GrowingTensor("w", stored_tensors(file.path)[0], entry, "w")
 
 
 @pytest.mark.parametrize("alike", [False, True])
