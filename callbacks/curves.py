@@ -20,7 +20,9 @@ from mupscale.errors import UserError
 from mupscale.flops import LOGGED
 from mupscale.models._lightning import is_logged_in_training, log_interval, update_callback_metrics
 from mupscale.models._lightning_loop import accumulates
-from mupscale.models.base import Growable, tensors_in
+from mupscale.models.base import Growable, returned_loss, samples_in, tensors_in
+from mupscale.models.checkpoint import Width
+from mupscale.models.quiet_step import count_flops
 
 _AXES = {"samples": 1, "flops": LOGGED}
 """What the further axes count, and in which unit: samples (or tokens), and 10⁶ floating-point operations."""
@@ -67,6 +69,7 @@ class Curves(Strides):
         self._flops: dict[Any, float] = {}
         self._mark = (0.0, 0, 0.0, 0.0)
         self._peak: float | None = None
+        self._backward: Tensor | float = 0.0
         self._recent = RecentLosses()
         self._step = 0
         self._is_bad = False
@@ -101,17 +104,20 @@ class Curves(Strides):
         self._step = trainer.global_step
         self._mark = time.perf_counter(), trainer.global_step, self.spent["samples"], self.spent["flops"]
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if not (pl_module.automatic_optimization or isinstance(pl_module, Growable)):  # it need not return a loss
+            self._backward = self._backward + loss.detach()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, Growable)
-        self.spent["samples"] += pl_module.batch_size(batch) * trainer.world_size
-        self.spent["flops"] += self._batch_flops(pl_module, batch) * trainer.world_size
-        loss = pl_module.loss_of_step(outputs)
+        self.spent["samples"] += samples_of(pl_module, batch) * trainer.world_size
+        self.spent["flops"] += self._batch_flops(trainer, pl_module, batch, batch_idx) * trainer.world_size
+        loss = self._loss_of_step(pl_module, outputs)
         if loss is not None:
             self._sum = self._sum + loss
             self._count += 1
-            self._recent.add(self._step, pl_module.width, loss)
+            self._recent.add(self._step, width_of(pl_module), loss)
         self._step = trainer.global_step
         if (
             trainer.global_step != self._mark[1]
@@ -130,7 +136,7 @@ class Curves(Strides):
     def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
         assert isinstance(pl_module, Growable)
         self.spent["samples"] += pl_module.batch_size(batch) * len(losses)
-        self.spent["flops"] += self._batch_flops(pl_module, batch) * len(losses)
+        self.spent["flops"] += self._batch_flops(trainer, pl_module, batch) * len(losses)
         for loss in losses:
             self._sum = float(self._sum) + loss
         self._count += len(losses)
@@ -156,11 +162,21 @@ class Curves(Strides):
             }
             self._log_by_cost(trainer, metrics)
 
-    def _log(self, trainer: Trainer, module: Growable) -> None:
-        values = {"width": width_number(module.width)}
-        layers = module.size.layers
-        if layers is not None:
-            values["layers"] = float(sum(layers) if isinstance(layers, list) else layers)
+    def _loss_of_step(self, module: LightningModule, outputs: Any) -> Tensor | None:
+        """The loss of a batch; without one, the sum of those that manual optimization gave to its backward passes."""
+        if isinstance(module, Growable):
+            return module.loss_of_step(outputs)
+        backward, self._backward = self._backward, 0.0
+        loss = returned_loss(module, outputs)
+        return backward if loss is None and isinstance(backward, Tensor) else loss
+
+    def _log(self, trainer: Trainer, module: LightningModule) -> None:
+        values = {}
+        if isinstance(module, Growable):
+            values["width"] = width_number(module.width)
+            layers = module.size.layers
+            if layers is not None:
+                values["layers"] = float(sum(layers) if isinstance(layers, list) else layers)
         if self._count:
             loss = self._mean(trainer, module)
             self._report(trainer, loss)
@@ -229,14 +245,19 @@ class Curves(Strides):
                 values["throughput/fraction_of_peak"] = rate / self._peak
         return values
 
-    def _batch_flops(self, module: Growable, batch: Any) -> float:
+    def _batch_flops(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int = 0) -> float:
         """NaN if they cannot be counted; the sum of all is NaN from then on."""
         if math.isnan(self.spent["flops"]):
             return math.nan
-        key = str(module.size), module.batch_size(batch), *(tensor.shape for tensor in tensors_in(batch))
+        is_ours = isinstance(module, Growable)
+        size = str(module.size) if is_ours else str(sum(parameter.numel() for parameter in module.parameters()))
+        key = size, samples_of(module, batch), *(tensor.shape for tensor in tensors_in(batch))
         if key not in self._flops:
             try:
-                self._flops[key] = module.training_flops(batch)
+                if isinstance(module, Growable):
+                    self._flops[key] = module.training_flops(batch)
+                else:
+                    self._flops[key] = count_flops(trainer, module, batch, batch_idx)
             except UserError as error:
                 rank_zero_warn(f"the run has no curves against FLOPs: {error}", stacklevel=2)
                 return math.nan
@@ -255,6 +276,14 @@ class Curves(Strides):
 def stepped(trainer: Trainer) -> bool:
     """Whether the batch that just ended was the last of its accumulation window."""
     return not accumulates(trainer)
+
+
+def samples_of(module: LightningModule, batch: Any) -> int:
+    return module.batch_size(batch) if isinstance(module, Growable) else samples_in(module, batch)
+
+
+def width_of(module: LightningModule) -> Width | None:
+    return module.width if isinstance(module, Growable) else None
 
 
 def width_number(width: int | list[int]) -> float:

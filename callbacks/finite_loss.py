@@ -22,12 +22,12 @@ class RecentLosses:
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
-        self._places: list[tuple[int, Width]] = []
+        self._places: list[tuple[int, Width | None]] = []
 
     def __len__(self) -> int:
         return len(self._losses)
 
-    def add(self, step: int, width: Width, loss: Tensor) -> None:
+    def add(self, step: int, width: Width | None, loss: Tensor) -> None:
         self._losses.append(loss)
         self._places.append((step, width))
 
@@ -35,7 +35,7 @@ class RecentLosses:
         self._losses.clear()
         self._places.clear()
 
-    def first_bad(self) -> tuple[int, Width, float] | None:
+    def first_bad(self) -> tuple[int, Width | None, float] | None:
         """The step, the width and the loss of the first one that is not finite; waits for the device."""
         if not self._losses:
             return None
@@ -44,6 +44,7 @@ class RecentLosses:
         return next(((*place, loss) for place, loss in rows if not math.isfinite(loss)), None)
 
 
-def described(bad: tuple[int, Width, float]) -> str:
+def described(bad: tuple[int, Width | None, float]) -> str:
     step, width, loss = bad
-    return f"the training loss is {loss} at step {step} (the first step is 0), width {width}"
+    at_width = "" if width is None else f", width {width}"
+    return f"the training loss is {loss} at step {step} (the first step is 0){at_width}"

@@ -217,6 +217,9 @@ class RunCheckpoint(OpenCheckpoint, Strides):
             if state is not None and state.get("dirpath") not in (None, new) and Path(new).is_dir():
                 checkpoint["callbacks"][callback.state_key] = in_folder(state, new)
 
+    def resume_points(self, folder: Path) -> set[Path]:
+        return set(folder.glob(f"{RESUME}*/step=*.ckpt"))
+
     def removes(self, previous: Path, current: Path) -> bool:
         """Also the one the run was resumed from, once there is a newer one: or every interruption would leave one
         behind."""

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from mupscale.atomic import partial, replacing
-from mupscale.models._lightning import is_remote
+from mupscale.models._lightning import is_remote, run_folder
 from mupscale.models._lightning_loop import steps_before_validation
 
 
@@ -131,12 +131,25 @@ class OpenCheckpoint(ModelCheckpoint):
             "save_on_train_epoch_end": self._save_on_train_epoch_end,
         }
 
+    def resume_points(self, folder: Path) -> set[Path]:
+        """Further checkpoints from which `ckpt_path="last"` may go on; `folder` is that of this callback."""
+        return set()
+
     def removes(self, previous: Path, current: Path) -> bool:
         raise NotImplementedError
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         self.resumable = None  # it may be of the middle of a step
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """A process that was killed may have left a link to a checkpoint that it had just deleted."""
+        found = super()._find_last_checkpoints(trainer)
+        folder = self.dirpath or run_folder(trainer, trainer.log_dir)
+        if folder is None or is_remote(folder):
+            return found
+        own = Path(folder) if self.dirpath else Path(folder) / "checkpoints"
+        return {path for path in found if Path(path).exists()} | {str(path) for path in self.resume_points(own)}
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         if self.lacks_metric(trainer):

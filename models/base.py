@@ -208,16 +208,7 @@ class Growable(LightningModule):
 
         By default it is the length of the first tensor, in whatever tuples, lists, dicts or dataclasses it is.
         """
-        first = next((tensor for tensor in tensors_in(batch) if tensor.ndim > 0), None)
-        if first is None:  # of objects of another kind
-            first = batch[0] if isinstance(batch, tuple | list) and batch else batch
-        try:
-            return len(first)
-        except TypeError as error:
-            raise UserError(
-                f"{type(self).__name__} has batches of {type(batch).__name__}, in which no tensor was found: define "
-                "batch_size(self, batch), which returns the number of samples"
-            ) from error
+        return samples_in(self, batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -235,13 +226,9 @@ class Growable(LightningModule):
         loss = self.train_loss
         if loss is not None and loss is not self._returned_loss:
             return loss
-        returned = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if not isinstance(returned, Tensor) or returned.numel() != 1:
-            return None
-        returned = returned.detach().reshape(())
-        if self.automatic_optimization and self.trainer.accumulate_grad_batches > 1:
-            returned = returned * self.trainer.accumulate_grad_batches  # Lightning has divided it
-        self.train_loss = self._returned_loss = returned
+        returned = returned_loss(self, outputs)
+        if returned is not None:
+            self.train_loss = self._returned_loss = returned
         return returned
 
     # --- the network
@@ -493,6 +480,31 @@ def init_contexts(trainer: Trainer | None) -> Iterator[None]:
             stack.enter_context(trainer.strategy.model_sharded_context())
             stack.enter_context(trainer.precision_plugin.module_init_context())
         yield
+
+
+def samples_in(module: LightningModule, batch: Any) -> int:
+    """The length of the first tensor of a batch."""
+    first = next((tensor for tensor in tensors_in(batch) if tensor.ndim > 0), None)
+    if first is None:  # of objects of another kind
+        first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    try:
+        return len(first)
+    except TypeError as error:
+        raise UserError(
+            f"{type(module).__name__} has batches of {type(batch).__name__}, in which no tensor was found: define "
+            "batch_size(self, batch), which returns the number of samples"
+        ) from error
+
+
+def returned_loss(module: LightningModule, outputs: Any) -> Tensor | None:
+    """The loss that a `training_step` returned, of the `outputs` that callbacks get; None if it returned none."""
+    returned = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(returned, Tensor) or returned.numel() != 1:
+        return None
+    returned = returned.detach().reshape(())
+    if module.automatic_optimization and module.trainer.accumulate_grad_batches > 1:
+        return returned * module.trainer.accumulate_grad_batches  # Lightning has divided it
+    return returned
 
 
 def tensors_in(batch: Any) -> Sequence[Tensor]:

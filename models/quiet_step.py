@@ -9,7 +9,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from mupscale._torch import is_compiled_in_place
+from mupscale.checks.random_numbers import generators_kept
+from mupscale.checks.recording import state_kept
 from mupscale.checks.structures import map_leaves
 from mupscale.errors import UserError
 from mupscale.models._lightning import attach_trainer, configured_optimizers
@@ -67,6 +71,26 @@ class QuietStep:
             )
         known = {"batch_idx": self.batch_idx, "dataloader_idx": 0}
         return {names[0]: batch, **{name: known[name] for name in names[1:] if name in known}}
+
+
+def count_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> float:
+    """Floating-point operations of a forward and backward pass of a module, counted in a step without effects."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    is_compiled = any(map(is_compiled_in_place, module.modules()))
+    try:
+        with (
+            generators_kept([module.device] if module.device.type == "cuda" else []),
+            state_kept(module.modules()),
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
+            trainer.precision_plugin.forward_context(),
+            FlopCounterMode(display=False) as counter,
+        ):
+            losses = QuietStep(trainer, batch, batch_idx)(module)
+            torch.autograd.grad([loss.sum() for loss in losses], parameters, allow_unused=True)
+    except Exception as error:  # whatever a module does
+        raise UserError(f"the FLOPs of {type(module).__name__} cannot be counted ({error})") from error
+    return float(counter.get_total_flops())
 
 
 class QuietTrainer:

@@ -54,7 +54,8 @@ LIGHTNING = {
         "_batches_that_stepped", "_should_check_val_fx", "_val_check_time_interval",
     },
     ModelCheckpoint: {
-        "_defer_save_until_validation", "_every_n_epochs", "_every_n_train_steps", "_last_checkpoint_saved",
+        "_defer_save_until_validation", "_every_n_epochs", "_every_n_train_steps", "_find_last_checkpoints",
+        "_last_checkpoint_saved",
         "_last_global_step_saved", "_last_time_checked", "_link_checkpoint", "_monitor_candidates",
         "_remove_checkpoint", "_save_checkpoint", "_save_last_checkpoint", "_save_on_train_epoch_end",
         "_save_topk_checkpoint", "_should_remove_checkpoint", "_train_time_interval",

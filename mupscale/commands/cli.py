@@ -17,7 +17,6 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import LightningEnum
@@ -28,9 +27,9 @@ from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
+from mupscale.callbacks.plain import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.callbacks.strides import RateMonitor, Strides
-from mupscale.callbacks.summary import Summary, WidthBar
+from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
 from mupscale.commands._jsonargparse import (
@@ -166,7 +165,7 @@ class CLI(OpenCLI):
         parser.add_lightning_class_args(FastLoop, "loop")
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         # a link, because copying a large model takes time
-        parser.set_defaults({"checkpoint.save_last": "link", "checkpoint.every_n_train_steps": 500})
+        parser.set_defaults({"checkpoint.save_last": "link", "checkpoint.every_n_train_steps": SAVE_EVERY})
         parser.add_argument(
             "--callback_args",
             type=dict[str, dict[str, Any] | list[dict[str, Any]]] | None,
@@ -312,7 +311,11 @@ class CLI(OpenCLI):
         refuse_processes(config, os.environ)
         if self.subcommand in (None, "fit"):
             refuse_options({**config, "callbacks": given})
-        self.trainer_defaults["callbacks"] = default_callbacks(given, config)
+        self.trainer_defaults["callbacks"] = default_callbacks(
+            given,
+            logger=bool(config["logger"]),
+            progress_bar=config["enable_progress_bar"] is not False and not config["barebones"],
+        )
         if self.subcommand is not None:
             self.given[f"{self.subcommand}.ckpt_path"] = None
             self.given[f"{self.subcommand}.seed_everything"] = self.section("seed_everything")
@@ -417,7 +420,7 @@ def parsed(
                 load_from_checkpoint_support=False,  # the constructor arguments in a checkpoint are enough
                 seed_everything_default=0,
                 save_config_callback=None,
-                trainer_defaults={"logger": LOGGER, "log_every_n_steps": 10, "enable_model_summary": False},
+                trainer_defaults={"logger": LOGGER, "log_every_n_steps": LOG_EVERY, "enable_model_summary": False},
                 parser_class=Parser,
                 parser_kwargs={"prog": "python -m mupscale", **(texts if run else {}), **(parser_kwargs or {})},
                 args=arguments,
@@ -580,16 +583,6 @@ def make_dirpaths_absolute(config: Any) -> None:
         dirpath = arguments.get("dirpath")
         if isinstance(dirpath, str) and not is_remote(dirpath):
             arguments["dirpath"] = os.path.abspath(os.path.expanduser(dirpath))
-
-
-def default_callbacks(given: list[Callback], trainer: Any) -> list[Callback]:
-    """The callbacks of every run, except those of a kind that is in `given` or is switched off."""
-    answer: list[tuple[type, Callback]] = [(Curves, Curves()), (Summary, Summary()), (ExactResume, ExactResume())]
-    if trainer["logger"]:
-        answer.append((LearningRateMonitor, RateMonitor(logging_interval="step")))
-    if trainer["enable_progress_bar"] is not False and not trainer["barebones"]:
-        answer.append((ProgressBar, WidthBar()))
-    return [default for kind, default in answer if not any(isinstance(callback, kind) for callback in given)]
 
 
 def dump_enums_as_text() -> None:

@@ -260,7 +260,7 @@ def test_a_wide_checkpoint_loads_into_a_narrow_module_for_a_test_and_by_its_clas
     loaded = Autoencoder.load_from_checkpoint(wide, weights_only=False)
     assert torch.equal(loaded.encoder[0].weight, module.encoder[0].weight.float())
     narrow = Autoencoder()
-    data = DataLoader(TensorDataset(*rows("points", 4)), 4)
+    data = DataLoader(TensorDataset(*rows("points", 4)), batch_size=4)
     trainer = Trainer(
         accelerator="cpu", logger=False, callbacks=[swap()], enable_progress_bar=False, precision="64-true"
     )

@@ -1,0 +1,159 @@
+"""A plain `Trainer` with `run_settings` logs, saves and resumes as the command line does, whatever the module is."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kill_points import Point, Watch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning_modules import EXAMPLES, Autoencoder, rows
+from logged import curves
+from torch.utils.data import DataLoader, TensorDataset
+from training_runs import LIGHTNING_WARNINGS
+
+from mupscale import AdditiveNoise
+from mupscale.callbacks.plain import run_settings
+from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.errors import UserError
+from mupscale.models.checkpoint import load_checkpoint
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*is set, but there is no last checkpoint available"),
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
+]
+
+STEPS, GROWS_AT = 24, 12
+
+
+def script(folder: Path, name: str = "autoencoder") -> LightningModule:
+    """What a user runs, the first time and again after an interruption."""
+    example = EXAMPLES[name]
+    seed_everything(0, verbose=False)
+    module = example.make()
+    swap = UpscaleCallback(GROWS_AT, noise=AdditiveNoise(0.1), **example.growth)
+    settings = run_settings(folder, swap, save_every=5, progress_bar=False)
+    trainer = Trainer(accelerator="cpu", precision="64-true", max_steps=STEPS, **settings | {"log_every_n_steps": 2})
+    data = DataLoader(TensorDataset(*rows(example.kind, 8 * 7)), 8, shuffle=True)
+    trainer.fit(module, data, ckpt_path="last")
+    return module
+
+
+@pytest.mark.parametrize("name", ["autoencoder", "GAN"])
+def test_curves_have_the_tags_of_the_command_line(name: str, tmp_path: Path) -> None:
+    script(tmp_path / "run", name)
+    drawn = curves(tmp_path / "run")
+    assert [step for step, _ in drawn["train/loss"]] == list(range(1, STEPS, 2))
+    assert [step for step, _ in drawn["widening/loss_before"]] == [GROWS_AT]
+    assert {"x_axis_samples/train/loss", "x_axis_flops/train/loss", "x_epoch"} <= drawn.keys()
+    assert any(tag.startswith("x_lr/") for tag in drawn)
+    samples = [step for step, _ in drawn["x_axis_samples/train/loss"]]
+    batches_per_step = 0.5 if name == "GAN" else 1  # which has two optimizers
+    assert samples == [int(8 * batches_per_step * step) for step in range(2, STEPS + 1, 2)]
+
+
+def test_flops_are_those_of_the_layers(tmp_path: Path) -> None:
+    script(tmp_path / "run")
+    costs = [step for step, _ in curves(tmp_path / "run")["x_axis_flops/train/loss"]]
+
+    def of_batch(hidden: int) -> int:
+        """Two per weight and sample; those for the inputs of the first layer have no backward pass."""
+        weights = (6 * hidden, hidden * 3, 3 * hidden, hidden * 6)
+        return 2 * 8 * (3 * sum(weights) - weights[0])
+
+    assert costs[-1] == GROWS_AT * (of_batch(8) + of_batch(16)) // 10**6
+
+
+def in_a_fork(work: Callable[[], object]) -> int:
+    """Runs something in a process of its own; its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def assert_same(folder: Path, wanted: Path) -> None:
+    assert curves(folder) == curves(wanted)
+    ours, theirs = (load_checkpoint(run / f"checkpoints/step={STEPS}.ckpt") for run in (folder, wanted))
+    for name, tensor in theirs["state_dict"].items():
+        assert torch.equal(ours["state_dict"][name], tensor), name
+    for mine, other in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
+        for index, state in other["state"].items():
+            assert all(torch.equal(mine["state"][index][key], value) for key, value in state.items())
+
+
+@pytest.mark.slow
+def test_a_script_that_is_killed_goes_on_with_the_last_checkpoint(tmp_path: Path) -> None:
+    """At twenty moments at which it changes its files."""
+    wanted, notes = tmp_path / "wanted", tmp_path / "operations.json"
+
+    def watched() -> None:
+        watch = Watch([wanted])
+        watch.start()
+        script(wanted)
+        operations = len(watch.operations["main"])
+        watch.stop()
+        notes.write_text(json.dumps(operations))
+
+    assert in_a_fork(watched) == 0
+    operations = json.loads(notes.read_text())
+    assert operations > 40
+    for number in range(20):
+        folder = tmp_path / f"run-{number}"
+
+        def killed(folder: Path = folder, number: int = number) -> None:
+            Watch([folder], Point("main", (number * operations) // 20)).start()
+            script(folder)
+
+        assert in_a_fork(killed) == -signal.SIGKILL
+        assert in_a_fork(lambda folder=folder: script(folder)) == 0
+        assert_same(folder, wanted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_script_that_is_stopped_goes_on_where_it_stood(number: int, tmp_path: Path) -> None:
+    training_step = Autoencoder.training_step
+
+    def signalled(self: Autoencoder, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 2:
+            os.kill(os.getpid(), number)
+        return training_step(self, batch, batch_idx)
+
+    def stopped() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        Autoencoder.training_step = signalled
+        script(tmp_path / "run")
+
+    assert in_a_fork(lambda: script(tmp_path / "wanted")) == 0
+    assert in_a_fork(stopped) == 1
+    folder = tmp_path / "run/checkpoints"
+    assert load_checkpoint(folder / "last.ckpt")["global_step"] == 3  # before the first checkpoint that is due
+    assert in_a_fork(lambda: script(tmp_path / "run")) == 0
+    assert_same(tmp_path / "run", tmp_path / "wanted")
+
+
+def test_own_callbacks_replace_those_of_their_kind(tmp_path: Path) -> None:
+    own = RunCheckpoint(every_n_train_steps=7)
+    settings = run_settings(tmp_path, own)
+    assert [c for c in settings["callbacks"] if isinstance(c, RunCheckpoint)] == [own]
+    assert Path(settings["logger"].log_dir) == tmp_path
+
+
+def test_a_new_run_does_not_start_in_the_folder_of_another(tmp_path: Path) -> None:
+    script(tmp_path / "run")
+    trainer = Trainer(accelerator="cpu", max_steps=6, **run_settings(tmp_path / "run", progress_bar=False))
+    data = DataLoader(TensorDataset(*rows("points", 8)), 8)
+    with pytest.raises(UserError, match=r'has the checkpoints of a run .*ckpt_path="last"'):
+        trainer.fit(Autoencoder(), data)
