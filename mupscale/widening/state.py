@@ -66,6 +66,8 @@ def check_transfer(
                     f"parameter {name!r} needs a learning rate for each entry, which {type(narrow_opt).__name__} does "
                     "not support; give it to AdamW in a second optimizer"
                 )
+            if plan.parameters[name].inserted and parameter not in narrow_opt.state:
+                continue  # it begins anew, with nothing to continue
             _check_state(name, parameter, narrow_opt.state.get(parameter, {}), group, rule)
     strangers = {id(p) for p in narrow_opt.state} - {id(p) for g in narrow_opt.param_groups for p in g["params"]}
     if strangers:
