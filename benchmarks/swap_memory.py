@@ -37,7 +37,7 @@ from mupscale.methods.noise import Noise
 from mupscale.models.base import Growable
 from mupscale.models.fsdp2 import FSDP2
 from mupscale.models.gpt2 import GPT2
-from mupscale.widening.sharding import local_part
+from mupscale.sharding import local_part
 
 GROWTH = "growth"
 LAYERS, HEADS, VOCABULARY, CONTEXT = 4, 8, 4096, 32

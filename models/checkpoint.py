@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mupscale.checksums import damage_in
 from mupscale.errors import UserError
 from mupscale.sharded_checkpoints import METADATA
-from mupscale.widening.sharding import is_sharded, whole
+from mupscale.sharding import is_sharded, whole
 from mupscale.widening.stepping import Records, record_of, records_of, store_records
 from mupscale.widening.write import first_non_finite
 

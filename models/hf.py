@@ -15,8 +15,8 @@ from mupscale.models._lightning import is_trial_run, run_folder
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.checkpoint import load_weights
 from mupscale.models.language import LanguageModel
+from mupscale.sharding import gathered
 from mupscale.widening.growth import Role
-from mupscale.widening.sharding import gathered
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from mupscale._torch import foreach_mul, foreach_norm
 from mupscale.arguments import refuse_unless_level, refuse_unless_model
+from mupscale.sharding import gathered
 from mupscale.widening import table
-from mupscale.widening.sharding import gathered
 from mupscale.widening.stepping import Record, records_of
 
 

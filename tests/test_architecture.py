@@ -22,8 +22,7 @@ LEAVES = {
     f"mupscale.{name}"
     for name in (
         "_torch", "_torchvision", "arguments", "atomic", "data_files", "errors", "flops", "layer_names", "readout",
-        "spectral",
-        "text_tables", "watching",
+        "sharding", "spectral", "text_tables", "watching",
     )
 }  # fmt: skip
 """Anybody may import these."""

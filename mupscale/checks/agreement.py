@@ -20,10 +20,10 @@ from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
 from mupscale.methods.base import GrowthMethod
 from mupscale.methods.grow import grow
+from mupscale.sharding import is_sharded
 from mupscale.widening.axes import duplicate
 from mupscale.widening.layers import layer_at, source_of
 from mupscale.widening.plan import Plan
-from mupscale.widening.sharding import is_sharded
 from mupscale.widening.write import is_inexact
 
 THE_MODEL = "(the model)"

@@ -25,12 +25,12 @@ from mupscale.methods.noise import (
     noise_constant,
     save_constants,
 )
+from mupscale.sharding import gathered, own_part, whole
 from mupscale.widening.groups import continued_optimizer, off_the_rule
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import stand_in
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.sharding import gathered, own_part, whole
 from mupscale.widening.state import check_transfer, transfer_state
 from mupscale.widening.write import (
     Rebuild,

@@ -13,11 +13,11 @@ from mupscale.arguments import refuse_unless_callable, refuse_unless_iterable, r
 from mupscale.errors import UserError
 from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters, Loss
 from mupscale.methods.groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
+from mupscale.sharding import is_sharded
 from mupscale.widening.axes import Layout, Piece, duplicate_, narrow_length
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.sharding import is_sharded
 from mupscale.widening.stepping import StateRule
 from mupscale.widening.write import wide_buffers
 

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from mupscale.errors import UserError
 from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
 from mupscale.methods.groups import AxisGroups, UnitGroup, bias_of, unit_groups
+from mupscale.sharding import gathered, whole
 from mupscale.widening.axes import Layout, copy_index, narrow_length, source_index
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.sharding import gathered, whole
 from mupscale.widening.stepping import StateRule
 
 

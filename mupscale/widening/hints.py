@@ -284,8 +284,7 @@ def _sides_of_module(
         if known[axis] is None:
             raise UserError(
                 f"parameter {use.name!r} {use.narrow_shape} → {use.wide_shape}: axis {axis} of a "
-                f"{type(before).__name__} "
-                "is not a width, so it cannot grow. Build both models with the same size there"
+                f"{type(before).__name__} is not a width, so it cannot grow. Build both models with the same size there"
             )
     return tuple(side if axis in width else None for axis, side in enumerate(known))
 

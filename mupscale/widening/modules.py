@@ -193,23 +193,19 @@ def why_not_exact(name: str, narrow: nn.Module, wide: nn.Module) -> str | None:
     ):
         return (
             f"module {name!r} (MultiheadAttention) grows head_dim {narrow.head_dim} → {wide.head_dim}, and its logits "
-            "are scaled "
-            f"by 1/sqrt(head_dim), which is not exact. Grow num_heads instead (embed_dim / {narrow.head_dim} of them "
-            "keep head_dim = "
-            f"{narrow.head_dim}), or use an attention scaled by c/head_dim"
+            "are scaled by 1/sqrt(head_dim), which is not exact. Grow num_heads instead (embed_dim / "
+            f"{narrow.head_dim} of them keep head_dim = {narrow.head_dim}), or use an attention scaled by c/head_dim"
         )
     if group_count(wide) < group_count(narrow):
         return (
             f"module {name!r} ({type(narrow).__name__}) has fewer groups in the wide model ({group_count(narrow)} → "
-            f"{group_count(wide)}), "
-            "which mixes units that were apart. Keep the number of groups, or grow it"
+            f"{group_count(wide)}), which mixes units that were apart. Keep the number of groups, or grow it"
         )
     if growing_groups(narrow, wide) and _group_channels(narrow) != _group_channels(wide):
         return (
             f"module {name!r} ({type(narrow).__name__}) grows both its groups ({group_count(narrow)} → "
-            f"{group_count(wide)}) and the "
-            f"channels of a group (in, out: {_group_channels(narrow)} → {_group_channels(wide)}). Do it in two "
-            "upscales, one of each"
+            f"{group_count(wide)}) and the channels of a group (in, out: {_group_channels(narrow)} → "
+            f"{_group_channels(wide)}). Do it in two upscales, one of each"
         )
     return None
 

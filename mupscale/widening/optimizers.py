@@ -199,8 +199,7 @@ def _not_registered(class_path: str) -> UserError:
     if name in _NOT_HOMOGENEOUS and class_path.startswith("torch.optim."):
         known = ", ".join(sorted(k.__name__ for k in _REGISTRY))
         return UserError(
-            f"{name} is not homogeneous in the gradient ({_NOT_HOMOGENEOUS[name]}), so no rescaling "
-            "continues it "
+            f"{name} is not homogeneous in the gradient ({_NOT_HOMOGENEOUS[name]}), so no rescaling continues it "
             f"exactly. Upscale without it (narrow_opt=None), or train with one of {known}"
         )
     return UserError(

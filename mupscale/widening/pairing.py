@@ -162,8 +162,7 @@ def _pair_modules(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, nn.Modu
         if type(before).__qualname__ != type(after).__qualname__:
             raise UserError(
                 f"module {name!r} is a {type(before).__qualname__} in the narrow model, a {type(after).__qualname__} "
-                "in the wide one. "
-                "Build both from the same class and options"
+                "in the wide one. Build both from the same class and options"
             )
     return pairs
 
@@ -204,8 +203,7 @@ def _pair_parameters(
         if source.ndim != target.ndim:
             raise UserError(
                 f"parameter {names[0]!r} has shape {tuple(source.shape)} in the narrow model, {tuple(target.shape)} in "
-                "the wide one. "
-                "Build both from the same class and options"
+                "the wide one. Build both from the same class and options"
             )
         uses.append(Use(tuple(names), source, target, tuple(owners[key])))
     return uses
@@ -219,8 +217,7 @@ def _pair_buffers(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, Tensor,
         if buffer.ndim != wide_named[name].ndim:
             raise UserError(
                 f"buffer {name!r} has shape {tuple(buffer.shape)} in the narrow model, {tuple(wide_named[name].shape)} "
-                "in the wide one. "
-                "Build both from the same class and options"
+                "in the wide one. Build both from the same class and options"
             )
     return [(name, buffer, wide_named[name]) for name, buffer in narrow_named.items()]
 
@@ -236,9 +233,8 @@ def _same_names(what: str, narrow: Mapping[str, object], wide: Mapping[str, obje
         only_narrow, only_wide = sorted(set(narrow) - set(wide)), sorted(set(wide) - set(narrow))
         raise UserError(
             f"the models are not two widths of one architecture (different depth?): {what}s "
-            f"{some_names(only_narrow) or 'none'} are in "
-            f"the narrow one only, {some_names(only_wide) or 'none'} in the wide one only. Build both with the same "
-            "depth and options"
+            f"{some_names(only_narrow) or 'none'} are in the narrow one only, {some_names(only_wide) or 'none'} in the "
+            "wide one only. Build both with the same depth and options"
         )
 
 

@@ -219,8 +219,7 @@ def _refuse_growth(use: Use, entry: Growth) -> None:
     if entry.scale.weight < 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
         raise UserError(
             f"{use.name!r} {use.narrow_shape} → {use.wide_shape} holds whole numbers ({use.narrow.dtype}), which "
-            "cannot be divided by "
-            f"{1 / entry.scale.weight:g}. Give both models floating-point weights"
+            f"cannot be divided by {1 / entry.scale.weight:g}. Give both models floating-point weights"
         )
     if entry.rescale != 1 and not (use.narrow.is_floating_point() or use.narrow.is_complex()):
         raise UserError(

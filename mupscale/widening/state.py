@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mupscale.arguments import refuse_unless_level
 from mupscale.errors import UserError
+from mupscale.sharding import gathered, own_part, whole
 from mupscale.widening import table
 from mupscale.widening.axes import duplicate_
 from mupscale.widening.groups import INITIAL_VALUE, begin_state_, settings_of
@@ -18,7 +19,6 @@ from mupscale.widening.growth import Growth
 from mupscale.widening.layers import standing_in
 from mupscale.widening.optimizers import Group, OptimizerRule, is_number, rule_of
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.sharding import gathered, own_part, whole
 from mupscale.widening.stepping import (
     Record,
     Rewarm,
@@ -57,8 +57,7 @@ def check_transfer(
             if name is None:
                 raise UserError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the narrow "
-                    "model: "
-                    "it belongs to another model, or to a copy of this one. Pass the optimizer built over "
+                    "model: it belongs to another model, or to a copy of this one. Pass the optimizer built over "
                     "narrow.parameters()"
                 )
             if plan.parameters[name].mixed and not rule.entrywise:
@@ -278,8 +277,7 @@ def _check_state(name: str, parameter: Tensor, state: dict[str, Any], group: Gro
             if isinstance(value, Tensor) and value.shape != parameter.shape:
                 raise UserError(
                     f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(parameter.shape)}: "
-                    "it does not belong to this model. Load the state that was saved with it"
+                    f"{tuple(parameter.shape)}: it does not belong to this model. Load the state that was saved with it"
                 )
         elif not is_number(value):
             raise UserError(

@@ -33,10 +33,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mupscale.arguments import refuse_unless_model
 from mupscale.errors import UserError
+from mupscale.sharding import is_sharded, replicated, whole
 from mupscale.widening.axes import copy_index, source_index
 from mupscale.widening.growth import Growth
 from mupscale.widening.optimizers import Group, OptimizerRule, rule_of
-from mupscale.widening.sharding import is_sharded, replicated, whole
 from mupscale.widening.table import NOTHING, Scale, Side
 
 Rows = tuple[tuple[int, tuple[float, ...]], ...]

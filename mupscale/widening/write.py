@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 
 from mupscale._torch import use_count
 from mupscale.errors import UserError
+from mupscale.sharding import is_sharded, largest_of_ranks, local_part
 from mupscale.widening import table
 from mupscale.widening.axes import by_entry, duplicate, duplicate_
 from mupscale.widening.growth import Growth
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.sharding import is_sharded, largest_of_ranks, local_part
 from mupscale.widening.stepping import Record, Records, names_by_id, records_of, restore_infshapes, store_records
 from mupscale.widening.table import Scale, Side
 
@@ -86,10 +86,8 @@ def refuse_held(wide: nn.Module, optimizers: Sequence[Optimizer | None]) -> None
         if weakref.getweakrefcount(parameter) or use_count(parameter) > 1:
             raise UserError(
                 f"parameter {name!r} {tuple(parameter.shape)} of the wide model is on the meta device, and something "
-                "refers to it (an "
-                "output of the model, a weak reference), so it cannot be given memory. Drop that, or call "
-                "wide.to_empty(device=...) "
-                "before the optimizer is made"
+                "refers to it (an output of the model, a weak reference), so it cannot be given memory. Drop that, or "
+                "call wide.to_empty(device=...) before the optimizer is made"
             )
 
 

@@ -28,7 +28,7 @@ from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import optimizer_names
-from mupscale.widening.sharding import gathered
+from mupscale.sharding import gathered
 
 MAKE = {"mlp": (mlp, 24, ADAMW), "gpt2": (gpt2, 24, SGD), "resnet18": (resnet, 4, SGD)}
 

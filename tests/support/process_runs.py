@@ -31,7 +31,7 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.checkpoint import optimizer_names
 from mupscale.models.fsdp2 import FSDP2  # noqa: F401  registers it
-from mupscale.widening.sharding import gathered
+from mupscale.sharding import gathered
 
 MAKE = {"mlp": mlp, "gpt2": gpt2}
 AT, STEPS, WIDTH = 6, 12, 24
