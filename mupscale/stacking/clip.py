@@ -17,7 +17,7 @@ class StackedClip:
         tables = [records_of(model) for model in models]
         self._factors: list[tuple[Tensor, tuple[Tensor, Tensor] | None]] = []
         for name, weight in weights.items():
-            widths = [table.get(name, Record()) for table in tables]
+            widths = [records.get(name, Record()) for records in tables]
             factors = torch.tensor([table.clip(width.scale) for width in widths], dtype=torch.float64)
             sides = None
             if any(width.entries for width in widths):

@@ -135,7 +135,7 @@ def write_transfer(out: Path, description: Description, sweeps: dict[str, list[R
     write_drifts(out / "drift.csv", panels)
     paths = draw(out / "transfer", panels, metric_label(description.metric))
     wrote = f"wrote {', '.join(str(path) for path in [out / 'transfer.csv', out / 'drift.csv', *paths])}"
-    lines = [line for panel in panels for line in (panel.verdict(), panel.drift_sentence())]
+    lines = [line for each in panels for line in (each.verdict(), each.drift_sentence())]
     return "\n".join([*lines, wrote])
 
 

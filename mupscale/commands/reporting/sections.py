@@ -209,9 +209,9 @@ def methods_section(methods: Methods, groups: list[Group]) -> Section:
         losses = [methods.at_growth(method, "loss_after"), methods.after_steps(method), methods.finals(method)]
         validation = [ranged(numbers.last(method.group, metric), False) for metric in numbers.metrics if method.group]
         cells = [str(len(losses[0])), *map(losses_text, losses), *(validation or ["—" for _ in metrics])]
-        cells += [*reach_cells(methods, method), *(method.tuned.get(key, "—") for key in methods.keys)]
+        cells += [*reach_cells(methods, method), *(method.tuned.get(name, "—") for name in methods.keys)]
         colour = colour_class(method.group, groups) if method.group else ""
-        edges = [label for key, label in zip(methods.keys, labels, strict=True) if key in method.at_edge]
+        edges = [label for name, label in zip(methods.keys, labels, strict=True) if name in method.at_edge]
         rows.append([Cell(method.name, colour), *cells, ", ".join(edges) or "no"])
     if methods.scratch is not None:
         scratch = methods.scratch
