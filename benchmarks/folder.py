@@ -1,13 +1,13 @@
 """Time and peak memory of `upscale FOLDER --factor 2`, beside `cp` of as many bytes as it writes.
 
-    python -m benchmarks folder [--quick] [--layers 8] [--where FOLDER] [--out folder.json]
+    python -m benchmarks folder [--quick] [--deep] [--layers 8] [--where FOLDER] [--out folder.json]
 
 The folder is a synthetic Llama of the shapes of Llama-2-7B in bfloat16 (hidden size 4096, intermediate size 11008, 32
 heads, vocabulary 32,000) with fewer layers. All layers are alike, so the time for its 32 layers is extrapolated by
 bytes, once the start-up (the same command for a tiny model) is taken off. The command runs in a process of its own,
 whose peak resident memory is given; its check of the written files is included. `cp -r` copies the wide folder on the
 same disk. Both times are given until the bytes are on disk, and CPU seconds beside them, because a shared machine has
-other work to do.
+other work to do. With `--deep` the number of layers is doubled instead of the width, by layers that add nothing.
 """
 
 import argparse
@@ -82,9 +82,11 @@ def timed(*command: str) -> tuple[float, float]:
     return time.perf_counter() - start, used
 
 
-def upscale(narrow: Path, wide: Path, noise: float | None) -> tuple[float, float]:
+def upscale(narrow: Path, wide: Path, layers: int | None, noise: float | None) -> tuple[float, float]:
+    """Widens a folder, or deepens it to so many layers."""
     options = [] if noise is None else ["--noise", str(noise)]
-    command = ["upscale", str(narrow), "--factor", "2", "--out", str(wide), *options]
+    options += ["--factor", "2"] if layers is None else ["--layers", str(layers)]
+    command = ["upscale", str(narrow), "--out", str(wide), *options]
     return timed(sys.executable, "-m", "mupscale", *command)
 
 
@@ -92,12 +94,13 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def measure(where: Path, layers: int, *, quick: bool, noise: float | None) -> dict[str, object]:
+def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float | None) -> dict[str, object]:
     narrow, wide, copy = where / "narrow", where / "wide", where / "copy"
-    write_narrow(where / "tiny", shape_of_7b(1, quick=True))
-    start_up, _ = upscale(where / "tiny", where / "tiny-wide", noise)
+    new = 2 * layers if deep else None
+    write_narrow(where / "tiny", shape_of_7b(layers if deep else 1, quick=True))
+    start_up, _ = upscale(where / "tiny", where / "tiny-wide", new, noise)
     narrow_bytes = write_narrow(narrow, shape_of_7b(layers, quick=quick))
-    seconds, cpu = upscale(narrow, wide, noise)
+    seconds, cpu = upscale(narrow, wide, new, noise)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     copy_seconds, copy_cpu = timed("cp", "-r", str(wide), str(copy))
     tensors = tensor_bytes(wide)
@@ -105,6 +108,7 @@ def measure(where: Path, layers: int, *, quick: bool, noise: float | None) -> di
     whole = sum(tensors.values()) + in_layers * (LAYERS_OF_7B - layers) / layers
     return {
         "layers": layers,
+        "deep": deep,
         "noise": noise,
         "narrow_gb": narrow_bytes / 1e9,
         "wide_gb": size(wide) / 1e9,
@@ -130,6 +134,7 @@ def tensor_bytes(folder: Path) -> dict[str, int]:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model, which takes seconds")
+    parser.add_argument("--deep", action="store_true", help="double the number of layers, not the width")
     parser.add_argument("--layers", type=int, help="layers of the narrow model (default 8, which needs 32 GB of disk)")
     parser.add_argument("--noise", type=float, help="with noise, which needs a tensor at once")
     parser.add_argument("--where", type=Path, help="a folder on the disk to measure; by default the temporary one")
@@ -138,7 +143,7 @@ def main(arguments: list[str]) -> None:
     layers = options.layers or (2 if options.quick else 8)
     where = Path(tempfile.mkdtemp(dir=options.where))
     try:
-        row = measure(where, layers, quick=options.quick, noise=options.noise)
+        row = measure(where, layers, quick=options.quick, deep=options.deep, noise=options.noise)
     finally:
         shutil.rmtree(where)
     print(

@@ -86,10 +86,13 @@ def test_help_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_folders_beside_cp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["folder", "--quick", "--where", str(tmp_path), "--out", str(tmp_path / "row.json")])
+@pytest.mark.parametrize(("options", "least", "most"), [([], 2, 4), (["--deep"], 1.5, 2)])
+def test_folders_beside_cp(
+    options: list[str], least: float, most: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["folder", "--quick", *options, "--where", str(tmp_path), "--out", str(tmp_path / "row.json")])
     row = json.loads((tmp_path / "row.json").read_text())
-    assert row["wide_gb"] > 2 * row["narrow_gb"] > 0
+    assert least < row["wide_gb"] / row["narrow_gb"] < most
     assert row["peak_gb"] > row["largest_wide_tensor_gb"] > 0
     assert "extrapolated to 32 layers" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["row.json"]

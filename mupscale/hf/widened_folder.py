@@ -259,7 +259,7 @@ def _checked_text(job: _Job, done: Written) -> str:
     exact = len(job.tensors) - len({*done.checksums, *filled})
     text = f"{exact} tensors of {layers} layers are, byte by byte, the narrow ones duplicated"
     if filled:
-        text += f"; {len(filled)} have the value with which new layers add nothing"
+        text += f"; {len(filled)} make new layers add nothing"
     if done.checksums:
         text += f"; {len(done.checksums)} that were made at once (noise, or the method) are what was written"
     return text
