@@ -80,7 +80,7 @@ def parts_of(module: nn.Module) -> Parts:
 
 def with_parts(module: nn.Module, parts: Parts) -> nn.Module:
     """A module with the attributes of another, and other parts."""
-    twin: nn.Module = module.__new__(type(module))
+    twin: nn.Module = object.__new__(type(module))  # that of FSDP2 would make a plain module
     twin.__dict__.update(module.__dict__)
     twin.__dict__.update({f"_{kind}": part for kind, part in parts._asdict().items()})
     return twin

@@ -388,6 +388,32 @@ def test_models_of_transformers(name: str) -> None:
     assert torch.isfinite(cli.model.train_loss)
 
 
+DEEPER = {"mlp": (2, 8, "identity"), "gpt2": (4, 8, "interleave")}
+"""The layers of each file in configs/depth, and how they are added."""
+
+
+@pytest.mark.parametrize("name", DEEPER)
+def test_models_that_become_deeper(name: str) -> None:
+    """Tiny ones of the same kind train so; new layers that add nothing keep the loss."""
+    assert {path.stem for path in (CONFIGS / "depth").glob("*.yaml")} == DEEPER.keys()
+    fit = told("depth", name, "fit")
+    cli = parsed([*fit, "--trainer.accelerator=cpu"], run=False)
+    (swap,) = (callback for callback in callbacks(cli) if isinstance(callback, UpscaleCallback))
+    assert (cli.model.size.layers, swap.layers, swap.depth) == DEEPER[name]
+    assert cli.model.hparams["base_layers"] == cli.model.size.layers
+    sizes = ["--trainer.callbacks.at_step=0"]
+    if name == "gpt2":
+        sizes += ["--model.width=16", "--model.base_width=16", "--model.compile=false", "--model.context=8"]
+        sizes += ["--data.context=8", "--data.batch_size=2"]
+    cli = parsed([*fit, *ONE_STEP, *sizes], run=False)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    (swap,) = (callback for callback in callbacks(cli) if isinstance(callback, UpscaleCallback))
+    assert cli.model.size.layers == DEEPER[name][1]
+    if swap.depth == "identity":
+        assert swap.summary["loss_after"] == pytest.approx(swap.summary["loss_before"], rel=1e-6)
+    assert torch.isfinite(cli.model.train_loss)
+
+
 def callbacks(cli: CLI) -> list[Callback]:
     found: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
     return found

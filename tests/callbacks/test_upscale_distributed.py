@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_run import SAVED, STEPS, Data, learned
+from distributed_run import DEEPER, SAVED, STEPS, Data, learned
 from lightning.pytorch import Trainer, seed_everything
 from paths import SUPPORT
 from tiny_modules import ADAMW, mlp
@@ -83,6 +83,21 @@ def test_on_two_processes_by_a_fraction(distributed: list[dict[Any, Any]]) -> No
             assert torch.equal(resumed["losses"], wide["losses"][SAVED:])
             for part in ("weights", "state"):
                 assert_identical(resumed[part], wide[part])
+
+
+def test_on_two_processes_in_depth(distributed: list[dict[Any, Any]]) -> None:
+    mine, other = distributed
+    for name in DEEPER:
+        ddp, fsdp = (mine[kind, "gpt2", name] for kind in ("ddp", "fsdp"))
+        assert float((ddp["losses"] - fsdp["losses"]).abs().max()) < 1e-5, name
+        for kind in ("ddp", "fsdp"):
+            grown, resumed = mine[kind, "gpt2", name], mine[kind, "gpt2", f"{name}, resumed"]
+            assert sum(weight.endswith("qkv.weight") for weight in grown["weights"]) == 4
+            assert torch.equal(resumed["losses"], grown["losses"][SAVED:])
+            for part in ("weights", "state"):
+                assert_identical(grown[part], other[kind, "gpt2", name][part])
+                assert_identical(resumed[part], grown[part])
+            assert largest_difference(grown["weights"], ddp["weights"]) < 1e-5
 
 
 def test_on_two_processes_from_a_base(distributed: list[dict[Any, Any]]) -> None:

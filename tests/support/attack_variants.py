@@ -15,6 +15,10 @@ def swap(at_step: int = 5, width: Any = 8, **arguments: Any) -> dict[str, Any]:
     }
 
 
+def deeper(at_step: int, layers: int, **arguments: Any) -> dict[str, Any]:
+    return made("UpscaleCallback", at_step=at_step, layers=layers, **arguments)
+
+
 def made(class_path: str, /, **arguments: Any) -> dict[str, Any]:
     """An object of a configuration."""
     return {"class_path": class_path, "init_args": arguments}
@@ -63,6 +67,7 @@ EVERYTHING: dict[str, Any] = {
 SGD = made("torch.optim.SGD", lr=0.1, momentum=0.9)
 LISTS = {"width": [4, 8], "base_width": [4, 4], "inputs": 6, "outputs": 3}
 GPT2 = {"width": 8, "base_width": 4, "layers": 1, "heads": 2, "vocabulary": 11, "context": 8}
+DEEP = GPT2 | {"layers": 2, "base_layers": 2}
 PLATEAU = made("lightning.pytorch.cli.ReduceLROnPlateau", monitor="val/loss", factor=0.5, patience=0, threshold=10.0)
 STOPPING = made(f"{CALLBACKS}.EarlyStopping", monitor="val/loss", patience=3, min_delta=10.0)
 OTHER_CHECKPOINTS = made(
@@ -88,6 +93,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model.init_args.lr_scheduler": made("attack_classes.WarmUp", steps=4, total=10),
         "data": made("attack_classes.Rows", model="gpt2"),
         "trainer.callbacks": [swap(5, 16)],
+    },
+    "deeper, then deeper and wider": {
+        "model.class_path": "GPT2",
+        "model.init_args": DEEP,
+        "model.init_args.lr_scheduler": made("attack_classes.WarmUp", steps=4, total=10),
+        "data": made("attack_classes.Rows", model="gpt2"),
+        "trainer.callbacks": [EMA, deeper(4, 4), deeper(6, 8, depth="interleave", width=16, noise=NOISE)],
+    },
+    "random layers": {
+        "model.class_path": "GPT2",
+        "model.init_args": DEEP,
+        "data": made("attack_classes.Rows", model="gpt2"),
+        "trainer.callbacks": [deeper(5, 4, depth="random")],
     },
     "SGD": {"model.init_args.optimizer": made("torch.optim.SGD", lr=0.1)},
     "Adam, plateau": {

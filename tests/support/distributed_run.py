@@ -38,6 +38,13 @@ STEPS, SAVED = 12, 9
 RUNS: dict[str, Any] = {"narrow": {"grow": False}, "wide": {"grow": True}, "noisy": {"grow": True, "noise": 0.1}}
 
 
+DEEPER: dict[str, dict[str, Any]] = {
+    "identity": {"layers": 4},
+    "interleave, wider": {"layers": 4, "depth": "interleave", "width": 24},
+    "random": {"layers": 4, "depth": "random"},
+}
+
+
 class Data(LightningDataModule):
     def __init__(self, module: Growable) -> None:
         super().__init__()
@@ -69,6 +76,7 @@ def fit(
     grow: bool,
     noise: float = 0.0,
     to: int | None = None,
+    deeper: dict[str, Any] | None = None,
     method: GrowthMethod | None = None,
     ckpt: Path | None = None,
     **arguments: Any,
@@ -76,7 +84,8 @@ def fit(
     seed_everything(1, verbose=False)
     make, target, optimizer = MAKE[model]
     module, record = make(optimizer=optimizer, **arguments), Record()
-    growth = UpscaleCallback(6, to or target, noise=mupscale.AdditiveNoise(noise) if noise else None, method=method)
+    size: dict[str, Any] = {"width": to or target} if deeper is None else deeper
+    growth = UpscaleCallback(6, noise=mupscale.AdditiveNoise(noise) if noise else None, method=method, **size)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -132,6 +141,15 @@ def main(folder: Path) -> None:
         answers[kind, "mlp", "from base"], _ = fit(
             kind, "mlp", folder / kind, grow=True, init_from=str(folder / "base.ckpt")
         )
+        for name, deeper in DEEPER.items():
+            saver = ModelCheckpoint(folder / kind / name, "{step}", every_n_train_steps=SAVED)
+            settings = {"grow": True, "deeper": deeper, "base_layers": 2}
+            answers[kind, "gpt2", name], _ = fit(kind, "gpt2", folder / kind / name, saver, **settings)
+            there = {} if kind == "ddp" else {"layers": 4, "width": deeper.get("width", 8)}
+            path = folder / kind / name / f"step={SAVED}.ckpt"
+            answers[kind, "gpt2", f"{name}, resumed"], _ = fit(
+                kind, "gpt2", folder / kind, ckpt=path, **settings, **there
+            )
     for kind in ("ddp", "fsdp", "fsdp, whole checkpoints"):
         saver = ModelCheckpoint(folder / kind, "{step}", every_n_train_steps=SAVED)
         answers[kind, "mlp", "noisy"], _ = fit(kind, "mlp", folder / kind, saver, **RUNS["noisy"])
