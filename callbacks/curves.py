@@ -99,14 +99,18 @@ class Curves(Strides):
         if trainer.state.fn == "fit" and trainer.is_global_zero:
             cut_back(trainer, checkpoint["callbacks"].get(self.state_key, {}))
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not (pl_module.automatic_optimization or isinstance(pl_module, Growable)):  # it need not return a loss
+            # of this object only: steps with such a hook are neither captured nor stacked
+            self.on_before_backward = self._add_backward  # type: ignore[method-assign]
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._peak = peak_flops(pl_module.device)
         self._step = trainer.global_step
         self._mark = time.perf_counter(), trainer.global_step, self.spent["samples"], self.spent["flops"]
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if not (pl_module.automatic_optimization or isinstance(pl_module, Growable)):  # it need not return a loss
-            self._backward = self._backward + loss.detach()
+    def _add_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._backward = self._backward + loss.detach()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
