@@ -279,14 +279,13 @@ def show_point(growth: Growth, budget: float, ladder: Ladder = FULL) -> list[str
 
 
 def summary_table(ends: Ends) -> str:
-    """For each target and budget, the lowest mean loss of each direction."""
+    """For each target and budget, the lowest mean loss of each direction, over the seeds that were run."""
     lowest: dict[tuple[Size, float], dict[str, tuple[float, Growth]]] = defaultdict(dict)
     for direction in DIRECTIONS:
         for growth, budget in ends.points(direction):
-            losses = ends.grown[growth, budget]
-            if len(losses) == len(ends.seeds):
-                found = lowest[growth.size, budget]
-                found[direction] = min(found.get(direction, (math.inf, growth)), (mean(losses.values()), growth))
+            found = lowest[growth.size, budget]
+            loss = mean(ends.grown[growth, budget].values())
+            found[direction] = min(found.get(direction, (math.inf, growth)), (loss, growth))
     rows = []
     for (size, budget), found in sorted(lowest.items()):
         best, best_loss = ends.best_fixed(budget)
@@ -298,12 +297,30 @@ def summary_table(ends: Ends) -> str:
             loss, growth = found[direction]
             start = "" if direction == "width" else f" from {show_size(growth.start)}"
             way = "" if direction == "width" else f"{growth.way.depth} at "
-            cells.append(f"{loss:.3f} ({way}{100 * 2 ** (growth.at - budget):g} %{start})")
+            seeds = len(ends.grown[growth, budget])
+            share = 100 * 2 ** (growth.at - budget)
+            cells.append(f"{loss:.3f} ({way}{share:g} %{start}; {seeds} seed{'s' * (seeds > 1)})")
         target = f"{mean(ends.losses(size, budget)):.3f}"
         tokens = f"{show_size(size)}, {show_tokens(FULL, size, budget)}"
         rows.append([tokens, show_budget(budget), target, f"{best_loss:.3f} ({show_size(best)})", *cells])
     header = ["target, tokens per parameter", "budget", "target from scratch", "best fixed size"]
     return make_table([*header, *(f"grown in {name}" for name in DIRECTIONS)], rows)
+
+
+def jumps_table(_: Ends) -> str:
+    """What growth in depth does to the validation loss at once."""
+    jumps: dict[tuple[str, str], set[tuple[float, float]]] = defaultdict(set)
+    with RUNS.open() as file:
+        for row in csv.DictReader(file):
+            if row["depth"]:
+                key = f"{row['from_layers']} → {row['layers']}", show_way(Way(row["depth"], row["method"], 1.0))
+                before, after = (float(row[f"loss_{side}_growth"]) for side in ("before", "after"))
+                jumps[key].add((before, after - before))
+    rows = []
+    for key, found in sorted(jumps.items()):
+        before, rises = ([pair[place] for pair in found] for place in (0, 1))
+        rows.append([*key, str(len(found)), f"{min(before):.3f}–{max(before):.3f}", show_losses(rises)])
+    return make_table(["layers", "how", "growths", "loss before", "rise at the growth"], rows)
 
 
 def large_batch_table(_: Ends) -> str:
@@ -344,6 +361,7 @@ PARTS = {
     "width": partial(advantage_table, direction="width"),
     "depth": partial(advantage_table, direction="depth"),
     "both": partial(advantage_table, direction="both"),
+    "jumps": jumps_table,
     "lines": interpolation_note,
     "fixed": fixed_table,
     "methods": methods_table,
@@ -368,30 +386,32 @@ def draw_losses(ends: Ends, axes: Any) -> None:
             budgets = sorted(ends.fixed[size, FULL.lr, 0])
             losses = [mean(ends.losses(size, budget)) for budget in budgets]
             axes.plot(budgets, losses, styles[size.layers], color=colours[size.width], lw=1.5, label=show_size(size))
-    for direction, (marker, colour) in MARKERS.items():
-        grown = [(budget, mean(ends.grown[growth, budget].values())) for growth, budget in ends.points(direction)]
+    for place, (direction, (marker, colour)) in enumerate(MARKERS.items()):
+        grown = [(b + 0.06 * (place - 1), mean(ends.grown[growth, b].values())) for growth, b in ends.points(direction)]
         if grown:
             axes.scatter(
                 *zip(*grown, strict=True), marker=marker, color=colour, zorder=3, s=18, label=f"grown: {direction}"
             )
     axes.set(xlabel="log₂ of the compute, in units of B", ylabel="validation loss", ylim=(3.5, 5.4), xlim=(-7.2, 0.7))
-    axes.legend(ncols=2, fontsize=8, title="width × layers")
 
 
 def draw_advantages(ends: Ends, axes: Any, against: str) -> None:
-    """S over tokens per parameter; a bar is the interval."""
+    """S over tokens per parameter; with three seeds a point is filled and has its interval as a bar."""
     for place, (direction, (marker, colour)) in enumerate(MARKERS.items()):
         for growth, budget in ends.points(direction):
             found = ends.advantage(growth, budget, against)
-            if found.seeds > 1:
-                tokens = float(show_tokens(FULL, growth.size, budget)) * 2 ** (0.12 * (place - 1))
+            tokens = float(show_tokens(FULL, growth.size, budget)) * 2 ** (0.12 * (place - 1))
+            if found.seeds > 2:
                 bar = [[found.mean - found.low], [found.high - found.mean]]
                 axes.errorbar(tokens, found.mean, bar, fmt=marker, color=colour, ms=5, lw=0.8, alpha=0.8)
+            else:
+                axes.plot(tokens, found.mean, marker, color=colour, mfc="none", ms=5)
         axes.plot([], [], marker, color=colour, label=direction)
     axes.axhline(1, color="black", lw=0.8)
     axes.set(
-        xscale="log", xticks=[5, 10, 20], xticklabels=["5", "10", "20"], ylim=(0.5, 2), xlabel="tokens per parameter"
+        xscale="log", xticks=[5, 10, 20], xticklabels=["5", "10", "20"], ylim=(0.5, 1.6), xlabel="tokens per parameter"
     )
+    axes.minorticks_off()
     axes.set_title(BASELINES[against], fontsize=10)
     axes.legend(fontsize=8)
 
@@ -405,8 +425,11 @@ def draw(ends: Ends, folder: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
-    draw_losses(ends, axes)
+    figure, (axes, detail) = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained", width_ratios=(1.5, 1))
+    for each in (axes, detail):
+        draw_losses(ends, each)
+    axes.legend(ncols=2, fontsize=8, title="width × layers")
+    detail.set(xlim=(-1.2, 0.55), ylim=(3.54, 3.86), ylabel="", xticks=(-1, -0.5, 0, 0.5))
     figure.savefig(folder / "losses.png", dpi=110, metadata={"Software": None})
     figure, both = plt.subplots(1, 2, figsize=(7.5, 3.6), layout="constrained", sharey=True)
     for axes, against in zip(both, BASELINES, strict=False):

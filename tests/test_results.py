@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 from paths import ROOT
 
-from benchmarks.ladder import FULL, Size, plan_runs
+from benchmarks.ladder import DEPTHS, FULL, LARGE_BATCH, Size, Way, plan_runs
 from benchmarks.ladder_tables import PAGE, PARTS, RUNS, Ends, fill_page, interval, parabola, reach
 
 ROWS = list(csv.DictReader(RUNS.read_text().splitlines()))
@@ -51,18 +51,63 @@ def test_differences_in_sentences(ends: Ends) -> None:
         for budget in ends.fixed[size, FULL.lr, 0]:
             losses = ends.losses(size, budget)
             spreads[size, budget] = max(losses) - min(losses)
-    del spreads[Size(128, 4), -2]
+    del spreads[Size(128, 4), -2], spreads[Size(256, 2, 8), -1]
     assert f"differ by at most {max(spreads.values()):.3f}, except 128 × 4 at B/4" in text
-    jumps = [abs(float(r["loss_before_growth"]) - float(r["loss_after_growth"])) for r in ROWS if r["from_width"]]
+    widened = [r for r in ROWS if r["from_width"] and not r["depth"]]
+    jumps = [abs(float(r["loss_before_growth"]) - float(r["loss_after_growth"])) for r in widened]
     assert f"before and after it differ by at most {max(jumps):.3f}." in text
     above = {}
     for size in ends.sizes:
+        if size.base_layers:
+            continue
         budget = sorted(ends.fixed[size, FULL.lr, 0])[2]
         above[size] = ends.fixed[size, FULL.lr, 0][budget] - min(
             ends.fixed[size, factor * FULL.lr, 0][budget] for factor in (0.5, 1, 2)
         )
     assert f"every size is within {max(above.values()):.3f} of its best rate" in text
     assert f"0.0156 by {above[Size(64, 8)]:.3f} and {above[Size(128, 8)]:.3f}." in text
+
+
+def test_differences_between_growths_in_depth(ends: Ends) -> None:
+    text = " ".join(PAGE.read_text().split())
+    above: dict[str, list[float]] = {"identity": [], "interleave": []}
+    for (growth, budget), losses in ends.grown.items():
+        if growth.direction == "depth" and growth.way.depth != "stack":
+            start = growth.start._replace(base_layers=None)
+            stacked = ends.grown[growth._replace(start=start, way=Way("stack")), budget]
+            above[growth.way.depth] += [loss - stacked[seed] for seed, loss in losses.items() if seed in stacked]
+    assert [len(found) for found in above.values()] == [4, 8]
+    assert f"`stack` ends lower, by {min(above['identity']):.3f} to {max(above['identity']):.3f}." in text
+    assert f"ends {min(above['interleave']):.3f} to {max(above['interleave']):.3f} above `stack`" in text
+    target = mean(ends.losses(Size(256, 8), 0))
+    stacked = [mean(losses.values()) for (growth, budget), losses in ends.grown.items()
+               if growth.way.depth == "stack" and budget == 0]  # fmt: skip
+    assert f"at 10, {target - max(stacked):.2f} to {target - min(stacked):.2f}, is" in text
+
+
+def test_repeated_runs_differ_as_the_page_says() -> None:
+    ends = {(row["run"], row["budget"]): float(row["loss"]) for row in ROWS}
+    with (RUNS.parent / "repeated.csv").open() as file:
+        differences = [abs(float(row["loss"]) - ends[row["run"], row["budget"]]) for row in csv.DictReader(file)]
+    assert len(differences) == 16
+    assert f"differ from them by at most {max(differences):.3f}." in " ".join(PAGE.read_text().split())
+
+
+def test_the_best_rate_is_the_same_at_every_depth() -> None:
+    ends = Ends(RUNS.parent / "depths" / "runs.csv", DEPTHS)
+    rates = sorted({rate for _, rate, _ in ends.fixed})
+    assert [rate / DEPTHS.lr for rate in rates] == [0.25, 0.5, 1, 2, 4]
+    best = [min(rates, key=lambda rate: next(iter(ends.fixed[size, rate, 0].values()))) for size in ends.sizes]
+    assert best == [DEPTHS.lr] * 4
+    assert "is the same at 2, 4, 8 and 16 layers" in PAGE.read_text()
+
+
+def test_the_larger_batch_in_sentences() -> None:
+    ends = Ends(RUNS.parent / "large_batch" / "runs.csv", LARGE_BATCH)
+    best = min(mean(losses.values()) for losses in ends.grown.values())
+    below = [ends.losses(size, 0)[0] - best for size in (Size(256, 8), Size(256, 4, 8))]
+    text = " ".join(PAGE.read_text().split())
+    assert f"ends {below[0]:.3f} below its target, but only {below[1]:.3f} below 4 layers" in text
 
 
 def test_the_row_of_the_readme(ends: Ends) -> None:
