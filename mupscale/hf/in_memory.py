@@ -20,7 +20,7 @@ from mupscale.hf.growth import ConfigGrowth, on_meta
 from mupscale.hf.inputs import Call, default_call
 from mupscale.hf.outputs import logits_of, quiet
 from mupscale.methods import GrowthMethod
-from mupscale.methods.grow import Optimizers, UpscaleReport, grow
+from mupscale.methods.grow import Optimizers, UpscaleReport, as_list, grow
 from mupscale.methods.noise import Noise
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.hints import Hints
@@ -93,6 +93,10 @@ def upscale(
     hints = hints_at_depth(narrow, wide, deepenings, found)
     exact, check = _checked(narrow, wide, hints, call or default_call)
     report = grow(narrow, wide, optimizer, noise=noise, seed=seed, method=method, hints=hints)
+    claim = report.method.claim(report.plan, narrow, as_list(optimizer))
+    if exact and not (claim.dynamics or (deepenings and claim.function)):
+        exact = False
+        check += f"; {type(report.method).__name__} does not continue the training: the check was by duplication"
     wide.train(narrow.training)
     return wide, replace(report, exact=exact, check=check)
 

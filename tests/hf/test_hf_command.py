@@ -30,6 +30,7 @@ from mupscale.errors import UserError
 from mupscale.hf import family, widened_folder
 from mupscale.hf import in_memory as in_memory_module
 from mupscale.hf.whole_folder import partial_folder, whole_folder
+from mupscale.methods import ZeroPadding
 from mupscale.methods.noise import AdditiveNoise
 
 
@@ -125,6 +126,12 @@ def test_a_model_in_memory_is_compared_at_its_full_size(narrow: Path, monkeypatc
         UserError, match=r"this llama model does not grow exactly: what call\(model\) returns differs by"
     ):
         hf.upscale(narrow, 2)
+
+
+def test_a_method_that_does_not_continue_the_training_is_not_exact(narrow: Path) -> None:
+    _, report = hf.upscale(narrow, 2, method=ZeroPadding())
+    assert report.exact is False
+    assert report.check.endswith("ZeroPadding does not continue the training: the check was by duplication")
 
 
 def test_noise_is_that_of_a_model_in_memory(narrow: Path, tmp_path: Path) -> None:
