@@ -479,7 +479,7 @@ class UpscaleCallback(Strides):
         path = Path(trainer.strategy.broadcast(str(folder))) / f"{PRE_UPSCALE}{trainer.global_step}.ckpt"
         if policy is not None:
             path = policy.free_path(path, trainer)
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         return path
 
     def _swap(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:

@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import mupscale
 from mupscale.__main__ import main
@@ -24,6 +26,7 @@ from mupscale.checks.coordinate_check import coord_check
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+MODULE = ROOT / "docs/grow_your_module.md"
 GROWING, LIBRARY, HF, START, OWN_MODEL = (
     ROOT / "docs" / name for name in ("growing.md", "library.md", "hf.md", "index.md", "own_model.md")
 )
@@ -162,6 +165,46 @@ def test_the_module_and_the_configuration_of_the_guide_train(capsys: pytest.Capt
     shorter = ["--trainer.max_steps=6", "--trainer.callbacks.at_step=3", "--trainer.enable_progress_bar=false"]
     main(["fit", "--config", "mine.yaml", "--trainer.accelerator=cpu", *shorter])
     assert "step 3: width 32 → 128" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*is set, but there is no last checkpoint available")
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_the_guide_for_the_module_you_have(monkeypatch: pytest.MonkeyPatch):
+    """All its Python, and its YAML with the module that it shows."""
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of Lightning's calls
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    plain, module, transformers = blocks(MODULE, "python")
+    exec(plain, names)
+    assert names["report"].exact
+    assert names["model"][0].out_features == 256
+    exec(module, names)
+    growth = names["growth"]
+    assert growth.summary["loss_after"] == pytest.approx(growth.summary["loss_before"], rel=1e-5)
+    assert names["trainer"].lightning_module.net[0].out_features == 256
+    assert Path("runs/mine/checkpoints/last.ckpt").exists()
+    exec(transformers, names)
+    assert names["report"].check.startswith("exact")
+    Path("growth.yaml").write_text(block(MODULE, "yaml"))
+    args = ["--config", "growth.yaml"]
+    cli = LightningCLI(names["Classifier"], args=args, run=False, save_config_callback=None, seed_everything_default=0)
+    data = DataLoader(TensorDataset(names["points"], names["labels"]), batch_size=64)
+    cli.trainer.fit(cli.model, data)
+    assert cli.model.net[0].out_features == 256
+
+
+@pytest.mark.slow
+def test_the_error_of_the_guide_is_the_one_that_lightning_gives():
+    """Where torchvision cannot load its library."""
+    shown = block(MODULE, "text").strip()
+    command = [sys.executable, "-c", "import lightning.pytorch"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        assert done.stderr.strip().splitlines()[-1] == shown
 
 
 def test_mup_as_the_page_shows_it():
