@@ -26,7 +26,7 @@ from mupscale.methods.grow import UpscaleReport, grow
 from mupscale.methods.noise import Noise
 from mupscale.models._lightning import averaged_copy, averaging_callbacks, is_compiled, set_average
 from mupscale.models.checkpoint import CHECKPOINT_KEY, our_part
-from mupscale.models.growth_check import first_samples
+from mupscale.models.growth_check import depth_between, first_samples
 from mupscale.models.ordinary import (
     Attributes,
     Recipe,
@@ -41,6 +41,7 @@ from mupscale.models.quiet_step import ModuleCall, QuietStep
 from mupscale.schedule_state import refuse_one_rate_for_all, spread_schedule_
 from mupscale.widening.groups import Source, sources_of
 from mupscale.widening.hints import Hints
+from mupscale.widening.layers import Depth
 from mupscale.widening.stepping import attach, names_by_id
 
 SAMPLES = 4
@@ -53,9 +54,10 @@ class OrdinaryGrowth:
     Its saved state: the hints that the check found, so that a resumed run need not search again.
     """
 
-    def __init__(self, recipe: Recipe, call: ModuleCall | None) -> None:
+    def __init__(self, recipe: Recipe, call: ModuleCall | None, depth: Depth) -> None:
         self.recipe = recipe
         self.call = call
+        self.depth = depth
         self.is_done = False
         self.hints: Hints | None = None
         self._built: Attributes = {}
@@ -116,8 +118,9 @@ class OrdinaryGrowth:
         for shell in (narrow, wide):
             _refuse_compiled_parts(module, shell)
         step = self._step_on_few_samples(trainer, module, batch, batch_idx)
+        hints = self.hints or Hints(depth=depth_between(narrow, wide, self.depth))
         try:
-            checked = find_plan(narrow, wide.to(module.device), step, self.hints, "discover")
+            checked = find_plan(narrow, wide.to(module.device), step, hints, "discover")
         except UserError as error:
             reason = str(error).removeprefix("upscale: ").replace("what call(model) returns", "the loss")
             raise UserError(f"UpscaleCallback.{self.recipe}: {reason}. {REMEDY}") from error
@@ -200,7 +203,9 @@ class OrdinaryGrowth:
     def state_dict(self) -> dict[str, Any]:
         if self.hints is None:
             return {}
-        known = {key: getattr(self.hints, key) for key in ("roles", "blocks", "rescale", "evidence")}
+        known = {
+            key: getattr(self.hints, key) for key in ("roles", "blocks", "rescale", "depth", "residual", "evidence")
+        }
         return {"hints": json.dumps(known)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -341,4 +346,11 @@ def _bare(hints: Any) -> Hints | None:
     """Hints without what a search knows beside them."""
     if not isinstance(hints, Hints):
         return None
-    return Hints(hints.roles, hints.blocks, hints.rescale, evidence=hints.evidence)
+    return Hints(
+        hints.roles,
+        hints.blocks,
+        hints.rescale,
+        depth=hints.depth,
+        residual=hints.residual,
+        evidence=hints.evidence,
+    )

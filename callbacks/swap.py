@@ -112,10 +112,12 @@ class Swap:
         method = copy.copy(self.method)
         method.state, method.rewarm_steps = self.state_rule, self.rewarm_steps
         noise = method.noise if self.noise is None else self.noise
+        hints = self.ordinary.hints
+        is_compared = noise is not None and (hints is None or hints.depth in (None, "identity"))
         report = self.ordinary.grow(
-            trainer, module, method, self.noise, seed, self.lr, compare if noise is not None else None
+            trainer, module, method, self.noise, seed, self.lr, compare if is_compared else None
         )
-        is_function_kept = method.claim(report.plan, module, ()).function
+        is_function_kept = method.claim(report.plan, module, ()).function and report.plan.keeps_function
         return Grown(report.plan, report.notes, is_function_kept and (noise is None or noise.centred)), report
 
     def _grow_network(

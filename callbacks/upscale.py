@@ -127,7 +127,7 @@ class UpscaleCallback(Strides):
         for key, number in (("width", width), ("layers", layers)):
             if number is not None:
                 refuse_bad_width(f"UpscaleCallback.{key}", number)
-        if layers is None and depth != "identity":
+        if layers is None and width is not None and depth != "identity":
             raise UserError(f"UpscaleCallback.depth = {depth} needs layers, the target number of layers")
         if call is not None and size is not None:
             raise UserError("UpscaleCallback.call is for modules that grow by hparams or make; leave it out")
@@ -157,7 +157,7 @@ class UpscaleCallback(Strides):
         self.width = width
         self.layers = layers
         self.depth = depth
-        self.ordinary = None if size is not None else OrdinaryGrowth(Recipe(hparams, make), call)
+        self.ordinary = None if size is not None else OrdinaryGrowth(Recipe(hparams, make), call, depth)
         self.noise = noise
         self.lr = lr
         self.state_rule = state_rule

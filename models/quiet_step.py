@@ -39,7 +39,7 @@ class QuietStep:
         with attach_trainer(module, QuietTrainer(self.trainer)), without_log(module), _idle(module, losses):
             if self.call is not None:
                 return [self.call(module, batch)]
-            returned = module.training_step(**self._arguments(module, batch))
+            returned = module.training_step(*self._arguments(module, batch))
         if losses:
             return losses
         loss = returned.get("loss") if isinstance(returned, dict) else returned
@@ -61,16 +61,16 @@ class QuietStep:
         """The sum of the losses, a number."""
         return torch.stack([loss.detach().double().sum() for loss in self(module)]).sum()
 
-    def _arguments(self, module: LightningModule, batch: Any) -> dict[str, Any]:
-        """What `training_step` takes of these."""
-        names = list(inspect.signature(type(module).training_step).parameters)[1:]
-        if "dataloader_iter" in names:
+    def _arguments(self, module: LightningModule, batch: Any) -> list[Any]:
+        """What `training_step` gets from Lightning: the batch and, if it takes a second argument, its number."""
+        taken = inspect.signature(type(module).training_step).parameters
+        if "dataloader_iter" in taken:
             raise UserError(
                 f"UpscaleCallback: {type(module).__name__}.training_step takes dataloader_iter, which has no batch to "
                 "compare on. Take (batch, batch_idx), or give call=, a function of the module and a batch"
             )
-        known = {"batch_idx": self.batch_idx, "dataloader_idx": 0}
-        return {names[0]: batch, **{name: known[name] for name in names[1:] if name in known}}
+        takes_number = len(taken) > 2 or any(each.kind is each.VAR_POSITIONAL for each in taken.values())
+        return [batch, self.batch_idx] if takes_number else [batch]
 
 
 def count_flops(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> float:

@@ -20,6 +20,7 @@ from mupscale._torch import tree_leaves
 from mupscale.checks.float64 import copied, perturb_, unfreeze_
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, watched, weighted_sum
 from mupscale.checks.precision import Precision
+from mupscale.checks.random_numbers import generators_kept
 from mupscale.errors import UserError
 from mupscale.layer_names import starred
 from mupscale.widening.layers import joined
@@ -58,6 +59,11 @@ def find_residual(model: nn.Module, lists: Sequence[str], call: Call) -> dict[st
         >>> find_residual(model, ["1"], lambda model: model(x))
         {'1.0.down.weight': 0.0, '1.0.down.bias': 0.0}
     """
+    with generators_kept():
+        return _found_residual(model, lists, call)
+
+
+def _found_residual(model: nn.Module, lists: Sequence[str], call: Call) -> dict[str, float]:
     twin = copied("the model", model).eval()
     unfreeze_(twin)
     perturb_(twin)

@@ -266,3 +266,53 @@ def test_a_wide_checkpoint_loads_into_a_narrow_module_for_a_test_and_by_its_clas
     )
     trainer.predict(narrow, data, ckpt_path=wide, weights_only=False)
     assert torch.equal(narrow.encoder[0].weight, module.encoder[0].weight)
+
+
+class Residual(LightningModule):
+    """Residual blocks, and a `training_step` whose second argument has another name than Lightning's."""
+
+    def __init__(self, width: int = 8, depth: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(6, width), *(Branch(width) for _ in range(depth)), nn.Linear(width, 3))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        assert isinstance(index, int)
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Branch(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("changes", [{"depth": 5}, {"depth": 4, "width": 16}], ids=str)
+def test_a_module_becomes_deeper(changes: dict[str, int], tmp_path: Path) -> None:
+    """The growth moves neither the random numbers of the run nor its loss; a resumed run continues to the bit."""
+    alone = fit(residual(), "rows", tmp_path)
+    swap, keep = partial(UpscaleCallback, GROWS_AT, hparams=changes), Keep(tmp_path)
+    grown = fit(residual(), "rows", tmp_path, swap(), ExactResume(), keep, enable_checkpointing=True)
+    assert grown[: GROWS_AT + 1] == pytest.approx(alone[: GROWS_AT + 1], rel=1e-12)
+    assert abs(grown[-1] - alone[-1]) > 1e-6, "new layers learn"
+    for step in (2, GROWS_AT, max(keep.paths) - 2):
+        again = fit(residual(), "rows", tmp_path, swap(), ExactResume(), ckpt=keep.paths[step])
+        assert again == grown[-len(again) :]
+        assert 0 < len(again) < len(grown)
+
+
+def test_ways_to_become_deeper_that_change_the_loss(tmp_path: Path) -> None:
+    growth = UpscaleCallback(GROWS_AT, hparams={"depth": 4}, depth="interleave", noise=AdditiveNoise(0.1))
+    fit(residual(), "rows", tmp_path, growth)
+    assert abs(growth.summary["loss_after"] - growth.summary["loss_before"]) > 1e-3
+
+
+def residual() -> Residual:
+    seed_everything(0, verbose=False)
+    return Residual()
