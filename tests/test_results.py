@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections.abc import Callable
 from math import log2
 from pathlib import Path
 from statistics import mean
@@ -10,7 +11,19 @@ import pytest
 from paths import ROOT
 
 from benchmarks.ladder import DEPTHS, FULL, LARGE_BATCH, Size, Way, plan_runs
-from benchmarks.ladder_tables import PAGE, PARTS, RUNS, Ends, fill_page, interval, parabola, reach
+from benchmarks.ladder_tables import (
+    BASELINES,
+    DIRECTIONS,
+    PAGE,
+    PARTS,
+    RUNS,
+    Ends,
+    Growth,
+    fill_page,
+    interval,
+    parabola,
+    reach,
+)
 
 ROWS = list(csv.DictReader(RUNS.read_text().splitlines()))
 
@@ -122,6 +135,54 @@ def test_the_row_of_the_readme(ends: Ends) -> None:
     row = " | ".join(f"{first} ({second})" for first, second in cells)
     text = (ROOT / "README.md").read_text().replace("**", "")
     assert f"at 5 (10) tokens per parameter | {row} |" in text
+
+
+def test_the_row_of_stacked_layers_in_the_readme(ends: Ends) -> None:
+    cells = [[], [], []]
+    for layers in (4, 2):
+        point = Growth(Size(256, layers), Size(256, 8), -2, Way("stack")), 0.0
+        (loss,) = ends.grown[point].values()
+        found = [ends.advantage(*point, against) for against in ("base exists", "target")]
+        bounds = [f"{'> ' * each.is_bound}{each.mean:.1f}×" for each in found]
+        for cell, text in zip(cells, [f"{loss:.3f}", *bounds], strict=True):
+            cell.append(text)
+    row = " | ".join(f"{first} ({second})" for first, second in cells)
+    target = ends.losses(Size(256, 8), 0)[0]
+    text = (ROOT / "README.md").read_text().replace("**", "")
+    assert f"stacked, at 10 tokens per parameter, 1 seed | {target:.3f} | {row} |" in text
+
+
+def test_should_i_grow(ends: Ends) -> None:
+    text = (ROOT / "docs" / "should_i_grow.md").read_text()
+    assert len(re.findall(r"\S*\w\S*", text)) <= 600
+    assert text.count("![") == 2
+    means = {
+        f"{ends.advantage(*point, against).mean:.2f}"
+        for direction in DIRECTIONS
+        for point in ends.points(direction)
+        for against in BASELINES
+    }
+    numbers = set(re.findall(r"(?<![\d.])\d\.\d{2}(?!\d)", text))
+    assert len(numbers) >= 12
+    assert numbers <= means
+
+    def spread(against: str, chosen: Callable[[Growth, float], bool]) -> str:
+        points = [point for direction in DIRECTIONS for point in ends.points(direction) if chosen(*point)]
+        values = sorted(ends.advantage(*point, against).mean for point in points)
+        return f"{values[0]:.2f} to {values[-1]:.2f}"
+
+    words = " ".join(text.split())
+    stack = Way("stack")
+    assert f"S of {spread('envelope', lambda g, b: g.way == stack and b == 0)}".replace("to", "to more than") in words
+    at_5 = spread("envelope", lambda g, b: g.way == stack and b == -1 and g.start.layers == 2)
+    wide = spread("envelope", lambda g, b: g.direction == "width" and b in (-4, -1))
+    assert f"best fixed size: {at_5} (2 → 8, one seed), {wide} (width)" in words
+    early = spread("target", lambda g, b: g.direction == "width" and b - g.at == 2 and b in (-4, -1))
+    assert f"S of {early} against the target, three seeds" in words
+    owned = spread("base exists", lambda g, b: g.direction == "width")
+    stacked = spread("base exists", lambda g, b: g.way == stack)
+    assert f"{owned} (width), {stacked} (`stack`)" in words
+    assert f"S of {spread('target', lambda g, b: g.way.depth == 'identity')} against the target" in words
 
 
 def test_the_page_counts_its_runs() -> None:

@@ -45,7 +45,11 @@ TITLES = {"mlp_adamw": "MLP, AdamW", "mlp_sgd": "MLP, SGD", "resnet": "ResNet-18
 
 def overview_rows() -> list[str]:
     rows = []
-    names = {**TITLES, "gpt2_decay": "GPT-2, decaying rate"}
+    names = {
+        **TITLES,
+        "gpt2_decay": "GPT-2, decaying rate",
+        "mlp_adamw_decay": "MLP, AdamW, 80 epochs, decaying rate",
+    }
     for experiment, title in names.items():
         runs = read_rows(f"{experiment}/summary.csv")
         scratch, upscaled = (mean(take(runs, "final_loss", group=group)) for group in GROUPS[1:])
@@ -103,6 +107,14 @@ def falling_rate_rows() -> list[str]:
     names = "mlp_sgd from scratch", "mlp_sgd upscaled", "mlp_sgd_decay from scratch"
     cells = [show_recorded(name, "lowest validation loss") for name in names]
     return [*rows, join("lowest validation loss", *cells)]
+
+
+def adamw_decay_rows() -> list[str]:
+    runs, rows = read_rows("mlp_adamw_decay/summary.csv"), []
+    labels = {"final_loss": "training loss", "val/accuracy": "validation accuracy", "val/loss": "validation loss"}
+    for column, label in labels.items():
+        rows.append(join(label, *(show(take(runs, column, group=group), 4) for group in GROUPS)))
+    return rows
 
 
 def midrun_mean(runs: list[Row], column: str, digits: int, schedule: str, budget: str, arm: str) -> str:
@@ -213,10 +225,38 @@ def test_the_rows_of_the_readme() -> None:
         assert f" | {' | '.join(cells)} |" in text, title
 
 
+def test_the_falling_rate_with_adamw_in_words() -> None:
+    runs = read_rows("mlp_adamw_decay/summary.csv")
+
+    def average(column: str, group: str) -> float:
+        return mean(take(runs, column, group=group))
+
+    scratch, base = (average("flops", group) for group in ("from scratch", "base"))
+    reached = average("reach_flops", "upscaled")
+    page = " ".join((FOLDER / "paper.md").read_text().split())
+    assert (
+        f"ends {1 - average('final_loss', 'upscaled') / average('final_loss', 'from scratch'):.0%} lower".replace(
+            "%", " %"
+        )
+        in page
+    )
+    rise = average("val/loss", "upscaled") / average("val/loss", "from scratch") - 1
+    assert f"validation loss ends {100 * rise:.0f} % higher" in page
+    assert f"after {100 * reached / scratch:.0f} % of the steps, {scratch / (reached + base):.1f}× if" in page
+    for number, values in (("1", ("0.2",)), ("2", ("0.128", "1.6"))):
+        trials = read_rows(f"mlp_adamw_decay/sweep_{number}.csv")
+        best = min(trials, key=lambda row: float(row["last_epoch"]))
+        keys = ("model.optimizer.lr", "UpscaleCallback.noise.std")
+        assert tuple(best[key] for key in keys if key in best) == values
+    cells = [f"{average('final_loss', group):.4f}" for group in GROUPS[1:]]
+    cells += [f"{scratch / reached:.1f}×", f"{scratch / (reached + base):.1f}×"]
+    assert f" | {' | '.join(cells)} |" in (ROOT / "README.md").read_text().replace("**", "")
+
+
 PAGES: dict[str, tuple[Callable[[], list[str]], ...]] = {
     "paper": (
-        overview_rows, cost_rows, lambda: upscale_rows()[:8], falling_rate_rows, lambda: upscale_rows()[8:],
-        midrun_gpt2_rows, midrun_mlp_rows,
+        overview_rows, cost_rows, lambda: upscale_rows()[:8], falling_rate_rows, adamw_decay_rows,
+        lambda: upscale_rows()[8:], midrun_gpt2_rows, midrun_mlp_rows,
     ),
     "methods": tuple(lambda name=name: method_rows(name) for name in COSTS),
     "transfer": (transfer_rows,),
