@@ -21,7 +21,7 @@ from mupscale.errors import UserError
 NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening")
 """Arguments of optimizers that may differ within a stack."""
 
-OF_THE_SWAP = ("at_step", "width")
+OF_THE_SWAP = ("at_step", "width", "layers", "depth")
 """Arguments of UpscaleCallback that runs of a stack have in common; the swap itself is each one's own."""
 
 MOST_APART = 100

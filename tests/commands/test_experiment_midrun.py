@@ -27,7 +27,7 @@ from mupscale.commands.experiment.widths import Growth
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.midrun import Arm, Comparison, Midrun, MidrunRun
 from mupscale.commands.reporting.midrun_figures import curve_of, draw_curves, lines_of
-from mupscale.commands.reporting.runs import LoggedRun
+from mupscale.commands.reporting.runs import LoggedRun, RunSize
 from mupscale.commands.runs import result_of
 from mupscale.commands.tuning.results import Results
 from mupscale.errors import UserError
@@ -469,9 +469,8 @@ def test_a_recorded_metric_that_is_no_training_loss_is_not_called_one(metric: st
 def test_a_curve_that_begins_at_the_growth_has_no_loss_from_before_it() -> None:
     """The wide width, 30 times dearer, has a tenth of the steps: a window of 2 % of all steps is 15 % of the budget."""
     steps = np.arange(1.0, 1001)
-    logged = SimpleNamespace(
-        steps=steps, losses=np.where(steps > 900, 1.0, 3.0), interval=1, start_width=8, end_width=64
-    )
+    sizes = {"start_size": RunSize(8, None), "end_size": RunSize(64, None)}
+    logged = SimpleNamespace(steps=steps, losses=np.where(steps > 900, 1.0, 3.0), interval=1, **sizes)
     (run,) = made_up(GROWN, 1.0)
     run = run._replace(at_step=900, steps=1000, logged=logged)  # type: ignore[arg-type]
     x, y = curve_of(run, Comparison("constant", "flops", [run], {"8": 1.0, "64": 30.0}))

@@ -5,8 +5,10 @@ import math
 from pathlib import Path
 
 import pytest
-from synthetic_runs import upscale, write_run
+from synthetic_runs import epochs, upscale, write_run
 
+from mupscale.commands.reporting.folders import find_runs
+from mupscale.commands.reporting.groups import group_runs
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.errors import UserError
 
@@ -106,3 +108,22 @@ def test_an_invalid_configuration(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("a: 1")
     with pytest.raises(ValueError, match="seed_everything"):
         LoggedRun(tmp_path)
+
+
+def test_a_run_that_becomes_deeper_has_the_roles_of_one_that_becomes_wider(in_an_empty_folder: None) -> None:
+    """Only a run with all layers from its start is from scratch, and one with the first is the base."""
+    deeper = upscale(layers=8, width=None)
+    runs = {"grown": ([deeper], 2), "deep": ([], 8), "shallow": ([], 2), "middle": ([], 4)}
+    for name, (callbacks, layers) in runs.items():
+        values = {"trainer.callbacks": callbacks, "model.init_args.layers": layers}
+        write_run(Path("runs") / name, epochs(0.2), values=values)
+    groups = group_runs(find_runs([Path("runs")]).runs)
+    assert {group.runs[0].folder.name: group.role for group in groups} == {
+        "grown": "upscaled",
+        "deep": "scratch",
+        "shallow": "base",
+        "middle": "other",
+    }
+    grown = LoggedRun(Path("runs/grown"))
+    assert (grown.start_width, grown.end_width) == ("500 with 2 layers", "500 with 8 layers")
+    assert grown.end_size == LoggedRun(Path("runs/deep")).end_size == (500, 8)

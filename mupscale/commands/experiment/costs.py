@@ -18,12 +18,11 @@ from mupscale.commands.config import Config, read_json, temporary_file
 from mupscale.commands.configured import first_batches
 from mupscale.commands.experiment.file import Description, of_width
 from mupscale.commands.experiment.parts import SingleUnit
-from mupscale.commands.experiment.widths import Growth, folder_name
+from mupscale.commands.experiment.widths import Growth, Size, folder_name, model_size
 from mupscale.commands.runs import Result, explained, free_memory, logged, with_run
 from mupscale.commands.stacks import Key, Unit
 from mupscale.commands.tuning.trial import drop_checkpoints
 from mupscale.errors import UserError
-from mupscale.models.checkpoint import Width
 
 COSTS = "costs.json"
 
@@ -56,10 +55,10 @@ class Costs:
         epochs, more = divmod(steps, self.steps_per_epoch)
         return epochs * in_epoch + more * self.batches_per_step
 
-    def per_step(self, budget: str, width: Width) -> float:
+    def per_step(self, budget: str, width: Size) -> float:
         return (self.flops if budget == "flops" else self.seconds)[folder_name(width)]
 
-    def steps_of(self, budget: str, width: Width, wide: Width) -> int:
+    def steps_of(self, budget: str, width: Size, wide: Size) -> int:
         """The steps of a fixed width that cost as much as `steps` steps of the wide one."""
         return max(1, round(self.steps * self.per_step(budget, wide) / self.per_step(budget, width)))
 
@@ -125,7 +124,7 @@ def measured(description: Description, folder: Path) -> Costs:
     steps_per_epoch = math.ceil(batches / batches_per_step)
     flops = {}
     for name, width in counted.items():
-        cli.model.rebuild(width, meta=True)
+        cli.model.rebuild(**model_size(width), meta=True)
         try:
             flops[name] = batches / steps_per_epoch * cli.model.training_flops(batch)
         except UserError as error:

@@ -15,14 +15,15 @@ from mupscale.commands.cli import CLI, callbacks_in
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
 from mupscale.commands.configured import described, refuse_optimizers
 from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, named, stretched
-from mupscale.commands.experiment.widths import Growth, factors_text, growth_of
+from mupscale.commands.experiment.widths import Growth, Size, factors_text, growth_of, model_size
 from mupscale.commands.runs import without_announcements
 from mupscale.commands.tuning.results import checked_metric, signal_swap
 from mupscale.commands.tuning.space import Axis, axis_of, refuse_seeds
 from mupscale.commands.tuning.trial import Tried, for_trials, refuse_invalid
 from mupscale.data_files import DECIMAL, interpreting, read_yaml
 from mupscale.errors import UserError
-from mupscale.models.checkpoint import Width
+from mupscale.models.growth_check import depth_between
+from mupscale.widening.hints import Hints
 
 REQUIRED = {
     "upscale": ["protocol", "config", "small", "target", "seeds", "noise", "sweep_2"],
@@ -112,12 +113,13 @@ class Description:
 
 def growing(growth: Growth, at_step: int, noise: Config) -> Config:
     """What makes a run grow at a step."""
-    swap = {"class_path": "UpscaleCallback", "init_args": {"at_step": at_step, "width": growth.after, "noise": noise}}
-    return {"trainer": {"callbacks+": [swap]}, "model": {"init_args": {"width": growth.before}}}
+    after = growth.after if isinstance(growth.after, dict) else {"width": growth.after}
+    swap = {"class_path": "UpscaleCallback", "init_args": {"at_step": at_step, **after, "noise": noise}}
+    return {"trainer": {"callbacks+": [swap]}, **of_width(growth.before)}
 
 
-def of_width(width: Width) -> Config:
-    return {"model": {"init_args": {"width": width}}}
+def of_width(width: Size) -> Config:
+    return {"model": {"init_args": model_size(width)}}
 
 
 # --- reading
@@ -347,12 +349,12 @@ def refuse_validated_schedule(where: str, config: Config) -> None:
         )
 
 
-def refuse_width(description: Description, width: Width) -> None:
+def refuse_width(description: Description, width: Size) -> None:
     """Raises a UserError if there is no such model."""
     _, cli = description.made(of_width(width))
     try:
         with torch.random.fork_rng(devices=[]):
-            cli.model.network(width, meta=True)
+            cli.model.network(**model_size(width), meta=True)
     except ValueError as error:
         raise UserError(f"middle: width {width}: {error}") from error
 
@@ -362,8 +364,8 @@ def refuse_growth(growth: Growth, cli: CLI) -> None:
     (swap,) = callbacks_in(cli.trainer, UpscaleCallback)
     try:
         with torch.random.fork_rng(devices=[]):
-            narrow, wide = (cli.model.network(width, meta=True) for width in (growth.before, growth.after))
-            planned = swap.method.plan(narrow, wide)
+            narrow, wide = (cli.model.network(**model_size(size), meta=True) for size in (growth.before, growth.after))
+            planned = swap.method.plan(narrow, wide, Hints(depth=depth_between(narrow, wide, swap.depth)))
         swap.method.choose_noise(swap.noise, planned, narrow)
     except ValueError as error:
         raise UserError(f"widths {growth}: {error}") from error

@@ -19,8 +19,8 @@ from mupscale.commands.experiment.costs import CostPart
 from mupscale.commands.experiment.file import Description, growing, of_width
 from mupscale.commands.experiment.midrun_keys import stretched
 from mupscale.commands.experiment.parts import Part, RunPart, SweepPart
+from mupscale.commands.experiment.widths import Size
 from mupscale.commands.tuning.space import Axis
-from mupscale.models.checkpoint import Width
 
 Fixed = Literal["wide", "middle", "narrow"]
 FIXED: tuple[Fixed, ...] = ("wide", "middle", "narrow")
@@ -163,7 +163,7 @@ class MidrunParts:
         }
         return [{"trainer": length}, stretched(self.keys.schedules[schedule], steps)]
 
-    def _width(self, fixed: Fixed, small: bool = False) -> Width:
+    def _width(self, fixed: Fixed, small: bool = False) -> Size:
         growth = self.small if small else self.target
         if fixed == "middle":
             return self.keys.small_middle if small else self.keys.middle

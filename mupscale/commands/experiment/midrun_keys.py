@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mupscale.commands.config import Config
-from mupscale.commands.experiment.widths import Growth, in_proportion, is_width
+from mupscale.commands.experiment.widths import Growth, Size, in_proportion, is_size, numbers_in
 from mupscale.errors import UserError
-from mupscale.models.checkpoint import Width
 
 BUDGETS = ["flops", "seconds"]
 """What runs can have in common: their training FLOPs, or their time."""
@@ -20,9 +19,9 @@ SHARE_OF_STEPS = re.compile(r"(\d+(?:\.\d+)?)%")
 
 @dataclass(frozen=True)
 class MidrunKeys:
-    middle: Width
+    middle: Size
     """The fixed width between those of the target."""
-    small_middle: Width
+    small_middle: Size
     """Its counterpart at the tuning size."""
     shares: list[float]
     """Of the budget that is spent when a run grows."""
@@ -42,7 +41,7 @@ class MidrunKeys:
 def midrun_keys(content: dict[str, Any], small: Growth, target: Growth) -> MidrunKeys:
     """The keys of protocol midrun. Raises a UserError that names the one that is wrong."""
     middle = content["middle"]
-    if not is_width(middle):
+    if not is_size(middle):
         raise UserError(f"middle: give a width between {target.before} and {target.after}, got {middle!r}")
     small_middle = in_proportion(middle, target.before, small.before)
     if small_middle is None or not _is_between(middle, target):
@@ -64,11 +63,11 @@ def midrun_keys(content: dict[str, Any], small: Growth, target: Growth) -> Midru
     return MidrunKeys(middle, small_middle, shares, tuned_at, noises, schedules, budgets, timing_steps)
 
 
-def _is_between(width: Width, growth: Growth) -> bool:
-    lists = [each if isinstance(each, list) else [each] for each in (growth.before, width, growth.after)]
+def _is_between(width: Size, growth: Growth) -> bool:
+    lists = [numbers_in(each) for each in (growth.before, width, growth.after)]
     if len({len(each) for each in lists}) > 1:
         return False
-    if width in (growth.before, growth.after):
+    if lists[1] in (lists[0], lists[2]):
         return False  # which are compared anyway
     return all(low <= each <= high for low, each, high in zip(*lists, strict=True))
 

@@ -16,14 +16,13 @@ from mupscale.commands.experiment.midrun import MidrunParts
 from mupscale.commands.experiment.parts import Part, RunPart, SweepPart
 from mupscale.commands.experiment.quick import IMAGES, write_images
 from mupscale.commands.experiment.transfer import write_transfer
-from mupscale.commands.experiment.widths import Growth, folder_name
+from mupscale.commands.experiment.widths import Growth, Size, folder_name
 from mupscale.commands.leases import locked
 from mupscale.commands.stacks import Key, Unit
 from mupscale.commands.tuning.results import Results, metric_label
 from mupscale.commands.tuning.space import Axis, grid
 from mupscale.commands.tuning.study import Settings
 from mupscale.errors import UserError
-from mupscale.models.checkpoint import Width
 from mupscale.text_tables import table
 
 SMALL_BASE = "small_base"
@@ -241,7 +240,7 @@ class Experiment:
             for sweep, axes in description.sweeps.items():
                 yield self._growth_sweep(growth, sweep, axes, bases[folder_name(growth.before)])
 
-    def _base(self, width: Width, seed: int) -> RunPart:
+    def _base(self, width: Size, seed: int) -> RunPart:
         def config() -> Config:
             return self.description.config(of_width(width))
 

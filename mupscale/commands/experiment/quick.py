@@ -70,6 +70,8 @@ def widths_in(content: dict[str, Any]) -> list[int]:
         if isinstance(value, list):
             for item in value:
                 collect(item)
+        elif isinstance(value, dict):
+            collect(value["width"])
         elif value is not None:
             found.append(value)
 
@@ -90,6 +92,8 @@ def divisor_of(widths: list[int]) -> int:
 
 
 def divided(width: Any, divisor: int) -> Any:
+    if isinstance(width, dict):
+        return {**width, "width": divided(width["width"], divisor)}
     return [divided(each, divisor) for each in width] if isinstance(width, list) else width // divisor
 
 

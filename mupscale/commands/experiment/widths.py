@@ -1,4 +1,4 @@
-"""Widths and growths of an experiment."""
+"""Widths, or sizes, and growths of an experiment."""
 
 import math
 from dataclasses import dataclass
@@ -8,16 +8,19 @@ from typing import Any
 from mupscale.errors import UserError
 from mupscale.models.checkpoint import Width
 
+Size = Width | dict[str, Any]
+"""A width, or a mapping: the width and the layers; after a growth also the `depth`, how layers are added."""
+
 
 @dataclass(frozen=True)
 class Growth:
-    """Two widths of one model."""
+    """Two widths, or sizes, of one model."""
 
-    before: Width
-    after: Width
+    before: Size
+    after: Size
 
     def __str__(self) -> str:
-        return f"{self.before} → {self.after}"
+        return f"{_text(self.before)} → {_text(self.after)}"
 
     @property
     def name(self) -> str:
@@ -26,8 +29,8 @@ class Growth:
 
     @property
     def factors(self) -> list[float]:
-        """The factors by which the widths grow; a single one if they are all the same."""
-        before, after = (width if isinstance(width, list) else [width] for width in (self.before, self.after))
+        """The factors by which the widths, and the layers, grow; a single one if they are all the same."""
+        before, after = numbers_in(self.before), numbers_in(self.after)
         if len(before) != len(after):
             raise UserError(f"widths {self}: give as many before as after")
         ratios = [b / a for a, b in zip(before, after, strict=True)]
@@ -35,12 +38,16 @@ class Growth:
 
 
 def growth_of(key: str, pair: Any) -> Growth:
-    if not isinstance(pair, list) or len(pair) != 2 or not all(is_width(width) for width in pair):
-        raise UserError(f"{key}: give two widths, before and after, such as [100, 400], got {pair!r}")
+    is_pair = isinstance(pair, list) and len(pair) == 2 and all(is_size(size) for size in pair)
+    if not is_pair or isinstance(pair[0], dict) != isinstance(pair[1], dict) or "depth" in str(pair[0]):
+        raise UserError(
+            f"{key}: give two widths, before and after, such as [100, 400], or two sizes, such as "
+            f"[{{width: 64, layers: 2}}, {{width: 64, layers: 4, depth: identity}}]; got {pair!r}"
+        )
     growth = Growth(*pair)
     factors = growth.factors
     if any(factor != int(factor) for factor in factors) or max(factors) == 1 or min(factors) < 1:
-        raise UserError(f"{key}: the width after must be a multiple of the one before, got {growth}")
+        raise UserError(f"{key}: the size after must be a multiple of the one before, got {growth}")
     return growth
 
 
@@ -50,21 +57,50 @@ def is_width(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
+def is_size(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return is_width(value)
+    needed, known = {"width", "layers"}, {"width", "layers", "depth"}
+    return needed <= value.keys() <= known and is_width(value["width"]) and is_width(value["layers"])
+
+
+def model_size(size: Size) -> dict[str, Any]:
+    """The arguments of a model of this size."""
+    arguments = size if isinstance(size, dict) else {"width": size}
+    return {key: value for key, value in arguments.items() if key != "depth"}
+
+
+def numbers_in(size: Size) -> list[int]:
+    sizes = [size["width"], size["layers"]] if isinstance(size, dict) else [size]
+    return [number for each in sizes for number in (each if isinstance(each, list) else [each])]
+
+
+def _text(size: Size) -> str:
+    return f"{size['width']} with {size['layers']} layers" if isinstance(size, dict) else str(size)
+
+
 def factors_text(growth: Growth) -> str:
     return ", ".join(f"{factor:g}" for factor in growth.factors)
 
 
-def folder_name(width: Width) -> str:
+def folder_name(width: Size) -> str:
+    if isinstance(width, dict):
+        return f"{folder_name(width['width'])}-{folder_name(width['layers'])}l"
     return "x".join(map(str, width)) if isinstance(width, list) else str(width)
 
 
-def in_proportion(width: Width, large: Width, small: Width) -> Width | None:
+def in_proportion(width: Size, large: Size, small: Size) -> Size | None:
     """The width that is to `small` what `width` is to `large`; None if it is not whole.
 
     >>> in_proportion(384, 256, 64)
     96
     """
-    lists = [each if isinstance(each, list) else [each] for each in (width, large, small)]
+    if isinstance(width, dict) and isinstance(large, dict) and isinstance(small, dict):
+        parts = {key: in_proportion(width[key], large[key], small[key]) for key in ("width", "layers")}
+        return None if None in parts.values() else parts
+    if any(isinstance(each, dict) for each in (width, large, small)):
+        return None
+    lists: list[Any] = [each if isinstance(each, list) else [each] for each in (width, large, small)]
     if len({len(each) for each in lists}) > 1:
         return None
     ratios = [Fraction(a * c, b) for a, b, c in zip(*lists, strict=True)]
@@ -74,6 +110,8 @@ def in_proportion(width: Width, large: Width, small: Width) -> Width | None:
     return whole if isinstance(width, list) else whole[0]
 
 
-def width_number(width: Width) -> float:
-    """A width as one number: of a list, the geometric mean."""
+def width_number(width: Size) -> float:
+    """A width as one number: of a list, the geometric mean; of a size, times its layers."""
+    if isinstance(width, dict):
+        return width_number(width["width"]) * width_number(width["layers"])
     return math.prod(width) ** (1 / len(width)) if isinstance(width, list) else float(width)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mupscale.commands.config import Config, brief, class_name
-from mupscale.commands.reporting.runs import LoggedRun
+from mupscale.commands.reporting.runs import LoggedRun, RunSize
 from mupscale.errors import UserError
 
 Role = Literal["upscaled", "scratch", "base", "other"]
@@ -44,8 +44,8 @@ NO_DIFFERENCE = (
 WHERE = re.compile(r"data\.(.*[._])?(?<!class_)(dir|path|root|cache|device|workers|resident|seed)$")
 """Arguments of data modules that do not change the task."""
 
-FREE = re.compile(r"model\.(width|init_from|compile)$|model\.lr_scheduler\b|model\.optimizer\.(?!class_path$)")
-"""Arguments of the model that may differ within a task: its width and hyperparameters."""
+FREE = re.compile(r"model\.(width|layers|init_from|compile)$|model\.lr_scheduler\b|model\.optimizer\.(?!class_path$)")
+"""Arguments of the model that may differ within a task: its size and hyperparameters."""
 
 
 @dataclass
@@ -70,6 +70,10 @@ class Group:
     @property
     def end_width(self) -> Any:
         return self.runs[0].end_width
+
+    @property
+    def end_size(self) -> RunSize:
+        return self.runs[0].end_size
 
     def of_seed(self, seed: Any) -> LoggedRun | None:
         """The first run of a seed that has not diverged."""
@@ -155,7 +159,7 @@ def group_runs(runs: list[LoggedRun], method_of: Mapping[Path, str] = MappingPro
 
 
 def grows(run: LoggedRun) -> bool:
-    return run.start_width != run.end_width
+    return run.start_size != run.end_size
 
 
 def init_from(run: LoggedRun) -> Path | None:
@@ -173,9 +177,9 @@ def role_of(runs: list[LoggedRun], growing: list[LoggedRun]) -> Role:
     for folder in (run.folder.resolve() for run in runs):
         if any(folder in checkpoint.parents for checkpoint in checkpoints):
             return "base"
-    if init_from(run) is None and any(run.end_width == other.end_width for other in growing):
+    if init_from(run) is None and any(run.end_size == other.end_size for other in growing):
         return "scratch"
-    return "base" if any(run.end_width == other.start_width for other in growing) else "other"
+    return "base" if any(run.end_size == other.start_size for other in growing) else "other"
 
 
 def name_groups(groups: list[Group]) -> None:

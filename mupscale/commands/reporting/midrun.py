@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from mupscale.commands.config import Config, callbacks_of
 from mupscale.commands.reporting.compare import Difference, Losses, compare, compare_best, rank, spread
 from mupscale.commands.reporting.folders import ExperimentFolder
-from mupscale.commands.reporting.runs import LoggedRun
+from mupscale.commands.reporting.runs import LoggedRun, RunSize
 from mupscale.commands.reporting.words import capital, ranged
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
@@ -211,7 +212,7 @@ class Midrun:
     def _cost(self, budget: str, run: LoggedRun, at_step: int | None, steps: int) -> float:
         assert self.costs is not None
         table = self.costs[budget]
-        start, end = (table.get(width_name(width), math.nan) for width in (run.start_width, run.end_width))
+        start, end = (table.get(cost_key(size, table), math.nan) for size in (run.start_size, run.end_size))
         return steps * end if at_step is None else at_step * start + (steps - at_step) * end
 
     @property
@@ -288,6 +289,13 @@ def refuse_other_entry(entry: dict[str, Any]) -> None:
         raise ValueError(f"experiment.json has the run {entry!r}")
     if not isinstance(entry.get("share", 0.0), float):
         raise ValueError(f"experiment.json has the share {entry['share']!r}")
+
+
+def cost_key(size: RunSize, table: Mapping[str, Any]) -> str:
+    """How costs.json names a size: by its width, with its layers where these grow."""
+    width = width_name(size.width)
+    deep = f"{width}-{width_name(size.layers)}l"
+    return deep if deep in table else width
 
 
 def width_name(width: Any) -> str:

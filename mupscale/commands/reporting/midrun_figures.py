@@ -17,7 +17,7 @@ from mupscale.commands.reporting.midrun import (
     Loss,
     Midrun,
     MidrunRun,
-    width_name,
+    cost_key,
 )
 from mupscale.commands.reporting.runs import FloatArray
 from mupscale.commands.reporting.windows import FEWEST, SHARE, finite_losses, trailing_means
@@ -142,7 +142,8 @@ def curve_of(run: MidrunRun, comparison: Comparison) -> tuple[FloatArray, FloatA
     Of a run that grows, only losses since then count: at the narrow width, a share of the budget is many more steps.
     """
     assert run.logged is not None
-    start, end = (comparison.costs[width_name(width)] for width in (run.logged.start_width, run.logged.end_width))
+    sizes = run.logged.start_size, run.logged.end_size
+    start, end = (comparison.costs[cost_key(size, comparison.costs)] for size in sizes)
     at_step = run.at_step or 0
     percent = 100 / (at_step * start + (run.steps - at_step) * end)
     steps, losses = finite_losses(run.logged)

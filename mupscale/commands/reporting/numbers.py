@@ -225,8 +225,8 @@ def compute_numbers(found: Found, groups: list[Group]) -> Numbers:
             trials = f"{each.uncounted} of {each.trials} trials of {each.sweep.name}"
             numbers.notes.append(f"{trials} have logged no FLOPs, or are gone: tuning cost more than is said.")
     for upscaled in (group for group in groups if group.role == "upscaled"):
-        width = upscaled.end_width
-        candidates = [group for group in groups if group.role == "scratch" and group.end_width == width]
+        size = upscaled.end_size
+        candidates = [group for group in groups if group.role == "scratch" and group.end_size == size]
         if candidates:
             scratch = min(candidates, key=lambda group: final.mean if (final := numbers.final(group)) else math.inf)
             comparison = Comparison(upscaled, scratch, len(candidates))
@@ -334,7 +334,7 @@ def base_of(run: LoggedRun, groups: list[Group]) -> LoggedRun | None:
     for group in groups:
         if group.role == "base":
             for other in group.not_diverged:
-                if other.end_width == run.start_width and other.seed == run.seed:
+                if other.end_size == run.start_size and other.seed == run.seed:
                     return other
     return None
 
@@ -361,7 +361,7 @@ def tuning_of(sweep: SweepFolder, groups: list[Group]) -> Tuning:
         return tuning
     tuning.width = width_range(example)
     upscaled = next((group.runs[0] for group in groups if group.role == "upscaled"), None)
-    if upscaled is not None and grows(example) and upscaled.end_width != example.end_width:
+    if upscaled is not None and grows(example) and upscaled.end_size != example.end_size:
         tuning.target = width_range(upscaled)
         costs_of_a_step = upscaled.flops_per_step, example.flops_per_step
         if all(cost > 0 for cost in costs_of_a_step):  # NaN if a run has logged no FLOPs

@@ -3,7 +3,7 @@
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ class LoggedRun:
             self.seed = self.config["seed_everything"]
             if isinstance(callback := self.config["trainer"]["callbacks"], dict):
                 self.config["trainer"]["callbacks"] = [callback]
-            self.start_width, self.end_width = widths(self.config)
+            self.start_size, self.end_size = sizes(self.config)
             self._refuse_other_content()
         except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -61,6 +61,19 @@ class LoggedRun:
     @property
     def data(self) -> Config:
         return self.config["data"]
+
+    @property
+    def start_width(self) -> Any:
+        """The width at the start, in words with the layers if these become more."""
+        return self._width(self.start_size)
+
+    @property
+    def end_width(self) -> Any:
+        return self._width(self.end_size)
+
+    def _width(self, size: "RunSize") -> Any:
+        is_deeper = self.start_size.layers != self.end_size.layers
+        return f"{size.width} with {size.layers} layers" if is_deeper else size.width
 
     @property
     def growths(self) -> list[int]:
@@ -168,11 +181,20 @@ class LoggedRun:
         return float((flops[-1] - flops[first]) / (steps[-1] - steps[first]))
 
 
-def widths(config: Config) -> tuple[Any, Any]:
-    """The width that a run starts with, and the width that it ends with."""
-    start = config["model"]["init_args"].get("width")
-    swaps = sorted(callbacks_of(config, "UpscaleCallback"), key=lambda swap: swap["init_args"]["at_step"])
-    return start, swaps[-1]["init_args"]["width"] if swaps else start
+class RunSize(NamedTuple):
+    """The size of the model of a run."""
+
+    width: Any
+    layers: Any
+
+
+def sizes(config: Config) -> tuple[RunSize, RunSize]:
+    """The size that a run starts with, and the size that it ends with."""
+    size = start = RunSize(*(config["model"]["init_args"].get(key) for key in RunSize._fields))
+    for swap in sorted(callbacks_of(config, "UpscaleCallback"), key=lambda swap: swap["init_args"]["at_step"]):
+        grown = {key: swap["init_args"].get(key) for key in RunSize._fields}
+        size = size._replace(**{key: number for key, number in grown.items() if number is not None})
+    return start, size
 
 
 def read_result(folder: Path) -> dict[str, Any]:

@@ -111,7 +111,8 @@ def refuse_invalid(config: Config, axes: list[Axis], where: str, tried: Tried | 
 
 def _changes_growth(key: str) -> bool:
     callback, rest = callback_key(key)
-    return callback == UpscaleCallback.__name__ and rest[:1] in (["method"], ["noise"], ["width"])
+    of_growth = ("method", "noise", "width", "layers", "depth")
+    return callback == UpscaleCallback.__name__ and "".join(rest[:1]) in of_growth
 
 
 def _refuse_point(
