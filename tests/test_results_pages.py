@@ -3,7 +3,8 @@
 import csv
 import re
 from collections.abc import Callable, Iterable
-from itertools import groupby
+from itertools import groupby, product
+from math import pi, tan
 from statistics import mean
 
 import pytest
@@ -248,9 +249,28 @@ def test_the_falling_rate_with_adamw_in_words() -> None:
         best = min(trials, key=lambda row: float(row["last_epoch"]))
         keys = ("model.optimizer.lr", "UpscaleCallback.noise.std")
         assert tuple(best[key] for key in keys if key in best) == values
-    cells = [f"{average('final_loss', group):.4f}" for group in GROUPS[1:]]
-    cells += [f"{scratch / reached:.1f}×", f"{scratch / (reached + base):.1f}×"]
+    cells = [f"{average('final_loss', group):.4f} ({average('val/loss', group):.4f})" for group in GROUPS[1:]]
     assert f" | {' | '.join(cells)} |" in (ROOT / "README.md").read_text().replace("**", "")
+
+
+def test_the_midrun_difference_that_is_above_zero() -> None:
+    runs = read_rows("midrun_gpt2/midrun.csv")
+    above = []
+    for schedule, budget in product(("constant", "decay"), ("flops", "seconds")):
+        setting = {"schedule": schedule, "budget": budget}
+        arms = {row["arm"] for row in runs if row["noise"]}
+        losses = {arm: take(runs, "validation_loss", arm=arm, **setting) for arm in (*arms, "width 256")}
+        best = min(arms, key=lambda arm: mean(losses[arm]))
+        assert best.startswith("grown at 75 %")
+        first, second = (grown - narrow for grown, narrow in zip(losses[best], losses["width 256"], strict=True))
+        assert min(first, second) > 0
+        # Student's t with one degree of freedom
+        half = tan(pi * (1 - 0.05 / len(arms)) / 2) * abs(first - second) / 2
+        if (centre := (first + second) / 2) > half:
+            above.append((schedule, budget, f"{centre:.3f} ({centre - half:.3f} to {centre + half:.3f})"))
+    assert [setting[:2] for setting in above] == [("constant", "seconds")]
+    page = " ".join((FOLDER / "paper.md").read_text().split())
+    assert f"zero: {above[0][2]}, at a constant rate and equal seconds" in page
 
 
 PAGES: dict[str, tuple[Callable[[], list[str]], ...]] = {
