@@ -16,7 +16,7 @@ pytest.importorskip("timm")
 from hf_zoo import ENTRIES, NAMED
 from paths import ROOT
 from tiers import slow_except
-from zoo_trial import tiled, trial
+from zoo_trial import depth_trials, tiled, trial
 
 THREEFOLD = ["gpt2", "phi3", "gemma2", "falcon_multi_query", "t5_1_0", "timm_regnety"]
 OFTEN = [name for name in NAMED if name not in (*THREEFOLD, "mamba")][::3]
@@ -57,9 +57,25 @@ def test_exact_to_rounding_as_shipped(name):
     assert outcome.verdict == "exact", str(outcome)
 
 
+@pytest.mark.parametrize("name", slow_except(NAMED, "llama_tied", kept=["gemma2", "t5_1_0", "rwkv", "clip"]))
+def test_twice_as_many_layers_without_a_hint(name):
+    """Those with a norm over the sum of their branches are refused."""
+    outcomes = list(depth_trials(ENTRIES[name]))
+    wanted = "refused" if name in ("bert", "roberta", "bart") else "exact"
+    assert outcomes
+    assert all(outcome.verdict == wanted for outcome in outcomes), "\n".join(map(str, outcomes))
+    assert wanted == "exact" or all("(post-norm)" in outcome.reason for outcome in outcomes)
+
+
 def pytest_generate_tests(metafunc):
-    if metafunc.function is test_exact_or_refused:
+    if metafunc.function in (test_exact_or_refused, test_twice_as_many_layers_or_refused):
         metafunc.parametrize("name", REST if metafunc.config.getoption("--zoo") else [])
+
+
+def test_twice_as_many_layers_or_refused(name):
+    if not name.startswith("timm"):
+        outcomes = list(depth_trials(ENTRIES[name]))
+        assert all(outcome.verdict in ("exact", "refused") for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
 @pytest.mark.parametrize("factor", [2, 3])
