@@ -159,7 +159,9 @@ def _pair_modules(narrow: nn.Module, wide: nn.Module) -> list[tuple[str, nn.Modu
     _same_names("module", narrow_modules, wide_modules)
     pairs = [(name, module, wide_modules[name]) for name, module in narrow_modules.items()]
     for name, before, after in pairs:
-        if type(before).__qualname__ != type(after).__qualname__:
+        kinds = {type(before).__qualname__, type(after).__qualname__}
+        # stochastic depth: where the rate of a layer, which follows its number, is zero, there is none
+        if len(kinds) > 1 and not ("Identity" in kinds and any("DropPath" in kind for kind in kinds)):
             raise UserError(
                 f"module {name!r} is a {type(before).__qualname__} in the narrow model, a {type(after).__qualname__} "
                 "in the wide one. Build both from the same class and options"

@@ -157,6 +157,23 @@ def test_layers_with_a_norm_over_the_sum_can_be_interleaved() -> None:
     assert torch.equal(weights[2], shallow.bert.encoder.layer[1].output.dense.weight)
 
 
+def test_stochastic_depth_may_begin_at_another_layer() -> None:
+    """The first layer has none, because its rate is zero; the second layer of the deep model comes from it."""
+    config = hf.BeitConfig(
+        hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=2, image_size=8, patch_size=4,
+        drop_path_rate=0.1,
+    )  # fmt: skip
+    shallow = hf.BeitForImageClassification(config).eval()
+    kinds = [type(layer.drop_path).__name__ for layer in shallow.beit.layers]
+    deep, report = mupscale.hf.upscale(shallow, layers=4)
+    assert kinds == ["Identity", "BeitDropPath"]
+    assert [row.source for row in report.plan.layers["beit.layers"]] == ["0", "0", "1", "1"]
+    assert report.exact
+    images = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(deep(images).logits, shallow(images).logits)
+
+
 def test_an_encoder_grows_alone_by_the_name_of_its_field() -> None:
     shallow = hf.T5ForConditionalGeneration(T5).eval()
     deep, report = mupscale.hf.upscale(shallow, layers={"num_layers": 3, "num_decoder_layers": 4})
