@@ -1,6 +1,6 @@
 """The base class of growable LightningModules: building by width, muP, optimizers, clipping and checkpoints.
 
-A subclass defines `build(width)`, which returns the network, and `loss(batch)`; the README has one in twenty lines.
+A subclass defines `build(width)`, which returns the network, and `loss(batch)`; docs/own_model.md has one.
 With `build(width, layers)` the network can become deeper too.
 """
 

@@ -76,16 +76,17 @@ def test_the_library_in_ten_lines(page: Path):
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning")
 def test_a_model_of_ones_own_grows(tmp_path):
-    """The model of the README, in float64: a run that grows has the loss curve of one that does not."""
+    """The model of the guide, in float64: a run that grows has the loss curve of one that does not."""
     names: dict = {}
-    exec(block(README, "python", "class Denoiser"), names)
+    exec(block(OWN_MODEL, "python", "class Tagger"), names)
     torch.manual_seed(0)
-    data = DataLoader([(torch.randn(4, 3, 16), torch.randn(4, 3, 16)) for _ in range(4)], batch_size=None)
+    data = DataLoader([(torch.randn(4, 16), torch.randint(4, (4,))) for _ in range(4)], batch_size=None)
 
     def final_loss(*callbacks) -> float:
         torch.manual_seed(1)
-        module = names["Denoiser"](
+        module = names["Tagger"](
             8, base_width=4, optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
         )
         trainer = Trainer(
@@ -105,7 +106,7 @@ def test_a_model_of_ones_own_grows(tmp_path):
 
     assert final_loss(UpscaleCallback(10, 24)) == pytest.approx(final_loss(), rel=1e-10)
 
-    module = names["Denoiser"](32, optimizer=lambda params: torch.optim.AdamW(params, lr=0.003))
+    module = names["Tagger"](32, optimizer=lambda params: torch.optim.AdamW(params, lr=0.003))
 
     def of(net: nn.Module) -> Any:
         module.net = net
@@ -120,12 +121,13 @@ def test_a_model_of_ones_own_grows(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
+@pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers:UserWarning")
 @pytest.mark.usefixtures("in_an_empty_folder", "_modules_from_here")
-def test_the_file_and_the_configuration_of_the_readme_train(capsys: pytest.CaptureFixture[str]):
+def test_a_model_of_ones_own_in_the_configuration_of_the_readme(capsys: pytest.CaptureFixture[str]):
     """As a new user does it: mine.py, the YAML with its two class_paths replaced, and `fit`."""
-    Path("mine.py").write_text(block(README, "python", "class Denoiser"))
+    Path("mine.py").write_text(block(OWN_MODEL, "python", "class Tagger"))
     configuration = block(README, "yaml")
-    for ours, mine in (("class_path: MLP", "class_path: mine.Denoiser"), ("Covertype", "mine.Signals")):
+    for ours, mine in (("class_path: MLP", "class_path: mine.Tagger"), ("Covertype", "mine.Points")):
         assert configuration.count(ours) == 1
         configuration = configuration.replace(ours, mine)
     Path("mine.yaml").write_text(configuration)
@@ -261,7 +263,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 130
+    assert len(README.read_text().splitlines()) <= 110
 
 
 def quickstart(command: str) -> None:
