@@ -241,6 +241,17 @@ def test_two_growths_an_average_accumulation_and_clipping(tmp_path: Path) -> Non
     assert module.net[0].out_features == 48
 
 
+def test_in_half_precision_the_loss_is_that_of_the_narrow_run_but_for_rounding(tmp_path: Path) -> None:
+    example = EXAMPLES["groups without decay"]
+    runs = []
+    for swaps in ([], [UpscaleCallback(GROWS_AT, **example.growth)]):
+        module = new(example)
+        runs.append(fit(module, "points32", tmp_path, *swaps, precision="bf16-mixed"))
+    assert module.net[0].out_features == 16
+    assert runs[1][:GROWS_AT] == runs[0][:GROWS_AT]
+    assert runs[1] == pytest.approx(runs[0], rel=2e-2)
+
+
 def test_a_new_base_rate_scales_all_rates(tmp_path: Path) -> None:
     example = EXAMPLES["autoencoder"]
     rates = []

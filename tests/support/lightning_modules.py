@@ -253,8 +253,8 @@ class WithoutDecay(LightningModule):
             nn.Linear(6, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 3)
         )
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+    def training_step(self, samples: Any, number: int) -> Tensor:
+        return F.cross_entropy(self.net(samples[0]), samples[1])
 
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.ndim > 1]
@@ -296,4 +296,6 @@ def rows(kind: str, count: int) -> tuple[Tensor, ...]:
         return ((torch.randint(11, (count, 1), generator=generator) + torch.arange(8)) % 11,)
     shape = (3, 8, 8) if kind == "images" else (6,)
     inputs = torch.randn(count, *shape, generator=generator, dtype=torch.float64)
+    if kind == "points32":
+        inputs = inputs.float()
     return inputs, inputs.flatten(1)[:, :3].argmax(1)
