@@ -10,6 +10,7 @@ import transformers as hf
 from command_line import refused
 from model_folders import llama, load, logits, save
 from safetensors import safe_open
+from tiers import slow_except
 
 import mupscale.hf
 from mupscale.__main__ import main
@@ -80,7 +81,7 @@ def test_new_layers_are_spread_then_whole_periods_then_at_one_end() -> None:
     assert list(_orders(LAYERS, 2, 4, "stack")) == [(0, 1, 0, 1)]
 
 
-@pytest.mark.parametrize(("factor", "layers"), [(1, 3), (1, 4), (2, 4)])
+@pytest.mark.parametrize(("factor", "layers"), slow_except([(1, 3), (1, 4), (2, 4)], (1, 3)))
 def test_a_deep_model_computes_as_the_shallow_one_after_loading(tmp_path: Path, factor: int, layers: int) -> None:
     shallow = llama()
     optimizer = torch.optim.AdamW(shallow.parameters(), lr=1e-3)
@@ -96,6 +97,7 @@ def test_a_deep_model_computes_as_the_shallow_one_after_loading(tmp_path: Path, 
     assert sum(len(group["params"]) for group in report.optimizer.param_groups) == len(list(deep.parameters()))
 
 
+@pytest.mark.slow
 def test_interleaved_layers_change_the_function_and_the_report_says_by_how_much() -> None:
     shallow = llama(hidden_size=64)
     for depth, sources in (("interleave", INTERLEAVED), ("stack", STACKED)):
@@ -157,6 +159,7 @@ def test_layers_with_a_norm_over_the_sum_can_be_interleaved() -> None:
     assert torch.equal(weights[2], shallow.bert.encoder.layer[1].output.dense.weight)
 
 
+@pytest.mark.slow
 def test_stochastic_depth_may_begin_at_another_layer() -> None:
     """The first layer has none, because its rate is zero; the second layer of the deep model comes from it."""
     config = hf.BeitConfig(
@@ -174,6 +177,7 @@ def test_stochastic_depth_may_begin_at_another_layer() -> None:
         assert torch.equal(deep(images).logits, shallow(images).logits)
 
 
+@pytest.mark.slow
 def test_an_encoder_grows_alone_by_the_name_of_its_field() -> None:
     shallow = hf.T5ForConditionalGeneration(T5).eval()
     deep, report = mupscale.hf.upscale(shallow, layers={"num_layers": 3, "num_decoder_layers": 4})
@@ -205,6 +209,7 @@ def test_a_deep_folder_loads_and_computes_the_same(tmp_path: Path, capsys: pytes
     assert all(torch.equal(p, in_memory.get_parameter(name)) for name, p in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_wider_and_deeper_in_one_command(tmp_path: Path) -> None:
     shallow = save(llama(), tmp_path / "shallow")
     model = load(upscale(shallow, tmp_path / "deep", "--layers", "4", "--factor", "2"))
@@ -214,6 +219,7 @@ def test_wider_and_deeper_in_one_command(tmp_path: Path) -> None:
     assert sorted({group["lr"] for group in groups}) == [0.0005, 0.001]
 
 
+@pytest.mark.slow
 def test_names_of_a_folder_need_not_be_those_of_the_model(tmp_path: Path) -> None:
     """Experts lie one by one in a folder, and are one parameter of the model."""
     torch.manual_seed(0)
@@ -229,6 +235,7 @@ def test_names_of_a_folder_need_not_be_those_of_the_model(tmp_path: Path) -> Non
         assert torch.equal(load(deep)(tokens).logits, load(shallow)(tokens).logits)
 
 
+@pytest.mark.slow
 def test_old_parameters_can_be_frozen(tmp_path: Path) -> None:
     shallow = save(llama(), tmp_path / "shallow")
     model = load(upscale(shallow, tmp_path / "deep", "--layers", "4"))
