@@ -26,9 +26,9 @@ import yaml
 from mupscale.callbacks.joint_steps import JointSteps
 from mupscale.commands.config import Config, at
 from mupscale.commands.configured import described
+from mupscale.commands.lab.run import Run, fit_run, with_run, without_announcements
+from mupscale.commands.lab.trial import for_trials
 from mupscale.commands.pattern import Pattern
-from mupscale.commands.runs import Run, fitted, with_run, without_announcements
-from mupscale.commands.tuning.trial import for_trials
 from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import Growable
 from mupscale.models.gpt2 import GPT2
@@ -93,7 +93,7 @@ def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder, without_announcements():
         start, pattern = time.perf_counter(), Pattern()
         alike = runs(case, options, Path(folder))
-        joint = JointSteps([partial(fitted, run, pattern=pattern) for run in alike], print, progress=note)
+        joint = JointSteps([partial(fit_run, run, pattern=pattern) for run in alike], print, progress=note)
         with suppress(Enough):
             joint.run()
         del joint
@@ -123,11 +123,11 @@ def one_by_one(case: dict[str, Any], options: argparse.Namespace) -> dict[str, A
     """The time of trials one after another, extrapolated from single runs of two lengths."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder, without_announcements():
-        fitted(runs({**case, "epochs": 2}, options, Path(folder))[0])  # reads the data, and compiles
+        fit_run(runs({**case, "epochs": 2}, options, Path(folder))[0])  # reads the data, and compiles
         for epochs in (options.epochs, 3 * options.epochs):
             run = runs({**case, "epochs": epochs}, options, Path(folder) / str(epochs))[1]
             start = time.perf_counter()
-            fitted(run)
+            fit_run(run)
             seconds[epochs] = time.perf_counter() - start
     epoch = (seconds[3 * options.epochs] - seconds[options.epochs]) / (2 * options.epochs)
     fixed = seconds[options.epochs] - options.epochs * epoch

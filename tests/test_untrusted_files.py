@@ -27,7 +27,7 @@ from saved import save_mlp
 from synthetic_runs import CONFIG
 from training_runs import LIGHTNING_WARNINGS
 
-from mupscale.commands.runs import result_of
+from mupscale.commands.lab.run import result_of
 from mupscale.data_files import refuse_endless, yaml_of
 from mupscale.errors import UserError
 
@@ -50,7 +50,7 @@ GPT2 = (
     "--data=FineWeb --data.context=8 --data.data_dir=theirs"
 )
 RESNET = "verify --model=ResNet18 --model.width=4 --model.base_width=4 --data=CIFAR100 --data.data_dir=theirs"
-SWEEP = "sweep --config c.yaml --sweep model.width=8 --out theirs"
+SWEEP = "sweep --config c.yaml --sweep model.optimizer.lr=0.1:0.2 --sampler random --trials 2 --out theirs"
 PREPARE = "prepare text text.txt --vocab 300 --out theirs"
 
 OPENED: list[str] = []
@@ -142,11 +142,11 @@ def table(_: Path) -> None:
     Path("theirs/one/trials.csv").write_text("trial,run\n0,../../../secret\n")
 
 
-def journal(content: bytes) -> Callable[[Path], None]:
+def points(content: bytes) -> Callable[[Path], None]:
     def make(_: Path) -> None:
         Path("theirs").mkdir()
-        Path("theirs/lock").touch()
-        Path("theirs/study.journal").write_bytes(content + b"\n")
+        Path("theirs/run.lock").touch()
+        Path("theirs/points.json").write_bytes(content)
 
     return make
 
@@ -154,7 +154,7 @@ def journal(content: bytes) -> Callable[[Path], None]:
 def link(name: str) -> Callable[[Path], None]:
     def make(secret: Path) -> None:
         Path("theirs").mkdir()
-        Path("theirs/lock").touch()
+        Path("theirs/run.lock").touch()
         Path("theirs", name).unlink(missing_ok=True)
         Path("theirs", name).symlink_to(secret)
 
@@ -235,9 +235,6 @@ def noise(content: str) -> Callable[[Path], None]:
     return lambda _: Path("evil.json").write_text(content)  # type: ignore[return-value]
 
 
-UNKNOWN = b'{"op_code": 99, "worker_id": "x"}'
-STUDY = b'{"op_code": 0, "worker_id": "x", "study_name": "sweep", "directions": [1]}'
-TRIAL = b'{"op_code": 4, "worker_id": "x", "study_id": 0, "datetime_start": "2026-01-01T00:00:00"}'
 PROGRESS = b'{"preparation": {}, "files": {"train": %s, "val": []}}'
 
 ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
@@ -275,13 +272,11 @@ ATTACKS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "JSON: runs of another type": (experiment(runs=[{"folder": 3}]), "report theirs", "something outside of it"),
     "JSON: a table": (table, "report theirs", "there is nothing to report"),
     "JSON: noise": (noise(DEEP), "upscale mlp.ckpt --width 16 --out o --recorded-noise evil.json", "nested too deep"),
-    "journal: a pickle": (journal(pickle.dumps(Attack())), SWEEP, "study.journal is damaged"),
-    "journal: unknown": (journal(UNKNOWN), SWEEP, "study.journal is damaged"),
-    "journal: a list": (journal(b"[1]"), SWEEP, "study.journal is damaged"),
-    "journal: depth": (journal(DEEP.encode()), SWEEP, "study.journal is damaged"),
-    "journal: another study": (journal(STUDY + b"\n" + TRIAL), SWEEP, "study.journal is not of a sweep of mupscale"),
-    "journal: a link": (link("study.journal"), SWEEP, "study.journal is a link"),
-    "journal: a linked lock": (link("lock"), SWEEP, "lock is a link"),
+    "points: a pickle": (points(pickle.dumps(Attack())), SWEEP, "points.json is damaged"),
+    "points: another file": (points(b'{"other": 1}'), SWEEP, "points.json is not of this sweep"),
+    "points: a list": (points(b"[1]"), SWEEP, "points.json is damaged"),
+    "points: depth": (points(DEEP.encode()), SWEEP, "points.json is damaged"),
+    "points: a link": (link("points.json"), SWEEP, "points.json is a link"),
     "preparation: a pickle": (progress(pickle.dumps(Attack())), PREPARE, "progress.json is damaged"),
     "preparation: depth": (progress(DEEP.encode()), PREPARE, "progress.json is damaged"),
     "preparation: below 0": (progress(PROGRESS % b"[[-1, 0]]"), PREPARE, "progress.json is damaged"),

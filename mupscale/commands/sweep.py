@@ -1,18 +1,15 @@
 """sweep: tune hyperparameters: train with many values of configuration keys, and find the best.
 
 Writes trials.csv, figures, and best.yaml with the best values of the swept keys. To use them in another run: fit
---config TARGET.yaml --config OUT/best.yaml. To continue an interrupted sweep, run the same command again. To share the
-trials among several processes, start the same command several times, on any machines that share the folder --out.
+--config TARGET.yaml --config OUT/best.yaml. To continue an interrupted sweep, run the same command again.
 """
 
 import argparse
-import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mupscale.commands import cluster
-from mupscale.commands.arguments import STACK_HELP, ArgumentParser, Size, stack_size
+from mupscale.commands.arguments import ArgumentParser
+from mupscale.commands.lab.execution import add_options, claimed, open_driver, refuse_options
 from mupscale.commands.leftovers import Leftovers
 from mupscale.commands.loading import without_collections
 from mupscale.commands.next_steps import command_line
@@ -20,12 +17,8 @@ from mupscale.commands.termination import Terminated
 from mupscale.errors import UserError, as_user_errors, needs_extra
 
 if TYPE_CHECKING:
-    from mupscale.commands.tuning.execution import Sweep
-    from mupscale.commands.tuning.space import Axis
-    from mupscale.commands.tuning.study import Settings
-
-WAIT = 1.0
-"""Seconds between two looks at what other processes do."""
+    from mupscale.commands.lab.results import Settings
+    from mupscale.commands.lab.space import Axis
 
 EPILOG = """--config FILE and all other options are those of fit, and apply to every trial.
 
@@ -41,10 +34,12 @@ epoch or the last 2 %% of the steps; any other name is that of a logged metric, 
 
 def main(command: str, arguments: list[str]) -> None:
     options, rest = parser().own_and_other(arguments)
-    cluster.refuse_options(options)
+    refuse_options(options)
     with needs_extra("sweep"), without_collections():
         import matplotlib  # noqa: F401
-        import optuna  # noqa: F401
+
+        if options.sampler != "grid":
+            import optuna  # noqa: F401
     try:
         with as_user_errors(OSError):
             sweep(options, rest)
@@ -71,74 +66,50 @@ def parser() -> ArgumentParser:
     )
     answer.add_argument("--trials", type=int, help="the number of trials, for the samplers random and tpe")
     answer.add_argument("--metric", default="last_epoch", help=METRIC_HELP)
-    answer.add_argument("--stack", metavar="auto|N|off", default="auto", help=STACK_HELP)
-    cluster.add_options(answer)
+    add_options(answer)
     return answer
 
 
 def sweep(options: argparse.Namespace, rest: list[str]) -> None:
-    """Takes trials and runs them until all are finished, by this process or others; then writes the results."""
+    """Makes the trials that are not finished; then writes the results."""
     with without_collections():
-        from mupscale.commands.runs import without_announcements
-        from mupscale.commands.tuning.execution import Sweep, conclude
+        from mupscale.commands.lab.run import claim_when_free, without_announcements
+        from mupscale.commands.lab.sweep import Sweep
 
     with without_announcements():
-        size = stack_size(options.stack)
         settings = settings_of(options, rest)
-        opened = partial(Sweep, options.out, settings)
-        if options.ray is None:
-            leftovers = Leftovers()
-            leftovers.watch(options.out)
-            whole = opened()
-            try:
-                work(whole, size)
-            except UserError:
-                if whole.left == settings.trials:  # refused before any trial was finished: the folder stays free
-                    leftovers.remove()
-                raise
-        else:
-            with cluster.connected(options, settings.config["trainer"]["accelerator"], options.out) as there:
-                whole = opened()
-                there.carry_out(whole, opened, size)
-        path, drawn = conclude(whole.study)
+        whole = Sweep(options.out, settings)
+        leftovers = Leftovers()
+        leftovers.watch(options.out)
+        try:
+            with open_driver(options, settings.config["trainer"]["accelerator"], options.out) as driver:
+                whole.begin()
+                for trials in whole.rounds():
+                    driver.make(trials, whole.progress)
+                    is_finished = driver.have_finished(trials)
+        except UserError:
+            if whole.left == settings.trials:  # refused before any trial was finished: the folder stays free
+                leftovers.remove()
+            raise
+        if not is_finished:
+            print("this part is finished; the last part to end writes the results")
+            return
+        with claimed(options.out, claim_when_free):  # two parts may end together
+            path, drawn = whole.conclude()
         print(path.read_text(), end="")
         print(f"wrote {', '.join(str(p) for p in [path, options.out / 'trials.csv', *drawn])}")
         print(f"  train with the best values: {command_line('fit', *rest, '--config', path)}")
 
 
-def work(whole: "Sweep", size: Size) -> None:
-    """Runs trials until all are finished, by this process or by others."""
-    from mupscale.commands.runs import set_aside
-    from mupscale.commands.stacks import Workshop
-
-    set_aside()
-    waiting = False
-    while True:
-        worked = False
-        for unit, end in Workshop(whole.takes(), size, lambda line: print(line, flush=True)).carry_out():
-            print(f"{unit.name}: {end}; {whole.progress()}", flush=True)
-            worked = True
-        if whole.finished:
-            return
-        if worked:
-            waiting = False
-            continue
-        if not waiting:
-            print(f"waiting for other processes: {whole.progress()}", flush=True)
-            waiting = True
-        time.sleep(WAIT)
-
-
 def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
     """The settings of a command line. Raises a UserError for every mistake that can be found without a run."""
     from mupscale.commands.configured import described
-    from mupscale.commands.tuning.results import checked_metric, signal_swap
-    from mupscale.commands.tuning.space import grid, parsed_axis
-    from mupscale.commands.tuning.study import Settings
-    from mupscale.commands.tuning.trial import for_trials, refuse_invalid
+    from mupscale.commands.lab.results import Settings, checked_metric, signal_swap
+    from mupscale.commands.lab.space import grid, parsed_axis
+    from mupscale.commands.lab.trial import for_trials, refuse_invalid
 
     axes = [parsed_axis(text) for text in options.sweep]
-    refuse_options(options, axes)
+    refuse_axes(options, axes)
     checked_metric(options.metric)
     config = for_trials(described(rest, "sweep")[0])
     signal_swap(config)
@@ -150,7 +121,7 @@ def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
     return Settings(config, axes, options.sampler, trials, seeds, options.metric)
 
 
-def refuse_options(options: argparse.Namespace, axes: list["Axis"]) -> None:
+def refuse_axes(options: argparse.Namespace, axes: list["Axis"]) -> None:
     """Raises a UserError if the axes, the sampler and the number of trials do not fit together."""
     if not axes:
         raise UserError(
@@ -166,12 +137,14 @@ def refuse_options(options: argparse.Namespace, axes: list["Axis"]) -> None:
         )
     if (options.sampler == "grid") != (options.trials is None):
         raise UserError("--trials: give it with --sampler random or tpe, and only then")
+    if options.part is not None and options.sampler == "tpe":
+        raise UserError("--part: --sampler tpe draws points by the results of all others; give --workers or --ray")
     if options.trials is not None and options.trials < 1:
         raise UserError(f"--trials must be at least 1, got {options.trials}")
 
 
 def seeds_of(text: str) -> list[int]:
-    from mupscale.commands.tuning.space import refuse_seeds
+    from mupscale.commands.lab.space import refuse_seeds
 
     try:
         seeds = [int(seed) for seed in text.split(",")]

@@ -22,10 +22,12 @@ from ray_cluster import ENVIRONMENT, LocalCluster, is_dead
 from run_ends import differences, observed
 from sweeps import values_of
 
-from mupscale.commands.cluster import Cluster
-from mupscale.commands.cluster_nodes import Needs, Node, needs_of, refuse_late_node, site_of
-from mupscale.commands.leases import lapsed
-from mupscale.commands.stacks import Key
+from mupscale.callbacks.stacked_fits import Apart
+from mupscale.commands.lab.driver import Ending
+from mupscale.commands.lab.jobs import Job
+from mupscale.commands.lab.on_ray import Cluster
+from mupscale.commands.lab.ray_nodes import Needs, Node, needs_of, refuse_late_node, site_of
+from mupscale.commands.lab.run import Run, Trial
 from mupscale.errors import UserError
 
 HOLD = {"class_path": "extensions.Hold"}
@@ -66,15 +68,14 @@ def waited(what: Callable[[], Any], server: Server) -> Any:
 
 
 def held(sweep: str, cluster: LocalCluster) -> dict[int, Path]:
-    """The leases of two trials that are held at step 30, by the nodes that make them; nothing before that."""
-    if len({path.parent for path in Path(sweep).glob("trials/*/checkpoints/*step=20.ckpt")}) < 2:
-        return {}
-    leases = [lease for lease in Path(sweep, "leases").iterdir() if lease.name.isdecimal()]
-    return {cluster.node_of(process_of(lease)): lease for lease in leases}
+    """The runs of two trials that are held at step 30, by the nodes that make them; nothing before that."""
+    runs = {path.parent.parent for path in Path(sweep).glob("trials/*/checkpoints/*step=20.ckpt")}
+    return {cluster.node_of(process_of(run)): run for run in runs} if len(runs) == 2 else {}
 
 
-def process_of(lease: Path) -> int:
-    return int(lease.read_text().split()[1])
+def process_of(run: Path) -> int:
+    """The process that makes a run, which its lock names."""
+    return int((run / "run.lock").read_text().split()[1])
 
 
 def starts(run: Path) -> list[int]:
@@ -244,30 +245,29 @@ def test_what_a_task_ends_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     import ray
     from ray.exceptions import NodeDiedError, RayTaskError, TaskCancelledError, WorkerCrashedError
 
-    cluster, key = local(), Key("sweep_1", "trial", 7)
+    cluster, job = local(), Job([Trial("sweep_1, lr=1", [Run({}, Path("7"), "7")])], "off")
 
-    def ends(error: Exception) -> list[tuple[str, str]]:
+    def end(error: Exception) -> Ending:
         def get(task: str) -> None:
             raise error
 
         monkeypatch.setattr(ray, "get", get)
-        return cluster._ends("task", [key])
+        return cluster._ending("task", job)
 
-    for _ in range(5):
-        assert ends(NodeDiedError("gone")) == []
-    assert capsys.readouterr().err.count("sweep_1/trial 7: its node died; the runs continue elsewhere\n") == 5
+    gone = end(NodeDiedError("gone"))
+    assert (gone.death, gone.is_own_fault, gone.results) == ("its node died", False, {})
     with pytest.raises(UserError, match=r"^lr must be positive$"):
-        ends(RayTaskError("f", "Traceback …", UserError("lr must be positive")).as_instanceof_cause())
+        end(RayTaskError("f", "Traceback …", UserError("lr must be positive")).as_instanceof_cause())
+    assert end(RayTaskError("f", "Traceback …", Apart("an LSTM")).as_instanceof_cause()).apart == "an LSTM"
     text = 'Traceback (most recent call last):\n  File "f.py", line 1, in f\nZeroDivisionError: by zero'
-    with pytest.raises(UserError, match="the task sweep_1/trial 7 failed with the error above"):
-        ends(RayTaskError("f", text, ZeroDivisionError()).as_instanceof_cause())
+    with pytest.raises(UserError, match=r"^sweep_1, lr=1 failed with the error above, and the other runs were stopped"):
+        end(RayTaskError("f", text, ZeroDivisionError()).as_instanceof_cause())
     assert "ZeroDivisionError: by zero" in capsys.readouterr().err
-    with pytest.raises(UserError, match="the task sweep_1/trial 7 was cancelled"):
-        ends(RayTaskError("f", "Traceback …", TaskCancelledError()).as_instanceof_cause())
-    assert ends(WorkerCrashedError()) == ends(WorkerCrashedError()) == []
-    assert "sweep_1/trial 7: its process died; the runs continue" in capsys.readouterr().err
-    with pytest.raises(UserError, match="the process of sweep_1/trial 7 died 3 times"):
-        ends(WorkerCrashedError())
+    with pytest.raises(UserError, match="the task sweep_1, lr=1 was cancelled"):
+        end(RayTaskError("f", "Traceback …", TaskCancelledError()).as_instanceof_cause())
+    crashed = end(WorkerCrashedError())
+    assert crashed.death.startswith("its process died (The worker died unexpectedly while executing this task")
+    assert crashed.is_own_fault
 
 
 @pytest.mark.slow
@@ -283,15 +283,15 @@ def test_a_sweep_survives_a_node_and_is_interrupted(cluster: LocalCluster, serve
     node = cluster.another()
     Path("hold").write_text("trials")
     driver = server.start(*arguments, "--ray", cluster.address)
-    leases = waited(lambda: held("s", cluster), server)
-    assert {*leases} == {0, node}
-    process = process_of(leases[node])
+    runs = waited(lambda: held("s", cluster), server)
+    assert {*runs} == {0, node}
+    process = process_of(runs[node])
     cluster.kill(node)
     waited(lambda: is_dead(process), server)
     os.kill(driver, signal.SIGINT)
     assert server.answer() == 1
     assert "interrupted; run the same command again to continue" in server.log.read_text()
-    assert all(lapsed(lease) for lease in leases.values())
+    assert all(is_dead(process_of(run)) for run in runs.values())
     assert not runs_in(Path("s"))
 
     Path("hold").unlink()
@@ -318,16 +318,16 @@ def test_the_quickstart_experiment_survives_a_node_and_its_driver(cluster: Local
     node = cluster.another()
     Path("hold").write_text("sweep_1")
     driver = server.start(*arguments, "--ray", cluster.address)
-    leases = waited(lambda: held("o/sweep_1", cluster), server)
-    assert {*leases} == {0, node}
-    process = process_of(leases[node])
+    runs = waited(lambda: held("o/sweep_1", cluster), server)
+    assert {*runs} == {0, node}
+    process = process_of(runs[node])
     cluster.kill(node)
     waited(lambda: is_dead(process), server)
     Path("hold").write_text("upscale")
     held_upscale = Path("o/upscale/seed=0")
     waited(lambda: list(held_upscale.glob("checkpoints/*step=20.ckpt")), server)
     done = {path: path.stat().st_mtime_ns for path in Path("o").rglob("result.json")}
-    assert re.search(r"sweep_1/trial \d: its node died", server.log.read_text())
+    assert re.search(r"sweep_1, lr=[\d.]+: its node died; the runs continue", server.log.read_text())
     os.kill(driver, signal.SIGKILL)
     assert server.answer() == -signal.SIGKILL
     server.start(*arguments, "--ray", cluster.address)
@@ -338,7 +338,6 @@ def test_the_quickstart_experiment_survives_a_node_and_its_driver(cluster: Local
     assert unlike(Path("o"), Path("embedded_experiment")) == []
     for name in ("sweep_1/best.yaml", "sweep_2/best.yaml"):
         assert Path("o", name).read_text() == Path("embedded_experiment", name).read_text()
-    (lost,) = (row for row in table(Path("o/sweep_1")) if row["trial"] == leases[node].name)
-    assert (lost["attempts"], starts(Path("o/sweep_1", lost["run"]))) == ("2", [0, 20])
+    assert starts(runs[node]) == [0, 20]
     for run in done:
         assert starts(run.parent) in ([0], [0, 20])

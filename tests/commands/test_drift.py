@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from mupscale.commands.experiment.drift import Optimum, drift_of, line, optimum_of
-from mupscale.commands.experiment.transfer import Panel, WidthCurve, write_drifts
-from mupscale.commands.experiment.widths import Growth, in_proportion, width_number
+from mupscale.commands.lab.drift import Optimum, drift_of, line, optimum_of
+from mupscale.commands.lab.transfer import Panel, WidthCurve, write_drifts
+from mupscale.commands.lab.widths import Growth, in_proportion, width_number
 
 LEVELS = [0.1, 0.2, 0.4, 0.8, 1.6]
 INF = math.inf

@@ -22,16 +22,19 @@ from program_server import CORE_ONLY, WITHOUT_FIGURES, Server
 from tiers import slow_except
 
 from mupscale.__main__ import main
+from mupscale.callbacks.stacked_fits import Apart
 from mupscale.callbacks.trial_metric import TrialMetric
-from mupscale.commands.experiment import workers as experiment_workers
-from mupscale.commands.experiment.file import Description, Growth, check, growths_of, read
-from mupscale.commands.experiment.parts import SweepPart
-from mupscale.commands.experiment.protocols import Experiment, spread, verdict
-from mupscale.commands.experiment.transfer import Panel, WidthCurve, draw, visible_range
-from mupscale.commands.leases import Lease, lapsed
-from mupscale.commands.runs import progress, result_of
+from mupscale.commands.lab import workers as lab_workers
+from mupscale.commands.lab.driver import Driver
+from mupscale.commands.lab.experiments import Experiment, spread, verdict
+from mupscale.commands.lab.file import Description, Growth, check, growths_of, read
+from mupscale.commands.lab.jobs import Job
+from mupscale.commands.lab.parts import SweepPart
+from mupscale.commands.lab.results import Results
+from mupscale.commands.lab.run import Run, Trial, progress, result_of
+from mupscale.commands.lab.transfer import Panel, WidthCurve, draw, visible_range
+from mupscale.commands.pattern import Patterns
 from mupscale.commands.termination import Terminated
-from mupscale.commands.tuning.results import Results
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -75,8 +78,12 @@ def config_of(run: Path) -> Any:
     return yaml.safe_load((run / "config.yaml").read_text())
 
 
+def lr_in(config: Any) -> float:
+    return config["model"]["init_args"]["optimizer"]["init_args"]["lr"]
+
+
 def lr_of(run: Path) -> float:
-    return config_of(run)["model"]["init_args"]["optimizer"]["init_args"]["lr"]
+    return lr_in(config_of(run))
 
 
 def swap_of(run: Path) -> Any:
@@ -94,6 +101,18 @@ def values(out: Path) -> dict[str, float]:
 def starts(run: Path) -> list[int]:
     """The steps at which a run was begun and resumed."""
     return [int(step) for step in re.findall(r"^step (\d+):", (run / "log.txt").read_text(), re.MULTILINE)]
+
+
+class Idle:
+    """An executor that refuses to make a job; the message names its first run."""
+
+    slots, has_room = 1, True
+
+    def submit(self, job: Job) -> None:
+        raise UserError(f"{job} would be made")
+
+    def wait(self) -> list[Any]:
+        raise AssertionError
 
 
 @pytest.fixture
@@ -151,7 +170,9 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
     assert described["sweeps"] == {"sweep_1": "sweep_1", "sweep_2": "sweep_2"}
     assert "Upscaled ends" in (out / "report/index.html").read_text()
 
-    kept = (path for path in out.rglob("*") if path.is_file() and path.name != "lock" and path.parent.name != "report")
+    kept = (
+        path for path in out.rglob("*") if path.is_file() and path.name != "run.lock" and path.parent.name != "report"
+    )
     before = {path: path.stat().st_mtime_ns for path in kept}
     (out / ".report-of-the-dead").mkdir()
     main(["experiment", "e.yaml", "--data.batch_size=900"])
@@ -236,10 +257,10 @@ def test_a_base_that_diverges_is_an_error_and_other_runs_are_results() -> None:
         (part.folder / "best.yaml").touch()
         if value is not None:
             (part.folder / "result.json").write_text(json.dumps({"value": value, "seconds": 1.0}))
-    assert whole.finished
+    assert whole.make(Driver(Idle(), "off"))
     (whole.parts[1].folder / "result.json").write_text('{"value": "inf", "seconds": 1.0}')
     with pytest.raises(ValueError, match="p/base/seed=3 diverged"):
-        whole.take()
+        whole.make(Driver(Idle(), "off"))
     assert "all 1 trials diverged" in refused("experiment", file(upscale(sweep_1={LR: [1e7]})), "--out", "q")
     assert not Path("q/base").exists()
 
@@ -261,20 +282,20 @@ def test_the_plan_shows_what_is_done(capsys: pytest.CaptureFixture[str]) -> None
     main(["experiment", file(upscale()), "--out", "o", "--plan"])
     assert not Path("o").exists()
     assert "10 of 10 runs left" in capsys.readouterr().out
-    for folder in ("base/seed=3", "leases", "sweep_1/leases"):
+    for folder in ("base/seed=3", "sweep_1"):
         Path("o", folder).mkdir(parents=True)
-    Path("o/lock").touch()
+    Path("o/experiment.json").write_text(json.dumps(read(Path("e.yaml"), []).identity()))
     Path("o/base/seed=3/result.json").write_text('{"value": "0.5", "seconds": 1.0}')
     Path("o/sweep_1/trials.csv").write_text("trial,last_epoch\n0,0.5\n")
-    leases = [Lease(Path("o/leases/scratch-4")), Lease(Path("o/sweep_1/leases/1"))]
     main(["experiment", "e.yaml", "--out", "o", "--plan"])
-    rows = [line.split("  after")[0].rsplit(maxsplit=3) for line in capsys.readouterr().out.splitlines()[2:-1]]
-    for lease in leases:
-        lease.release()
-    assert {name: tuple(map(int, numbers)) for name, *numbers in rows} == {
-        "sweep_1": (2, 1, 1), "base, seed 3": (1, 1, 0), "base, seed 4": (1, 0, 0), "scratch, seed 3": (1, 0, 0),
-        "scratch, seed 4": (1, 0, 1), "sweep_2": (2, 0, 0), "upscale, seed 3": (1, 0, 0), "upscale, seed 4": (1, 0, 0),
-    }  # fmt: skip
+    *rows, left = (line.strip() for line in capsys.readouterr().out.splitlines()[2:])
+    assert [re.split("  +", row) for row in rows] == [
+        ["1", "sweep_1", "2", "1"],
+        ["2", "base, seed 3", "1", "1"], ["2", "base, seed 4", "1", "0"], ["2", "sweep_2", "2", "0"],
+        ["3", "scratch, seed 3", "1", "0"], ["3", "upscale, seed 3", "1", "0"],
+        ["3", "scratch, seed 4", "1", "0"], ["3", "upscale, seed 4", "1", "0"],
+    ]  # fmt: skip
+    assert left == "8 of 10 runs left"
 
 
 # --- transfer
@@ -356,37 +377,46 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(sys, "executable", str(Path("worker").absolute()))
 
 
-def test_workers_share_the_gpus_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def job(name: str) -> Job:
+    return Job([Trial(name, [Run({}, Path(name), name)])], "off")
+
+
+def test_workers_share_the_gpus_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    fake_worker(monkeypatch, 'echo "$CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS $*" > started-$$')
-    experiment_workers.supervise(["e.yaml", "--out", "o"], 5, ["4", "7"])
-    started = [path.read_text() for path in Path().glob("started-*")]
+    fake_worker(monkeypatch, 'echo "$CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS $1 $2" > started-$$; kill -9 $$')
+    with lab_workers.workers(5, ["4", "7"]) as executor:
+        for index in range(5):
+            assert executor.has_room
+            executor.submit(job(f"job {index}"))
+        assert not executor.has_room
+        endings = []
+        while len(endings) < 5:
+            endings += executor.wait()
+    assert {str(ending.job): ending.death for ending in endings} == {
+        f"job {index}": "its process died (signal 9)" for index in range(5)
+    }
     threads = max(1, (os.cpu_count() or 1) // 5)
-    command = "-m mupscale experiment e.yaml --out o --workers=1 --child"
-    gpus = enumerate((4, 7, 4, 7, 4))
-    assert sorted(started) == sorted(f"{gpu} {threads} {command}={index}/5\n" for index, gpu in gpus)
+    started = sorted(path.read_text() for path in Path().glob("started-*"))
+    assert started == [f"{gpu} {threads} -m mupscale.commands.lab.workers\n" for gpu in (4, 4, 4, 7, 7)]
 
 
-def test_a_worker_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeps = "if [ $CUDA_VISIBLE_DEVICES = 0 ]; then echo $$ > other; exec sleep 60; fi"
-    fake_worker(monkeypatch, f"{sleeps}; while [ ! -s other ]; do :; done; exit 3")
-    start = time.monotonic()
-    with pytest.raises(ValueError, match=r"worker 1 failed.*the same command again"):
-        experiment_workers.supervise([], 2, ["0", "1"])
-    assert time.monotonic() - start < 5
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(Path("other").read_text()), 0)
+@pytest.mark.parametrize(
+    ("end", "cause"), [("exit 130", "signal 2"), ("exit 143", "signal 15"), ("exit 3", "exit status 3")]
+)
+def test_a_worker_that_ends_is_replaced(end: str, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_worker(monkeypatch, end)
+    with lab_workers.workers(1, []) as executor:
+        for _ in range(2):
+            executor.submit(job("a"))
+            endings = executor.wait() or executor.wait() or executor.wait()
+            assert [ending.death for ending in endings] == [f"its process died ({cause})"]
 
 
-def test_a_worker_that_is_killed_leaves_its_run_to_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for end, number in (("kill -9 $$", 9), ("exit 130", 2), ("exit 143", 15)):
-        fake_worker(monkeypatch, f"if [ $CUDA_VISIBLE_DEVICES = 0 ]; then {end}; fi")
-        experiment_workers.supervise([], 2, ["0", "1"])
-        assert f"worker 0 was killed (signal {number})" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="all workers were killed"):
-        experiment_workers.supervise([], 2, ["0"])
+def wait_for_one_job() -> None:
+    with lab_workers.workers(1, []) as executor:
+        executor.submit(job("a"))
+        while not executor.wait():
+            pass
 
 
 @pytest.mark.parametrize(("number", "ending"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
@@ -398,17 +428,89 @@ def test_an_interrupted_command_stops_its_workers(
         monkeypatch,
         f"trap '' TERM; echo $$ > child; kill -{number} {os.getpid()}; for i in $(seq 60); do sleep 1; done",
     )
-    monkeypatch.setattr(experiment_workers, "PATIENCE", 0.3)
+    monkeypatch.setattr(lab_workers, "PATIENCE", 0.3)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have their background jobs ignore
     try:
         with pytest.raises(ending):
-            experiment_workers.supervise([], 1, [])
+            wait_for_one_job()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int(Path("child").read_text()), 0)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def answers(kind: str, content: Any) -> Any:
+    """What a worker that answers so ends with."""
+    worker = object.__new__(lab_workers.Worker)
+    worker.connection, theirs = lab_workers.Pipe()
+    worker.job = job("base, seed 0")
+    theirs.send((kind, content))
+    return worker.answer()
+
+
+def test_what_a_worker_answers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answers("results", {Path("a"): (1.0, 2.0)}).results == {Path("a"): (1.0, 2.0)}
+    assert answers("apart", "an LSTM").apart == "an LSTM"
+    with pytest.raises(UserError, match=r"^lr must be positive$"):
+        answers("error", "lr must be positive")
+    with pytest.raises(UserError, match=r"^base, seed 0 failed with the error above, and the other runs were stopped"):
+        answers("error", None)
+
+    def fail(error: Exception) -> tuple[str, Any]:
+        def carry_out(self: Job, patterns: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(Job, "carry_out", carry_out)
+        return lab_workers.carry_out(job("a"), Patterns())
+
+    assert fail(Apart("an LSTM")) == ("apart", "an LSTM")
+    assert fail(UserError("lr must be positive")) == ("error", "lr must be positive")
+    assert capsys.readouterr().err == ""
+    assert fail(ZeroDivisionError("by zero")) == ("error", None)
+    assert "ZeroDivisionError: by zero" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_driver_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    """A killed driver, and a killed worker: the results of an uninterrupted run, and no finished run made again."""
+    config = small(tmp_path / "c.yaml", max_steps=4000, val_check_interval=4000, check_val_every_n_epoch=None)
+    arguments = ["sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--metric", "last_100%", "--stack", "off"]
+    arguments += ["--checkpoint.every_n_train_steps=100", "--workers", "2", "--out", "s"]
+    server = Server(tmp_path, **WITHOUT_FIGURES)
+
+    def processes() -> list[int]:
+        locks = Path("s/trials").glob("*/run.lock")
+        return [int(text.split()[1]) for lock in locks if (text := lock.read_text())]
+
+    def wait_for_checkpoints() -> None:
+        until = time.monotonic() + 120
+        while len(list(Path("s/trials").glob("*/checkpoints/resume/*"))) < 2 or len(processes()) < 2:
+            assert time.monotonic() < until, server.log.read_text()[-3000:]
+            time.sleep(0.01)
+
+    driver = server.start(*arguments)
+    wait_for_checkpoints()
+    os.kill(driver, signal.SIGKILL)
+    assert server.answer() == -signal.SIGKILL
+    orphans = processes()
+    server.start(*arguments)  # at once: its workers wait for the runs until the others have left them
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in orphans):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    while not (alive := [pid for pid in processes() if pid not in orphans]):
+        time.sleep(0.01)
+    os.kill(alive[0], signal.SIGKILL)
+    assert server.answer() == 0, server.log.read_text()[-3000:]
+    assert "its process died (signal 9); the runs continue" in server.log.read_text()
+    server.run(*arguments[:-4], "--out", "whole")
+    server.process.communicate()
+    assert values(Path("s")) == values(Path("whole"))
+    for run in Path("s/trials").iterdir():
+        assert starts(run)[0] == 0
+        assert all(step > 0 for step in starts(run)[1:])
 
 
 def test_a_long_run_prints_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -530,25 +632,26 @@ def test_damaged_files_are_named_and_written_again() -> None:
     whole.begin(["command"])
     sweep, base = whole.parts[:2]
     assert isinstance(sweep, SweepPart)
-    while (taken := sweep.study.take()) is not None:
-        sweep.study.finish(taken, [float(taken.cell)], 1.0)
-    assert sweep.take() is None
-    good = sweep.tuned.read_text()
-    # each would make a base of another learning rate, or fail without a clear message
-    for bad in ("", "{}", "model: [", good.replace("0.001", "0.002")):
-        Path("o/sweep_1/best.yaml").write_text(bad)
-        with pytest.raises(ValueError, match=r"^o/sweep_1/best.yaml is not what the sweep found; delete it"):
-            whole.take()
-        assert lapsed(Path("o/leases/base-3"))
+    for trial, value in zip(sweep.trials(), ("0.2", "0.1"), strict=True):
+        trial.runs[0].folder.mkdir(parents=True)
+        (trial.runs[0].folder / "result.json").write_text(json.dumps({"value": value, "seconds": 1.0}))
+    with pytest.raises(UserError, match="base, seed 3 and 1 more would be made"):
+        whole.make(Driver(Idle(), "auto"))
+    best = Path("o/sweep_1/best.yaml").read_text()
+    assert "lr: 0.02" in best
     Path("o/sweep_1/best.yaml").unlink()
-    assert sweep.take() is None
-    assert sweep.tuned.read_text() == good
+    with pytest.raises(UserError, match="base, seed 3 and 1 more would be made"):
+        whole.make(Driver(Idle(), "auto"))
+    assert Path("o/sweep_1/best.yaml").read_text() == best
+    Path("o/sweep_1/best.yaml").write_text("{}")  # it is written for users, and not read
+    assert lr_in(base.trials()[0].runs[0].config) == 0.02
 
     base.folder.mkdir(parents=True)
     (base.folder / "result.json").write_text("")
     with pytest.raises(ValueError, match=r"^o/base/seed=3/result.json is damaged .*; delete it"):
-        whole.take()
+        whole.make(Driver(Idle(), "auto"))
     described = Path("o/experiment.json").read_text()
+    Path("o/run.lock").touch()  # of the command that made it
     for bad in ("", "{}", "[1]", described[:100]):
         Path("o/experiment.json").write_text(bad)
         with pytest.raises(ValueError, match=r"^o/experiment.json is damaged .*; delete it"):
@@ -574,7 +677,7 @@ def test_another_experiment_is_left_alone() -> None:
         assert different in message
         assert "holds another experiment" in refused("experiment", "e.yaml", "--out", "o", *options, "--plan")
     assert Path("o/experiment.json").read_bytes() == before
-    assert sorted(path.name for path in Path("o").iterdir()) == ["experiment.json", "lock"]
+    assert sorted(path.name for path in Path("o").iterdir()) == ["experiment.json"]
     Path("mine").mkdir()
     Path("mine/file").touch()
     assert "not empty" in refused("experiment", file(upscale()), "--out", "mine")

@@ -15,12 +15,12 @@ from paths import ROOT
 from synthetic_runs import Page, base, epochs, report, scratch, upscale, upscaled, write_run
 
 from mupscale.commands import figures
-from mupscale.commands.experiment.file import read
-from mupscale.commands.experiment.parts import RunPart, SweepPart
-from mupscale.commands.experiment.protocols import Experiment
+from mupscale.commands.lab.experiments import Experiment, trials_of
+from mupscale.commands.lab.file import read
+from mupscale.commands.lab.parts import RunPart, SweepPart
+from mupscale.commands.lab.results import Results
+from mupscale.commands.lab.run import Trial
 from mupscale.commands.reporting.draw import draw_ends
-from mupscale.commands.stacks import Unit
-from mupscale.commands.tuning.results import Results
 from mupscale.methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -95,9 +95,8 @@ def test_all_methods_are_tuned_alike_and_seeds_are_whole() -> None:
         "scratch, seed 4", "upscale/duplication, seed 4", "upscale/net2net, seed 4", "upscale/diagonal, seed 4",
     ]  # fmt: skip
     sweeps = [part for part in whole.parts if isinstance(part, SweepPart)]
-    assert [(sweep.trials, sweep.needs) for sweep in sweeps] == [(2, whole.parts[:1])] * 3
-    last = whole.parts[-1]
-    assert [need.name for need in last.needs] == ["base, seed 4", "sweep_2/diagonal"]
+    assert [sweep.total for sweep in sweeps] == [2] * 3
+    assert [len(stage) for stage in whole.stages] == [1, 5, 8]
     record = whole._record(["command"])
     assert record["runs"][-1] == {
         "role": "upscale", "seed": 4, "folder": "upscale/diagonal/seed=4", "method": "diagonal",
@@ -105,13 +104,13 @@ def test_all_methods_are_tuned_alike_and_seeds_are_whole() -> None:
     assert list(record["sweeps"]) == ["small_base", *names[3:6]]
 
 
-def finished(part: RunPart) -> None:
-    part.folder.mkdir(parents=True)
-    (part.folder / "result.json").write_text('{"value": "0.5", "seconds": 1.0}')
+def write_result(folder: Path, value: float) -> None:
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps({"value": str(value), "seconds": 1.0}))
 
 
-def swap_of(unit: Unit) -> dict[str, Any]:
-    (swap,) = (c for c in unit.runs[0].config["trainer"]["callbacks"] if class_of(c) == "UpscaleCallback")
+def swap_of(trial: Trial) -> dict[str, Any]:
+    (swap,) = (c for c in trial.runs[0].config["trainer"]["callbacks"] if class_of(c) == "UpscaleCallback")
     return dict(swap["init_args"])
 
 
@@ -119,38 +118,34 @@ def swap_of(unit: Unit) -> dict[str, Any]:
 def test_each_method_grows_the_target_with_its_own_best_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is trained. All trials of one method diverge, and so it has no runs at the target size."""
     monkeypatch.setattr(Results, "draw", lambda *_: [])
-    monkeypatch.setattr("mupscale.commands.experiment.protocols.check", lambda description: None)
+    monkeypatch.setattr("mupscale.commands.lab.experiments.check", lambda description: None)
     whole = Experiment(Path("o"), read(Path(file()), []))
     whole.begin(["command"])
     for part in whole.parts[:3]:
         assert isinstance(part, RunPart)
-        finished(part)
+        write_result(part.folder, 0.5)
     losses = {"duplication": [0.3, 0.2], "net2net": [math.inf, math.inf], "diagonal": [0.1, 0.2]}
-    for name, values in losses.items():
-        for value in values:
-            unit = whole.take()
-            assert unit is not None
-            assert unit.name.startswith(f"sweep_2/{name}, lr=")
-            assert class_of(swap_of(unit)["method"]) == class_of(THREE[name])
-            assert unit.runs[0].config["model"]["init_args"]["init_from"] == "o/small_base/seed=3/checkpoints/last.ckpt"
-            unit.finish([(value, 1.0)])
+    values = [(name, value) for name, both in losses.items() for value in both]
+    for trial, (name, value) in zip(trials_of(whole.stages[1]).values(), values, strict=True):
+        assert trial.name.startswith(f"sweep_2/{name}, lr=")
+        assert class_of(swap_of(trial)["method"]) == class_of(THREE[name])
+        assert trial.runs[0].config["model"]["init_args"]["init_from"] == "o/small_base/seed=3/checkpoints/last.ckpt"
+        write_result(trial.runs[0].folder, value)
+    for part in whole.stages[1]:
+        part.conclude()
     assert Path("o/sweep_2/net2net/no_best.txt").read_text() == "none: all 2 trials diverged\n"
     assert len(list(Path("o/sweep_2").glob("*/best.yaml"))) == 2
-    taken = {}
-    for part in whole.parts[6:]:
-        unit = whole.take()
-        if unit is not None:
-            taken[unit.name] = unit
-            assert isinstance(part, RunPart)
+    taken = {trial.name: trial for trial in trials_of(whole.stages[2]).values()}
     assert list(taken) == [
         "scratch, seed 3", "upscale/duplication, seed 3", "upscale/diagonal, seed 3",
         "scratch, seed 4", "upscale/duplication, seed 4", "upscale/diagonal, seed 4",
     ]  # fmt: skip
+    assert list(trials_of(whole.stages[2])) == [0, 1, 3, 4, 5, 7]  # by which parts share them
     assert whole.left == (6, 17)
     for name, lr in (("duplication", 0.01), ("diagonal", 0.005)):
         for seed in (3, 4):
-            unit = taken[f"upscale/{name}, seed {seed}"]
-            model, swap = unit.runs[0].config["model"]["init_args"], swap_of(unit)
+            trial = taken[f"upscale/{name}, seed {seed}"]
+            model, swap = trial.runs[0].config["model"]["init_args"], swap_of(trial)
             assert model["optimizer"]["init_args"]["lr"] == lr
             assert model["init_from"] == f"o/base/seed={seed}/checkpoints/last.ckpt"
             assert (swap["width"], class_of(swap["method"])) == (32, class_of(THREE[name]))

@@ -18,18 +18,18 @@ from synthetic_runs import write_run
 
 from mupscale.__main__ import main
 from mupscale.commands import figures
-from mupscale.commands.experiment.costs import BLOCKS, Costs, StepClock, budget_steps, limited, measured, read_costs
-from mupscale.commands.experiment.file import read, refuse_validated_schedule
-from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, stretched
-from mupscale.commands.experiment.parts import RunPart, State
-from mupscale.commands.experiment.protocols import Experiment
-from mupscale.commands.experiment.widths import Growth
+from mupscale.commands.lab.costs import BLOCKS, Costs, StepClock, budget_steps, limited, measured, read_costs
+from mupscale.commands.lab.experiments import Experiment
+from mupscale.commands.lab.file import read, refuse_validated_schedule
+from mupscale.commands.lab.midrun_keys import MidrunKeys, midrun_keys, stretched
+from mupscale.commands.lab.parts import RunPart
+from mupscale.commands.lab.results import Results
+from mupscale.commands.lab.run import result_of
+from mupscale.commands.lab.widths import Growth
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.midrun import Arm, Comparison, Midrun, MidrunRun
 from mupscale.commands.reporting.midrun_figures import curve_of, draw_curves, lines_of
 from mupscale.commands.reporting.runs import LoggedRun, RunSize
-from mupscale.commands.runs import result_of
-from mupscale.commands.tuning.results import Results
 from mupscale.errors import UserError
 from mupscale.flops import mlp_flops
 from mupscale.models.mlp import MLP
@@ -102,7 +102,7 @@ def costs(**changes: Any) -> Costs:
     values: dict[str, Any] = {
         "steps": 1500, "steps_per_epoch": 600, "batches_per_step": 1,
         "flops": {"256": 1.0, "384": 2.0, "512": 3.0}, "seconds": {"256": 0.02, "384": 0.025, "512": 0.04},
-        "start_seconds": {}, "device": "cpu", "timed_steps": 300,
+        "start_seconds": {}, "device": "cpu", "timed_steps": 300, "batches_per_epoch": 600,
     }  # fmt: skip
     return Costs(**(values | changes))
 
@@ -124,7 +124,6 @@ def test_the_last_step_of_an_epoch_takes_the_batches_that_are_left() -> None:
     """A validation is due after that many batches, and would be missed otherwise."""
     known = costs(steps_per_epoch=4, batches_per_step=3, batches_per_epoch=10)
     assert [known.batches_of(steps) for steps in (1, 3, 4, 5, 40)] == [3, 9, 10, 13, 100]
-    assert costs(steps_per_epoch=4, batches_per_step=3).batches_of(5) == 15  # a file without that number
 
 
 @pytest.mark.parametrize(
@@ -227,24 +226,25 @@ def test_mistakes_are_reported_before_the_first_run() -> None:
 # --- the whole experiment
 
 
-def test_nothing_is_made_while_the_time_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mupscale.commands.experiment.protocols.check", lambda description: None)
+def test_nothing_is_made_while_the_time_is_measured() -> None:
     whole = Experiment(Path("o"), read(Path(file(midrun())), []))
-    whole.begin(["command"])
-    unit = whole.take()
-    assert unit is not None
-    assert (unit.name, unit.runs) == ("costs", [])  # no run that could become one of a stack
-    assert whole.parts[0].state() == State(1, 0, 1)
-    assert whole.take() is None
-    unit.give_back()
-    assert whole.take() is not None
+    assert [part.name for part in whole.stages[0]] == ["costs"]
+    (trial,) = whole.stages[0][0].trials()
+    (run,) = trial.runs
+    assert run.kind is None  # it cannot become one of a stack
+    assert run.known_result() is None
+    assert not whole.parts[0].finished
+    Path("o").mkdir()
+    Path("o/costs.json").touch()
+    assert run.known_result() == (0.0, 0.0)
+    assert whole.parts[0].finished
 
 
 def test_a_model_whose_flops_cannot_be_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = MLP.loss
     monkeypatch.setattr(MLP, "loss", lambda self, batch: loss(self, batch) * loss(self, batch).item())
     monkeypatch.setattr("mupscale.models.base._FLOPS", {})
-    monkeypatch.setattr("mupscale.commands.experiment.file.check", lambda description: None)
+    monkeypatch.setattr("mupscale.commands.lab.file.check", lambda description: None)
     message = r"^model: protocol midrun compares runs at equal FLOPs, but the FLOPs of MLP cannot be counted.*item\(\)"
     with pytest.raises(UserError, match=message):
         measured(read(Path(file(midrun())), []), Path("t"))
@@ -254,7 +254,7 @@ def test_a_run_follows_another_only_as_long_as_both_are_the_same() -> None:
     def part(role: str, *, lr: float = 0.1, at_step: int = 7, first: RunPart | None = None) -> RunPart:
         swap = {"class_path": "UpscaleCallback", "init_args": {"at_step": at_step, "noise": role}}
         config = {"trainer": {"callbacks": [swap]}, "model": {"init_args": {"lr": lr}}}
-        return RunPart(Path("o"), role, 3, lambda: config, "last_10%", [], keeps_checkpoints=False, first=first)
+        return RunPart(Path("o"), role, 3, lambda: config, "last_10%", keeps_checkpoints=False, first=first)
 
     first = part("first")
     follower = part("second", first=first)
@@ -267,7 +267,7 @@ def test_a_run_follows_another_only_as_long_as_both_are_the_same() -> None:
     assert part("third", lr=0.2, first=first)._start() is None
     assert part("fourth", at_step=8, first=first)._start() is None
     (first.folder / "result.json").write_text('{"value": "1.0", "seconds": 1.0}')
-    first.tidy()
+    first.conclude()
     assert saved.exists()  # the others are not finished
     content = bytearray(saved.read_bytes())
     content[len(content) // 2] ^= 1
@@ -278,13 +278,15 @@ def test_a_run_follows_another_only_as_long_as_both_are_the_same() -> None:
 @pytest.mark.slow
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Results, "draw", lambda *_: [])
-    for module in ("file", "protocols"):  # the test of all shipped files has it, and it takes seconds
-        monkeypatch.setattr(f"mupscale.commands.experiment.{module}.check", lambda description: None)
+    for module in ("file", "experiments"):  # the test of all shipped files has it, and it takes seconds
+        monkeypatch.setattr(f"mupscale.commands.lab.{module}.check", lambda description: None)
     main(["experiment", file(midrun()), "--out", "o", "--plan"])
     plan = capfd.readouterr().out
     assert "20 of 20 runs left" in plan
-    assert re.search(r"^cosine/sweep_2/centred-0.5 +2 +0 +0  after costs, cosine/sweep_1/narrow$", plan, re.MULTILINE)
-    assert re.search(r"^cosine/flops/centred-0.5, seed 3 .*, cosine/flops/paper-0.5, seed 3$", plan, re.MULTILINE)
+    assert re.search(r"^ +1  costs +1 +0$", plan, re.MULTILINE)
+    assert re.search(r"^ +3  cosine/sweep_2/centred-0.5 +2 +0$", plan, re.MULTILINE)
+    assert re.search(r"^ +4  cosine/flops/paper-0.5, seed 3 +1 +0$", plan, re.MULTILINE)
+    assert re.search(r"^ +5  cosine/flops/centred-0.5, seed 3 +1 +0$", plan, re.MULTILINE)
     main(["experiment", "e.yaml", "--out", "o"])
     output = capfd.readouterr().out
     assert output.count(": begins\n") == 20

@@ -11,10 +11,10 @@ from paths import ROOT
 from mupscale.__main__ import main
 from mupscale.commands import figures
 from mupscale.commands.config import class_name
-from mupscale.commands.experiment.file import Description, description_of, read
-from mupscale.commands.experiment.quick import divisor_of, quick_content, shortened
-from mupscale.commands.runs import result_of
-from mupscale.commands.tuning.results import Results
+from mupscale.commands.lab.file import Description, description_of, read
+from mupscale.commands.lab.quick import divisor_of, quick_content, shortened
+from mupscale.commands.lab.results import Results
+from mupscale.commands.lab.run import result_of
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -40,7 +40,7 @@ def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Results, "draw", lambda *_: [])
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
     monkeypatch.setattr(figures, "save", blank_figures.save)
-    monkeypatch.setattr("mupscale.commands.experiment.protocols.check", lambda description: None)
+    monkeypatch.setattr("mupscale.commands.lab.experiments.check", lambda description: None)
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_every_experiment_runs(
     path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if path.stem != "methods_quickstart" and not request.config.getoption("--all"):
-        monkeypatch.setattr("mupscale.commands.experiment.quick.quick_content", with_some_methods)
+        monkeypatch.setattr("mupscale.commands.lab.quick.quick_content", with_some_methods)
     main(["experiment", f"configs/experiments/{path.name}", "--quick"])
     out = Path("runs/experiments", f"{path.stem}-quick")
     output = capsys.readouterr().out

@@ -11,9 +11,9 @@ from command_line import small, upscale
 from mupscale.commands.cli import Parser, parsed
 from mupscale.commands.config import Config, at, temporary_file
 from mupscale.commands.configured import described
+from mupscale.commands.lab.space import Axis
+from mupscale.commands.lab.trial import Tried, for_trials, refuse_invalid
 from mupscale.commands.pattern import Kept, Pattern, Patterns
-from mupscale.commands.tuning.space import Axis
-from mupscale.commands.tuning.trial import Tried, for_trials, refuse_invalid
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")

@@ -22,7 +22,7 @@ from tiers import slow_except
 from mupscale.__main__ import main
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.stacked_fits import StackedFits
-from mupscale.commands.runs import result_of
+from mupscale.commands.lab.run import result_of
 from mupscale.models.base import Growable
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -245,12 +245,13 @@ def starts(run: Path) -> list[int]:
 
 
 KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {
-    "set-up": [(("others", 8), ("others", 40)), (("main", 21), ("others", 75)), (("others", 60), ("main", 30))],
+    "set-up": [(("others", 8), ("others", 40)), (("main", 0), ("others", 75)), (("others", 30), ("others", 20)),
+               (("others", 50), ("others", 12))],
     "steps": [(("others", 130), ("others", 160)), (("others", 110), ("others", 95)), (("others", 85), ("others", 120)),
-              (("others", 100), ("main", 27))],
-    "the end": [(("others", 300), ("others", 270)), (("main", 33), ("others", 180)), (("main", 40), ("main", 36))],
+              (("others", 100), ("main", 2))],
+    "the end": [(("others", 300), ("others", 270)), (("main", 6), ("others", 180))],
 }  # fmt: skip
-"""At which file operations two processes are killed, again and again: 20 of them, by --all; or the first 12."""
+"""At which file operations two parts are killed, again and again: 20 of them, by --all; or the first 12."""
 
 
 @pytest.fixture(scope="module")
@@ -289,8 +290,8 @@ def test_killed_processes_leave_no_trace(
     rounds = KILLS[kind] if pytestconfig.getoption("--all") else KILLS[kind][:2]
     killed = 0
     for size, points in zip(("2", "auto", "1", "2"), rounds, strict=False):
-        for server, point in zip(servers, points, strict=True):
-            server.start(*arguments, size, folder=str(out), point=point)
+        for index, (server, point) in enumerate(zip(servers, points, strict=True)):
+            server.start(*arguments, size, "--part", f"{index}/2", folder=str(out), point=point)
         killed += [server.answer() for server in servers].count(-signal.SIGKILL)
     assert killed == 2 * len(rounds)
     servers[0].start(*arguments, "3", folder=str(out))

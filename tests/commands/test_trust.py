@@ -1,7 +1,6 @@
 """Checkpoints, YAML and journals of strangers: none of them chooses code to run, and each is refused in one line."""
 
 import logging
-import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,8 +14,6 @@ from saved import save_mlp
 from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.__main__ import main
-from mupscale.commands.tuning.study import read_journal
-from mupscale.errors import UserError
 
 pytestmark = [
     pytest.mark.filterwarnings(*LIGHTNING_WARNINGS),
@@ -215,15 +212,6 @@ def test_tags_in_yaml_make_nothing(command: list[str], saved: Path, tmp_path: Pa
     for file in ("evil.yaml", "run/config.yaml"):
         Path(file).write_text('model: !!python/object/apply:os.system ["touch marker"]\n')
     assert "python/object/apply:os.system" in refused(*command)
-    assert not Path("marker").exists()
-
-
-@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
-def test_a_pickled_journal_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("study.journal").write_bytes(pickle.dumps(Attack()) + b"\n")
-    with pytest.raises(UserError, match=r"study\.journal is damaged"):
-        read_journal(Path())
     assert not Path("marker").exists()
 
 

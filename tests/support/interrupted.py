@@ -24,10 +24,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
 
 from mupscale import __main__ as command_line
-from mupscale.commands import cli, cluster, resume, stacks, sweep  # noqa: F401
-from mupscale.commands.experiment import protocols, quick  # noqa: F401
-from mupscale.commands.tuning import execution, trial  # noqa: F401
-from mupscale.commands.tuning.results import Results
+from mupscale.commands import cli, resume, sweep  # noqa: F401
+from mupscale.commands.lab import experiments, workers  # noqa: F401
+from mupscale.commands.lab.results import Results
 from mupscale.models.mlp import MLP, MLPNet
 
 

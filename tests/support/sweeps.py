@@ -11,11 +11,8 @@ from command_line import trials
 from run_ends import differences, observed
 
 from mupscale.__main__ import main
-from mupscale.commands.tuning import execution
-from mupscale.commands.tuning.results import Results
-
-CLOCKED = ("seconds", "attempts")
-"""Columns of trials.csv that differ between two sweeps of the same trials."""
+from mupscale.commands.lab import sweep
+from mupscale.commands.lab.results import Results
 
 
 @contextlib.contextmanager
@@ -23,7 +20,7 @@ def plain_sweeps() -> Iterator[None]:
     """Sweeps without figures, which take seconds, and whose trials all keep their checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Results, "draw", lambda *_: [])
-        patch.setattr(execution, "drop_checkpoints", lambda folder: None)
+        patch.setattr(sweep, "drop_checkpoints", lambda folder: None)
         yield
 
 
@@ -50,7 +47,7 @@ def changed(config: str, *, optimizer: dict[str, Any] | None = None, **sections:
 
 def values_of(out: Path) -> list[dict[str, str]]:
     """The rows of a sweep's table, without what a clock decides."""
-    return [{key: value for key, value in row.items() if key not in CLOCKED} for row in trials(out)]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in trials(out)]
 
 
 def numbers_of(out: Path) -> list[list[float]]:

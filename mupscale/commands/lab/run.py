@@ -1,12 +1,13 @@
 """A run in this process: its configuration, log and result. An interrupted run is resumed."""
 
 import gc
+import json
 import logging
 import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,14 +19,24 @@ import torch
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.cli import CLI, LOGGER, callbacks_in, parsed
-from mupscale.commands.config import Config, read_json, temporary_file
+from mupscale.commands.config import Config, class_name, read_json, temporary_file
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.results import write_result
-from mupscale.commands.run_folder import RESULT
+from mupscale.commands.run_folder import RESULT, Claim, Taken
 from mupscale.errors import UserError
 
 PROGRESS_SECONDS = 60.0
 """The least time between two lines about one run."""
+
+PATIENCE = 60.0
+"""Seconds that another process has to leave a folder: one whose driver was killed ends after its current step."""
+
+
+NUMBERS = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening")
+"""Arguments of optimizers that may differ within a stack."""
+
+OF_THE_SWAP = ("at_step", "width", "layers", "depth")
+"""Arguments of UpscaleCallback that runs of a stack have in common; the swap itself is each one's own."""
 
 
 @dataclass(frozen=True)
@@ -38,32 +49,62 @@ class Run:
     starts_from: Path | None = None
     """A checkpoint of another run, which was the same up to there; None to start from the beginning."""
 
+    @property
+    def kind(self) -> str | None:
+        """What runs of one stack have in common; None if the run is always made alone."""
+        return likeness(self.config)
+
+    def known_result(self) -> "Result | None":
+        """The result, if the run is finished already."""
+        if (self.folder / RESULT).exists():
+            return result_of(self.folder)
+        # of a run whose process died before it wrote the result
+        if self.newest_checkpoint()[1].get("callbacks", {}).get("TrialMetric", {}).get("diverged"):
+            return record(self.folder, {"value": math.inf, "seconds": 0.0})
+        return None
+
+    def newest_checkpoint(self) -> tuple[Path | None, dict[str, Any]]:
+        """The checkpoint from which the run continues; None if it starts from the beginning."""
+        return newest_checkpoint(self.folder) if (self.folder / "config.yaml").exists() else (None, {})
+
+    def make(self, pattern: Pattern | None = None) -> "Result":
+        """Makes or resumes the run; prints its progress if it is long. `pattern` is that of similar configurations."""
+        torch.compiler.reset()  # dynamo stops compiling after a few networks
+        with progress(self.name):
+            result = fit_run(self, pattern=pattern)
+        free_memory()
+        return result
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Runs that count as one, such as the seeds of a point. If one diverges, the trial has diverged and ends there."""
+
+    name: str
+    runs: list[Run]
+    finish: "Callable[[list[Result]], str] | None" = None
+    """Takes their results, up to the first that diverged; returns a summary in words. Other processes have none."""
+
 
 Result = tuple[float, float]
 """The metric of a finished run, and the seconds it took."""
 
 
-def make(run: Run, pattern: Pattern | None = None) -> Result:
-    """Makes or resumes a run; prints its progress if it is long. `pattern` is that of configurations like its own."""
-    torch.compiler.reset()  # dynamo stops compiling after a few networks
-    with progress(run.name):
-        result = fitted(run, pattern=pattern)
-    free_memory()
-    return result
+def ending_of(runs: Iterable[Any], find: Callable[[Any], Result | None]) -> list[Result] | None:
+    """The results of the runs of a trial up to the first that diverged; None if a run before that is not finished."""
+    answer = []
+    for run in runs:
+        result = find(run)
+        if result is None:
+            return None
+        answer.append(result)
+        if math.isinf(result[0]):
+            break
+    return answer
 
 
-def known_result(run: Run) -> Result | None:
-    """The result of a run that is finished already."""
-    if (run.folder / RESULT).exists():
-        return result_of(run.folder)
-    _, checkpoint = newest(run)
-    if checkpoint.get("callbacks", {}).get("TrialMetric", {}).get("diverged"):  # its process died before it wrote that
-        return record(run.folder, {"value": math.inf, "seconds": 0.0})
-    return None
-
-
-def fitted(run: Run, beside: Callable[[], int] = lambda: 1, pattern: Pattern | None = None) -> Result:
-    """The fit of a run that is not finished.
+def fit_run(run: Run, beside: Callable[[], int] = lambda: 1, pattern: Pattern | None = None) -> Result:
+    """Fits or resumes a run.
 
     Args:
         run: The run.
@@ -71,7 +112,11 @@ def fitted(run: Run, beside: Callable[[], int] = lambda: 1, pattern: Pattern | N
         pattern: Of configurations like this one.
     """
     start = time.monotonic()
-    path, _ = newest(run)
+    claim_when_free(run.folder).release()  # a process whose driver died may still be about to end
+    known = run.known_result()
+    if known is not None:
+        return known
+    path, _ = run.newest_checkpoint()
     with explained(run.name, run.folder):
         if path is None:
             shutil.rmtree(run.folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
@@ -88,9 +133,16 @@ def fitted(run: Run, beside: Callable[[], int] = lambda: 1, pattern: Pattern | N
     return record(run.folder, {"value": metric_of(cli), "seconds": seconds, **cli.results.numbers(cli.trainer)})
 
 
-def newest(run: Run) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint from which a run continues; None if it starts from the beginning."""
-    return newest_checkpoint(run.folder) if (run.folder / "config.yaml").exists() else (None, {})
+def claim_when_free(folder: Path) -> Claim:
+    """The right to write to a folder, once the process that has it ends. Raises a UserError if it does not."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return Claim(folder)
+        except Taken:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.1)
 
 
 def set_aside() -> None:
@@ -127,6 +179,24 @@ def with_run(config: Config, metric: str, seed: int, folder: Path) -> Config:
 
 def metric_of(cli: CLI) -> float:
     return callbacks_in(cli.trainer, TrialMetric)[0].value
+
+
+def likeness(config: Config) -> str:
+    """What runs of one stack have in common: a configuration without the numbers that may differ."""
+    answer = deepcopy(config)
+    answer["seed_everything"] = None
+    answer["trainer"]["logger"] = None
+    model, data = answer["model"]["init_args"], answer["data"].get("init_args") or {}
+    model["init_from"] = data["seed"] = None
+    numbers = (model.get("optimizer") or {}).get("init_args") or {}
+    for name in NUMBERS:
+        if name in numbers:
+            numbers[name] = bool(numbers[name]) if name == "momentum" else None
+    for callback in answer["trainer"]["callbacks"] or []:
+        if class_name(callback) == "UpscaleCallback":
+            arguments = callback["init_args"]
+            callback["init_args"] = {name: arguments.get(name) for name in OF_THE_SWAP}
+    return json.dumps(answer, sort_keys=True, default=str)
 
 
 # --- results

@@ -2,13 +2,15 @@
 
 import csv
 import io
+import json
 import math
 import shlex
 import shutil
 import statistics
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -17,13 +19,47 @@ from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands import figures
 from mupscale.commands.config import Config, Point, at, brief, callback_key, callbacks_of, class_name
 from mupscale.commands.event_files import read_log
-from mupscale.commands.tuning.space import Axis, labels, point_text
-from mupscale.commands.tuning.study import Outcome, Settings
-from mupscale.commands.tuning.trial import folder_name
+from mupscale.commands.lab.space import Axis, labels, point_text
+from mupscale.commands.lab.trial import folder_name
 from mupscale.errors import UserError
 
 POINTS = 60
 """The most points of a curve: each is the mean of several steps."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a sweep runs. Two sweeps are the same if their settings are equal."""
+
+    config: Config
+    axes: list[Axis]
+    sampler: Literal["grid", "random", "tpe"]
+    trials: int
+    seeds: list[int]
+    metric: str
+
+    def description(self) -> dict[str, Any]:
+        """The settings as plain values, as JSON returns them."""
+        values = {
+            "sweep": [axis.description() for axis in self.axes],
+            "sampler": self.sampler,
+            "trials": self.trials,
+            "seeds": self.seeds,
+            "metric": self.metric,
+            "config": self.config,
+        }
+        return json.loads(json.dumps(values))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished trial: a point of the search space, and the mean metric of its runs; infinite if one diverged."""
+
+    cell: int
+    point: Point
+    value: float
+    values: list[float]
+    seconds: float
 
 
 class Results:
@@ -57,13 +93,13 @@ class Results:
         table = csv.writer(text, lineterminator="\n")
         keys = [axis.key for axis in self.settings.axes]
         seeds = [f"seed {seed}" for seed in self.settings.seeds] if len(self.settings.seeds) > 1 else []
-        table.writerow(["trial", *keys, self.settings.metric, *seeds, "seconds", "attempts", "run"])
+        table.writerow(["trial", *keys, self.settings.metric, *seeds, "seconds", "run"])
         for outcome in self.outcomes:
             values = [value_text(value) for value in outcome.values] if seeds else []
             values += [""] * (len(seeds) - len(values))  # seeds after one that diverged are not run
             run = self.runs(outcome)[0].relative_to(self.out)
             row = [outcome.cell, *outcome.point.values(), value_text(outcome.value), *values]
-            table.writerow([*row, f"{outcome.seconds:.1f}", outcome.attempts, run])
+            table.writerow([*row, f"{outcome.seconds:.1f}", run])
         write_text(self.out / "trials.csv", text.getvalue())
 
     # --- the best

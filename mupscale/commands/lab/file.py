@@ -14,12 +14,12 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, callbacks_in
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
 from mupscale.commands.configured import described, refuse_optimizers
-from mupscale.commands.experiment.midrun_keys import MidrunKeys, midrun_keys, named, stretched
-from mupscale.commands.experiment.widths import Growth, Size, factors_text, growth_of, model_size
-from mupscale.commands.runs import without_announcements
-from mupscale.commands.tuning.results import checked_metric, signal_swap
-from mupscale.commands.tuning.space import Axis, axis_of, refuse_seeds
-from mupscale.commands.tuning.trial import Tried, for_trials, refuse_invalid
+from mupscale.commands.lab.midrun_keys import MidrunKeys, midrun_keys, named, stretched
+from mupscale.commands.lab.results import checked_metric, signal_swap
+from mupscale.commands.lab.run import without_announcements
+from mupscale.commands.lab.space import Axis, axis_of, refuse_seeds
+from mupscale.commands.lab.trial import Tried, for_trials, refuse_invalid
+from mupscale.commands.lab.widths import Growth, Size, factors_text, growth_of, model_size
 from mupscale.data_files import DECIMAL, interpreting, read_yaml
 from mupscale.errors import UserError
 from mupscale.models.growth_check import depth_between
@@ -64,14 +64,14 @@ class Description:
     _configs: dict[str, Config] = field(default_factory=dict, compare=False, repr=False)
     """What `config` has returned: runs of several seeds have the same, and to parse it takes half a second."""
 
-    def config(self, *overrides: Config | Path) -> Config:
-        """The whole configuration of a run: that of the experiment with `overrides`, mappings or files, in order."""
-        key = json.dumps([each.read_text() if isinstance(each, Path) else each for each in overrides])
+    def config(self, *overrides: Config) -> Config:
+        """The whole configuration of a run: that of the experiment with `overrides`, in order."""
+        key = json.dumps(overrides)
         if key not in self._configs:
             self._configs[key] = self.made(*overrides)[0]
         return deepcopy(self._configs[key])
 
-    def made(self, *overrides: Config | Path) -> tuple[Config, CLI]:
+    def made(self, *overrides: Config) -> tuple[Config, CLI]:
         """The whole configuration of a run, and the model, data and trainer that were made of it."""
         own = self.content["config"]
         with ExitStack() as files:

@@ -13,17 +13,10 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.cli import CLI, parsed
 from mupscale.commands.config import Config, Point, at, brief, callback_key, temporary_file
 from mupscale.commands.configured import refuse_growths
+from mupscale.commands.lab.space import Axis
 from mupscale.commands.pattern import Pattern
-from mupscale.commands.runs import Run, with_run
-from mupscale.commands.tuning.space import Axis
 from mupscale.errors import UserError
 from mupscale.models.hf import SAVED
-
-
-def runs_of(config: Config, metric: str, folders: dict[int, Path], name: str) -> list[Run]:
-    """The runs of a trial, in the folders by seed."""
-    names = {seed: f"{name}, seed {seed}" if len(folders) > 1 else name for seed in folders}
-    return [Run(with_run(config, metric, seed, folder), folder, names[seed]) for seed, folder in folders.items()]
 
 
 def for_trials(config: Config) -> Config:
@@ -36,7 +29,7 @@ def for_trials(config: Config) -> Config:
     if not one or trainer["num_nodes"] != 1:
         raise UserError(
             f"trainer.devices = {trainer['devices']}, trainer.num_nodes = {trainer['num_nodes']}: "
-            "a trial runs on one device; start the command once per device instead, with CUDA_VISIBLE_DEVICES"
+            "a trial runs on one device; leave both out, and give --workers N to make N trials at a time"
         )
     if trainer["fast_dev_run"] or trainer["barebones"] or trainer["enable_checkpointing"] is False:
         raise UserError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mupscale.commands.config import Config
-from mupscale.commands.experiment.widths import Growth, Size, in_proportion, is_size, numbers_in
+from mupscale.commands.lab.widths import Growth, Size, in_proportion, is_size, numbers_in
 from mupscale.errors import UserError
 
 BUDGETS = ["flops", "seconds"]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from mupscale.atomic import write_text
 from mupscale.commands import figures
 from mupscale.commands.config import brief
-from mupscale.commands.experiment.drift import Drift, drift_of
-from mupscale.commands.experiment.file import Description
-from mupscale.commands.experiment.widths import Growth, width_number
+from mupscale.commands.lab.drift import Drift, drift_of
+from mupscale.commands.lab.file import Description
+from mupscale.commands.lab.results import Results, in_order, metric_label, value_text
+from mupscale.commands.lab.widths import Growth, width_number
 from mupscale.commands.reporting.compare import chosen_without_seed, is_edge
-from mupscale.commands.tuning.results import Results, in_order, metric_label, value_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,12 +16,12 @@ from mupscale.atomic import write_text
 from mupscale.commands.cli import callbacks_in, parsed
 from mupscale.commands.config import Config, read_json, temporary_file
 from mupscale.commands.configured import first_batches
-from mupscale.commands.experiment.file import Description, of_width
-from mupscale.commands.experiment.parts import SingleUnit
-from mupscale.commands.experiment.widths import Growth, Size, folder_name, model_size
-from mupscale.commands.runs import Result, explained, free_memory, logged, with_run
-from mupscale.commands.stacks import Key, Unit
-from mupscale.commands.tuning.trial import drop_checkpoints
+from mupscale.commands.lab.file import Description, of_width
+from mupscale.commands.lab.parts import Part
+from mupscale.commands.lab.run import Result, Run, Trial, explained, free_memory, logged, with_run
+from mupscale.commands.lab.trial import drop_checkpoints
+from mupscale.commands.lab.widths import Growth, Size, folder_name, model_size
+from mupscale.commands.pattern import Pattern
 from mupscale.errors import UserError
 
 COSTS = "costs.json"
@@ -46,14 +46,12 @@ class Costs:
     """Of the start of a run and its first steps, in which it is compiled. The budget is not charged with them."""
     device: str
     timed_steps: int
-    batches_per_epoch: int | None = None
-    """None in files of version 0.2."""
+    batches_per_epoch: int
 
     def batches_of(self, steps: int) -> int:
         """The batches of a run of so many steps: the last step of an epoch takes those that are left."""
-        in_epoch = self.batches_per_epoch or self.steps_per_epoch * self.batches_per_step
         epochs, more = divmod(steps, self.steps_per_epoch)
-        return epochs * in_epoch + more * self.batches_per_step
+        return epochs * self.batches_per_epoch + more * self.batches_per_step
 
     def per_step(self, budget: str, width: Size) -> float:
         return (self.flops if budget == "flops" else self.seconds)[folder_name(width)]
@@ -78,12 +76,12 @@ def read_costs(path: Path) -> Costs:
         raise UserError(f"{path} is damaged ({error}); delete it and run the same command again") from error
 
 
-class CostPart(SingleUnit):
-    """Measures the cost of steps once. All other runs wait for it, because timing needs the device alone."""
+class CostPart(Part):
+    """Measures the cost of steps once. It is a stage of its own, because timing needs the device alone."""
 
     def __init__(self, out: Path, description: Description) -> None:
-        super().__init__(out, "costs", out / "costs", [], Key("costs", "timing", 0), "costs")
-        self.description = description
+        super().__init__("costs", out / "costs")
+        self.out, self.description = out, description
 
     @property
     def costs(self) -> Costs:
@@ -93,20 +91,30 @@ class CostPart(SingleUnit):
     def finished(self) -> bool:
         return (self.out / COSTS).exists()
 
-    def take(self, key: Key | None = None) -> Unit | None:
-        lease = self.claimed(key)
-        if lease is None:
-            return None
+    def trials(self) -> list[Trial]:
+        run = CostRun({}, self.folder, self.name, description=self.description)
+        return [Trial(self.name, [run], lambda results: f"a budget of {self.costs.steps:,} steps")]
 
-        def finish(results: list[Result]) -> str:
-            try:
-                costs = measured(self.description, self.folder)
-                write_text(self.out / COSTS, json.dumps(asdict(costs), indent=1) + "\n")
-            finally:
-                lease.release()
-            return f"a budget of {costs.steps:,} steps"
 
-        return Unit(self.name, [], finish, lease.release)  # without runs: a stack would be timed otherwise
+@dataclass(frozen=True)
+class CostRun(Run):
+    """The measurement of costs, as a run of `folder`; costs.json is beside it."""
+
+    description: Description | None = None
+
+    @property
+    def kind(self) -> None:
+        return None  # a stack would be timed otherwise
+
+    def known_result(self) -> Result | None:
+        return (0.0, 0.0) if (self.folder.parent / COSTS).exists() else None
+
+    def make(self, pattern: Pattern | None = None) -> Result:
+        assert self.description is not None
+        start = time.monotonic()
+        costs = measured(self.description, self.folder)
+        write_text(self.folder.parent / COSTS, json.dumps(asdict(costs), indent=1) + "\n")
+        return 0.0, time.monotonic() - start
 
 
 def measured(description: Description, folder: Path) -> Costs:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from mupscale.commands.config import Config, class_name
-from mupscale.commands.experiment.file import Description
-from mupscale.commands.tuning.space import Axis
+from mupscale.commands.lab.file import Description
+from mupscale.commands.lab.space import Axis
 from mupscale.models.checkpoint import Width
 
 LEAST_WIDTH = 4

@@ -1,9 +1,7 @@
-"""Runs as tasks of a Ray cluster.
+"""Jobs as tasks of a Ray cluster.
 
-The folder holds the state of all work, as without Ray. The driver, which is the process of the command, looks for
-waiting units of work and submits tasks for them. A task takes the leases of its units and runs them as any other
-process does. If it dies, its leases lapse and the units wait again; the next task resumes them from their checkpoints.
-The driver holds no lease: if it dies, run the same command again to continue.
+The driver, which is the process of the command, submits a task for each job and holds nothing but their list: if it
+dies, Ray ends its tasks, and the same command continues. If a task dies, the driver submits its job again.
 """
 
 import argparse
@@ -14,23 +12,22 @@ import pickle
 import signal
 import socket
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupscale.commands.cluster_nodes import Needs, Site, needs_of, nodes, refuse_late_node, refuse_nodes, site_of
+from mupscale.commands.lab.ray_nodes import Needs, Site, needs_of, nodes, refuse_late_node, refuse_nodes, site_of
 from mupscale.commands.termination import Terminated, interruptions, raise_for
 from mupscale.errors import UserError, needs_extra
 
 if TYPE_CHECKING:
-    from mupscale.commands.arguments import Size
-    from mupscale.commands.stacks import Key, Work
+    from mupscale.commands.lab.driver import Ending
+    from mupscale.commands.lab.jobs import Job
+    from mupscale.commands.lab.run import Result
 
 WAIT = 1.0
-"""Seconds between two checks of what other processes do."""
+"""Seconds between two looks at the signals that ask this process to end."""
 
 CONNECT_SECONDS = 5.0
 """How long the address of a cluster has to answer."""
@@ -43,9 +40,6 @@ GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + SETTINGS + b"\0\0\0
 
 PATIENCE = 5.0
 """Seconds that a task has to end before its process is killed. Either way its runs can be resumed."""
-
-MOST_DEATHS = 3
-"""How often the process of a unit may die while its node stays up: the unit itself may be the cause."""
 
 RAY_HELP = """run on a Ray cluster (docs/cluster.md): HOST:PORT, or auto for the cluster of which this machine is a
 node"""
@@ -95,11 +89,15 @@ def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Itera
         connect(options.ray)
         signal.signal(signal.SIGTERM, handler)  # Ray has set its own
         with interruptions() as seen:
-            there = nodes()
-            needs = needs_of(options, accelerator, there)
+            found = nodes()
+            needs = needs_of(options, accelerator, found)
             site = site_of(out)
-            refuse_nodes([node for node in there if node.room(needs)], site, seen)
-            yield Cluster(needs, site, seen)
+            refuse_nodes([node for node in found if node.room(needs)], site, seen)
+            there = Cluster(needs, site, seen)
+            try:
+                yield there
+            finally:
+                there.stop()
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, handler)
@@ -146,91 +144,61 @@ def refuse_address(address: str) -> None:
 
 
 class Cluster:
-    """A connected cluster on which the tasks that carry out a work have these needs.
+    """Makes jobs as tasks of a connected cluster, with these needs.
 
     `seen` are the signals that have asked this process to end.
     """
 
+    has_room = True  # tasks that cannot run yet wait in the cluster
+
     def __init__(self, needs: Needs, site: Site, seen: list[int]) -> None:
         self.needs, self.site, self._seen = needs, site, seen
-        self._tasks: dict[Any, list[Key]] = {}
-        """The units of each task that has not ended."""
-        self._deaths: Counter[Key] = Counter()
+        self._tasks: dict[Any, Job] = {}
+        """The jobs of the tasks that have not ended."""
 
-    def carry_out(self, work: "Work", opened: Callable[[], "Work"], size: "Size") -> None:
-        """Submits tasks until all units are finished, by these or by other processes.
+    @property
+    def slots(self) -> int:
+        return max(1, sum(node.room(self.needs) for node in nodes()))
 
-        Args:
-            work: What there is to do.
-            opened: Opens the same work on another node.
-            size: How many runs a task makes together.
-        """
+    def submit(self, job: "Job") -> None:
         import ray
 
-        from mupscale.commands.stacks import shared_out
+        task = ray.remote(max_retries=0, num_cpus=self.needs.cpus, num_gpus=self.needs.gpus)(make_job)
+        pickled = pickle.dumps(job)  # loads torch where it is unpickled, which a check comes before
+        self._tasks[task.options(name=str(job)).remote(self.site, self.needs, pickled)] = job
 
-        waiting = False
-        try:
-            while self._tasks or not work.finished:
-                raise_for(self._seen)
-                submitted = {key for keys in self._tasks.values() for key in keys}
-                slots = max(1, sum(node.room(self.needs) for node in nodes()))
-                left = [key for key in work.waiting() if key not in submitted]
-                for keys in shared_out(left, slots, size, work.most_together):
-                    self._tasks[self._submit(keys, opened, size)] = keys
-                if not self._tasks:
-                    if not waiting and not work.finished:
-                        print("waiting for other processes", flush=True)
-                        waiting = True
-                    time.sleep(WAIT)
-                    continue
-                waiting = False
-                ended, _ = ray.wait(list(self._tasks), timeout=WAIT)
-                for task in ended:
-                    for name, end in self._ends(task, self._tasks.pop(task)):
-                        print(f"{name}: {end}; {work.progress()}", flush=True)
-        finally:
-            self._stop()
-
-    def _submit(self, keys: list["Key"], opened: Callable[[], "Work"], size: "Size") -> Any:
+    def wait(self) -> list["Ending"]:
         import ray
 
-        task = ray.remote(max_retries=0, num_cpus=self.needs.cpus, num_gpus=self.needs.gpus)(make_units)
-        pickled = pickle.dumps((opened, keys, size))  # loads torch where it is unpickled, which a check comes before
-        return task.options(name=task_name(keys)).remote(self.site, self.needs, pickled)
+        raise_for(self._seen)
+        ended, _ = ray.wait(list(self._tasks), timeout=WAIT)
+        return [self._ending(task, self._tasks.pop(task)) for task in ended]
 
-    def _ends(self, task: Any, keys: list["Key"]) -> list[tuple[str, str]]:
-        """The names and results of a task's units. Raises a UserError if it failed, unless its process died."""
+    def _ending(self, task: Any, job: "Job") -> "Ending":
+        """How a task ended. Raises a UserError if a run failed, unless its process died."""
         import ray
         from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
 
-        name = task_name(keys)
+        from mupscale.callbacks.stacked_fits import Apart
+        from mupscale.commands.lab.driver import Ending, failed_words
+
         try:
-            return ray.get(task)
+            return Ending(job, ray.get(task))
         except TaskCancelledError as error:
-            raise UserError(f"the task {name} was cancelled; run the same command again to continue") from error
+            raise UserError(f"the task {job} was cancelled; run the same command again to continue") from error
         except RayTaskError as error:
+            if isinstance(error.cause, Apart):
+                return Ending(job, apart=str(error.cause))
             if isinstance(error.cause, UserError):
                 raise UserError(str(error.cause)) from error
             print(error, file=sys.stderr, flush=True)
-            raise UserError(
-                f"the task {name} failed with the error above, and the other tasks were stopped; fix it, then run the "
-                "same command again to continue"
-            ) from error
+            raise UserError(failed_words(job)) from error
         except NodeDiedError:
-            print(f"{name}: its node died; the runs continue elsewhere", file=sys.stderr, flush=True)
+            return Ending(job, death="its node died", is_own_fault=False)
         except RayError as error:
-            reason = str(error).strip().splitlines()[0]
-            self._deaths.update(keys)
-            if max(self._deaths[key] for key in keys) >= MOST_DEATHS:
-                raise UserError(
-                    f"the process of {name} died {MOST_DEATHS} times: {reason} If it runs out of memory, ask for more "
-                    "with --gpus_per_run or --cpus_per_run, or give a smaller --stack; then run the same command again"
-                ) from error
-            print(f"{name}: its process died; the runs continue ({reason})", file=sys.stderr, flush=True)
-        return []
+            return Ending(job, death=f"its process died ({str(error).strip().splitlines()[0]})")
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """Asks the tasks that run to end, and kills those that do not."""
         import ray
 
@@ -243,30 +211,18 @@ class Cluster:
                 _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)
 
 
-def task_name(keys: list["Key"]) -> str:
-    """What Ray's dashboard calls a task."""
-    if len(keys) == 1:
-        return str(keys[0])
-    return f"{keys[0].group}/{keys[0].kind}s {', '.join(str(key.number) for key in keys)}"
-
-
-def make_units(site: Site, needs: Needs, pickled: bytes) -> list[tuple[str, str]]:
-    """In a process of Ray: makes one stack of the units, or one unit if they do not stack; their names and ends.
-
-    What it does not take waits again once it has ended, and the driver shares it out anew. `pickled` has the function
-    that opens the work, the keys of the units, and how many runs are made together.
-    """
+def make_job(site: Site, needs: Needs, pickled: bytes) -> "dict[Path, Result]":
+    """In a process of Ray: makes a job; its results by folder."""
     refuse_late_node(site)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as mupscale.__main__ does, before torch is loaded
-    opened, keys, size = pickle.loads(pickled)
-    from mupscale.commands.runs import without_announcements
-    from mupscale.commands.stacks import Batch
+    job = pickle.loads(pickled)
+    from mupscale.commands.lab.run import without_announcements
+    from mupscale.commands.pattern import Patterns
 
     keep_to(needs)
     with without_announcements():
-        batch = Batch(opened(), keys, size, lambda line: print(line, flush=True))
         try:
-            return [(unit.name, end) for unit, end in batch.carry_out()]
+            return job.carry_out(Patterns())
         except Terminated as ending:
             raise SystemExit(1) from ending  # as Ray ends a process on SIGTERM
 

@@ -1,0 +1,211 @@
+"""The driver: makes the trials of one stage after another, by an executor, and goes on where it was interrupted.
+
+A stage is a list of trials that may be made in any order. All state is in the folders of the runs: a trial whose runs
+have a result is not made again, and an interrupted run is resumed from its newest checkpoint. So the same command
+continues after any kill.
+"""
+
+import math
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from mupscale.callbacks.stacked_fits import Apart
+from mupscale.commands.arguments import Size
+from mupscale.commands.lab.jobs import Job
+from mupscale.commands.lab.run import Result, Run, Trial, ending_of, set_aside
+from mupscale.commands.pattern import Patterns
+from mupscale.errors import UserError
+
+MOST_DEATHS = 3
+"""How often the process of a trial may die: the trial itself may be the cause."""
+
+WAIT = 1.0
+"""Seconds between two looks at what other parts have finished."""
+
+
+@dataclass
+class Ending:
+    """How a job ended: with results by folder; because its runs cannot be stacked; or with the death of its process."""
+
+    job: Job
+    results: dict[Path, Result] = field(default_factory=dict)
+    apart: str = ""
+    """Why the runs cannot be stacked."""
+    death: str = ""
+    """Why the process died."""
+    is_own_fault: bool = True
+    """Whether the job may be the cause of the death."""
+
+
+class Executor(Protocol):
+    """Makes jobs, in this process or in others. An error of a run is raised by `wait`."""
+
+    @property
+    def slots(self) -> int:
+        """How many jobs it makes at a time."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes another job now."""
+
+    def submit(self, job: Job) -> None: ...
+
+    def wait(self) -> list[Ending]:
+        """The jobs that have ended, once one has; may be empty."""
+
+
+class Inline:
+    """Makes one job at a time, in this process."""
+
+    slots = 1
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+        self._patterns = Patterns()
+        set_aside()
+
+    @property
+    def has_room(self) -> bool:
+        return self._job is None
+
+    def submit(self, job: Job) -> None:
+        self._job = job
+
+    def wait(self) -> list[Ending]:
+        assert self._job is not None
+        job, self._job = self._job, None
+        try:
+            return [Ending(job, job.carry_out(self._patterns))]
+        except Apart as reason:
+            return [Ending(job, apart=str(reason))]
+
+
+def failed_words(job: Job) -> str:
+    """The message about a run that failed in another process, which has printed the error."""
+    return (
+        f"{job} failed with the error above, and the other runs were stopped; fix it, then run the same command again "
+        "to continue"
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several commands that share the trials of each stage: --part INDEX/COUNT, from 0."""
+
+    index: int
+    count: int
+
+
+class Driver:
+    """Makes trials by an executor, similar ones together."""
+
+    def __init__(self, executor: Executor, size: Size, part: Part | None = None) -> None:
+        """
+        Args:
+            executor: What makes the jobs.
+            size: How many runs are made together.
+            part: The share of every stage that is made here; None for all.
+        """
+        self._executor, self._size, self._part = executor, size, part
+        self._results: dict[Path, Result] = {}
+        self._apart: set[str] = set()
+        """What runs have in common that cannot be stacked."""
+        self._deaths: Counter[Path] = Counter()
+
+    def make(self, trials: dict[int, Trial], progress: Callable[[], str]) -> None:
+        """Makes the trials of a stage, by their numbers in it, that are not finished.
+
+        `progress` says how much is left, in words.
+        """
+        mine = [trial for number, trial in trials.items() if self._is_mine(number)]
+        trial_of = {run.folder: trial for trial in mine for run in trial.runs}
+        jobs = deque(self._jobs_of([trial for trial in mine if self._results_of(trial) is None]))
+        under_way = 0
+        while jobs or under_way:
+            while jobs and self._executor.has_room:
+                self._executor.submit(jobs.popleft())
+                under_way += 1
+            for ending in self._executor.wait():
+                under_way -= 1
+                self._note(ending)
+                left = []
+                for trial in [trial_of[each.runs[0].folder] for each in ending.job.trials]:
+                    results = self._results_of(trial)
+                    if results is None:
+                        left.append(trial)
+                    else:
+                        assert trial.finish is not None
+                        print(f"{trial.name}: {trial.finish(results)}; {progress()}", flush=True)
+                jobs.extend(self._jobs_of(left))
+
+    def wait_for_other_parts(self, trials: dict[int, Trial]) -> None:
+        """Waits until the trials of a stage that other parts make are finished."""
+        is_told = False
+        while not self.have_finished(trials):
+            if not is_told:
+                print("waiting for the other parts", flush=True)
+                is_told = True
+            time.sleep(WAIT)
+
+    def have_finished(self, trials: dict[int, Trial]) -> bool:
+        """Whether all trials of a stage are finished, by this part and the others."""
+        return all(self._results_of(trial) is not None for trial in trials.values())
+
+    def _results_of(self, trial: Trial) -> list[Result] | None:
+        """The results of a trial whose runs are finished, up to the first that diverged; None of any other."""
+        return ending_of(trial.runs, self._result_of)
+
+    def _result_of(self, run: Run) -> Result | None:
+        if run.folder not in self._results:
+            result = run.known_result()
+            if result is None:
+                return None
+            self._results[run.folder] = result
+        return self._results[run.folder]
+
+    def _is_mine(self, number: int) -> bool:
+        return self._part is None or number % self._part.count == self._part.index
+
+    def _jobs_of(self, trials: list[Trial]) -> list[Job]:
+        """Divides trials into jobs of similar ones, so that all slots have some."""
+        answer: dict[str, list[Job]] = {}
+        for trial in trials:
+            left = Trial(trial.name, [run for run in trial.runs if self._result_of(run) is None])
+            kind = left.runs[0].kind
+            if self._size == "off" or kind is None or kind in self._apart:
+                answer[str(left.runs[0].folder)] = [Job([left], "off")]
+                continue
+            most = math.ceil(len(trials) / self._executor.slots)
+            if self._size != "auto":
+                most = max(1, self._size // len(trial.runs))
+            jobs = answer.setdefault(kind, [])
+            if not jobs or len(jobs[-1].trials) >= most:
+                jobs.append(Job([], self._size))
+            jobs[-1].trials.append(left)
+        return [job for jobs in answer.values() for job in jobs]
+
+    def _note(self, ending: Ending) -> None:
+        """Notes the results of a job, and what follows for those like it."""
+        self._results |= ending.results
+        if ending.apart:
+            if self._size != "auto":
+                raise UserError(f"--stack {self._size}: {ending.apart}; --stack off trains runs one after another")
+            kind = ending.job.trials[0].runs[0].kind
+            assert kind is not None
+            if kind not in self._apart:
+                print(f"runs are trained one after another: {ending.apart}", flush=True)
+            self._apart.add(kind)
+        if ending.death:
+            first = ending.job.trials[0].runs[0].folder
+            self._deaths[first] += ending.is_own_fault
+            if self._deaths[first] >= MOST_DEATHS:
+                raise UserError(
+                    f"{ending.job}: {ending.death}, {MOST_DEATHS} times. If the memory is too small, give a smaller "
+                    "--stack or fewer runs at a time; then run the same command again to continue"
+                )
+            print(f"{ending.job}: {ending.death}; the runs continue", file=sys.stderr, flush=True)

@@ -1,0 +1,84 @@
+"""The options of `sweep` and `experiment` that say where their runs are made, and the driver that makes them so."""
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mupscale.commands.arguments import STACK_HELP, stack_size
+from mupscale.commands.lab import on_ray
+from mupscale.commands.run_folder import LOCK, Claim
+from mupscale.errors import UserError
+
+if TYPE_CHECKING:
+    from mupscale.commands.lab.driver import Driver
+
+WORKERS_HELP = """the number of processes on this machine (default: one per GPU; for small networks, several per GPU are
+faster)"""
+
+PART_HELP = """make only a fixed share of the runs, part I of N, from 0; start all N parts, for example as a SLURM array
+(docs/cluster.md)"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, metavar="N", help=WORKERS_HELP)
+    parser.add_argument("--part", metavar="I/N", help=PART_HELP)
+    parser.add_argument("--stack", metavar="auto|N|off", default="auto", help=STACK_HELP)
+    on_ray.add_options(parser)
+
+
+def refuse_options(options: argparse.Namespace) -> None:
+    """Raises a UserError if the options do not fit together, or Ray is needed and not installed."""
+    stack_size(options.stack)
+    if options.workers is not None and options.workers < 1:
+        raise UserError(f"--workers must be at least 1, got {options.workers}")
+    if options.part is not None:
+        read_part(options.part)
+        if options.ray is not None:
+            raise UserError("--part divides the runs among commands, and --ray among the nodes of a cluster; give one")
+    on_ray.refuse_options(options)
+
+
+def read_part(text: str) -> tuple[int, int]:
+    """The index and the number of the parts in `0/4`."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise UserError(f"--part {text}: give I/N, the number of this part, from 0, and how many there are: 0/4 to 3/4")
+    return int(found[1]), int(found[2])
+
+
+@contextmanager
+def open_driver(options: argparse.Namespace, accelerator: str, out: Path) -> Iterator["Driver"]:
+    """The driver that the options ask for, which alone works on the folder `out`, or on its part of the runs."""
+    from mupscale.commands.lab.driver import Driver, Inline, Part
+    from mupscale.commands.lab.workers import visible_gpus, workers
+
+    part = None if options.part is None else Part(*read_part(options.part))
+    with ExitStack() as stack:
+        cluster = None if options.ray is None else stack.enter_context(on_ray.connected(options, accelerator, out))
+        stack.enter_context(claimed(out if part is None else out / f"part-{part.index}-of-{part.count}"))
+        if cluster is not None:
+            yield Driver(cluster, stack_size(options.stack))
+            return
+        gpus = [] if accelerator == "cpu" else visible_gpus()
+        count = options.workers or max(1, len(gpus))
+        executor = Inline() if count == 1 else stack.enter_context(workers(count, gpus))
+        yield Driver(executor, stack_size(options.stack), part)
+
+
+def is_begun(out: Path) -> bool:
+    """Whether a sweep or an experiment has begun in a folder, which is not that of a run."""
+    return any(out.glob("part-*-of-*")) or ((out / LOCK).exists() and not (out / "config.yaml").exists())
+
+
+@contextmanager
+def claimed(folder: Path, claim_of: Callable[[Path], Claim] = Claim) -> Iterator[None]:
+    """Keeps other commands out of a folder. Raises a UserError if another one works on it."""
+    claim = claim_of(folder)
+    try:
+        claim.begin()
+        yield
+    finally:
+        claim.release()

@@ -1,0 +1,175 @@
+"""An experiment in its folder: its stages, what is done, experiment.json, and the results."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mupscale.atomic import write_text
+from mupscale.commands.config import read_json, refuse_difference
+from mupscale.commands.lab.costs import CostPart
+from mupscale.commands.lab.driver import Driver
+from mupscale.commands.lab.execution import is_begun
+from mupscale.commands.lab.file import Description, check
+from mupscale.commands.lab.parts import Part, RunPart, SweepPart
+from mupscale.commands.lab.protocols import PROTOCOLS, SMALL_BASE
+from mupscale.commands.lab.quick import IMAGES, write_images
+from mupscale.commands.lab.results import Results, metric_label
+from mupscale.commands.lab.run import Trial
+from mupscale.commands.lab.transfer import write_transfer
+from mupscale.errors import UserError
+from mupscale.text_tables import table
+
+
+class Experiment:
+    """The experiment of a description in a folder. It may have begun."""
+
+    def __init__(self, out: Path, description: Description) -> None:
+        self.out, self.description = out, description
+        self.stages = PROTOCOLS[description.protocol](out, description).stages()
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for stage in self.stages for part in stage]
+
+    def begin(self, command: list[str]) -> None:
+        """Checks what can be checked without a run, and writes experiment.json."""
+        self.refuse_others()
+        path = self.out / "experiment.json"
+        if path.exists():
+            return
+        check(self.description)
+        self.out.mkdir(parents=True, exist_ok=True)
+        if self.description.quick:
+            write_images(self.out / IMAGES)
+        write_text(path, json.dumps(self._record(command), indent=1) + "\n")
+
+    def _record(self, command: list[str]) -> dict[str, Any]:
+        """The content of experiment.json."""
+        runs: list[dict[str, Any]] = []
+        tuning: dict[str, str] = {}
+        for part in self.parts:
+            if isinstance(part, RunPart) and part.role != SMALL_BASE:
+                role, folder = part.role.rpartition("/")[2], str(part.folder.relative_to(self.out))
+                runs.append({"role": role, "seed": part.seed, "folder": folder, **part.details})
+            elif not isinstance(part, CostPart):
+                name = part.name if isinstance(part, SweepPart) else SMALL_BASE
+                tuning[name] = name
+        head: dict[str, Any] = {"protocol": self.description.protocol, "command": command}
+        if self.description.quick:
+            head["quick"] = True
+        return {**head, **self.description.identity(), "runs": runs, "sweeps": tuning}
+
+    def refuse_others(self) -> None:
+        """Raises a UserError if the folder holds another experiment, or something else."""
+        path = self.out / "experiment.json"
+        if self.out.exists() and not self.out.is_dir():
+            raise UserError(f"--out {self.out} is a file; name a folder for the experiment")
+        if path.exists():
+            there, here = read_json(path), json.loads(json.dumps(self.description.identity()))
+            refuse_difference({key: there.get(key) for key in here}, here, f"--out {self.out} holds another experiment")
+        elif self.out.is_dir() and any(self.out.iterdir()) and not is_begun(self.out):
+            raise UserError(f"--out {self.out} is not empty and has no experiment; name a new folder")
+
+    def make(self, driver: Driver) -> bool:
+        """Makes the runs, stage by stage. False if, at the end, those of other parts are missing."""
+        for stage in self.stages:
+            trials = trials_of(stage)
+            driver.make(trials, self.progress)
+            if stage is not self.stages[-1]:
+                driver.wait_for_other_parts(trials)
+            elif not driver.have_finished(trials):
+                return False
+            for part in stage:
+                part.conclude()
+        return True
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """How many runs are not finished, and how many there are."""
+        total = sum(part.total for part in self.parts)
+        return total - sum(part.done for part in self.parts), total
+
+    def progress(self) -> str:
+        left, total = self.left
+        return f"{left} of {total} runs left"
+
+    # --- results
+
+    def conclude(self) -> str:
+        """Writes the results of a finished experiment, and returns them in words."""
+        words = self._conclude()
+        if not self.description.quick:
+            return words
+        from mupscale.commands.reporting.folders import QUICK
+
+        return f"{words}\n{QUICK}"
+
+    def _conclude(self) -> str:
+        if self.description.protocol == "transfer":
+            return write_transfer(self.out, self.description, self._transferred())
+        lines = self._table() if self.description.protocol == "upscale" else []
+        from mupscale.commands.reporting import write_report
+
+        for draft in self.out.glob(".report-*"):  # left by a process that was killed
+            shutil.rmtree(draft)
+        write_report([self.out], self.out / "report")
+        if self.description.protocol == "midrun":
+            lines = read_json(self.out / "report" / "summary.json")["verdicts"]
+        elif self.description.methods:
+            lines += read_json(self.out / "report" / "summary.json")["methods"][0]["verdict"]
+        return "\n".join([*lines, f"the report is {self.out / 'report' / 'index.html'}"])
+
+    def _transferred(self) -> dict[str, list[Results]]:
+        """The results of each sweep, by its name: one for each growth."""
+        results = {part.name: part.results for part in self.parts if isinstance(part, SweepPart)}
+        answer = {}
+        for name in self.description.sweeps:
+            answer[name] = [results[f"{growth.name}/{name}"] for growth in self.description.growths]
+        return answer
+
+    def _table(self) -> list[str]:
+        values: dict[str, dict[int, float]] = {}
+        for part in self.parts:
+            if isinstance(part, RunPart) and part.role != SMALL_BASE:
+                values.setdefault(part.role, {})[part.seed] = part.value
+        rows = [("run", "seeds", f"{metric_label(self.description.metric)}: mean (min–max)")]
+        for role, by_seed in values.items():
+            rows.append((role, f"{len(by_seed)}", spread(list(by_seed.values()))))
+        lines = table(rows, right=[1])
+        return lines if self.description.methods else [*lines, verdict(values["upscale"], values["scratch"])]
+
+
+def trials_of(stage: list[Part]) -> dict[int, Trial]:
+    """The trials of a stage that are not known to be finished, by their numbers among all of the stage."""
+    answer: dict[int, Trial] = {}
+    number = 0
+    for part in stage:
+        if not part.finished:
+            answer |= dict(enumerate(part.trials(), number))
+        number += part.total
+    return answer
+
+
+def spread(values: list[float]) -> str:
+    """The mean and the range of the values that did not diverge."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "all diverged"
+    diverged = f", {len(values) - len(finite)} diverged" if len(finite) < len(values) else ""
+    return f"{sum(finite) / len(finite):.5g} ({min(finite):.5g}–{max(finite):.5g}){diverged}"
+
+
+def verdict(upscaled: dict[int, float], scratch: dict[int, float]) -> str:
+    """Whether upscaled ends below from-scratch, seed by seed."""
+    below = [seed for seed in upscaled if upscaled[seed] < scratch[seed]]
+    if not below:
+        return "Upscaled does not end below from-scratch in any seed."
+    both = [seed for seed in upscaled if math.isfinite(upscaled[seed]) and math.isfinite(scratch[seed])]
+    ours, theirs = sum(upscaled[seed] for seed in both), sum(scratch[seed] for seed in both)
+    share = f", on average by {1 - ours / theirs:.1%}" if both and 0 < ours < theirs else ""
+    if len(below) == len(upscaled):
+        return f"Upscaled ends below from-scratch in each seed{share}."
+    some = f"{len(below)} of {len(upscaled)} seeds only"
+    return f"Upscaled ends below from-scratch in {some}{share or ', and not on average'}."

@@ -1,0 +1,264 @@
+"""The protocols: the runs and sweeps of an experiment, in stages. A stage begins when the one before it is finished.
+
+To add a protocol, write a function that returns its stages, list it in PROTOCOLS, and describe its keys in file.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from mupscale.commands.config import Config
+from mupscale.commands.lab.costs import CostPart
+from mupscale.commands.lab.file import Description, growing, of_width
+from mupscale.commands.lab.midrun_keys import stretched
+from mupscale.commands.lab.parts import Part, RunPart, SweepPart
+from mupscale.commands.lab.results import Settings
+from mupscale.commands.lab.space import Axis, grid
+from mupscale.commands.lab.widths import Size, folder_name
+
+Stages = list[list[Part]]
+
+SMALL_BASE = "small_base"
+"""The narrow run that sweep 2 starts from if there is no sweep 1. It counts as tuning."""
+
+
+class Protocol:
+    """Makes the parts of an experiment in the folder `out`."""
+
+    def __init__(self, out: Path, description: Description) -> None:
+        self.out, self.description = out, description
+
+    def stages(self) -> Stages:
+        raise NotImplementedError
+
+    def run(self, role: str, seed: int, config: Callable[[], Config], **options: Any) -> RunPart:
+        """A run of a role. `options` are those of RunPart."""
+        return RunPart(self.out, role, seed, config, self.description.metric, **options)
+
+    def sweep(
+        self, name: str, axes: list[Axis], seeds: list[int], config: Callable[[], Config], *, may_diverge: bool = False
+    ) -> SweepPart:
+        trials = len(list(grid(axes)))
+
+        def settings() -> Settings:
+            whole = {**config(), "seed_everything": seeds[0]}
+            return Settings(whole, axes, "grid", trials, seeds, self.description.metric)
+
+        return SweepPart(name, self.out, settings, trials, may_diverge=may_diverge)
+
+
+class Upscale(Protocol):
+    """Sweep 1 at the small width; bases with its best values, and sweep 2 on the small growth; then, with the best
+    values of both, the target growth of each base, and runs from scratch.
+
+    If methods are compared, each has its own sweep 2 and its own target growths.
+    """
+
+    def stages(self) -> Stages:
+        seeds, methods = self.description.seeds, self.description.methods or [""]
+        tuner = self._tuner()
+        bases = [self._base(tuner, seed) for seed in seeds]
+        sweeps = {method: self._sweep_2(tuner, method) for method in methods}
+        last: list[Part] = []
+        for base in bases:  # seed by seed, so that an experiment that is stopped early has whole seeds to compare
+            last.append(self._scratch(tuner, base.seed))
+            last += [self._upscaled(tuner, base, method, sweep_2) for method, sweep_2 in sweeps.items()]
+        return [[tuner], [*bases, *sweeps.values()], last]
+
+    def _tuner(self) -> RunPart | SweepPart:
+        """What sweep 2 starts from."""
+        description, seed = self.description, self.description.seeds[0]
+        small_base = partial(description.config, of_width(description.growths[0].before))
+        if "sweep_1" in description.sweeps:
+            return self.sweep("sweep_1", description.sweeps["sweep_1"], [seed], small_base)
+        return self.run(SMALL_BASE, seed, small_base, must_not_diverge=True)
+
+    def _base(self, tuner: RunPart | SweepPart, seed: int) -> RunPart:
+        width = of_width(self.description.growths[1].before)
+        return self.run("base", seed, lambda: self._config(tuner, width), must_not_diverge=True)
+
+    def _scratch(self, tuner: RunPart | SweepPart, seed: int) -> RunPart:
+        width = of_width(self.description.growths[1].after)
+        return self.run("scratch", seed, lambda: self._config(tuner, width))
+
+    def _sweep_2(self, tuner: RunPart | SweepPart, method: str) -> SweepPart:
+        description, small = self.description, self.description.growths[0]
+
+        def config() -> Config:
+            grown = description.grown(small, tuner.checkpoint, method)
+            return self._config(tuner, grown, description.upscaled)
+
+        axes, seeds = description.sweeps["sweep_2"], description.seeds[:1]
+        return self.sweep(of_method("sweep_2", method), axes, seeds, config, may_diverge=bool(method))
+
+    def _upscaled(self, tuner: RunPart | SweepPart, base: RunPart, method: str, sweep_2: SweepPart) -> RunPart:
+        description, target = self.description, self.description.growths[1]
+
+        def config() -> Config:
+            grown = description.grown(target, base.checkpoint, method)
+            return self._config(tuner, grown, description.upscaled, sweep_2.tuned)
+
+        return self.run(
+            of_method("upscale", method),
+            base.seed,
+            config,
+            details={"role": "upscale", "method": method} if method else None,
+            keeps_checkpoints=not method,  # of methods there are many runs, and nothing starts from them
+            is_left_out=lambda: sweep_2.has_no_best,
+        )
+
+    def _config(self, tuner: RunPart | SweepPart, first: Config, *others: Config) -> Config:
+        """The configuration of a run: with the best values of sweep 1, if there is one, over the first override."""
+        tuned = [tuner.tuned] if isinstance(tuner, SweepPart) else []
+        return self.description.config(first, *tuned, *others)
+
+
+class Transfer(Protocol):
+    """A base of every width and seed; then every sweep on every growth, each seed from its own base."""
+
+    def stages(self) -> Stages:
+        description = self.description
+        bases: dict[str, list[Part]] = {}
+        for growth in description.growths:
+            bases[folder_name(growth.before)] = [self._base(growth.before, seed) for seed in description.seeds]
+        sweeps: list[Part] = []
+        for growth in description.growths:
+            base = self.out / folder_name(growth.before) / "base" / "seed={seed}" / "checkpoints" / "last.ckpt"
+            config = partial(description.config, description.grown(growth, base), description.upscaled)
+            for name, axes in description.sweeps.items():
+                sweeps.append(self.sweep(f"{growth.name}/{name}", axes, description.seeds, config))
+        return [[part for parts in bases.values() for part in parts], sweeps]
+
+    def _base(self, width: Size, seed: int) -> RunPart:
+        config = partial(self.description.config, of_width(width))
+        return self.run(f"{folder_name(width)}/base", seed, config, must_not_diverge=True)
+
+
+Fixed = Literal["wide", "middle", "narrow"]
+FIXED: tuple[Fixed, ...] = ("wide", "middle", "narrow")
+
+TUNING_BUDGET = "flops"
+"""What runs at the tuning size have in common: seconds of small networks say nothing of large ones."""
+
+
+class Midrun(Protocol):
+    """Compares growing during a run with fixed widths, at equal total cost.
+
+    All runs have the same budget: the cost of the configured number of steps at the wide width, in FLOPs or in
+    seconds. A growing run spends a share of it at the narrow width. It is compared with three fixed widths: wide,
+    narrow, and one in between.
+
+    Hyperparameters come from the same comparison at a small size, at equal FLOPs. Each fixed width uses the best values
+    of `sweep_1` at its small counterpart. A growing run uses those of the narrow width until it grows, and then those
+    of `sweep_2`. Runs that differ only in the noise are one run until they grow: the first one trains it, and the
+    others start from its checkpoint, in the last stage.
+    """
+
+    def __init__(self, out: Path, description: Description) -> None:
+        super().__init__(out, description)
+        assert description.midrun is not None
+        self.keys = description.midrun
+        self.small, self.target = description.growths
+        self.costs = CostPart(out, description)
+        self._of_fixed: dict[tuple[str, str], SweepPart] = {}
+        self._of_growth: dict[tuple[str, str, float], SweepPart] = {}
+
+    def stages(self) -> Stages:
+        for schedule in self.keys.schedules:
+            self._add_sweeps(schedule)
+        runs: list[Part] = []
+        followers: list[Part] = []
+        for seed in self.description.seeds:
+            for schedule in self.keys.schedules:
+                self._add_runs(schedule, seed, runs, followers)
+        sweeps = [list(self._of_fixed.values()), list(self._of_growth.values())]
+        return [[self.costs], *map(list[Part], sweeps), runs, followers]
+
+    # --- at the tuning size
+
+    def _add_sweeps(self, schedule: str) -> None:
+        seeds, sweeps = self.description.seeds[:1], self.description.sweeps
+        for fixed in FIXED:
+            config = partial(self._fixed_config, schedule, TUNING_BUDGET, fixed, small=True)
+            name = f"{schedule}/sweep_1/{fixed}"
+            self._of_fixed[schedule, fixed] = self.sweep(name, sweeps["sweep_1"], seeds, config)
+        for noise in self.keys.noises:
+            for share in self.keys.tuned_at:
+                config = partial(self._grown_config, schedule, TUNING_BUDGET, noise, share, small=True)
+                name = f"{schedule}/sweep_2/{noise}-{share:g}"
+                self._of_growth[schedule, noise, share] = self.sweep(name, sweeps["sweep_2"], seeds, config)
+
+    # --- at the target's
+
+    def _add_runs(self, schedule: str, seed: int, runs: list[Part], followers: list[Part]) -> None:
+        runs.append(self._fixed_run(schedule, self.keys.budgets, "wide", seed))  # which is the same in all budgets
+        for budget in self.keys.budgets:
+            for fixed in ("middle", "narrow"):
+                runs.append(self._fixed_run(schedule, [budget], fixed, seed))
+            for share in self.keys.shares:
+                first = None
+                for noise in self.keys.noises:
+                    part = self._grown_run(schedule, budget, noise, share, seed, first)
+                    (runs if first is None else followers).append(part)
+                    first = first or part
+
+    def _fixed_run(self, schedule: str, budgets: list[str], fixed: Fixed, seed: int) -> RunPart:
+        def config() -> Config:
+            return self._fixed_config(schedule, budgets[0], fixed, self._of_fixed[schedule, fixed].tuned)
+
+        role = f"{schedule}/{fixed}" if fixed == "wide" else f"{schedule}/{budgets[0]}/{fixed}"
+        details = {"schedule": schedule, "budgets": budgets, "fixed": fixed}
+        return self.run(role, seed, config, details=details, keeps_checkpoints=False)
+
+    def _grown_run(
+        self, schedule: str, budget: str, noise: str, share: float, seed: int, first: RunPart | None
+    ) -> RunPart:
+        tuned = self._of_growth[schedule, noise, self.keys.nearest_tuned(share)]
+
+        def config() -> Config:
+            return self._grown_config(schedule, budget, noise, share, tuned.tuned)
+
+        details = {"schedule": schedule, "budgets": [budget], "noise": noise, "share": share}
+        role = f"{schedule}/{budget}/{noise}-{share:g}"
+        return self.run(role, seed, config, details=details, keeps_checkpoints=False, first=first)
+
+    # --- configurations
+
+    def _fixed_config(self, schedule: str, budget: str, fixed: Fixed, *tuned: Config, small: bool = False) -> Config:
+        costs, width = self.costs.costs, self._width(fixed, small)
+        steps = costs.steps_of(budget, width, self._width("wide", small))
+        return self.description.config(of_width(width), *self._length(schedule, steps), *tuned)
+
+    def _grown_config(
+        self, schedule: str, budget: str, noise: str, share: float, *tuned: Config, small: bool = False
+    ) -> Config:
+        growth = self.small if small else self.target
+        at_step, steps = self.costs.costs.steps_of_growth(budget, growth, share)
+        grown = growing(growth, at_step, self.keys.noises[noise])
+        narrow = self._of_fixed[schedule, "narrow"].tuned
+        return self.description.config(grown, *self._length(schedule, steps), narrow, *tuned)
+
+    def _length(self, schedule: str, steps: int) -> list[Config]:
+        """What gives a run its number of steps, with a validation after the last one, and its schedule."""
+        length = {
+            "max_steps": steps,
+            "max_epochs": -1,
+            "check_val_every_n_epoch": None,
+            "val_check_interval": self.costs.costs.batches_of(steps),
+        }
+        return [{"trainer": length}, stretched(self.keys.schedules[schedule], steps)]
+
+    def _width(self, fixed: Fixed, small: bool = False) -> Size:
+        growth = self.small if small else self.target
+        if fixed == "middle":
+            return self.keys.small_middle if small else self.keys.middle
+        return growth.after if fixed == "wide" else growth.before
+
+
+PROTOCOLS: dict[str, type[Protocol]] = {"upscale": Upscale, "transfer": Transfer, "midrun": Midrun}
+
+
+def of_method(name: str, method: str) -> str:
+    """The name of a part that each method has by itself."""
+    return f"{name}/{method}" if method else name
