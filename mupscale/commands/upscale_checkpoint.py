@@ -79,7 +79,7 @@ def widen_checkpoint(arguments: list[str]) -> None:
     parser.add_argument(
         "--model",
         metavar="CLASS",
-        help="the import path of your own model class (mine.Denoiser); a checkpoint alone never imports code. "
+        help="the import path of your own model class (mine.Tagger); a checkpoint alone never imports code. "
         "Its module may call mupscale.register_optimizer for your own optimizer",
     )
     parser.add_argument(
