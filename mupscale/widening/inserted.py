@@ -90,8 +90,9 @@ def deepened(growth: Growth, layers: Layers, shallow: nn.Module, deep: nn.Module
                 kind = type(shallow.get_submodule(joined(prefix, row.source))).__name__
                 raise UserError(
                     f"depth: it is not known which parameters of {joined(prefix, row.source)!r} ({kind}) "
-                    "make it add nothing. Give upscale a call, so that it looks for them, or "
-                    'hints=Hints(residual={"' + prefix + '.*.<output projection>": 0.0}); or use depth="interleave"'
+                    "make it add nothing. Declare residual_outputs in its class; or give upscale a call, so that it "
+                    'looks for them, or hints=Hints(residual={"' + prefix + '.*.<output projection>": 0.0}); or use '
+                    'depth="interleave"'
                 )
             return replace(made, inserted="identity", branch=branch, fill=neutral)
     # what a branch loses by its multiplier, its output gets back

@@ -20,6 +20,20 @@ def test_the_plan_of_every_growth_is_printed(capsys: pytest.CaptureFixture[str])
     assert [path.name for path in Path().iterdir()] == ["c.yaml"]
 
 
+DEEPER = ["--model.layers=2", "--model.base_layers=2"]
+
+
+def test_the_plan_of_more_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    swap = ["--callback_args={UpscaleCallback: {layers: 4, width: 16, depth: interleave}}"]
+    main(["plan", "--config", small(Path("c.yaml"), upscale(3, 8)), *DEEPER, *swap])
+    printed = capsys.readouterr().out
+    assert "width 8 and 2 layers → width 16 and 4 layers" in printed
+    assert "blocks, 2 → 4 layers: 0 = 0, 1 (copy of 0), 2 = 1, 3 (copy of 1)" in printed
+    fewer = ["--callback_args={UpscaleCallback: {layers: 1}}"]
+    message = refused("plan", "--config", "c.yaml", *DEEPER, *fewer)
+    assert message == "error: UpscaleCallback.layers = 1 are not more layers than before it, 2"
+
+
 def test_a_width_that_does_not_fit_is_refused() -> None:
     assert "is not wider than" in refused("plan", "--config", small(Path("c.yaml"), upscale(3, 4)))
 

@@ -16,6 +16,14 @@ def test_a_right_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "width 8 → 16: exact" in capsys.readouterr().out
 
 
+def test_new_layers_keep_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+    layers = ["--model.layers=2", "--model.base_layers=2", "--callback_args={UpscaleCallback: {layers: 4}}"]
+    main(["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", *layers])
+    told = capsys.readouterr().out
+    assert "width 8 and 2 layers → width 16 and 4 layers: Duplication: function preserved (deviation " in told
+    assert "training not preserved" in told
+
+
 def test_a_broken_rule_is_an_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "lr", lambda *_: 1.0)
     with pytest.raises(SystemExit) as exit:
