@@ -49,11 +49,14 @@ def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
 
 
 SCHEDULE = [f"--model.lr_scheduler={COSINE}", "--model.lr_scheduler.T_max=200"]
+DEEPER = ["--model.layers=2", "--model.base_layers=2", "--callback_args={UpscaleCallback: {layers: 4}}"]
+DEEPER += ["--trainer.max_steps=140"]  # from there on, residual blocks amplify rounding
 WD, BETAS, MOMENTUM = (f"model.optimizer.{name}" for name in ("weight_decay", "betas", "momentum"))
 
 SEARCHES: dict[str, tuple[int, dict[str, Any], list[str], list[str]]] = {
     "AdamW": (1, ADAMW, [f"{WD}=0.01:0.5", f"{BETAS}=[0.9, 0.99],[0.8, 0.95]"], []),
     "SGD and a schedule": (1, SGD, [f"{MOMENTUM}=0.5:0.95"], SCHEDULE),
+    "wider and deeper": (1, ADAMW, [], DEEPER),
 }
 """How many trials, the optimizer, further axes, and options."""
 
