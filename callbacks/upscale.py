@@ -30,7 +30,7 @@ from mupscale.errors import UserError
 from mupscale.layer_names import notes_by_layer
 from mupscale.methods import Duplication, GrowthMethod
 from mupscale.methods.noise import Noise
-from mupscale.models._lightning import callbacks_of, is_trial_run, set_callbacks
+from mupscale.models._lightning import callbacks_of, hands_weights_back, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.base import Growable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
 from mupscale.models.checkpoint import (
@@ -217,6 +217,11 @@ class UpscaleCallback(Strides):
             )
         if self.ordinary is not None and isinstance(pl_module, Growable):
             raise UserError(f"UpscaleCallback: {name} is a Growable module, which grows by width or layers. Give these")
+        if hands_weights_back(trainer):
+            raise UserError(
+                "UpscaleCallback does not work with ddp_spawn, ddp_fork and ddp_notebook: they load the grown weights "
+                'into the module of the parent process, which has not grown. Use strategy="ddp"'
+            )
         self.refuse_step(trainer)
         refuse_schedule([c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)])
         write_whole_files(trainer)

@@ -21,6 +21,7 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.parsing import AttributeDict
 from torch import Tensor
@@ -147,6 +148,11 @@ def schedulers_of(configured: Any) -> list[Any]:
     """The learning-rate schedules in what `configure_optimizers` returned."""
     _, schedulers, _ = _configure_optimizers(configured)
     return [given["scheduler"] if isinstance(given, dict) else given for given in schedulers]
+
+
+def hands_weights_back(trainer: Trainer) -> bool:
+    """Whether the processes of a run are forked or spawned: the module of their parent gets the weights at the end."""
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 def detects_anomalies(trainer: Trainer) -> bool:

@@ -71,7 +71,7 @@ LIGHTNING = {
 
 LIGHTNING_IMPORTS = {
     "_configure_optimizers", "_call_callback_hooks", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop",
-    "_DataLoaderSource", "_Stateful",
+    "_DataLoaderSource", "_Stateful", "_MultiProcessingLauncher",
 }  # fmt: skip
 
 HOOKS = {"_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"}

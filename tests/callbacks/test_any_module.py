@@ -12,6 +12,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_modules import EXAMPLES, Autoencoder, Example, ManualAccumulation, UNet, rows
 from tiers import slow_except
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessRaisedException
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, TensorDataset
@@ -177,6 +178,12 @@ def test_what_cannot_grow_is_refused_before_the_first_step_with_the_remedy(case:
     with pytest.raises(UserError, match=message):
         fit(module, "points", tmp_path, UpscaleCallback(GROWS_AT, **growth), **settings)
     assert all(map(torch.equal, weights, (parameter.detach().float() for parameter in module.parameters())))
+
+
+@pytest.mark.distributed
+def test_processes_that_hand_their_weights_back_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProcessRaisedException, match=r'ddp_fork and ddp_notebook: .* Use strategy="ddp"'):
+        fit(Autoencoder(), "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN), strategy="ddp_fork", devices=2)
 
 
 def test_a_module_needs_one_way_to_grow() -> None:
