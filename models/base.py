@@ -122,8 +122,12 @@ class Growable(LightningModule):
     """Whether models of this very class that have the same constructor arguments do the same FLOPs: they are counted
     once in a process. Subclasses do not inherit it."""
 
+    builds_layers: bool = False
+    """Whether the network can be built with any number of layers: whether `build` takes it."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.builds_layers = "layers" in signature(cls.build).parameters
         for name in HOOKS:
             ours, hook = getattr(Growable, name), getattr(cls, name)
             if hook is not ours and not hasattr(hook, "is_after_ours"):
@@ -236,11 +240,6 @@ class Growable(LightningModule):
     @property
     def width(self) -> Width:
         return self.hparams["width"]
-
-    @property
-    def builds_layers(self) -> bool:
-        """Whether the network can be built with any number of layers."""
-        return "layers" in signature(self.build).parameters
 
     @property
     def size(self) -> Size:
