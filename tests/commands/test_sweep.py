@@ -294,6 +294,7 @@ def test_two_parts_share_a_sweep_and_one_is_killed(tmp_path: Path) -> None:
     while not list(Path("s/trials").glob("*/checkpoints/*step=[5-9]?.ckpt")):
         os.kill(process, 0)  # it lives
         time.sleep(0.01)
+    os.kill(process, signal.SIGSTOP)  # it goes no further meanwhile
     assert "s/part-0-of-2 is in use: process" in refused("sweep", *arguments, "--part", "0/2")
     os.kill(process, signal.SIGKILL)
     assert servers[0].answer() == -signal.SIGKILL
