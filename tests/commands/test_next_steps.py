@@ -19,7 +19,7 @@ from mupscale.commands.next_steps import (
     class_option,
     widths_of,
 )
-from mupscale.models.checkpoint import load_checkpoint
+from mupscale.models.checkpoint import Size, load_checkpoint
 from mupscale.models.mlp import MLP
 
 pytestmark = [
@@ -88,10 +88,10 @@ def test_without_a_checkpoint_there_is_nothing_to_do(capsys: pytest.CaptureFixtu
 
 
 def test_a_checkpoint_from_elsewhere_has_no_configuration() -> None:
-    lines = after_upscale(Path("base.ckpt"), Path("wide.ckpt"), [16, 32])
+    lines = after_upscale(Path("base.ckpt"), Path("wide.ckpt"), Size([16, 32]))
     assert lines == ["  train it: set model.init_from to wide.ckpt and model.width to [16, 32] in a configuration"]
     Path("config.yaml").write_text("theme: dark\n")  # of something else
-    assert after_upscale(Path("base.ckpt"), Path("wide.ckpt"), [16, 32]) == lines
+    assert after_upscale(Path("base.ckpt"), Path("wide.ckpt"), Size([16, 32])) == lines
     assert after_finished(Path(), 20) == []
 
 
