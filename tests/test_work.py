@@ -56,7 +56,7 @@ def fit(
         logger=TensorBoardLogger(folder),
         enable_model_summary=False,
         callbacks=[
-            *default_callbacks([], {"logger": True, "enable_progress_bar": None, "barebones": False}),
+            *default_callbacks([]),
             RunCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=500),
             *callbacks,
         ],

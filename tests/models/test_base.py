@@ -201,7 +201,7 @@ def test_flops_of_batches_of_any_kind() -> None:
 def test_networks_at_the_base_width_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[Any] = []
     build = MLP.build
-    monkeypatch.setattr(MLP, "build", lambda self, width: widths.append(width) or build(self, width))
+    monkeypatch.setattr(MLP, "build", lambda self, width, layers=None: widths.append(width) or build(self, width))
     module = MLP(12, 4, inputs=3, outputs=2)
     module.network(12)
     module.network(24, meta=True)

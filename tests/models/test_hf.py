@@ -24,7 +24,7 @@ from mupscale.commands.lab.trial import drop_checkpoints
 from mupscale.errors import UserError
 from mupscale.hf.causal_lm import config_of, save
 from mupscale.methods.noise import AdditiveNoise
-from mupscale.models.checkpoint import load_checkpoint
+from mupscale.models.checkpoint import Size, load_checkpoint
 from mupscale.models.hf import CausalLMNet, HFCausalLM
 from mupscale.stacking.stack import Stack
 
@@ -225,7 +225,7 @@ def test_widths_below_the_configuration_and_between() -> None:
     assert isinstance(each.net, CausalLMNet)
     assert (each.net.config.num_attention_heads, each.net.config.intermediate_size) == (2, 12)
     with pytest.raises(UserError, match=r"grows by 3/2, from 16 to 24; .* by a whole factor"):
-        UpscaleCallback(1, 24).planned(each, 16)
+        UpscaleCallback(1, 24).planned(each, Size(16))
 
 
 # --- files

@@ -176,7 +176,7 @@ def test_8_parameters_with_three_axes_are_widened():
     plan = mupscale.upscale(narrow, wide).plan
     for name in ("cls_token", "pos_embed"):
         assert torch.equal(wide.get_parameter(name), narrow.get_parameter(name).repeat_interleave(3, -1))
-        assert (plan.parameters[name].scale, plan.parameters[name].role) == ((1, 1 / 3, 3), "vector")
+        assert (plan.parameters[name].scale, plan.parameters[name].role) == ((1, 1 / 3, 3, 1), "vector")
 
 
 def test_9_a_target_that_is_not_zero_is_not_added_to():

@@ -104,7 +104,7 @@ def test_net2net_maps_at_random_and_by_its_seed():
     assert copies(1) == copies(1)
     assert copies(1) != copies(2)
     entry = grown(Net2Net(), mlp(8), mlp(24)).plan.parameters["layers.1.weight"]
-    assert entry.scale == (1 / 3, 1 / 3, 9)  # so that rates are those that muP gives to the width
+    assert entry.scale == (1 / 3, 1 / 3, 9, 1)  # so that rates are those that muP gives to the width
     assert min(copies(1)) >= 1
     assert len(set(copies(1))) > 1
 
@@ -147,7 +147,7 @@ def test_net2net_maps_at_random_to_any_width(is_mup: bool):
     narrow, wide = (mup(mlp, width) if is_mup else mlp(width) for width in (8, 20))
     entry = grown(Net2Net(), narrow, wide).plan.parameters["layers.1.weight"]
     assert [sum(piece.factor for piece in layout) for layout in entry.layouts] == [20, 20]
-    assert entry.scale == (0.4, 0.4, 6.25)
+    assert entry.scale == (0.4, 0.4, 6.25, 1)
     assert {piece.factor for piece in entry.layouts[0]} > {2, 3}  # which duplication would give
 
 
