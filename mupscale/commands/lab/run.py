@@ -56,12 +56,17 @@ class Run:
 
     def known_result(self) -> "Result | None":
         """The result, if the run is finished already."""
-        if (self.folder / RESULT).exists():
-            return result_of(self.folder)
+        written = self.written_result()
+        if written is not None:
+            return written
         # of a run whose process died before it wrote the result
         if self.newest_checkpoint()[1].get("callbacks", {}).get("TrialMetric", {}).get("diverged"):
             return record(self.folder, {"value": math.inf, "seconds": 0.0})
         return None
+
+    def written_result(self) -> "Result | None":
+        """The result, if it is written; the checkpoints, which another process may be deleting, are not looked at."""
+        return result_of(self.folder) if (self.folder / RESULT).exists() else None
 
     def newest_checkpoint(self) -> tuple[Path | None, dict[str, Any]]:
         """The checkpoint from which the run continues; None if it starts from the beginning."""
