@@ -42,6 +42,7 @@ from mupscale.schedule_state import refuse_one_rate_for_all, spread_schedule_
 from mupscale.widening.groups import Source, sources_of
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth
+from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import attach, names_by_id
 
 SAMPLES = 4
@@ -151,23 +152,28 @@ class OrdinaryGrowth:
         noise: Noise | None,
         seed: int,
         lr: float | None,
-        compare: Callable[[], None] | None,
+        compare: Callable[[], None],
     ) -> UpscaleReport:
-        """Widens the module, its optimizers and its schedules. After an error the module is as it was."""
+        """Grows the module, its optimizers and its schedules. After an error the module is as it was.
+
+        `compare` is called before noise is added, unless the growth changes the loss anyway.
+        """
         narrow = self._graft(trainer, module)
         try:
             module.to(narrow.device)
             if trainer.optimizers and module.automatic_optimization:
                 narrow.zero_grad()  # gradients are those of the last step; the window of accumulation begins
+            plan = method.plan(narrow, module, self.hints)
+            is_noisy = noise is not None or method.noise is not None
             report = grow(
                 narrow,
                 module,
                 list(trainer.optimizers),
-                hints=self.hints,
+                hints=plan,
                 noise=noise,
                 seed=seed,
                 method=method,
-                before_noise=compare,
+                before_noise=compare if is_noisy and keeps_loss(method, plan, narrow) else None,
             )
         except BaseException:
             ungraft_(module, narrow)
@@ -239,6 +245,11 @@ class OrdinaryGrowth:
         except Exception:  # whatever a module does with too few
             return self.quiet_step(trainer, batch, index)
         return few
+
+
+def keeps_loss(method: GrowthMethod, plan: Plan, narrow: nn.Module) -> bool:
+    """Whether the loss is the same just after a growth, before noise is added."""
+    return method.claim(plan, narrow, ()).function and plan.keeps_function
 
 
 REMEDY = (

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from mupscale._torch import is_compiled_in_place
 from mupscale.callbacks.fast_loop import LeanEpochLoop
-from mupscale.callbacks.ordinary import OrdinaryGrowth
+from mupscale.callbacks.ordinary import OrdinaryGrowth, keeps_loss
 from mupscale.callbacks.own_batches import OwnBatches
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.recording import state_kept
@@ -112,13 +112,9 @@ class Swap:
         method = copy.copy(self.method)
         method.state, method.rewarm_steps = self.state_rule, self.rewarm_steps
         noise = method.noise if self.noise is None else self.noise
-        hints = self.ordinary.hints
-        is_compared = noise is not None and (hints is None or hints.depth in (None, "identity"))
-        report = self.ordinary.grow(
-            trainer, module, method, self.noise, seed, self.lr, compare if is_compared else None
-        )
-        is_function_kept = method.claim(report.plan, module, ()).function and report.plan.keeps_function
-        return Grown(report.plan, report.notes, is_function_kept and (noise is None or noise.centred)), report
+        report = self.ordinary.grow(trainer, module, method, self.noise, seed, self.lr, compare)
+        keeps_function = keeps_loss(method, report.plan, module) and (noise is None or noise.centred)
+        return Grown(report.plan, report.notes, keeps_function), report
 
     def _grow_network(
         self, trainer: Trainer, module: Growable, seed: int, compare: Callable[[], None]
@@ -148,7 +144,7 @@ class Swap:
                 part.to_empty(device=module.device, recurse=False)
         growth = self.method.plan(narrow, wide, Hints(depth=depth_between(narrow, wide, self.depth)))
         noise = self.method.noise if self.noise is None else self.noise
-        is_function_kept = self.method.claim(growth, narrow, ()).function and growth.keeps_function
+        is_function_kept = keeps_loss(self.method, growth, narrow)
         keeps_function = is_function_kept and (noise is None or noise.centred)
         # sharded, a network cannot run before the strategy has set it up
         is_compared = is_function_kept and noise is not None and module.device_mesh is None

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.lab.execution import add_options, claimed, open_driver, refuse_options
+from mupscale.commands.lab.execution import add_options, claimed, goes_on_when_repeated, open_driver, refuse_options
 from mupscale.commands.loading import without_collections
 from mupscale.commands.terminal import columns, paint
-from mupscale.commands.termination import Terminated
-from mupscale.errors import as_user_errors, needs_extra
+from mupscale.errors import needs_extra
 from mupscale.text_tables import table
 
 if TYPE_CHECKING:
@@ -37,13 +36,8 @@ def main(command: str, arguments: list[str]) -> None:
     with needs_extra("experiment"), without_collections():
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
-    try:
-        with as_user_errors(OSError):
-            experiment(options, rest, arguments)
-    except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt("run the same command again to continue") from interrupt
-    except Terminated as ending:
-        raise Terminated("run the same command again to continue") from ending
+    with goes_on_when_repeated():
+        experiment(options, rest, arguments)
 
 
 def parser() -> ArgumentParser:

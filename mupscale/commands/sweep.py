@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mupscale.commands.arguments import ArgumentParser
-from mupscale.commands.lab.execution import add_options, claimed, open_driver, refuse_options
+from mupscale.commands.lab.execution import add_options, claimed, goes_on_when_repeated, open_driver, refuse_options
 from mupscale.commands.leftovers import Leftovers
 from mupscale.commands.loading import without_collections
 from mupscale.commands.next_steps import command_line
-from mupscale.commands.termination import Terminated
-from mupscale.errors import UserError, as_user_errors, needs_extra
+from mupscale.errors import UserError, needs_extra
 
 if TYPE_CHECKING:
     from mupscale.commands.lab.results import Settings
@@ -40,13 +39,8 @@ def main(command: str, arguments: list[str]) -> None:
 
         if options.sampler != "grid":
             import optuna  # noqa: F401
-    try:
-        with as_user_errors(OSError):
-            sweep(options, rest)
-    except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt("run the same command again to continue") from interrupt
-    except Terminated as ending:
-        raise Terminated("run the same command again to continue") from ending
+    with goes_on_when_repeated():
+        sweep(options, rest)
 
 
 def parser() -> ArgumentParser:

@@ -28,7 +28,8 @@ _VOCABULARIES = (61, 67, 71, 73, 79, 83, 89, 97)  # primes: no size is equal to 
 _POSITIONS = 50
 _LAYERS = 2
 DEPTH = re.compile(
-    r"(.*_)?n(um)?_(hidden_|decoder_|encoder_|conv_)?layers?|(.*_)?(encoder|decoder)_layers|depth|layers|[lrx]_layers|num_blocks"
+    r"(.*_)?n(um)?_(hidden_|decoder_|encoder_|conv_)?layers?|(.*_)?(encoder|decoder)_layers"
+    r"|depth|layers|[lrx]_layers|num_blocks"
 )
 _STAGES = re.compile(r"depths?|block_sizes|blocks_per_stage|num_block_repeats|stage_num_blocks")
 LAYER_NUMBERS = re.compile(r".*(indexes|indices|idxs|layer_ids)|(mlp_only|moe|cross_attention|kv_source)_layers")

@@ -46,7 +46,7 @@ class Growth:
     kept: bool = False
     """The wide model keeps its own values: of a buffer that is not saved, of a random layer."""
     source: str = ""
-    """Its name in the narrow model, if it is another one: that of the layer it comes from."""
+    """Its name in the narrow model, of what belongs to a list of layers that becomes longer."""
     inserted: Literal["copy", "identity", "random"] | None = None
     """How its layer was made, if it is new."""
     fill: float | None = None
@@ -55,8 +55,6 @@ class Growth:
     """What residual branches of its layer are multiplied by, deep over shallow."""
     layers: float = 1.0
     """How many layers of the deep model come from one."""
-    in_list: bool = False
-    """Whether it belongs to a list of layers that becomes longer."""
 
     @property
     def name(self) -> str:

@@ -77,7 +77,7 @@ def deepened(growth: Growth, layers: Layers, shallow: nn.Module, deep: nn.Module
     prefix, row, rest = found
     rows = layers[prefix]
     branch = branch_ratio(shallow, deep, found)
-    made = replace(growth, source=joined(prefix, row.source, rest), in_list=True)
+    made = replace(growth, source=joined(prefix, row.source, rest))
     if _all_copied(rows):
         of_source = sum(each.source == row.source for each in rows)
         return replace(made, inserted="copy" if row.is_new else None, branch=branch, layers=of_source)

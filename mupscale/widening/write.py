@@ -131,7 +131,7 @@ def refuse_other_rescale(plan: Plan, narrow: nn.Module, wide: nn.Module) -> None
     before, after = records_of(narrow), records_of(wide, mup_only=True)
     for name, entry in plan.parameters.items():
         is_rescaled = entry.rescale != 1 or entry.offset
-        if name not in after or entry.in_list or not (is_rescaled or after[name].shift):
+        if name not in after or entry.source or not (is_rescaled or after[name].shift):
             continue
         old = before.get(name, Record())
         width = Record(table.product((old.scale, entry.scale)))

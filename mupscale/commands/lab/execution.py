@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from mupscale.commands.arguments import STACK_HELP, stack_size
 from mupscale.commands.lab import on_ray
 from mupscale.commands.run_folder import LOCK, Claim
-from mupscale.errors import UserError
+from mupscale.commands.termination import Terminated
+from mupscale.errors import UserError, as_user_errors
 
 if TYPE_CHECKING:
     from mupscale.commands.lab.driver import Driver
@@ -20,6 +21,18 @@ faster)"""
 
 PART_HELP = """make only a fixed share of the runs, part I of N, from 0; start all N parts, for example as a SLURM array
 (docs/cluster.md)"""
+
+
+@contextmanager
+def goes_on_when_repeated() -> Iterator[None]:
+    """What ends a sweep or an experiment says how to continue it; errors of the file system are the user's."""
+    try:
+        with as_user_errors(OSError):
+            yield
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt("run the same command again to continue") from interrupt
+    except Terminated as ending:
+        raise Terminated("run the same command again to continue") from ending
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
