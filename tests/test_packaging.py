@@ -142,6 +142,12 @@ def test_the_changelog_has_the_version():
     assert all(match[4] for match in versions[:-1] if match)
 
 
+def test_the_changelog_is_short():
+    entries = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(entries) >= 4
+    assert [entry.split()[0] for entry in entries if len(entry.splitlines()) > 40] == []
+
+
 def test_the_metadata(built: zipfile.ZipFile):
     found = metadata(built)
     assert found.get_all("Classifier") == PROJECT["project"]["classifiers"]
