@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,12 +79,25 @@ def higher_is_better(metric: str) -> bool | None:
 
 def figure(width: float = 5.2, height: float = 4.0) -> "tuple[Figure, Axes]":
     """A figure that needs no window system, and its axes."""
+    drawn, (ax,) = panels(width, height)
+    return drawn, ax
+
+
+def panels(width: float, height: float, rows: int = 1, columns: int = 1) -> "tuple[Figure, list[Axes]]":
+    """A figure that needs no window system, and the axes of its panels, row by row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(drawn)
-    return drawn, drawn.add_subplot()
+    return drawn, [drawn.add_subplot(rows, columns, place + 1) for place in range(rows * columns)]
+
+
+def save_twice(path: Path, draw: "Callable[[Theme], Figure]") -> tuple[list[Path], Path]:
+    """Writes a figure as PNG and PDF on white, and returns their paths and that of another PNG, for a dark page."""
+    dark = path.with_name(f"{path.name}.dark.png")
+    save_png(draw(DARK), dark, 200)
+    return save(draw(LIGHT), path, dpi=200), dark
 
 
 def save(drawn: "Figure", path: Path, dpi: int = 160) -> list[Path]:
@@ -258,7 +271,8 @@ def bands(
     low, high, is_cut = worth_showing(lines, higher_is_better)
     scale = "log" if not higher_is_better and low > 0 and high > 4 * low else "linear"
     columns = max(1, 56 // (5 + max(len(band.label) for band in lines)))  # of the legend, which stands above the axes
-    for theme in (DARK, LIGHT):
+
+    def draw(theme: Theme) -> "Figure":
         drawn, ax = figure(5.4, 3.5 + 0.2 * math.ceil(len(lines) / columns))
         handles = [draw_band(ax, band, theme) for band in lines]
         ax.set_yscale(scale)
@@ -269,26 +283,15 @@ def bands(
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         ax.set_xlabel(x_label)
         ax.set_ylabel(f"{y_label} (axis cut)" if is_cut else y_label, parse_math=False)
-        ax.grid(color=theme.grid, linewidth=0.7)
-        ax.set_axisbelow(True)
-        legend = ax.legend(
-            handles,
-            [band.label for band in lines],
-            fontsize=9,
-            frameon=False,
-            labelcolor=theme.ink,
-            loc="lower left",
-            bbox_to_anchor=(0, 1),
-            borderaxespad=0.3,
-            ncols=columns,
-        )
+        style: dict[str, Any] = {"fontsize": 9, "frameon": False, "labelcolor": theme.ink, "ncols": columns}
+        place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3}
+        legend = ax.legend(handles, [band.label for band in lines], **style, **place)
         for text in legend.get_texts():
             text.set_parse_math(False)  # names of folders may have dollar signs
         dress(drawn, ax, theme)
-        if theme is DARK:
-            dark = path.with_name(f"{path.name}.dark.png")
-            save_png(drawn, dark, 200)
-    return save(drawn, path, dpi=200), dark
+        return drawn
+
+    return save_twice(path, draw)
 
 
 def draw_band(ax: "Axes", band: Band, theme: Theme) -> "Line2D":
@@ -319,11 +322,10 @@ def dots(path: Path, rows: Sequence[Dots], labels: Sequence[str]) -> tuple[list[
 
     Values that are not finite (diverged) are left out.
     """
-    for theme in (DARK, LIGHT):
-        drawn, first = figure(2.0 + 3.2 * len(labels), 1.0 + 0.27 * len(rows))
-        first.remove()
-        for panel, label in enumerate(labels):
-            ax = drawn.add_subplot(1, len(labels), panel + 1)
+
+    def draw(theme: Theme) -> "Figure":
+        drawn, axes = panels(2.0 + 3.2 * len(labels), 1.0 + 0.27 * len(rows), columns=len(labels))
+        for panel, (ax, label) in enumerate(zip(axes, labels, strict=True)):
             shown = []
             for place, row in enumerate(rows):
                 values = [value for value in row.panels[panel] if math.isfinite(value)]
@@ -342,13 +344,10 @@ def dots(path: Path, rows: Sequence[Dots], labels: Sequence[str]) -> tuple[list[
             names = [row.label for row in rows] if panel == 0 else []
             ax.set_yticks(range(len(rows)) if names else [], names, parse_math=False)
             ax.set_xlabel(label, parse_math=False)
-            ax.grid(axis="x", color=theme.grid, linewidth=0.7)
-            ax.set_axisbelow(True)
-            dress(drawn, ax, theme)
-        if theme is DARK:
-            dark = path.with_name(f"{path.name}.dark.png")
-            save_png(drawn, dark, 200)
-    return save(drawn, path, dpi=200), dark
+            dress(drawn, ax, theme, grid="x")
+        return drawn
+
+    return save_twice(path, draw)
 
 
 def plain_numbers(axis: "Axis", values: Sequence[float]) -> None:
@@ -367,8 +366,10 @@ def slanted(values: Sequence[Any]) -> dict[str, Any]:
     return {"rotation": 20, "ha": "right"} if any(len(tick(value)) > 8 for value in values) else {}
 
 
-def dress(drawn: "Figure", ax: "Axes", theme: Theme) -> None:
-    """Gives a figure the colours of a theme."""
+def dress(drawn: "Figure", ax: "Axes", theme: Theme, grid: Literal["both", "x"] = "both") -> None:
+    """Gives a figure the colours of a theme, and its axes a grid."""
+    ax.grid(axis=grid, color=theme.grid, linewidth=0.7)
+    ax.set_axisbelow(True)
     drawn.set_facecolor(theme.paper)
     ax.set_facecolor(theme.paper)
     for side, spine in ax.spines.items():

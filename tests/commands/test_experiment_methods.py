@@ -306,7 +306,9 @@ def test_a_method_without_a_best_trial_has_no_runs(monkeypatch: pytest.MonkeyPat
 
     def dots(path: Path, *drawn: Any) -> Any:
         ends.append(drawn)  # type: ignore[arg-type]
-        return [path, path], path
+        drawing = path / "drawing"
+        drawing.touch()
+        return [drawing, drawing], drawing
 
     def draw(folder: Path, groups: Any, numbers: Any, methods: Any) -> list[Any]:
         draw_ends(folder, methods[0])

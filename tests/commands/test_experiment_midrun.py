@@ -26,9 +26,9 @@ from mupscale.commands.lab.parts import RunPart
 from mupscale.commands.lab.results import Results
 from mupscale.commands.lab.run import result_of
 from mupscale.commands.lab.widths import Growth
+from mupscale.commands.reporting.draw import curve_of, draw_spent, lines_of
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.midrun import Arm, Comparison, Midrun, MidrunRun
-from mupscale.commands.reporting.midrun_figures import curve_of, draw_curves, lines_of
 from mupscale.commands.reporting.runs import LoggedRun, RunSize
 from mupscale.errors import UserError
 from mupscale.flops import mlp_flops
@@ -377,9 +377,8 @@ def made_up(arm: Arm, *losses: float, validation: float | None = None) -> list[M
     """Runs of an arm, a seed for each loss; validation losses are one more."""
     answer = []
     for seed, loss in enumerate(losses):
-        values = {"training": loss, "validation": loss + 1 if validation is None else validation}
-        run = MidrunRun("constant", ["flops"], arm, seed, 0.0, 0.0, None, 1, 0.1, None, None, 1.0, 1.0, 0.0, 1.0)
-        answer.append(run._replace(**values))
+        row = {"seed": seed, "training_loss": loss, "validation_loss": loss + 1 if validation is None else validation}
+        answer.append(MidrunRun("constant", ["flops"], arm, row))
     return answer
 
 
@@ -461,11 +460,11 @@ def test_a_recorded_metric_that_is_no_training_loss_is_not_called_one(metric: st
     values = {"trainer.max_steps": 20, "trainer.max_epochs": None}
     write_run(Path("o/run"), lambda step: 2.0, values=values, validation={"val/loss": lambda step: 1.5}, result=1.0)
     (run,) = Midrun(experiment).runs
-    assert run.training == pytest.approx(training, nan_ok=True)
-    assert run.validation == 1.5
+    assert run.loss("training") == pytest.approx(training, nan_ok=True)
+    assert run.loss("validation") == 1.5
     Path("o/run/result.json").write_text('{"value": "inf"}')
     (diverged,) = Midrun(experiment).runs
-    assert (diverged.training, diverged.validation) == (math.inf, math.inf)
+    assert (diverged.loss("training"), diverged.loss("validation")) == (math.inf, math.inf)
 
 
 def test_a_curve_that_begins_at_the_growth_has_no_loss_from_before_it() -> None:
@@ -473,8 +472,8 @@ def test_a_curve_that_begins_at_the_growth_has_no_loss_from_before_it() -> None:
     steps = np.arange(1.0, 1001)
     sizes = {"start_size": RunSize(8, None), "end_size": RunSize(64, None)}
     logged = SimpleNamespace(steps=steps, losses=np.where(steps > 900, 1.0, 3.0), interval=1, **sizes)
-    (run,) = made_up(GROWN, 1.0)
-    run = run._replace(at_step=900, steps=1000, logged=logged)  # type: ignore[arg-type]
+    row = {"grown_at_step": 900, "steps": 1000}
+    run = MidrunRun("constant", ["flops"], GROWN, row, logged)  # type: ignore[arg-type]
     x, y = curve_of(run, Comparison("constant", "flops", [run], {"8": 1.0, "64": 30.0}))
     assert (x[0], x[-1]) == (pytest.approx(100 * 930 / 3900), 100)
     assert set(y) == {1.0}
@@ -483,8 +482,8 @@ def test_a_curve_that_begins_at_the_growth_has_no_loss_from_before_it() -> None:
 def test_curves_of_more_shares_than_there_are_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = np.array([10.0, 100.0]), np.array([2.0, 1.0])
     lines = {Arm(512, noise="paper", share=share / 10): curve for share in range(1, 10)}
-    monkeypatch.setattr("mupscale.commands.reporting.midrun_figures.lines_of", lambda comparison: lines)
-    assert draw_curves(Path("curves"), [compared()])
+    monkeypatch.setattr("mupscale.commands.reporting.draw.lines_of", lambda comparison: lines)
+    assert draw_spent(Path("curves"), [compared()])
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from mupscale.commands import figures
 from mupscale.commands.reporting.draw import mean_curve
 from mupscale.commands.reporting.folders import find_runs
 from mupscale.commands.reporting.groups import group_runs
-from mupscale.commands.reporting.numbers import compute_numbers
+from mupscale.commands.reporting.reach import Windows, compute_numbers
 from mupscale.commands.reporting.runs import LoggedRun
-from mupscale.commands.reporting.windows import Windows
 from mupscale.flops import mlp_flops
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")

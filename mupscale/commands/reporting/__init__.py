@@ -7,14 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import TypeVar
 
-from mupscale.commands.reporting.draw import draw_figures
+from mupscale.commands.reporting.draw import draw_figures, draw_midrun
 from mupscale.commands.reporting.folders import Found, find_runs
 from mupscale.commands.reporting.groups import Group, group_runs, refuse_other_tasks
 from mupscale.commands.reporting.methods import Methods
 from mupscale.commands.reporting.midrun import Midrun
-from mupscale.commands.reporting.midrun_figures import draw_midrun
-from mupscale.commands.reporting.numbers import Numbers, compute_numbers
 from mupscale.commands.reporting.page import GENERATOR, Opening, render_page
+from mupscale.commands.reporting.reach import Numbers, compute_numbers
 from mupscale.commands.reporting.sections import (
     command_section,
     methods_section,
@@ -57,13 +56,11 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as name:
         draft = Path(name)
-        sections = [methods_section(each, groups) for each in methods]
+        sections = [methods_section(each) for each in methods]
         if numbers is not None:
             figures = draw_figures(draft, groups, numbers, methods)
             sections += result_sections(groups, numbers, figures, bool(methods))
-            for figure in figures:
-                figure.dark.unlink()  # only the page shows it
-            (draft / "summary.csv").write_text(as_csv(run_rows(numbers)))
+            (draft / "summary.csv").write_text(as_csv(run_rows(groups, numbers)))
         sections += [transfer_section(experiment) for experiment in found.transfers]
         for name, midrun in numbered("midrun", midruns):
             sections.append(midrun_section(midrun, draw_midrun(midrun, draft, name)))
@@ -102,7 +99,7 @@ def opening_of(
         of_groups = verdicts(numbers, groups)
     first = [each.verdict for each in methods] or of_groups
     return Opening(
-        title(found.runs, groups) if groups else f"{topic}: {folders}",
+        title(groups) if groups else f"{topic}: {folders}",
         [*first, *(sentences for midrun in midruns for sentences in midrun.verdicts)],
         of_groups if methods else [],
         tiles(groups, numbers) if numbers is not None else [],

@@ -5,17 +5,22 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from mupscale.commands.config import Config, brief, class_name
-from mupscale.commands.reporting.runs import LoggedRun, RunSize
+from mupscale.commands.reporting.compare import Losses, Spread, spread
+from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.errors import UserError
 
 Role = Literal["upscaled", "scratch", "base", "other"]
 NAMES: dict[Role, str] = {"upscaled": "upscaled", "scratch": "from scratch", "base": "base"}
 ORDER: list[Role] = ["upscaled", "scratch", "base", "other"]
+
+PLACES: dict[Role, int] = {"upscaled": 0, "scratch": 1, "base": 2}
+"""Places in the palette that the first group of each role has; those of the others follow."""
 
 NO_DIFFERENCE = (
     "seed_everything",
@@ -58,22 +63,43 @@ class Group:
     settings: dict[str, Any]
     method: str = ""
     """The name of its growth method in an experiment that compares several."""
+    place: int = 0
+    """In the palette of the figures."""
 
     @property
     def not_diverged(self) -> list[LoggedRun]:
         return [run for run in self.runs if run.diverged_at is None]
 
     @property
-    def start_width(self) -> Any:
-        return self.runs[0].start_width
+    def ended(self) -> list[LoggedRun]:
+        """The runs that have ended, those that diverged too; or all if none has ended."""
+        return [run for run in self.runs if not run.in_progress] or self.runs
 
     @property
-    def end_width(self) -> Any:
-        return self.runs[0].end_width
+    def counted(self) -> list[LoggedRun]:
+        """The runs whose ends are compared: of those that have not diverged the finished ones, or all if none is."""
+        return [run for run in self.not_diverged if not run.in_progress] or self.not_diverged
 
     @property
-    def end_size(self) -> RunSize:
-        return self.runs[0].end_size
+    def in_progress(self) -> bool:
+        """Whether its ends are those of runs in progress."""
+        return any(run.in_progress for run in self.counted)
+
+    @property
+    def final(self) -> Spread | None:
+        return spread([run.final for run in self.counted])
+
+    @property
+    def flops(self) -> Spread | None:
+        return spread([run.flops for run in self.counted])
+
+    def last(self, metric: str) -> Spread | None:
+        """The last values of a validation metric."""
+        return spread([run.last(metric) for run in self.counted])
+
+    def by_seed(self, metric: str = "") -> Losses:
+        """The final losses, or the last values of a metric. Of several runs of one seed the first counts."""
+        return {run.seed: run.last(metric) if metric else run.final for run in reversed(self.counted)}
 
     def of_seed(self, seed: Any) -> LoggedRun | None:
         """The first run of a seed that has not diverged."""
@@ -146,38 +172,32 @@ def group_runs(runs: list[LoggedRun], method_of: Mapping[Path, str] = MappingPro
     by_settings: dict[str, list[LoggedRun]] = {}
     for run in runs:
         by_settings.setdefault(json.dumps(settings(run.config), sort_keys=True, default=str), []).append(run)
-    growing = [run for run in runs if grows(run)]
+    growing = [run for run in runs if run.grows]
     groups = []
     for members in by_settings.values():
         method = next((method_of[run.folder] for run in members if run.folder in method_of), "")
         groups.append(Group(role_of(members, growing), "", members, settings(members[0].config), method))
     groups.sort(key=lambda group: ORDER.index(group.role))
     name_groups(groups)
+    firsts = {group.role: group for group in reversed(groups)}
+    others = count(len(PLACES))
     for group in groups:
+        is_first = group.role in PLACES and firsts[group.role] is group
+        group.place = PLACES[group.role] if is_first else next(others)
         group.runs.sort(key=lambda run: (str(type(run.seed)), run.seed))
     return groups
-
-
-def grows(run: LoggedRun) -> bool:
-    return run.start_size != run.end_size
-
-
-def init_from(run: LoggedRun) -> Path | None:
-    """The checkpoint that a run started from."""
-    path = run.model["init_args"].get("init_from")
-    return Path(path) if path else None
 
 
 def role_of(runs: list[LoggedRun], growing: list[LoggedRun]) -> Role:
     """What a group of runs is to the runs that grow."""
     run = runs[0]
-    if grows(run):
+    if run.grows:
         return "upscaled"
-    checkpoints = [path.resolve() for path in map(init_from, growing) if path is not None]
+    checkpoints = [other.init_from.resolve() for other in growing if other.init_from is not None]
     for folder in (run.folder.resolve() for run in runs):
         if any(folder in checkpoint.parents for checkpoint in checkpoints):
             return "base"
-    if init_from(run) is None and any(run.end_size == other.end_size for other in growing):
+    if run.init_from is None and any(run.end_size == other.end_size for other in growing):
         return "scratch"
     return "base" if any(run.end_size == other.start_size for other in growing) else "other"
 

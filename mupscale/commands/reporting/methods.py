@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from mupscale.commands.config import class_name
 from mupscale.commands.reporting.compare import Losses, compare, compare_best, mean_of, rank, spread
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.groups import Group
-from mupscale.commands.reporting.numbers import Comparison, Numbers, RunStatus
+from mupscale.commands.reporting.reach import Comparison, Numbers
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.reporting.words import capital, count, ranged
 from mupscale.data_files import what_is_wrong
@@ -26,7 +27,9 @@ WINDOW = 20
 PAPERS = "Duplication"
 """The class of the paper's method, which has noise as well."""
 
+BEFORE, JUST_AFTER, LATER, FINAL = "loss_before", "loss_just_after", f"loss_after_{AFTER}", "final_loss"
 VALIDATION = "val/loss"
+"""Losses of a method: of the next batch just before and after the growth, AFTER steps later, and at the end."""
 
 
 @dataclass
@@ -45,12 +48,36 @@ class Method:
     comparison: Comparison | None
 
     @property
+    def runs(self) -> list[LoggedRun]:
+        return self.group.ended if self.group else []
+
+    @cached_property
+    def losses(self) -> dict[str, Losses]:
+        """By name and seed; infinite if a run diverged."""
+        answer: dict[str, Losses] = {
+            BEFORE: {run.seed: run.last_growth.get("loss_before", math.nan) for run in self.runs},
+            JUST_AFTER: {run.seed: run.last_growth.get("loss_after", math.nan) for run in self.runs},
+            LATER: {run.seed: loss_after_growth(run) for run in self.runs},
+        }
+        diverged = {run.seed: math.inf for run in self.runs if run.diverged_at is not None}
+        answer[FINAL] = {run.seed: run.final for run in self.runs} | diverged
+        answer[VALIDATION] = {run.seed: run.last(VALIDATION) for run in self.runs} | diverged
+        return answer
+
+    @property
     def noise(self) -> str:
         """The tuned level of noise in words; empty if it was not tuned."""
         level = next((value for key, value in self.tuned.items() if key.startswith("UpscaleCallback.noise")), None)
         if level is None:
             return ""
-        return " without noise, which was best at the small size" if is_zero(level) else f" with noise {level}"
+        return " without noise, which was best at the small size" if level == "0" else f" with noise {level}"
+
+    @property
+    def why_unranked(self) -> str:
+        """Why it is not in the ranking."""
+        if any(map(math.isinf, self.losses[FINAL].values())):
+            return "diverged at the target size"
+        return "all trials diverged" if self.has_no_best else "no run at the target size yet"
 
 
 class Methods:
@@ -58,23 +85,22 @@ class Methods:
 
     def __init__(self, experiment: ExperimentFolder, groups: list[Group], numbers: Numbers) -> None:
         self.folder, self.numbers = experiment.folder, numbers
-        self._runs = experiment.method_of
+        runs = experiment.method_of
         sweeps = {sweep.method: sweep for sweep in experiment.sweeps if sweep.method}
         try:
             metric = experiment.description["experiment"].get("metric", "last_epoch")
             found = []
             for name, described in experiment.methods.items():
-                found.append(self._method(name, described, sweeps[name], metric, groups))
+                folders = [folder for folder, method in runs.items() if method == name]
+                group = next((group for group in groups if any(run.folder in folders for run in group.runs)), None)
+                found.append(self._method(name, described, sweeps[name], metric, group))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self.folder} is not a whole comparison of methods: {what_is_wrong(error)}") from error
-        self.all = sorted(found, key=lambda method: mean_of(self.finals(method)))
+        self.all = sorted(found, key=lambda method: mean_of(method.losses[FINAL]))
         made = [method.name for method in found if not method.has_no_best]
-        unfinished = [folder for folder in self._runs if not (folder / "result.json").is_file()]
-        self.missing = sum(self._runs[folder] in made for folder in unfinished)
+        self.missing = sum(name in made and not (run / "result.json").is_file() for run, name in runs.items())
 
-    def _method(self, name: str, described: Any, sweep: SweepFolder, metric: str, groups: list[Group]) -> Method:
-        folders = [folder for folder, method in self._runs.items() if method == name]
-        group = next((group for group in groups if any(run.folder in folders for run in group.runs)), None)
+    def _method(self, name: str, described: Any, sweep: SweepFolder, metric: str, group: Group | None) -> Method:
         comparison = next((each for each in self.numbers.comparisons if each.upscaled is group), None)
         best = sweep.best_trial(metric) if sweep.best else None
         at_edge = sweep.edges(metric) if best else []
@@ -91,53 +117,22 @@ class Methods:
     def scratch(self) -> Group | None:
         return next((method.comparison.scratch for method in self.all if method.comparison is not None), None)
 
-    # --- losses of the target size, by seed
-
-    def statuses(self, method: Method) -> list[RunStatus]:
-        """The runs of a method that have ended, those that diverged too; or all if none has ended."""
-        if method.group is None:
-            return []
-        runs = [self.numbers.status(run) for run in method.group.runs]
-        return [status for status in runs if not status.in_progress] or runs
-
-    def finals(self, method: Method) -> Losses:
-        return {status.run.seed: infinite_if_diverged(status, status.final) for status in self.statuses(method)}
-
-    def validations(self, method: Method) -> Losses:
-        """The last validation losses."""
-        found = {}
-        for status in self.statuses(method):
-            found[status.run.seed] = infinite_if_diverged(status, status.last(VALIDATION))
-        return found
-
-    def at_growth(self, method: Method, name: str) -> Losses:
-        """`loss_before` or `loss_after`: the loss of the next batch just before or just after the growth."""
-        return {each.run.seed: each.run.last_growth.get(name, math.nan) for each in self.statuses(method)}
-
-    def after_steps(self, method: Method) -> Losses:
-        """The losses AFTER steps after the growth."""
-        return {status.run.seed: loss_after_growth(status.run) for status in self.statuses(method)}
-
-    def reach_steps(self, method: Method) -> list[int | None]:
-        """When each pair of runs has the method at from-scratch's minimum."""
-        return [] if method.comparison is None else [reach.step for reach in method.comparison.reaches]
-
     # --- the verdict
 
     @property
     def verdict(self) -> list[str]:
         """Which method ends lowest, whether that is clear, and where the paper's stands."""
-        finals = {method.name: self.finals(method) for method in self.all}
+        finals = {method.name: method.losses[FINAL] for method in self.all}
         ranked = rank(finals)
         if not ranked:
-            return [self._why_none(finals)]
+            return [self._why_none()]
         waiting = [method.name for method in self.all if not finals[method.name] and not method.has_no_best]
         finals = {name: losses for name, losses in finals.items() if name not in waiting}
         sentences = [f"Of {count(len(finals), 'growth method')} {lowest(finals)}."]
         papers = next((method for method in self.all if method.is_papers), None)
         if papers is not None:
-            sentences.append(self._standing(papers, ranked, finals))
-        validations = {method.name: self.validations(method) for method in self.all}
+            sentences.append(standing(papers, ranked, finals))
+        validations = {method.name: method.losses[VALIDATION] for method in self.all}
         ranked = rank(validations)
         if ranked:
             text = f"By validation loss {lowest(validations)}"
@@ -150,43 +145,27 @@ class Methods:
             sentences.append(f"{count(self.missing, 'run')} not finished{unbegun}: this is how the methods stand now.")
         return sentences
 
-    def _why_none(self, finals: dict[str, Losses]) -> str:
+    def _why_none(self) -> str:
         """That no method can be ranked, and for which reasons, in a sentence."""
         names: dict[str, list[str]] = {}
         for method in self.all:
-            names.setdefault(why_unranked(method, finals[method.name]), []).append(method.name)
+            names.setdefault(method.why_unranked, []).append(method.name)
         reasons = [f"{', '.join(each)} ({reason})" for reason, each in names.items()]
         return f"No growth method has a loss to compare: {'; '.join(reasons)}."
 
-    def _standing(self, papers: Method, ranked: list[str], finals: dict[str, Losses]) -> str:
-        """Where the paper's method stands, in a sentence."""
-        subject = f"the paper's method, {papers.name}{papers.noise}"
-        if papers.name not in ranked:
-            reason = why_unranked(papers, finals.get(papers.name, {}))
-            return f"{capital(subject)}, is not ranked ({reason})."
-        if papers.name == ranked[0]:
-            return f"That is {subject}."
-        place = f"number {ranked.index(papers.name) + 1} of {len(finals)}"
-        difference = compare(finals[ranked[0]], finals[papers.name], pairs=len(ranked) - 1)
-        return (
-            f"{capital(subject)}, does not end lowest: it is {place}, at {mean_of(finals[papers.name]):#.4g}; "
-            f"{ranked[0]} is {difference}."
-        )
-
     def _against_scratch(self, finals: dict[str, Losses]) -> Iterator[str]:
         """Which methods end lower than from scratch; each is compared, so each interval is corrected for all."""
-        if self.scratch is None or self.numbers.final(self.scratch) is None:
+        if self.scratch is None or self.scratch.final is None:
             return
-        scratch = {each.run.seed: each.final for each in self.numbers.counted(self.scratch)}
         outcomes: dict[str, list[str]] = {}
         for name in rank(finals):
-            difference = compare(finals[name], scratch, pairs=len(finals))
+            difference = compare(finals[name], self.scratch.by_seed(), pairs=len(finals))
             outcome = difference.outcome
             if len(difference.seeds) < 2:
                 outcome = f"{'below' if difference.mean > 0 else 'above'}, though {outcome}"
             outcomes.setdefault(outcome, []).append(name)
         text = "; ".join(f"{outcome}: {', '.join(names)}" for outcome, names in outcomes.items())
-        yield f"Against from scratch, {ranged(self.numbers.final(self.scratch))}: {text}."
+        yield f"Against from scratch, {ranged(self.scratch.final)}: {text}."
 
     # --- the table
 
@@ -194,37 +173,34 @@ class Methods:
         """A row for each method and seed."""
         rows = []
         for method in self.all:
-            before, after = (self.at_growth(method, name) for name in ("loss_before", "loss_after"))
-            later, finals = self.after_steps(method), self.finals(method)
             reaches = {reach.seed: reach for reach in method.comparison.reaches} if method.comparison else {}
-            for status in self.statuses(method):
-                seed, reach = status.run.seed, reaches.get(status.run.seed)
-                rows.append(
-                    {
-                        "method": method.name,
-                        "seed": seed,
-                        "loss_before": before[seed],
-                        "loss_just_after": after[seed],
-                        f"loss_after_{AFTER}": later[seed],
-                        "final_loss": finals[seed],
-                        **{metric: status.last(metric) for metric in self.numbers.metrics},
-                        "reach_step": None if reach is None else reach.step,
-                        "reach_flops": None if reach is None else reach.flops,
-                        **{key: method.tuned.get(key, "") for key in self.keys},
-                        "at_edge": " ".join(method.at_edge),
-                    }
-                )
+            for run in method.runs:
+                reach = reaches.get(run.seed)
+                row = {"method": method.name, "seed": run.seed}
+                row |= {name: losses[run.seed] for name, losses in method.losses.items() if name != VALIDATION}
+                row |= {metric: run.last(metric) for metric in self.numbers.metrics}
+                row |= {"reach_step": reach and reach.step, "reach_flops": reach and reach.flops}
+                row |= {key: method.tuned.get(key, "") for key in self.keys}
+                rows.append({**row, "at_edge": " ".join(method.at_edge)})
         return rows
 
 
 # --- words and numbers
 
 
-def why_unranked(method: Method, losses: Losses) -> str:
-    """Why a method is not in the ranking."""
-    if any(map(math.isinf, losses.values())):
-        return "diverged at the target size"
-    return "all trials diverged" if method.has_no_best else "no run at the target size yet"
+def standing(papers: Method, ranked: list[str], finals: dict[str, Losses]) -> str:
+    """Where the paper's method stands, in a sentence."""
+    subject = f"the paper's method, {papers.name}{papers.noise}"
+    if papers.name not in ranked:
+        return f"{capital(subject)}, is not ranked ({papers.why_unranked})."
+    if papers.name == ranked[0]:
+        return f"That is {subject}."
+    place = f"number {ranked.index(papers.name) + 1} of {len(finals)}"
+    difference = compare(finals[ranked[0]], finals[papers.name], pairs=len(ranked) - 1)
+    return (
+        f"{capital(subject)}, does not end lowest: it is {place}, at {mean_of(finals[papers.name]):#.4g}; "
+        f"{ranked[0]} is {difference}."
+    )
 
 
 def lowest(arms: dict[str, Losses]) -> str:
@@ -238,22 +214,11 @@ def lowest(arms: dict[str, Losses]) -> str:
     return f"{text}; {second} is next, at {ranged(spread(list(arms[second].values())))}: {first} is {difference}"
 
 
-def infinite_if_diverged(status: RunStatus, value: float) -> float:
-    return math.inf if status.diverged else value
-
-
 def loss_after_growth(run: LoggedRun) -> float:
     """The mean of the losses logged in the WINDOW steps up to AFTER steps after the last growth; NaN if none was."""
     end = (run.growths[-1] if run.growths else 0) + AFTER
     there = (run.steps > end - WINDOW) & (run.steps <= end)
     return float(np.mean(run.losses[there])) if there.any() else math.nan
-
-
-def is_zero(value: str) -> bool:
-    try:
-        return float(value) == 0
-    except ValueError:
-        return False
 
 
 def shortened(value: str) -> str:

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from mupscale.commands.config import Config, callbacks_of
-from mupscale.commands.reporting.compare import Difference, Losses, compare, compare_best, rank, spread
+from mupscale.commands.reporting.compare import Difference, Losses, compare, compare_best, rank
 from mupscale.commands.reporting.folders import ExperimentFolder
 from mupscale.commands.reporting.runs import LoggedRun, RunSize
-from mupscale.commands.reporting.words import capital, ranged
+from mupscale.commands.reporting.words import capital, ranged_losses
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
 
@@ -44,27 +44,18 @@ class Arm(NamedTuple):
 
 
 class MidrunRun(NamedTuple):
-    """A finished run. Losses are infinite if it diverged, and NaN if there is none."""
+    """A finished run."""
 
     schedule: str
     budgets: list[str]
     arm: Arm
-    seed: int
-    training: float
-    validation: float
-    at_step: int | None
-    steps: int
-    lr: float
-    lr_after: float | None
-    level: float | None
-    """Of the noise."""
-    flops: float
-    seconds: float
-    """By the measured time of a step, without start, compilation, validation and swap."""
-    pause: float
-    """Seconds of the swap."""
-    epochs: float
+    row: dict[str, Any]
+    """Its columns in the table. Losses are infinite if it diverged, and NaN if there is none; seconds are without
+    start, compilation, validation and swap."""
     logged: LoggedRun | None = None
+
+    def loss(self, loss: Loss) -> float:
+        return float(self.row[f"{loss}_loss"])
 
 
 @dataclass
@@ -95,14 +86,10 @@ class Comparison:
 
     def losses(self, arm: Arm, loss: Loss) -> Losses:
         """By seed; infinite if a run diverged."""
-        return {run.seed: getattr(run, loss) for run in self.arms[arm]}
-
-    def values(self, arm: Arm, loss: Loss) -> list[float]:
-        """The losses of the runs that did not diverge."""
-        return [value for value in self.losses(arm, loss).values() if math.isfinite(value)]
+        return {run.row["seed"]: run.loss(loss) for run in self.arms[arm]}
 
     def has(self, loss: Loss) -> bool:
-        return not any(math.isnan(getattr(run, loss)) for run in self.runs)
+        return not any(math.isnan(run.loss(loss)) for run in self.runs)
 
     def best(self, arms: list[Arm], loss: Loss) -> Arm | None:
         return next(iter(rank({arm: self.losses(arm, loss) for arm in arms})), None)
@@ -131,7 +118,7 @@ class Comparison:
         return "not all runs have logged a loss"
 
     def _sentence(self, loss: Loss, growth: Arm, fixed: Arm, difference: Difference) -> str:
-        ends = [ranged(spread(self.values(arm, loss)), False) for arm in (growth, fixed)]
+        ends = [ranged_losses(self.losses(arm, loss)) for arm in (growth, fixed)]
         text = (
             f"{capital(loss)} loss: the best growth, {growth}, ends at {ends[0]}, the best fixed width, {fixed}, at "
             f"{ends[1]}: growing is {difference}"
@@ -158,7 +145,8 @@ class Midrun:
     def __init__(self, experiment: ExperimentFolder) -> None:
         self.folder = experiment.folder
         self.description: dict[str, Any] = experiment.description.get("experiment") or {}
-        self.costs: dict[str, Any] | None = None
+        self.metric = str(self.description.get("metric", "last_epoch"))
+        self.costs: dict[str, Any] = {}
         self.runs: list[MidrunRun] = []
         listed = experiment.description.get("runs", [])
         path = self.folder / "costs.json"
@@ -182,38 +170,30 @@ class Midrun:
         self.missing = len(listed) - len(self.runs)
 
     def _run(self, entry: dict[str, Any], run: LoggedRun) -> MidrunRun:
-        assert self.costs is not None
         swaps = callbacks_of(run.config, "UpscaleCallback")
         swap: Config = swaps[0]["init_args"] if swaps else {}
         noise = (swap.get("noise") or {}).get("init_args", {})
         steps, at_step = run.config["trainer"]["max_steps"], swap.get("at_step")
-        diverged = run.value is None or not math.isfinite(run.value)
         training = run.value if run.value is not None and self.metric.startswith("last_") else math.nan
         validation = run.last("val/loss") if run.result.get("validated_at") == steps else math.nan
-        return MidrunRun(
-            schedule=entry["schedule"],
-            budgets=entry["budgets"],
-            arm=Arm(run.end_width, entry.get("fixed", ""), entry.get("noise", ""), entry.get("share", 0.0)),
-            seed=entry["seed"],
-            training=math.inf if diverged else training,
-            validation=math.inf if diverged else validation,
-            at_step=at_step,
-            steps=steps,
-            lr=run.model["init_args"]["optimizer"]["init_args"]["lr"],
-            lr_after=swap.get("lr"),
-            level=next((noise[name] for name in ("std", "t") if name in noise), None),
-            flops=self._cost("flops", run, at_step, steps),
-            seconds=self._cost("seconds", run, at_step, steps),
-            pause=run.last_growth.get("seconds", math.nan),
-            epochs=steps / self.costs["steps_per_epoch"],
-            logged=run,
-        )
-
-    def _cost(self, budget: str, run: LoggedRun, at_step: int | None, steps: int) -> float:
-        assert self.costs is not None
-        table = self.costs[budget]
-        start, end = (table.get(cost_key(size, table), math.nan) for size in (run.start_size, run.end_size))
-        return steps * end if at_step is None else at_step * start + (steps - at_step) * end
+        if run.value is None or not math.isfinite(run.value):
+            training = validation = math.inf
+        row = {
+            "seed": entry["seed"],
+            "training_loss": training,
+            "validation_loss": validation,
+            "grown_at_step": at_step,
+            "steps": steps,
+            "epochs": steps / self.costs["steps_per_epoch"],
+            "lr": run.model["init_args"]["optimizer"]["init_args"]["lr"],
+            "lr_after": swap.get("lr"),
+            "noise_level": next((noise[name] for name in ("std", "t") if name in noise), None),
+            "flops": spent_by(steps, run, at_step, self.costs["flops"]),
+            "seconds": spent_by(steps, run, at_step, self.costs["seconds"]),
+            "pause_seconds": run.last_growth.get("seconds", math.nan),
+        }
+        arm = Arm(run.end_width, entry.get("fixed", ""), entry.get("noise", ""), entry.get("share", 0.0))
+        return MidrunRun(entry["schedule"], entry["budgets"], arm, row, run)
 
     @property
     def comparisons(self) -> list[Comparison]:
@@ -222,53 +202,22 @@ class Midrun:
             for budget in BUDGETS:
                 runs = [run for run in self.runs if run.schedule == schedule and budget in run.budgets]
                 if runs:
-                    assert self.costs is not None
                     answer.append(Comparison(schedule, budget, runs, self.costs[budget]))
-        return answer
-
-    @property
-    def schedules(self) -> dict[str, list[Comparison]]:
-        answer: dict[str, list[Comparison]] = {}
-        for comparison in self.comparisons:
-            answer.setdefault(comparison.schedule, []).append(comparison)
         return answer
 
     @property
     def verdicts(self) -> list[list[str]]:
         return [comparison.verdict() for comparison in self.comparisons]
 
-    @property
-    def metric(self) -> str:
-        return str(self.description.get("metric", "last_epoch"))
-
     def rows(self) -> list[dict[str, Any]]:
         """A row for each run and budget."""
         rows = []
         for comparison in self.comparisons:
             for arm, runs in comparison.arms.items():
-                for run in runs:
-                    rows.append(
-                        {
-                            "schedule": comparison.schedule,
-                            "budget": comparison.budget,
-                            "arm": str(arm),
-                            "width": width_name(arm.width),
-                            "noise": arm.noise,
-                            "share": None if arm.fixed else arm.share,
-                            "seed": run.seed,
-                            "training_loss": run.training,
-                            "validation_loss": run.validation,
-                            "grown_at_step": run.at_step,
-                            "steps": run.steps,
-                            "epochs": run.epochs,
-                            "lr": run.lr,
-                            "lr_after": run.lr_after,
-                            "noise_level": run.level,
-                            "flops": run.flops,
-                            "seconds": run.seconds,
-                            "pause_seconds": run.pause,
-                        }
-                    )
+                head: dict[str, Any] = {"schedule": comparison.schedule, "budget": comparison.budget, "arm": str(arm)}
+                share = None if arm.fixed else arm.share
+                head |= {"width": width_name(arm.width), "noise": arm.noise, "share": share}
+                rows += [{**head, **run.row} for run in runs]
         return rows
 
 
@@ -291,6 +240,20 @@ def refuse_other_entry(entry: dict[str, Any]) -> None:
         raise ValueError(f"experiment.json has the share {entry['share']!r}")
 
 
+def spent_by(step: Any, run: LoggedRun, at_step: int | None, table: Mapping[str, float]) -> Any:
+    """What a run, which grows at `at_step`, has cost at a later step, or at several; NaN if a cost is not known."""
+    start, end = step_costs(run, table)
+    return step * end if at_step is None else at_step * start + (step - at_step) * end
+
+
+def step_costs(run: LoggedRun, table: Mapping[str, float]) -> tuple[float, float]:
+    """The costs of a step of the width that a run starts with, and of the one that it ends with."""
+    return (
+        table.get(cost_key(run.start_size, table), math.nan),
+        table.get(cost_key(run.end_size, table), math.nan),
+    )
+
+
 def cost_key(size: RunSize, table: Mapping[str, Any]) -> str:
     """How costs.json names a size: by its width, with its layers where these grow."""
     width = width_name(size.width)
@@ -301,13 +264,3 @@ def cost_key(size: RunSize, table: Mapping[str, Any]) -> str:
 def width_name(width: Any) -> str:
     """A width as costs.json names it."""
     return "x".join(map(str, width)) if isinstance(width, list) else str(width)
-
-
-def mean_text(comparison: Comparison, arm: Arm, loss: Loss) -> str:
-    """The mean and the range of an arm's losses, and how many of its runs diverged."""
-    values = comparison.values(arm, loss)
-    diverged = sum(math.isinf(getattr(run, loss)) for run in comparison.arms[arm])
-    if not values:
-        return "diverged" if diverged else "—"
-    text = ranged(spread(values), False)
-    return f"{text}, {diverged} diverged" if diverged else text

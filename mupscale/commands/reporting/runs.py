@@ -43,6 +43,10 @@ class LoggedRun:
         self.result = read_result(folder)
         self.steps: FloatArray = np.array(sorted(self.log.loss), dtype=float)
         self.losses: FloatArray = np.array([self.log.loss[int(step)] for step in self.steps], dtype=float)
+        self.ends: FloatArray = np.empty(0)
+        self.means: FloatArray = np.empty(0)
+        """The ends of windows of steps, and the mean losses in them. They and `final` follow from all runs compared."""
+        self.final = math.nan
 
     def _refuse_other_content(self) -> None:
         """TypeError, KeyError or ValueError for a configuration that no run has."""
@@ -59,10 +63,6 @@ class LoggedRun:
         return self.config["model"]
 
     @property
-    def data(self) -> Config:
-        return self.config["data"]
-
-    @property
     def start_width(self) -> Any:
         """The width at the start, in words with the layers if these become more."""
         return self._width(self.start_size)
@@ -74,6 +74,21 @@ class LoggedRun:
     def _width(self, size: "RunSize") -> Any:
         is_deeper = self.start_size.layers != self.end_size.layers
         return f"{size.width} with {size.layers} layers" if is_deeper else size.width
+
+    @property
+    def grows(self) -> bool:
+        return self.start_size != self.end_size
+
+    @property
+    def width_range(self) -> str:
+        """`100 → 400`, or the one width of a run that does not grow."""
+        return f"{self.start_width} → {self.end_width}" if self.grows else str(self.start_width)
+
+    @property
+    def init_from(self) -> Path | None:
+        """The checkpoint that it started from."""
+        path = self.model["init_args"].get("init_from")
+        return Path(path) if path else None
 
     @property
     def growths(self) -> list[int]:
@@ -105,7 +120,7 @@ class LoggedRun:
         """The number of steps from one logged loss to the next."""
         return int(self.config["trainer"]["log_every_n_steps"] or 50)
 
-    @property
+    @cached_property
     def diverged_at(self) -> int | None:
         """The step of the first loss that is not finite; the last step if only the result is not."""
         bad = np.flatnonzero(~np.isfinite(self.losses))
@@ -151,6 +166,28 @@ class LoggedRun:
         """The length of the run in steps: as planned, or less if it ended before; None if it is not known."""
         ended = self.result.get("steps") if self.diverged_at is None else None
         return ended or self._planned("steps")
+
+    @property
+    def in_progress(self) -> bool:
+        if self.result or self.diverged_at is not None or self.planned_steps is None:
+            return False
+        return self.last_step + self.interval <= self.planned_steps
+
+    @property
+    def state(self) -> str:
+        if self.diverged_at is not None:
+            return f"diverged at step {self.diverged_at:,}"
+        if self.in_progress:
+            return f"in progress, {self.last_step:,} of {self.planned_steps:,} steps"
+        return f"{self.last_step:,} steps"
+
+    @property
+    def flops(self) -> float:
+        """Training FLOPs: to the end of the plan if it got there, and otherwise to the last step that is known."""
+        steps = self.planned_steps
+        if steps is None or self.diverged_at is not None or self.in_progress:
+            steps = self.last_step
+        return self.flops_at(steps)
 
     @cached_property
     def _flops(self) -> tuple[FloatArray, FloatArray]:

@@ -11,36 +11,28 @@ from typing import Any
 
 from mupscale.commands.config import brief
 from mupscale.commands.figures import LIGHT
-from mupscale.commands.reporting.compare import Losses, spread
-from mupscale.commands.reporting.draw import ReportFigure, place_of
+from mupscale.commands.reporting.compare import spread
 from mupscale.commands.reporting.folders import ExperimentFolder, Found, SweepFolder
 from mupscale.commands.reporting.groups import Group, differing
-from mupscale.commands.reporting.methods import AFTER, WINDOW, Method, Methods
-from mupscale.commands.reporting.midrun import BUDGETS, LOSSES, Midrun, mean_text
-from mupscale.commands.reporting.numbers import Comparison, Numbers, width_range
-from mupscale.commands.reporting.page import (
-    Cell,
-    Details,
-    Picture,
-    Section,
-    Table,
-    Tile,
-    data_uri,
-    make_table,
-    read_pictures,
-)
+from mupscale.commands.reporting.methods import AFTER, BEFORE, FINAL, JUST_AFTER, LATER, WINDOW, Method, Methods
+from mupscale.commands.reporting.midrun import BUDGETS, LOSSES, Midrun
+from mupscale.commands.reporting.page import Cell, Details, Picture, Section, Table, Tile, make_table, read_pictures
+from mupscale.commands.reporting.reach import Comparison, Cost, Numbers
 from mupscale.commands.reporting.words import (
     COST_LABELS,
     duration,
     metric_name,
     number,
     ranged,
+    ranged_losses,
     teraflops,
     time_to_reach,
     times,
 )
 
 LONG_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]{5,}(e-?[0-9]+)?")
+
+RATES = ("lr", "lr_after", "noise_level")
 
 SWEEP_FIGURES = ("heatmap", "profile", "scatter", "curves")
 
@@ -69,33 +61,30 @@ EDGE = (
 
 
 def result_sections(
-    groups: list[Group], numbers: Numbers, figures: list[ReportFigure], has_methods: bool
+    groups: list[Group], numbers: Numbers, figures: list[Picture], has_methods: bool
 ) -> Iterator[Section]:
     """Curves, ends, when upscaled runs reach the minimum from scratch, costs and tuning."""
-    yield Section(
-        "Curves",
-        legend=[key(group, groups) for group in groups],
-        pictures=[Picture(data_uri(each.png), each.title, data_uri(each.dark), each.caption) for each in figures],
-        fine=[" ".join(curve_notes(numbers))],
-    )
+    notes = " ".join(curve_notes(groups, numbers))
+    yield Section("Curves", legend=list(map(key, groups)), pictures=figures, fine=[notes])
     yield Section("Ends", tables=[("", end_table(groups, numbers))])
     for comparison in numbers.comparisons:
         if comparison.reaches:
             yield reach_section(comparison, numbers)
     for comparison in numbers.comparisons:
-        if comparison.costs is not None:
-            rows = [[COST_LABELS[row.kind], teraflops(row.flops), times(row.factor)] for row in comparison.costs.rows()]
+        if comparison.costs:
+            costs = comparison.costs.values()
+            rows = [[COST_LABELS[cost.kind], teraflops(cost.flops), times(cost.factor)] for cost in costs]
             tuning = TUNING.format(but=" but those of other growth methods" if has_methods else "")
-            fine = COSTS if comparison.costs.tuning is None else f"{COSTS} {tuning}"
+            fine = f"{COSTS} {tuning}" if "tuning" in comparison.costs else COSTS
             table = make_table(["charged", "TFLOPs", "speed-up"], rows)
             yield Section(heading("Costs", comparison, numbers), tables=[("", table)], fine=[fine])
     if numbers.tuning:
         yield tuning_section(numbers)
 
 
-def curve_notes(numbers: Numbers) -> Iterator[str]:
+def curve_notes(groups: list[Group], numbers: Numbers) -> Iterator[str]:
     """How the losses of curves and tables are averaged."""
-    intervals = {status.run.interval for status in numbers.statuses}
+    intervals = {run.interval for group in groups for run in group.runs}
     interval = intervals.pop() if len(intervals) == 1 else None
     every = "" if interval is None else ", at every step" if interval == 1 else f", every {interval} steps"
     yield f"Training losses are means over {numbers.windows.length} of the losses that were logged{every}."
@@ -113,16 +102,15 @@ def tiles(groups: list[Group], numbers: Numbers) -> list[Tile]:
     """Where each group ends, and what the first comparison saved."""
     answer = []
     for group in groups[:6]:
-        final = numbers.final(group)
+        final = group.final
         value = number(final.mean) if final else "diverged"
         detail = f"{number(final.low)}–{number(final.high)}" if final and final.runs > 1 else "final training loss"
-        answer.append(Tile(group.name, value, detail, colour_class(group, groups)))
-    costs = numbers.comparisons[0].costs if numbers.comparisons else None
-    savings = costs.factor("upscaled") if costs else None
-    with_base = costs.factor("base") if costs else None
-    if savings is not None:
-        detail = f"{times(with_base)} with the base model" if with_base else "to reach from scratch's minimum"
-        answer.append(Tile("savings", times(savings), detail))
+        answer.append(Tile(group.name, value, detail, colour_class(group)))
+    costs = numbers.comparisons[0].costs if numbers.comparisons else {}
+    if costs:
+        with_base = f"{times(costs['base'].factor)} with the base model" if "base" in costs else ""
+        detail = with_base or "to reach from scratch's minimum"
+        answer.append(Tile("savings", times(costs["upscaled"].factor), detail))
     return answer
 
 
@@ -131,12 +119,9 @@ def end_table(groups: list[Group], numbers: Numbers) -> Table:
     head = ["", "seeds", "final training loss", *(metric_name(metric) for metric in numbers.metrics), "TFLOPs"]
     rows: list[list[str | Cell]] = []
     for group in groups:
-        counted = numbers.counted(group)
-        final = ranged(numbers.final(group), False) if counted else "diverged"
-        validation = [ranged(numbers.last(group, metric), False) for metric in numbers.metrics]
-        cost = numbers.flops(group)
-        flops = teraflops(cost.mean) if cost else "—"
-        rows.append([key(group, groups), str(len(counted)), final, *validation, flops])
+        final = ranged(group.final, False) if group.counted else "diverged"
+        validation = [ranged(group.last(metric), False) for metric in numbers.metrics]
+        rows.append([key(group), str(len(group.counted)), final, *validation, mean_teraflops(group)])
     return make_table(head, rows)
 
 
@@ -178,11 +163,11 @@ def run_sections(groups: list[Group], numbers: Numbers) -> Iterator[Section]:
     """Every run, and the configurations of the groups."""
     metrics = [metric_name(metric) for metric in numbers.metrics]
     rows: list[list[str | Cell]] = []
-    for status in numbers.statuses:
-        run = status.run
-        validation = [number(status.last(metric)) for metric in numbers.metrics]
-        values = [str(run.seed), width_range(run), status.state, number(status.final), *validation]
-        rows.append([key(status.group, groups), *values, teraflops(status.flops), str(run.folder)])
+    for group in groups:
+        for run in group.runs:
+            validation = [number(run.last(metric)) for metric in numbers.metrics]
+            values = [str(run.seed), run.width_range, run.state, number(run.final), *validation]
+            rows.append([key(group), *values, teraflops(run.flops), str(run.folder)])
     head = ["", "seed", "width", "state", "final loss", *metrics, "TFLOPs", "folder"]
     yield Section("Runs", tables=[("", make_table(head, rows))])
     differences = [[name, *(brief(value) for value in values)] for name, values in differing(groups)]
@@ -198,7 +183,7 @@ def run_sections(groups: list[Group], numbers: Numbers) -> Iterator[Section]:
 # --- growth methods
 
 
-def methods_section(methods: Methods, groups: list[Group]) -> Section:
+def methods_section(methods: Methods) -> Section:
     """Growth methods, those that end lowest first, and then from scratch."""
     numbers, labels = methods.numbers, short_keys(methods.keys)
     metrics = [metric_name(metric) for metric in numbers.metrics]
@@ -206,22 +191,20 @@ def methods_section(methods: Methods, groups: list[Group]) -> Section:
     head += ["step of reach", "TFLOPs until then", "… and the base", *labels, "at the edge"]
     rows: list[list[str | Cell]] = []
     for method in methods.all:
-        losses = [methods.at_growth(method, "loss_after"), methods.after_steps(method), methods.finals(method)]
-        validation = [ranged(numbers.last(method.group, metric), False) for metric in numbers.metrics if method.group]
-        cells = [str(len(losses[0])), *map(losses_text, losses), *(validation or ["—" for _ in metrics])]
-        cells += [*reach_cells(methods, method), *(method.tuned.get(name, "—") for name in methods.keys)]
-        colour = colour_class(method.group, groups) if method.group else ""
+        losses = [ranged_losses(method.losses[name]) for name in (JUST_AFTER, LATER, FINAL)]
+        validation = [ranged(method.group.last(metric), False) if method.group else "—" for metric in numbers.metrics]
+        cells = [str(len(method.losses[FINAL])), *losses, *validation]
+        cells += [*reach_cells(method), *(method.tuned.get(name, "—") for name in methods.keys)]
+        colour = colour_class(method.group) if method.group else ""
         edges = [label for name, label in zip(methods.keys, labels, strict=True) if name in method.at_edge]
         rows.append([Cell(method.name, colour), *cells, ", ".join(edges) or "no"])
     if methods.scratch is not None:
         scratch = methods.scratch
-        validation = [ranged(numbers.last(scratch, metric), False) for metric in numbers.metrics]
-        cells = [str(len(numbers.counted(scratch))), "—", "—", ranged(numbers.final(scratch), False), *validation]
-        flops = numbers.flops(scratch)
-        cells += ["—", teraflops(flops.mean) if flops else "—", "—", *("—" for _ in labels), ""]
-        rows.append([key(scratch, groups), *cells])
+        validation = [ranged(scratch.last(metric), False) for metric in numbers.metrics]
+        cells = [str(len(scratch.counted)), "—", "—", ranged(scratch.final, False), *validation]
+        rows.append([key(scratch), *cells, "—", mean_teraflops(scratch), "—", *("—" for _ in labels), ""])
     grown = next((method for method in methods.all if method.group), None)
-    before = ranged(spread(list(methods.at_growth(grown, "loss_before").values()))) if grown else "—"
+    before = ranged(spread(list(grown.losses[BEFORE].values()))) if grown else "—"
     fine = (
         "Losses are means over seeds with their ranges, the lowest final loss first. Each method has the values that "
         "are best for it at the small size; all were given the same grid. “Just after” is the loss of the first batch "
@@ -240,29 +223,20 @@ def short_keys(keys: list[str]) -> list[str]:
     return labels if len(set(labels)) == len(keys) else keys
 
 
-def losses_text(losses: Losses) -> str:
-    """The mean and the range of losses, and how many runs diverged."""
-    diverged = sum(math.isinf(loss) for loss in losses.values())
-    text = ranged(spread(list(losses.values())), False)
-    if not diverged:
-        return text
-    return f"{text}, {diverged} diverged" if diverged < len(losses) else "diverged"
-
-
-def reach_cells(methods: Methods, method: Method) -> list[str]:
+def reach_cells(method: Method) -> list[str]:
     """When a method reaches from-scratch's minimum, and what that costs without and with the base model."""
-    steps = methods.reach_steps(method)
+    steps = [reach.step for reach in method.comparison.reaches] if method.comparison else []
     reached = [float(step) for step in steps if step is not None]
-    if not steps or len(reached) < len(steps):
+    if method.comparison is None or not steps or len(reached) < len(steps):
         return [f"in {len(reached)} of {len(steps)} seeds" if reached else "not reached" if steps else "—", "—", "—"]
     low, high = min(reached), max(reached)
     span = f" ({low:,.0f}–{high:,.0f})" if low < high else ""
-    costs = []
-    for kind in ("upscaled", "base"):
-        known = method.comparison.costs.rows() if method.comparison and method.comparison.costs else []
-        row = next((row for row in known if row.kind == kind), None)
-        costs.append(f"{teraflops(row.flops)} ({times(row.factor)})" if row else "—")
+    costs = [cost_text(method.comparison.costs.get(kind)) for kind in ("upscaled", "base")]
     return [f"{sum(reached) / len(reached):,.0f}{span}", *costs]
+
+
+def cost_text(cost: Cost | None) -> str:
+    return f"{teraflops(cost.flops)} ({times(cost.factor)})" if cost else "—"
 
 
 # --- protocols transfer and midrun
@@ -296,7 +270,7 @@ def short_decimal(cell: str) -> str:
     return f"{float(cell):.5g}" if LONG_DECIMAL.fullmatch(cell) else cell
 
 
-def midrun_section(midrun: Midrun, drawn: list[Path]) -> Section:
+def midrun_section(midrun: Midrun, pictures: list[Picture]) -> Section:
     """Runs that grow and fixed widths at one budget, and what is charged."""
     costs, arms = midrun.costs, arm_table(midrun)
     tables, fine = [], []
@@ -309,7 +283,7 @@ def midrun_section(midrun: Midrun, drawn: list[Path]) -> Section:
     return Section(
         f"Growing in the middle: {midrun.folder.name}",
         [f"{midrun.missing} runs are not finished."] if midrun.missing else [],
-        pictures=read_pictures(drawn) if arms.rows else [],
+        pictures=pictures,
         has_wide_pictures=True,
         tables=tables,
         fine=fine,
@@ -367,13 +341,13 @@ def arm_table(midrun: Midrun) -> Table:
     rows = []
     for comparison in midrun.comparisons:
         for arm, runs in comparison.arms.items():
-            first = runs[0]
-            losses = [mean_text(comparison, arm, loss) for loss in LOSSES]
-            at_step = "—" if first.at_step is None else f"{first.at_step:,}"
-            rates = [f"{value:.4g}" if value is not None else "—" for value in (first.lr, first.lr_after, first.level)]
-            costs = [teraflops(first.flops), number(first.seconds), number(first.pause)]
+            first = runs[0].row
+            losses = [ranged_losses(comparison.losses(arm, loss)) for loss in LOSSES]
+            at_step = "—" if first["grown_at_step"] is None else f"{first['grown_at_step']:,}"
+            rates = [f"{first[name]:.4g}" if first[name] is not None else "—" for name in RATES]
+            costs = [teraflops(first["flops"]), number(first["seconds"]), number(first["pause_seconds"])]
             where = [comparison.schedule, BUDGETS[comparison.budget], str(arm), str(len(runs))]
-            rows.append([*where, *losses, at_step, f"{first.steps:,}", f"{first.epochs:.3g}", *rates, *costs])
+            rows.append([*where, *losses, at_step, f"{first['steps']:,}", f"{first['epochs']:.3g}", *rates, *costs])
     return make_table(head, rows)
 
 
@@ -428,10 +402,14 @@ def heading(text: str, comparison: Comparison, numbers: Numbers) -> str:
     return text if len(numbers.comparisons) == 1 else f"{text}: {comparison.upscaled.name}"
 
 
-def key(group: Group, groups: list[Group]) -> Cell:
+def key(group: Group) -> Cell:
     """The name of a group, with its colour."""
-    return Cell(group.name, colour_class(group, groups))
+    return Cell(group.name, colour_class(group))
 
 
-def colour_class(group: Group, groups: list[Group]) -> str:
-    return f"c{place_of(group, groups) % len(LIGHT.palette)}"
+def colour_class(group: Group) -> str:
+    return f"c{group.place % len(LIGHT.palette)}"
+
+
+def mean_teraflops(group: Group) -> str:
+    return teraflops(group.flops.mean) if group.flops else "—"

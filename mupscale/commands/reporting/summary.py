@@ -3,14 +3,15 @@
 import csv
 import io
 import math
+from dataclasses import asdict
 from typing import Any
 
-from mupscale.commands.reporting.compare import Difference, Spread, spread
+from mupscale.commands.reporting.compare import Spread, spread
 from mupscale.commands.reporting.folders import Found
 from mupscale.commands.reporting.groups import Group
 from mupscale.commands.reporting.methods import Methods
 from mupscale.commands.reporting.midrun import Midrun
-from mupscale.commands.reporting.numbers import Comparison, Numbers, Reach, RunStatus
+from mupscale.commands.reporting.reach import Comparison, Numbers
 from mupscale.commands.reporting.words import COST_LABELS, verdicts
 
 
@@ -43,13 +44,13 @@ def as_json(
             "name": group.name,
             "role": group.role,
             "seeds": [run.seed for run in group.runs],
-            "final_loss": span(numbers.final(group)),
-            "flops": span(numbers.flops(group)),
-            "validation": {metric: span(numbers.last(group, metric)) for metric in numbers.metrics},
+            "final_loss": span(group.final),
+            "flops": span(group.flops),
+            "validation": {metric: span(group.last(metric)) for metric in numbers.metrics},
         }
         for group in groups
     ]
-    summary["comparisons"] = [comparison_as_json(comparison, numbers) for comparison in numbers.comparisons]
+    summary["comparisons"] = [comparison_as_json(comparison) for comparison in numbers.comparisons]
     summary["tuning"] = [
         {
             "sweep": each.sweep.name,
@@ -65,46 +66,29 @@ def as_json(
             {"folder": str(each.folder), "verdict": each.verdict, "table": list(map(finite_row, each.rows()))}
             for each in methods
         ]
-    summary["runs"] = list(map(finite_row, run_rows(numbers)))
+    summary["runs"] = list(map(finite_row, run_rows(groups, numbers)))
     return summary
 
 
-def comparison_as_json(comparison: Comparison, numbers: Numbers) -> dict[str, Any]:
-    reaches = comparison.reaches
+def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
+    difference, reaches = comparison.difference(), comparison.reaches
     steps = [float(reach.step) for reach in reaches if reach.step is not None]
     epochs = [float(reach.epoch) for reach in reaches if reach.epoch is not None]
-    costs = None
-    if comparison.costs is not None:
-        costs = [
-            {"kind": row.kind, "charged": COST_LABELS[row.kind], "flops": row.flops, "speedup": row.factor}
-            for row in comparison.costs.rows()
-        ]
+    costs = [
+        {"kind": cost.kind, "charged": COST_LABELS[cost.kind], "flops": cost.flops, "speedup": cost.factor}
+        for cost in comparison.costs.values()
+    ]
     return {
         "upscaled": comparison.upscaled.name,
         "scratch": comparison.scratch.name,
-        "difference": difference_as_json(numbers.difference(comparison)),
-        "reach": [reach_as_json(reach) for reach in reaches],
+        "difference": finite_row({**difference._asdict(), "outcome": difference.outcome}),
+        "reach": [finite_row(asdict(reach)) for reach in reaches],
         "all_reach": comparison.reached,
         "reach_step": span(spread(steps)) if comparison.reached else None,
         "reach_epoch": span(spread(epochs)) if comparison.reached else None,
-        "costs": costs,
+        "costs": costs or None,
         "notes": comparison.notes,
     }
-
-
-def reach_as_json(reach: Reach) -> dict[str, Any]:
-    return {
-        "seed": reach.seed,
-        "target": reach.target,
-        "step": reach.step,
-        "epoch": reach.epoch,
-        "flops": finite(reach.flops),
-        "of_steps": reach.of_steps,
-    }
-
-
-def difference_as_json(difference: Difference) -> dict[str, Any]:
-    return finite_row({**difference._asdict(), "outcome": difference.outcome})
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
@@ -125,47 +109,40 @@ def cell(value: Any) -> Any:
     return repr(value) if math.isfinite(value) else "diverged"
 
 
-def run_rows(numbers: Numbers) -> list[dict[str, Any]]:
+def run_rows(groups: list[Group], numbers: Numbers) -> list[dict[str, Any]]:
     """A row for each run."""
     rows = []
-    for status in numbers.statuses:
-        run, reach = status.run, reach_of_run(status, numbers)
-        rows.append(
-            {
-                "group": status.group.name,
-                "seed": run.seed,
-                "folder": str(run.folder),
-                "start_width": run.start_width,
-                "width": run.end_width,
-                "steps": run.last_step,
-                "state": status.state,
-                "final_loss": status.final,
-                "min_loss": float(status.losses.min()) if len(status.losses) else None,
-                **{metric: status.last(metric) for metric in numbers.metrics},
-                "flops": status.flops,
-                "reach_step": reach.step if reach else None,
-                "reach_epoch": reach.epoch if reach else None,
-                "reach_flops": reach.flops if reach else None,
-            }
-        )
+    for group in groups:
+        comparison = next((each for each in numbers.comparisons if each.upscaled is group), None)
+        reaches = {reach.seed: reach for reach in reversed(comparison.reaches)} if comparison else {}
+        for run in group.runs:
+            reach = reaches.get(run.seed)
+            rows.append(
+                {
+                    "group": group.name,
+                    "seed": run.seed,
+                    "folder": str(run.folder),
+                    "start_width": run.start_width,
+                    "width": run.end_width,
+                    "steps": run.last_step,
+                    "state": run.state,
+                    "final_loss": run.final,
+                    "min_loss": float(run.means.min()) if len(run.means) else None,
+                    **{metric: run.last(metric) for metric in numbers.metrics},
+                    "flops": run.flops,
+                    "reach_step": reach and reach.step,
+                    "reach_epoch": reach and reach.epoch,
+                    "reach_flops": reach and reach.flops,
+                }
+            )
     return rows
-
-
-def reach_of_run(status: RunStatus, numbers: Numbers) -> Reach | None:
-    """When a run reached its counterpart's minimum; None for a run that is in no comparison."""
-    for comparison in numbers.comparisons:
-        if comparison.upscaled is status.group:
-            return next((reach for reach in comparison.reaches if reach.seed == status.run.seed), None)
-    return None
-
-
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def finite_row(row: dict[str, Any]) -> dict[str, Any]:
     """A row without numbers that JSON lacks."""
-    return {name: finite(value) if isinstance(value, float) else value for name, value in row.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
 
 
 def span(values: Spread | None) -> dict[str, Any] | None:

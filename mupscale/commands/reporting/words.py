@@ -3,10 +3,10 @@
 import math
 
 from mupscale.commands import figures
-from mupscale.commands.reporting.compare import Difference, Spread, spread
+from mupscale.commands.config import class_name
+from mupscale.commands.reporting.compare import Difference, Losses, Spread, spread
 from mupscale.commands.reporting.groups import Group
-from mupscale.commands.reporting.numbers import Comparison, CostKind, Numbers
-from mupscale.commands.reporting.runs import LoggedRun
+from mupscale.commands.reporting.reach import Comparison, CostKind, Numbers
 
 COST_LABELS: dict[CostKind, str] = {
     "scratch": "from scratch",
@@ -65,6 +65,15 @@ def ranged(values: Spread | None, seeds: bool = True) -> str:
     return f"{number(values.mean)} ({number(values.low)}–{number(values.high)}{tail})"
 
 
+def ranged_losses(losses: Losses) -> str:
+    """The mean and the range of losses, and how many runs diverged."""
+    found, diverged = spread(list(losses.values())), sum(map(math.isinf, losses.values()))
+    if found is None:
+        return "diverged" if diverged else "—"
+    text = ranged(found, False)
+    return f"{text}, {diverged} diverged" if diverged else text
+
+
 def metric_name(metric: str) -> str:
     return metric.replace("val/", "validation ", 1).replace("_", " ")
 
@@ -76,12 +85,11 @@ def capital(text: str) -> str:
 # --- sentences
 
 
-def title(runs: list[LoggedRun], groups: list[Group]) -> str:
+def title(groups: list[Group]) -> str:
     """The task, and the widths between which groups grow."""
-    model = runs[0].model["class_path"].rpartition(".")[2]
-    data = runs[0].data["class_path"].rpartition(".")[2]
-    growths = [f"width {group.start_width} → {group.end_width}" for group in groups if group.role == "upscaled"]
-    task = f"{model} on {data}"
+    config = groups[0].runs[0].config
+    growths = [f"width {group.runs[0].width_range}" for group in groups if group.role == "upscaled"]
+    task = f"{class_name(config['model'])} on {class_name(config['data'])}"
     return f"{task}: {', '.join(dict.fromkeys(growths))}" if growths else task
 
 
@@ -93,26 +101,25 @@ def verdicts(numbers: Numbers, groups: list[Group]) -> list[list[str]]:
         return [verdict(comparison, numbers) for comparison in numbers.comparisons]
     answer = []
     for group in groups:
-        final = numbers.final(group)
-        ends = "stands at" if numbers.so_far(group) else "ends at"
-        end = f"{ends} {ranged(final)}" if final else "diverged"
+        ends = "stands at" if group.in_progress else "ends at"
+        end = f"{ends} {ranged(group.final)}" if group.final else "diverged"
         answer.append([f"{capital(group.name)} {end}."])
     upscaled = next((group for group in groups if group.role == "upscaled"), None)
     if upscaled is not None:
-        answer.append([f"There is no run from scratch at width {upscaled.end_width} to compare with."])
+        answer.append([f"There is no run from scratch at width {upscaled.runs[0].end_width} to compare with."])
     return answer
 
 
 def verdict(comparison: Comparison, numbers: Numbers) -> list[str]:
     upscaled, scratch = comparison.upscaled, comparison.scratch
-    ours, theirs = numbers.final(upscaled), numbers.final(scratch)
+    ours, theirs = upscaled.final, scratch.final
     if ours is None or theirs is None:
         group = upscaled if ours is None else scratch
         return [f"All runs of {group.name} diverged: there is nothing to compare."]
-    in_progress = numbers.so_far(upscaled) or numbers.so_far(scratch)
+    in_progress = upscaled.in_progress or scratch.in_progress
     ends = "stands at" if in_progress else "ends at"
     losses = f"{capital(upscaled.name)} {ends} {ranged(ours)}, {scratch.name} at {ranged(theirs)}"
-    sentences = [f"{losses}: {numbers.difference(comparison).words(theirs.mean)}."]
+    sentences = [f"{losses}: {comparison.difference().words(theirs.mean)}."]
     for group in (upscaled, scratch):
         diverged = len(group.runs) - len(group.not_diverged)
         if diverged:
@@ -122,10 +129,10 @@ def verdict(comparison: Comparison, numbers: Numbers) -> list[str]:
         sentences.append("Runs are still in progress: this is how they stand now.")
     sentences.append(reach_sentence(comparison, numbers))
     for metric in numbers.metrics:
-        a, b = numbers.last(upscaled, metric), numbers.last(scratch, metric)
+        a, b = upscaled.last(metric), scratch.last(metric)
         if a is not None and b is not None:
             values = f"{ranged(a, False)} against {ranged(b, False)}"
-            verdict_words = judgement(metric, numbers.difference(comparison, metric))
+            verdict_words = judgement(metric, comparison.difference(metric))
             sentences.append(f"{capital(metric_name(metric))} {ends} {values}: {verdict_words}.")
     return sentences
 
@@ -150,13 +157,11 @@ def reach_sentence(comparison: Comparison, numbers: Numbers) -> str:
         limit = duration(max(reach.of_steps for reach in missed), numbers)
         return f"{subject} does not reach {minimum} within {limit}: no savings can be stated."
     sentence = f"It reaches {minimum} after {time_to_reach(comparison, numbers)}"
-    if comparison.costs is None:
-        return f"{sentence}."
-    for row in comparison.costs.rows():
-        if row.kind == "upscaled":
-            sentence += f", {cheaper(row.factor)} than training from scratch"
-        elif row.kind in CHARGED:
-            sentence += f"; {cheaper(row.factor)} {CHARGED[row.kind]}"
+    for kind, cost in comparison.costs.items():
+        if kind == "upscaled":
+            sentence += f", {cheaper(cost.factor)} than training from scratch"
+        elif kind in CHARGED:
+            sentence += f"; {cheaper(cost.factor)} {CHARGED[kind]}"
     return f"{sentence}."
 
 
