@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n auto --timeout=300
 
 .PHONY: demo test check fast-tests lint types docs docs-serve release clean
 
@@ -10,14 +11,14 @@ demo: $(VENV)/.installed
 
 # all tests; those marked gpu are skipped where there is no GPU
 test: lint types
-	$(BIN)/python -m pytest -n auto
+	$(PYTEST)
 
 # two minutes on two cores: mypy, which uses one core, runs beside the tests
 check: $(VENV)/.installed-test
 	$(MAKE) --jobs=3 lint types fast-tests
 
 fast-tests: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n auto -m "not slow and not gpu and not distributed"
+	$(PYTEST) -m "not slow and not gpu"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,10 +1,11 @@
-"""One thread a test process: the suite runs one process per core."""
+"""One thread a test process, and a program that a test starts: the suite runs one process per core."""
 
 import functools
 import gc
 import importlib.metadata
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,16 +20,14 @@ import torch  # noqa: E402
 import mupscale  # noqa: E402, F401  first, so that torchvision can be imported beside a CPU-only torch
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+signal.signal(signal.SIGINT, signal.default_int_handler)  # for programs that fixtures start before a test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--attack", action="store_true", help="test_attack.py kills runs at all their file operations: 20 minutes"
-    )
-    parser.addoption(
         "--all", action="store_true", help="also runs what is marked exhaustive, such as all cells of grids"
     )
-    parser.addoption("--zoo", action="store_true", help="hf/test_zoo.py widens all families that it has: 30 minutes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,10 +52,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_random_numbers() -> None:
-    """A test must not depend on those before it."""
+def _same_start() -> None:
+    """A test must not depend on those before it, nor on the shell: it ignores Ctrl-C for what runs in the background,
+    and so does Lightning after the first one."""
     torch.manual_seed(0)
     os.environ.pop("PL_GLOBAL_SEED", None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
-"""Runs killed at their file operations and resumed end as if nothing had happened: small, and large by --attack."""
+"""Runs killed at their file operations and resumed end as if nothing had happened: small, and large by --all."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from paths import SUPPORT
+from programs import SHARED_CODE, run_program
 from run_ends import differences
 
 SECONDS = {"small": 300, "large": 3000}
@@ -20,15 +18,8 @@ SECONDS = {"small": 300, "large": 3000}
 
 @pytest.mark.slow
 def test_killed_runs_end_as_undisturbed_ones(pytestconfig: pytest.Config, tmp_path: Path, capsys: Any) -> None:
-    size = "large" if pytestconfig.getoption("attack") else "small"
-    program = subprocess.run(
-        [sys.executable, str(SUPPORT / "attack.py"), str(tmp_path), size],
-        env={**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS[size],
-    )
-    assert program.returncode == 0, program.stderr[-3000:]
+    size = "large" if pytestconfig.getoption("--all") else "small"
+    program = run_program(SUPPORT / "attack.py", tmp_path, size, variables=SHARED_CODE, limit=SECONDS[size])
     cases = [json.loads(line) for line in program.stdout.splitlines()]
     if size == "large":
         with capsys.disabled():
@@ -113,11 +104,8 @@ def test_kill_points(tmp_path: Path) -> None:
     def killed(*arguments: str) -> dict[str, str]:
         folder = tmp_path / "-".join(arguments or ("all",))
         folder.mkdir()
-        command = [sys.executable, "-c", KILLED, str(folder), *arguments]
-        program = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": str(SUPPORT)}, capture_output=True, text=True
-        )
-        assert program.returncode == (-9 if arguments else 0), program.stderr
+        status = -9 if arguments else 0
+        program = run_program("-c", KILLED, folder, *arguments, variables=SHARED_CODE, status=status)
         texts = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.txt")}
         return texts or {"printed": program.stdout.strip()}
 

@@ -4,15 +4,13 @@ import csv
 import json
 import logging
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from paths import ROOT
+from programs import run_program
 
 from benchmarks import ladder
 from benchmarks.__main__ import NAMES, main
@@ -99,16 +97,12 @@ def test_folders_beside_cp(
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_a_rank_grows_within_its_shard_and_half_a_tensor(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """It takes 0.31 of the largest tensor; wide tensors made whole take 0.81, narrow weights that stay alive 1.32."""
     rows = tmp_path / "rows.json"
     processes = "2,4" if pytestconfig.getoption("--all") else "2"
     command = ["-m", "benchmarks", "swap_memory", "--processes", processes, "--width", "512", "--noise", "none"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *command, "--out", str(rows)]
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = run_program(*command, "--out", rows, cwd=ROOT)
     for row in json.loads(rows.read_text())["rows"]:
         assert row["shard"] > 4 * row["whole"], "the tensor must not hide what else is held"
         assert row["shard"] < row["peak"] <= row["shard"] + row["whole"] / 2, run.stdout

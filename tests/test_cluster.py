@@ -1,36 +1,34 @@
 """The command lines of docs/cluster.md, run as they stand there, with gloo on the CPU."""
 
 import json
-import os
 import re
 import select
 import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from paths import ROOT, SUPPORT
+from programs import SHARED_CODE, start_program
 
 from mupscale.models.checkpoint import load_checkpoint
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
-class Lines:
+class Lines(ExitStack):
     """Runs command lines in a folder with the project's configurations."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         (folder / "configs").symlink_to(ROOT / "configs")
-        environment = os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(SUPPORT / "launched.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-        )  # fmt: skip
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = self.enter_context(start_program(SUPPORT / "launched.py", variables=SHARED_CODE, **pipes))
 
     def answers(self, *lines: str, environments: list[dict[str, str]] | None = None) -> list[tuple[int, str]]:
         """Exit status and output of lines that run at once."""
@@ -44,8 +42,6 @@ class Lines:
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], 300)
-        if not ready:
-            self.process.kill()
         assert ready, f"{lines} do not end"
         return [(status, output) for status, output in json.loads(self.process.stdout.readline())]
 
@@ -66,8 +62,7 @@ class Lines:
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lines]:
-    made = Lines(tmp_path_factory.mktemp("lines"))
-    with made.process:  # which closes its input, by which it ends
+    with Lines(tmp_path_factory.mktemp("lines")) as made:
         yield made
 
 

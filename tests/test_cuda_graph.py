@@ -1,7 +1,5 @@
 """Training steps as CUDA graphs: which steps one graph can take, and captured steps against eager ones."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -9,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from paths import ROOT
+from programs import run_program
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -150,6 +149,6 @@ print("on the default stream:", torch.cuda.current_stream() == torch.cuda.defaul
 @pytest.mark.gpu
 def test_an_optimizer_that_waits_for_its_rate_is_refused_by_name() -> None:
     # in a process of its own: a capture that fails leaves the process's generator of random numbers unusable
-    run = subprocess.run([sys.executable, "-c", FAILING], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = run_program("-c", FAILING, cwd=ROOT, status=None)
     assert "a training step with SGD cannot be captured in a CUDA graph: " in run.stdout, run.stderr
     assert "on the default stream: True" in run.stdout

@@ -1,7 +1,6 @@
 """What a user installs: the files of the wheel, the core without any extra, and commands that need one."""
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -17,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_only import EXTRAS
-from paths import ROOT, SUPPORT
+from paths import ROOT
+from programs import SHARED_CODE, run_program
 
 import mupscale
 from mupscale.__main__ import main
@@ -54,8 +54,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", *ignored))
     build = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"
-    run = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run_program("-c", build, cwd=source)
     return out / f"mupscale-{VERSION}.tar.gz"
 
 
@@ -64,8 +63,7 @@ def built(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipF
     """The wheel that is built from the sdist."""
     out = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out)]
-    run = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(sdist)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run_program("-m", "pip", "wheel", *options, sdist)
     return zipfile.ZipFile(out / f"mupscale-{VERSION}-py3-none-any.whl")
 
 
@@ -223,11 +221,8 @@ def extras_in(requirements: list[str]) -> list[str]:
 
 def run_with_the_core_only(statement: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a statement in a fresh interpreter that finds no package of an extra."""
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", f"import core_only; core_only.hide(); {statement}"],
-        cwd=folder, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+    statement = f"import core_only; core_only.hide(); {statement}"
+    return run_program("-c", statement, cwd=folder, variables=SHARED_CODE, status=None)
 
 
 def commands(*lines: list[str]) -> str:

@@ -3,7 +3,6 @@
 import ast
 import re
 import runpy
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
+from programs import run_program
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -203,8 +203,7 @@ def test_the_guide_for_the_module_you_have(monkeypatch: pytest.MonkeyPatch):
 def test_the_error_of_the_guide_is_the_one_that_lightning_gives():
     """Where torchvision cannot load its library."""
     shown = block(MODULE, "text").strip()
-    command = [sys.executable, "-c", "import lightning.pytorch"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_program("-c", "import lightning.pytorch", status=None)
     if done.returncode:
         assert done.stderr.strip().splitlines()[-1] == shown
 

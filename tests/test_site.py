@@ -1,9 +1,6 @@
 """The documentation as a site: it builds strictly, no link of it is dead, and nothing public is missing."""
 
-import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from paths import ROOT
+from programs import run_program
 
 import mupscale
 import mupscale.hf
@@ -68,10 +66,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed: the site needs the extra docs, pip install 'mupscale[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
+    command = ["-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    run_program(*command, cwd=ROOT, variables={"NO_MKDOCS_2_WARNING": "1"})
     return folder
 
 

@@ -1,10 +1,9 @@
 """What starting up loads, counted rather than timed: nothing that is not needed, no data, no CUDA."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from programs import run_program
 
 HEAVY = {
     "datasets", "lightning", "matplotlib", "optuna", "pandas", "ray", "scipy", "sklearn",
@@ -39,9 +38,7 @@ EVERYTHING = "import mupscale; [getattr(mupscale, name) for name in mupscale.__a
 
 def started(statement: str) -> dict:
     """What a fresh interpreter has loaded and opened after `statement`."""
-    run = subprocess.run(
-        [sys.executable, "-c", PROBE.format(statement=statement)], capture_output=True, text=True, check=True
-    )
+    run = run_program("-c", PROBE.format(statement=statement))
     return json.loads(run.stdout.splitlines()[-1])
 
 

@@ -180,7 +180,7 @@ def test_what_cannot_grow_is_refused_before_the_first_step_with_the_remedy(case:
     assert all(map(torch.equal, weights, (parameter.detach().float() for parameter in module.parameters())))
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 def test_processes_that_hand_their_weights_back_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProcessRaisedException, match=r'ddp_fork and ddp_notebook: .* Use strategy="ddp"'):
         fit(Autoencoder(), "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN), strategy="ddp_fork", devices=2)

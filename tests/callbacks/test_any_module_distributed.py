@@ -1,25 +1,18 @@
 """Modules that do not know mupscale grow on two processes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from paths import SUPPORT
+from programs import TORCHRUN, run_program
 from training_runs import assert_identical
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 
 def test_modules_grow_on_two_processes_as_on_one(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, str(SUPPORT / "distributed_modules.py"), str(tmp_path)]
-    run = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    run_program(*TORCHRUN, SUPPORT / "distributed_modules.py", tmp_path)
     mine, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     for name in ("groups without decay", "GAN", "vision transformer"):
         for rank in (mine, other):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from kill_points import Point, Watch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning_modules import EXAMPLES, Autoencoder, rows
 from logged import curves
+from programs import run_in_fork
 from torch.utils.data import DataLoader, TensorDataset
 from training_runs import LIGHTNING_WARNINGS
 
@@ -71,19 +71,6 @@ def test_flops_are_those_of_the_layers(tmp_path: Path) -> None:
     assert costs[-1] == GROWS_AT * (of_batch(8) + of_batch(16)) // 10**6
 
 
-def in_a_fork(work: Callable[[], object]) -> int:
-    """Runs something in a process of its own; its exit status."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def assert_same(folder: Path, wanted: Path) -> None:
     assert curves(folder) == curves(wanted)
     ours, theirs = (load_checkpoint(run / f"checkpoints/step={STEPS}.ckpt") for run in (folder, wanted))
@@ -107,7 +94,7 @@ def test_a_script_that_is_killed_goes_on_with_the_last_checkpoint(tmp_path: Path
         watch.stop()
         notes.write_text(json.dumps(operations))
 
-    assert in_a_fork(watched) == 0
+    assert run_in_fork(watched) == 0
     operations = json.loads(notes.read_text())
     assert operations > 40
     for number in range(20):
@@ -117,8 +104,8 @@ def test_a_script_that_is_killed_goes_on_with_the_last_checkpoint(tmp_path: Path
             Watch([folder], Point("main", (number * operations) // 20)).start()
             script(folder)
 
-        assert in_a_fork(killed) == -signal.SIGKILL
-        assert in_a_fork(lambda folder=folder: script(folder)) == 0
+        assert run_in_fork(killed) == -signal.SIGKILL
+        assert run_in_fork(lambda folder=folder: script(folder)) == 0
         assert_same(folder, wanted)
 
 
@@ -132,15 +119,14 @@ def test_a_script_that_is_stopped_goes_on_where_it_stood(number: int, tmp_path: 
         return training_step(self, batch, batch_idx)
 
     def stopped() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         Autoencoder.training_step = signalled
         script(tmp_path / "run")
 
-    assert in_a_fork(lambda: script(tmp_path / "wanted")) == 0
-    assert in_a_fork(stopped) == 1
+    assert run_in_fork(lambda: script(tmp_path / "wanted")) == 0
+    assert run_in_fork(stopped) == 1
     folder = tmp_path / "run/checkpoints"
     assert load_checkpoint(folder / "last.ckpt")["global_step"] == 3  # before the first checkpoint that is due
-    assert in_a_fork(lambda: script(tmp_path / "run")) == 0
+    assert run_in_fork(lambda: script(tmp_path / "run")) == 0
     assert_same(tmp_path / "run", tmp_path / "wanted")
 
 

@@ -1,8 +1,5 @@
 """UpscaleCallback on two processes, with DDP and FSDP."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +8,21 @@ import torch
 from distributed_run import DEEPER, SAVED, STEPS, Data, learned
 from lightning.pytorch import Trainer, seed_everything
 from paths import SUPPORT
+from programs import TORCHRUN, run_program
 from tiny_modules import ADAMW, mlp
 from torch import Tensor
 from training_runs import LIGHTNING_WARNINGS, Record, assert_identical
 
 from mupscale.callbacks.upscale import UpscaleCallback
 
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)]
 
 
 @pytest.fixture(scope="module")
 def distributed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each of two processes reports of its runs."""
     folder = tmp_path_factory.mktemp("distributed")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, str(SUPPORT / "distributed_run.py"), str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    run_program(*TORCHRUN, SUPPORT / "distributed_run.py", folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -1,18 +1,16 @@
 """A run that grows, on 2, then 4, then 1 process: it goes on as if it had always been one."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from paths import SUPPORT
 from process_runs import AT, CASES, PARTS, STEPS
+from programs import run_program
 from tiers import slow_except
 from training_runs import assert_identical
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 KEPT = [name for name in CASES if name != "fsdp2 with noise"]
@@ -24,10 +22,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
     """What every rank of every part of every run reports."""
     folder = tmp_path_factory.mktemp("processes")
     names = CASES if pytestconfig.getoption("--all") else KEPT
-    command = [sys.executable, str(SUPPORT / "process_runs.py"), str(folder), *names]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    run_program(SUPPORT / "process_runs.py", folder, *names, limit=600)
     return torch.load(folder / "answers.pt", weights_only=True)
 
 

@@ -35,9 +35,8 @@ HOLD = {"class_path": "extensions.Hold"}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    answer = LocalCluster(tmp_path_factory.mktemp("cluster"))
-    yield answer
-    answer.process.communicate()
+    with LocalCluster(tmp_path_factory.mktemp("cluster")) as answer:
+        yield answer
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +46,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         answer = Server(folder, INTERRUPTED_IMPORTS="ray without_figures", **ENVIRONMENT)
-    yield answer
-    answer.process.communicate()
+    with answer:
+        yield answer
 
 
 @pytest.fixture

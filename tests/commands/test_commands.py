@@ -1,8 +1,6 @@
 """The command line: shipped configurations, composition, every command from narrow and wide checkpoints."""
 
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 import yaml
 from command_line import refused, upscale
 from paths import ROOT
+from programs import run_program
 
 from mupscale.__main__ import main
 from mupscale.commands.checkpoints import newest_checkpoint
@@ -248,7 +247,7 @@ def test_a_run_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_help_does_not_wait_for_torch() -> None:
     start = time.monotonic()
     script = "import sys; from mupscale.__main__ import main; main(['--help']); assert 'torch' not in sys.modules"
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    output = run_program("-c", script).stdout
     assert time.monotonic() - start < 5
     assert all(command in output for command in ("fit", "resume", "validate", "plan", "verify", "upscale"))
     with pytest.raises(SystemExit, match="there is no command"):

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ import torch
 from command_line import LR, small, trials, upscale
 from lightning.pytorch import Trainer
 from program_server import CORE_ONLY, environment
+from programs import run_in_fork, start_program
 
 from mupscale.__main__ import main
 from mupscale.callbacks import swap
@@ -120,7 +119,7 @@ def test_a_run_that_is_stopped_in_a_step_goes_on_from_there_and_a_second_signal_
     config = small(tmp_path / "c.yaml", upscale(10, 16), enable_progress_bar=False)
     main(["fit", "--config", config])
     wanted = newest_checkpoint(Path("runs/default/version_0"))[1]["state_dict"]
-    handler, training_step = signal.getsignal(signal.SIGINT), MLP.training_step
+    training_step = MLP.training_step
     for step, again, saved in ((3, False, 3), (7, True, 5), (12, False, 12)):
         with pytest.MonkeyPatch.context() as patch:
 
@@ -130,10 +129,8 @@ def test_a_run_that_is_stopped_in_a_step_goes_on_from_there_and_a_second_signal_
                 return training_step(self, batch, index)
 
             patch.setattr(MLP, "training_step", signalled)
-            try:
-                code, line = ended(capfd, "fit", "--config", config)
-            finally:
-                signal.signal(signal.SIGINT, handler)  # Lightning ignores further ones
+            code, line = ended(capfd, "fit", "--config", config)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores further ones
         assert code == (1 if number == signal.SIGINT else 143)
         run = max(Path("runs/default").iterdir())
         assert f"the run is at step {step - again}" in line
@@ -154,12 +151,8 @@ def test_ctrl_c_says_how_to_go_on(
 ) -> None:
     owner, name, step, *_ = MOMENTS[moment]
     config = small(tmp_path / "c.yaml", enable_progress_bar=False)
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        with signalled_before(owner, name, signal.SIGINT, step):
-            code, line = ended(capfd, "fit", "--config", config)
-    finally:
-        signal.signal(signal.SIGINT, handler)  # Lightning ignores further ones
+    with signalled_before(owner, name, signal.SIGINT, step):
+        code, line = ended(capfd, "fit", "--config", config)
     assert code == 1
     assert line.startswith("interrupted; ")
     assert ("start again with the same command" in line) == (saved == 0)
@@ -181,13 +174,7 @@ def test_sigterm_ends_a_sweep_with_143_and_gives_its_trial_back(
 
 def test_a_forked_process_dies_of_the_signal() -> None:
     with on_sigterm(end_now):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.kill(os.getpid(), signal.SIGTERM)
-            finally:
-                os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        assert run_in_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)) == -signal.SIGTERM
 
 
 # --- losses that are not finite
@@ -276,23 +263,19 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_sigterm_ends_all_processes_of_a_run(tmp_path: Path) -> None:
     """It reaches the second one, which passes it on to the first one, which ends all of them."""
     config = small(tmp_path / "c.yaml", enable_progress_bar=False, max_steps=100_000, devices=2, strategy="ddp")
-    command = [sys.executable, "-m", "mupscale", "fit", "--config", config, "--trainer.logger.save_dir", str(tmp_path)]
+    command = ["-m", "mupscale", "fit", "--config", config, "--trainer.logger.save_dir", tmp_path]
     run, log = tmp_path / "default" / "version_0", tmp_path / "log.txt"
     variables = environment(tmp_path) | CORE_ONLY
-    with log.open("w") as stream, subprocess.Popen(command, env=variables, stderr=stream) as process:
-        try:
-            until(lambda: process.poll() is not None or any(run.glob("checkpoints/resume/*.ckpt")))
-            others = children(process.pid)
-            assert others, log.read_text()
-            os.kill(others[0], signal.SIGTERM)
-            assert process.wait(60) == 143
-        finally:
-            process.kill()
+    with log.open("w") as stream, start_program(*command, variables=variables, stderr=stream) as process:
+        until(lambda: process.poll() is not None or any(run.glob("checkpoints/resume/*.ckpt")))
+        others = children(process.pid)
+        assert others, log.read_text()
+        os.kill(others[0], signal.SIGTERM)
+        assert process.wait(60) == 143
     until(lambda: not any(map(is_running, others)))
     line = log.read_text().strip().splitlines()[-1]
     assert line.startswith("terminated; the run is at step ")

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from command_line import LR, NOISE, refused, small
 from command_line import trials as table
 from logged import losses
 from paths import ROOT
-from program_server import CORE_ONLY, WITHOUT_FIGURES, Server
+from program_server import CORE_ONLY
 from tiers import slow_except
 
 from mupscale.__main__ import main
@@ -188,11 +189,11 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(tmp_path: Path, start_server: Any) -> None:
     content = upscale({"max_steps": 120, "val_check_interval": 60, "check_val_every_n_epoch": None})
     content |= {"seeds": [3], "metric": "last_100%", "sweep_1": {LR: [0.02]}, "sweep_2": {NOISE: [0.05]}}
     arguments = ["experiment", file(content), "--checkpoint.every_n_train_steps=20", "--out"]
-    server = Server(tmp_path, **WITHOUT_FIGURES)
+    server = start_server(tmp_path)
     for role in ("sweep_2", "upscale"):  # each killed in its turn
         process = server.start(*arguments, "killed")
         while not list(Path("killed", role).glob("**/checkpoints/*step=[2-9]?.ckpt")):
@@ -212,7 +213,6 @@ def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(tmp_path: Path)
         assert first == 0
         assert second >= 20
     server.run(*arguments, "whole")
-    server.process.communicate()
     assert values(Path("killed")) == values(Path("whole"))  # over all steps, those before the kills, too
     assert len(values(Path("whole"))) == 5
 
@@ -429,13 +429,9 @@ def test_an_interrupted_command_stops_its_workers(
         f"trap '' TERM; echo $$ > child; kill -{number} {os.getpid()}; for i in $(seq 60); do sleep 1; done",
     )
     monkeypatch.setattr(lab_workers, "PATIENCE", 0.3)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have their background jobs ignore
-    try:
-        with pytest.raises(ending):
-            wait_for_one_job()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(ending):
+        wait_for_one_job()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(ProcessLookupError):
         os.kill(int(Path("child").read_text()), 0)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -473,40 +469,35 @@ def test_what_a_worker_answers(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 @pytest.mark.slow
-def test_workers_end_with_their_driver_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_workers_end_with_their_driver_and_the_next_one_goes_on(tmp_path: Path, start_server: Any) -> None:
     """A killed driver, and a killed worker: the results of an uninterrupted run, and no finished run made again."""
-    config = small(tmp_path / "c.yaml", max_steps=4000, val_check_interval=4000, check_val_every_n_epoch=None)
+    config = small(tmp_path / "c.yaml", max_steps=1500, val_check_interval=1500, check_val_every_n_epoch=None)
     arguments = ["sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--metric", "last_100%", "--stack", "off"]
     arguments += ["--checkpoint.every_n_train_steps=100", "--workers", "2", "--out", "s"]
-    server = Server(tmp_path, **WITHOUT_FIGURES)
+    server = start_server(tmp_path)
 
     def processes() -> list[int]:
         locks = Path("s/trials").glob("*/run.lock")
         return [int(text.split()[1]) for lock in locks if (text := lock.read_text())]
 
-    def wait_for_checkpoints() -> None:
+    def wait_until(condition: Callable[[], object]) -> None:
         until = time.monotonic() + 120
-        while len(list(Path("s/trials").glob("*/checkpoints/resume/*"))) < 2 or len(processes()) < 2:
+        while not condition():
             assert time.monotonic() < until, server.log.read_text()[-3000:]
             time.sleep(0.01)
 
     driver = server.start(*arguments)
-    wait_for_checkpoints()
+    wait_until(lambda: len(list(Path("s/trials").glob("*/checkpoints/resume/*"))) > 1 and len(processes()) > 1)
     os.kill(driver, signal.SIGKILL)
     assert server.answer() == -signal.SIGKILL
     orphans = processes()
     server.start(*arguments)  # at once: its workers wait for the runs until the others have left them
-    until = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in orphans):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    while not (alive := [pid for pid in processes() if pid not in orphans]):
-        time.sleep(0.01)
-    os.kill(alive[0], signal.SIGKILL)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in orphans))
+    wait_until(lambda: {*processes()} - {*orphans})
+    os.kill(min({*processes()} - {*orphans}), signal.SIGKILL)
     assert server.answer() == 0, server.log.read_text()[-3000:]
     assert "its process died (signal 9); the runs continue" in server.log.read_text()
     server.run(*arguments[:-4], "--out", "whole")
-    server.process.communicate()
     assert values(Path("s")) == values(Path("whole"))
     for run in Path("s/trials").iterdir():
         assert starts(run)[0] == 0

@@ -3,7 +3,6 @@
 import errno
 import os
 import subprocess
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from command_line import refused, small, upscale
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from programs import run_in_fork
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mupscale.__main__ import main
@@ -121,8 +121,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_real_one(small_disk: Path, tmp_path: Path) -> None:
     """In a process of its own, to see all that it prints until its end."""
     config = small(tmp_path / "c.yaml", upscale(50, 16), enable_progress_bar=False, max_steps=2000)
-    code, printed = forked("fit", "--config", config, "--trainer.logger.save_dir", str(small_disk))
-    assert code == 1
+    output = tmp_path / "printed.txt"
+    command = ["fit", "--config", config, "--trainer.logger.save_dir", str(small_disk)]
+    assert run_in_fork(lambda: main(command), output) == 1
+    printed = output.read_text()
     assert "Traceback" not in printed
     line = printed.strip().splitlines()[-1]
     assert f"error: no space is left on the file system at {small_disk}" in line
@@ -130,24 +132,3 @@ def test_a_real_one(small_disk: Path, tmp_path: Path) -> None:
     path, content = newest_checkpoint(small_disk / "default/version_0")
     assert path is not None
     assert f"step={content['global_step']}.ckpt" in line
-
-
-def forked(*arguments: str) -> tuple[int, str]:
-    """The exit code of a command line, and what it printed."""
-    output = Path("printed.txt")
-    pid = os.fork()
-    if pid == 0:
-        code: Any = 0
-        try:
-            with output.open("w", buffering=1) as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-                main(list(arguments))
-        except SystemExit as exit:
-            os.write(2, f"{exit.code}\n".encode())
-            code = 1
-        except BaseException:
-            os.write(2, traceback.format_exc().encode())
-            code = 2
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output.read_text()

@@ -1,10 +1,7 @@
 """What is about the user's input ends with one line; the user's own code, training and bugs keep their traceback."""
 
 import errno
-import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import pytest
 import torch
 from command_line import refused, small
 from fuzz import outcome
+from programs import run_program
 from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.__main__ import main
@@ -204,8 +202,6 @@ def test_the_users_own_code_keeps_its_traceback(tmp_path: Path) -> None:
         "        return torch.ones(2) @ torch.ones(3)\n"
     )
     small(tmp_path / "c.yaml")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "mupscale", "fit", "--config", "c.yaml", "--model=mine.Mine"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
+    command = ["-m", "mupscale", "fit", "--config", "c.yaml", "--model=mine.Mine"]
+    done = run_program(*command, cwd=tmp_path, variables={"PYTHONPATH": str(tmp_path)}, status=1)
     assert 'mine.py", line 5, in loss' in done.stderr

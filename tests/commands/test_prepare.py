@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from corpus import (
     write_parquet,
     write_text,
 )
+from programs import run_program
 
 from mupscale.__main__ import main
 from mupscale.commands.cli import parsed
@@ -107,11 +107,9 @@ def test_equal_documents_lie_on_one_side(tmp_path: Path):
 
 
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, article: Path):
-    script = "import sys; from mupscale.__main__ import main; main(sys.argv[1:])"
     for workers in ("1", "3"):
         command = ["prepare", "text", article, "--vocab", "300", "--val-fraction", "0.2", "--workers", workers]
-        run = [sys.executable, "-c", script, *command, "--out", tmp_path / workers]
-        subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
+        run_program("-m", "mupscale", *command, "--out", tmp_path / workers)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
 
 
@@ -353,9 +351,4 @@ def test_a_subset_that_there_is_not(tmp_path: Path, hub: None):
 
 def test_help_waits_for_nothing():
     heavy = ("torch", "datasets", "tokenizers", "pyarrow", "tqdm")
-    script = (
-        f"import sys, mupscale.commands.prepare; sys.exit(' '.join(name for name in {heavy} if name in sys.modules))"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stderr.strip() == ""
-    )
+    run_program("-c", f"import sys, mupscale.commands.prepare; assert sys.modules.keys().isdisjoint({heavy})")

@@ -4,14 +4,13 @@ import base64
 import io
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from programs import run_program
 from synthetic_runs import Page, accuracy, base, epochs, report, scratch, upscale, upscaled, write_run
 
 from mupscale.__main__ import main
@@ -214,7 +213,7 @@ def test_the_command_loads_no_torch():
     scratch(epochs(0.5), validation=accuracy(0.8))
     heavy = "{'torch', 'lightning', 'optuna'}"
     code = f"import sys, mupscale.__main__ as m; m.main(['report', 'runs']); print(sorted({heavy} & {{*sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_program("-c", code)
     assert done.stdout.splitlines() == [
         "Scratch ends at 0.5000 (1 seed).",
         "wrote report/index.html and 10 more files",

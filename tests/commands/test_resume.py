@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import yaml
 from command_line import refused, small, upscale
 from extensions import Crash, Crashed
 from logged import curves, table
+from programs import start_program
 from tiers import slow_except
 
 from mupscale.__main__ import main
@@ -291,12 +291,10 @@ input()
 @pytest.fixture
 def held(half_a_run: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that writes to the run."""
-    command = [sys.executable, "-c", HOLD, str(half_a_run)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with start_program("-c", HOLD, half_a_run, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
-        process.kill()
 
 
 @pytest.mark.slow
@@ -318,12 +316,10 @@ def test_a_live_run_is_left_alone(held: subprocess.Popen[str], half_a_run: Path,
 @pytest.mark.slow
 def test_a_folder_for_checkpoints_has_one_writer(tmp_path: Path) -> None:
     path = config(tmp_path / "c.yaml")
-    command = [sys.executable, "-c", HOLD, "shared"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with start_program("-c", HOLD, "shared", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         assert "shared is in use" in refused("fit", "--config", path, "--checkpoint.dirpath=shared")
-        process.kill()
     assert not Path("runs").exists()
 
 

@@ -259,10 +259,9 @@ KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    answer = [Server(tmp_path_factory.mktemp(name), **CORE_ONLY) for name in ("one", "two")]
-    yield answer
-    for server in answer:
-        server.process.communicate()
+    one, two = (Server(tmp_path_factory.mktemp(name), **CORE_ONLY) for name in ("one", "two"))
+    with one, two:
+        yield [one, two]
 
 
 def shared_sweep(folder: Path, out: Path) -> list[str]:

@@ -22,7 +22,6 @@ from command_line import LR, NOISE, refused, small, upscale
 from command_line import trials as table
 from lightning.pytorch import Trainer
 from logged import curves, losses
-from program_server import WITHOUT_FIGURES, Server
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
@@ -280,16 +279,13 @@ def test_a_diverged_run_is_not_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_without_figures")
-def test_two_parts_share_a_sweep_and_one_is_killed(tmp_path: Path) -> None:
+def test_two_parts_share_a_sweep_and_one_is_killed(tmp_path: Path, start_server: Any) -> None:
     config = small(
         tmp_path / "c.yaml", upscale(40, 16), max_steps=120, val_check_interval=60, check_val_every_n_epoch=None
     )
     axes = ["--sweep", f"{LR}=0.003,0.01", "--sweep", f"{NOISE}=0.1,0.5"]
     arguments = ["--config", config, *axes, "--out", "s", "--metric", "last_100%", "--stack", "off"]
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-    servers = [Server(folder, **WITHOUT_FIGURES) for folder in folders]
+    servers = [start_server(tmp_path / name) for name in ("one", "two")]
     process = servers[0].start("sweep", *arguments, "--part", "0/2")
     while not list(Path("s/trials").glob("*/checkpoints/*step=[5-9]?.ckpt")):
         os.kill(process, 0)  # it lives
@@ -308,8 +304,6 @@ def test_two_parts_share_a_sweep_and_one_is_killed(tmp_path: Path) -> None:
     assert codes == [0, 0], output
     again = ["--sweep", f"{LR}=0.003", "--sweep", f"{NOISE}=0.1", "--out", "uninterrupted"]
     servers[0].run("sweep", "--config", config, *again, "--metric", "last_100%", "--stack", "off")
-    for server in servers:
-        server.process.communicate()
     begun = ["lr=0.003, std=0.1", "lr=0.003, std=0.1", "lr=0.01, std=0.1"], ["lr=0.003, std=0.5", "lr=0.01, std=0.5"]
     for text, names in zip(output, begun, strict=True):
         assert re.findall(r"^(.*): begins$", text, re.MULTILINE) == names

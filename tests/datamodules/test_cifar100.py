@@ -8,7 +8,6 @@ import pickle
 import struct
 import tarfile
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ import torch
 from by_position import check_positions
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from programs import start_fork, wait_for_fork
 from stand_ins import names, quiet_trainer, serving, trainer_stub
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -493,12 +493,8 @@ def test_archive_and_npz_give_the_same_batches(tmp_path: Path, archive: bytes, f
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_processes_that_start_together_see_one_whole_folder(tmp_path: Path, archive: bytes, arrays: Arrays):
     (tmp_path / "cifar-100-python.tar.gz").write_bytes(archive)
-    processes = [get_context("fork").Process(target=CIFAR100(str(tmp_path)).setup) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 4
+    forks = [start_fork(CIFAR100(str(tmp_path)).setup) for _ in range(4)]
+    assert [wait_for_fork(fork) for fork in forks] == [0] * 4
     assert names(tmp_path) == ["cifar-100-python", "cifar-100-python.tar.gz"]
     check_read(tmp_path, arrays)
 

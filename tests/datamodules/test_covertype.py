@@ -6,7 +6,6 @@ import math
 import re
 import sys
 import warnings
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from by_position import check_positions
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from programs import start_fork, wait_for_fork
 from stand_ins import names, quiet_trainer, serving, trainer_stub
 from torch import Tensor
 
@@ -449,12 +449,8 @@ def test_another_file_put_there_by_hand_is_refused(tmp_path: Path, archive: byte
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_processes_that_start_together_read_one_whole_file(tmp_path: Path, archive: bytes, sample):
     (tmp_path / "covtype.data.gz").write_bytes(archive)
-    processes = [get_context("fork").Process(target=Covertype(str(tmp_path)).setup) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 4
+    forks = [start_fork(Covertype(str(tmp_path)).setup) for _ in range(4)]
+    assert [wait_for_fork(fork) for fork in forks] == [0] * 4
     assert names(tmp_path) == ["covertype.npz", "covtype.data.gz"]
     check_made(tmp_path, sample)
 

@@ -155,7 +155,7 @@ class Seeds(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 def test_all_ranks_have_one_order(tmp_path: Path):
     seed_everything(5, verbose=False)
     trainer = Trainer(

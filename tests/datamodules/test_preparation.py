@@ -3,13 +3,12 @@ wrong.
 """
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from corpus import ENTRIES, contents, prepared, refused, write_article, write_hub, write_text
 from paths import SUPPORT
+from programs import run_program, start_program
 
 from mupscale.__main__ import main
 from mupscale.datamodules import documents, preparation
@@ -47,15 +47,7 @@ def test_killed_at_every_operation_the_result_is_the_same(tmp_path: Path, pytest
     text = write_text(
         tmp_path / "text", [text for pair in zip(ENTRIES[:5], ENTRIES[-5:], strict=True) for text in pair]
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", CRASHES, text, tmp_path, str(every)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # it forks, and python warns of that among threads
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program("-W", "error", SUPPORT / "prepare_crashes.py", text, tmp_path, every)
     assert int(done.stdout) > 25, done.stdout
 
 
@@ -67,26 +59,23 @@ def test_the_command_killed_at_random_moments_goes_on(tmp_path: Path):
         "preparation.COMMIT_SECONDS = 0.05; documents.BATCH = 20_000; main(sys.argv[1:])"
     )
 
-    def start(out: str) -> subprocess.Popen:
-        options = ["--vocab", "400", "--val-fraction", "0.1", "--out", str(tmp_path / out)]
-        return subprocess.Popen(
-            [sys.executable, "-c", script, "prepare", "text", str(text), *options], stdout=subprocess.DEVNULL
-        )
+    def command(out: str) -> list[Any]:
+        options = ["--vocab", "400", "--val-fraction", "0.1", "--out", tmp_path / out]
+        return ["-c", script, "prepare", "text", text, *options]
 
     began = time.monotonic()
-    assert start("straight").wait() == 0
+    run_program(*command("straight"))
     duration = time.monotonic() - began
     choose, killed = random.Random(1), 0
     for _ in range(4):
-        process = start("killed")
-        # begun means that there is something to lose
-        while not (tmp_path / "killed/tokenizer.json").exists() and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(choose.random() * duration / 4)
-        process.send_signal(signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
+        with start_program(*command("killed"), stdout=subprocess.DEVNULL) as process:
+            # begun means that there is something to lose
+            while not (tmp_path / "killed/tokenizer.json").exists() and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(choose.random() * duration / 4)
+        killed += process.returncode == -signal.SIGKILL
     assert killed
-    assert start("killed").wait() == 0
+    run_program(*command("killed"))
     assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
 
 
@@ -126,32 +115,12 @@ def test_one_process_at_a_time(tmp_path: Path, article: Path):
 
 
 def test_processes_that_start_together_make_one_folder(tmp_path: Path, article: Path):
-    script = "import sys; from mupscale.__main__ import main; main(sys.argv[1:])"
-    command = [
-        "prepare",
-        "text",
-        str(article),
-        "--vocab",
-        "300",
-        "--val-fraction",
-        "0.2",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
-    ]
-    errors = [process.communicate()[1] for process in processes]
-    statuses = [process.returncode for process in processes]
-    assert 0 in statuses
-    assert all(
-        "is being prepared by another process" in error
-        for error, status in zip(errors, statuses, strict=True)
-        if status
-    )
+    options = ["--vocab", "300", "--val-fraction", "0.2", "--out", tmp_path / "out"]
+    command = ["-m", "mupscale", "prepare", "text", article, *options]
+    with ThreadPoolExecutor() as pool:
+        ended = list(pool.map(lambda _: run_program(*command, status=None), range(3)))
+    assert 0 in [program.returncode for program in ended]
+    assert all("is being prepared by another process" in program.stderr for program in ended if program.returncode)
     assert contents(tmp_path / "out") == contents(
         prepared(article, tmp_path / "alone", file_tokens=preparation.FILE_TOKENS).folder
     )

@@ -434,7 +434,7 @@ class RankRecorder(Recorder):
         return loader(rank=self.global_rank, world_size=self.trainer.world_size)
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 def test_two_processes_see_the_batches_of_one(tmp_path: Path):
     """Lightning must neither wrap the loader nor give it a DistributedSampler."""
     for devices in (1, 2):

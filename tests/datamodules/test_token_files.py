@@ -1,7 +1,6 @@
 """Token files of datatrove: read as they are, held out by a rule, refused by name, in bounded memory, resumable."""
 
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from corpus import ENTRIES
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from paths import ROOT
+from programs import run_in_fork
 from stand_ins import quiet_trainer, trainer_stub
 from token_folders import split_tokens, write_numbered, write_token_file
 
@@ -632,10 +632,8 @@ def test_a_killed_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, order: s
     assert len(whole.rows) == 46
     for killed_at, saved_at in ((10, 8), (38, 36)):
         shutil.rmtree(run)
-        child = multiprocessing.get_context("fork").Process(target=fit, args=(folder, run, order, KillAt(killed_at)))
-        child.start()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
+        kill = KillAt(killed_at)
+        assert run_in_fork(lambda kill=kill: fit(folder, run, order, kill)) == -signal.SIGKILL
         run.rename(saved)  # Lightning warns of a folder that is not empty
         assert max(saved.iterdir(), key=lambda path: path.stat().st_mtime_ns).name == f"step={saved_at}.ckpt"
         resumed = fit(folder, run, order, ckpt_path=saved / f"step={saved_at}.ckpt")

@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +15,7 @@ import transformers
 from command_line import refused
 from model_folders import edit, llama, load, logits, names, save
 from paths import SUPPORT
+from programs import run_program
 from tiers import slow_except
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -331,10 +329,7 @@ def test_killed_at_any_moment_it_leaves_nothing_that_looks_whole(
 ) -> None:
     """Killed before an operation on files or in the middle of a write; run again, it finishes."""
     moments = 20 if pytestconfig.getoption("--all") else 6
-    command = [sys.executable, str(SUPPORT / "folder_crashes.py"), str(narrow), str(tmp_path), str(moments)]
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = run_program(SUPPORT / "folder_crashes.py", narrow, tmp_path, moments)
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["killed"] >= moments
     assert found["operations"] > 100

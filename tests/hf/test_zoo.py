@@ -1,7 +1,7 @@
 """Models nobody prepared, widened in the middle of training without a hint, followed in float64 and loaded again.
 
-The families that must come out exact run in `make test`. All others, about two hundred, run with `--zoo`:
-`python -m pytest tests/hf/test_zoo.py --zoo`. None may be silently wrong: each is exact, or refused with a reason.
+The families that must come out exact run in `make test`. All others, about two hundred, run with `--all`: each is
+exact, or refused with a reason.
 """
 
 import re
@@ -67,17 +67,16 @@ def test_twice_as_many_layers_without_a_hint(name):
     assert wanted == "exact" or all("(post-norm)" in outcome.reason for outcome in outcomes)
 
 
-def pytest_generate_tests(metafunc):
-    if metafunc.function in (test_exact_or_refused, test_twice_as_many_layers_or_refused):
-        metafunc.parametrize("name", REST if metafunc.config.getoption("--zoo") else [])
-
-
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", REST)
 def test_twice_as_many_layers_or_refused(name):
     if not name.startswith("timm"):
         outcomes = list(depth_trials(ENTRIES[name]))
         assert all(outcome.verdict in ("exact", "refused") for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", REST)
 @pytest.mark.parametrize("factor", [2, 3])
 def test_exact_or_refused(name, factor):
     outcome = trial(ENTRIES[name], factor)

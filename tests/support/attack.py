@@ -6,7 +6,6 @@ Writes a line of JSON for each case. A process of its own, because it forks for 
 survive that. It has imported everything before, so that a command line takes one second.
 """
 
-import io
 import json
 import multiprocessing
 import os
@@ -17,12 +16,13 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from programs import run_in_fork
 
 import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
@@ -50,7 +50,7 @@ IN_A_ROW = {"small": 4, "large": 24}
 SHARES = 12
 """Parts of the attack on `everything`, which several processes share."""
 
-PATIENCE = 120.0
+PATIENCE = 120
 """Seconds after which a command line hangs."""
 
 LOST = 3
@@ -181,38 +181,13 @@ class Arena:
 
     def command(self, arguments: list[str], killed_at: Point | None = None) -> int:
         """Runs a command line in a fork; its exit status, negative for a signal."""
-        sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                self.inside(arguments, killed_at)
-                status = 0
-            except BaseException as error:
-                if isinstance(error, SystemExit) and isinstance(error.code, str):
-                    print(error.code)
-                else:
-                    traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > deadline:
-                self.log.write_text(f"hangs for {PATIENCE:.0f} seconds")
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                return HANGS
-            time.sleep(0.002)
+        status = run_in_fork(lambda: self.inside(arguments, killed_at), self.log, PATIENCE)
+        if status == -signal.SIGALRM:
+            self.log.write_text(f"hangs for {PATIENCE} seconds")
+            return HANGS
+        return status
 
     def inside(self, arguments: list[str], killed_at: Point | None) -> None:
-        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.stdout, sys.stderr = (OpenAgain(fd) for fd in (1, 2))
         os.environ["TMPDIR"] = str(self.temporary)
         tempfile.tempdir = str(self.temporary)  # or Python tries whether it can write there, and may die at it
         os.chdir(self.work)
@@ -261,13 +236,6 @@ class Noting(Watch):
         assert self.killed_at is not None
         where = f"{operation.what} {operation.path}{' (half)' if self.killed_at.half else ''}"
         os.pwrite(self.notes, json.dumps({"where": where, "step": self.step}).encode(), 0)
-
-
-class OpenAgain(io.TextIOWrapper):
-    """The standard output of a fork, which shares no buffer with its parent's."""
-
-    def __init__(self, file: int) -> None:
-        super().__init__(os.fdopen(file, "wb", 0, closefd=False), write_through=True)
 
 
 def note_steps(watch: Noting) -> None:

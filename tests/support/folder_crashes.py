@@ -5,12 +5,12 @@ because it forks before each run, and threads do not survive that.
 """
 
 import json
-import os
 import shutil
 import signal
 import sys
-import traceback
 from pathlib import Path
+
+from programs import run_in_fork
 
 import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
@@ -55,23 +55,18 @@ def main(narrow: Path, folder: Path, moments: int) -> None:
 
 def run(narrow: Path, out: Path, point: Point | None, counts: Path | None = None) -> int:
     """The exit status, or minus the signal, of a process that widens a folder and is killed at a point."""
-    child = os.fork()
-    if child == 0:
-        status = 0
-        try:
-            out.parent.mkdir(exist_ok=True)
-            watch = Watch([out.parent], point)
-            watch.start()
-            upscale_folder(narrow, 2, out)
-            watch.stop()
-            if counts is not None:
-                found = {thread: len(operations) for thread, operations in watch.operations.items()}
-                counts.write_text(json.dumps(found))
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def widen() -> None:
+        out.parent.mkdir(exist_ok=True)
+        watch = Watch([out.parent], point)
+        watch.start()
+        upscale_folder(narrow, 2, out)
+        watch.stop()
+        if counts is not None:
+            found = {thread: len(operations) for thread, operations in watch.operations.items()}
+            counts.write_text(json.dumps(found))
+
+    return run_in_fork(widen)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -8,20 +8,18 @@ runs the first to import everything, and writes the bytes of the second, beyond 
 import ctypes
 import gc
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 from paths import SUPPORT
+from programs import run_program
 
 from mupscale.__main__ import main
 
 
 def peak_bytes(first: list[str], measured: list[str]) -> int:
     """The bytes that `measured` takes at its peak. A process that has run other tests would count their free blocks."""
-    command = [sys.executable, str(SUPPORT / "peak_memory.py"), json.dumps(first), json.dumps(measured)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = run_program(SUPPORT / "peak_memory.py", json.dumps(first), json.dumps(measured))
     return int(run.stdout.splitlines()[-1])
 
 

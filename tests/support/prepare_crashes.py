@@ -11,12 +11,12 @@ import random
 import shutil
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy  # noqa: F401  once, before the forks
 import tokenizers  # noqa: F401
+from programs import run_in_fork
 
 from mupscale.datamodules import documents, preparation
 from mupscale.datamodules.preparation import prepare
@@ -34,7 +34,7 @@ def main(text: Path, folder: Path, every: int) -> None:
     choose = random.Random(0)
     for killed_at in range(0, total, every):
         out = folder / str(killed_at)
-        assert run(text, out, killed_at=killed_at) == signal.SIGKILL
+        assert run(text, out, killed_at=killed_at) == -signal.SIGKILL
         if killed_at % 3 == 0:  # once more, on the way to the end
             run(text, out, killed_at=choose.randrange(total - killed_at + 1))
         assert run(text, out, killed_at=None) == 0, f"killed at {killed_at}: it does not go on"
@@ -44,24 +44,18 @@ def main(text: Path, folder: Path, every: int) -> None:
 
 
 def run(text: Path, out: Path, *, killed_at: int | None, count: Path | None = None) -> int:
-    """The signal, or exit status, with which a process ends that prepares `out` and is killed at an operation."""
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        try:
-            counter = itertools.count()
-            os.fsync = lambda _: None  # what is written outlives a process without it
-            for name in OPERATIONS:
-                setattr(os, name, deadly(getattr(os, name), counter, killed_at))
-            prepare(documents.TextFiles([text]), out, vocabulary=270, val_fraction=0.2, file_tokens=1500)
-            if count is not None:
-                count.write_text(str(next(counter)))
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+    """The exit status, or minus the signal, of a process that prepares `out` and is killed at an operation."""
+
+    def work() -> None:
+        counter = itertools.count()
+        os.fsync = lambda _: None  # what is written outlives a process without it
+        for name in OPERATIONS:
+            setattr(os, name, deadly(getattr(os, name), counter, killed_at))
+        prepare(documents.TextFiles([text]), out, vocabulary=270, val_fraction=0.2, file_tokens=1500)
+        if count is not None:
+            count.write_text(str(next(counter)))
+
+    return run_in_fork(work, text.parent / "log.txt")
 
 
 def deadly(operation: Callable, counter: itertools.count, killed_at: int | None) -> Callable:

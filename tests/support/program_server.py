@@ -3,11 +3,12 @@
 import json
 import os
 import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from paths import SUPPORT
+from programs import SHARED_CODE, start_program
 
 CORE_ONLY = {"PYTHONPATH": f"{SUPPORT / 'ray_node'}{os.pathsep}{SUPPORT}"}
 """Variables of a server that needs none of the libraries that ray_node/sitecustomize.py hides: it starts sooner."""
@@ -17,24 +18,26 @@ WITHOUT_FIGURES = {**CORE_ONLY, "INTERRUPTED_IMPORTS": "without_figures"}
 """Variables of such a server whose sweeps and experiments draw no figures, which take seconds."""
 
 
-class Server:
+class Server(ExitStack):
     """A process that has imported everything and forks for each command line.
 
-    server = Server(folder)
-    pid = server.start("fit", "--config", "c.yaml")
-    status = server.answer()
+    with Server(folder) as server:
+        pid = server.start("fit", "--config", "c.yaml")
+        status = server.answer()
 
     `variables` are added to its environment.
     """
 
     def __init__(self, folder: Path, **variables: str) -> None:
+        super().__init__()
         self.log = folder / "log.txt"
-        self.process = subprocess.Popen(
-            [sys.executable, str(SUPPORT / "interrupted.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**environment(folder), **variables},
+        self.process = self.enter_context(
+            start_program(
+                SUPPORT / "interrupted.py",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                variables={**environment(folder), **variables},
+            )
         )
 
     def start(self, *arguments: str, **watched: Any) -> int:
@@ -60,10 +63,8 @@ def environment(folder: Path) -> dict[str, str]:
     """Variables for a command line that logs to `folder`, and writes checkpoints to `folder`/tmp first."""
     (folder / "tmp").mkdir(exist_ok=True)
     return {
-        **os.environ,
-        "PYTHONPATH": str(SUPPORT),
+        **SHARED_CODE,
         "INTERRUPTED_LOG": str(folder / "log.txt"),
-        "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch makes it in TMPDIR otherwise
         "TMPDIR": str(folder / "tmp"),
     }

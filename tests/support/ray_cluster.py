@@ -10,36 +10,40 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from paths import SUPPORT
+from programs import start_program
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_NUM_THREADS": "1",
     "PYTHONPATH": f"{SUPPORT / 'ray_node'}{os.pathsep}{SUPPORT}",
 }
 """For the processes of nodes, and of commands: all of them have the same code."""
 
 
-class LocalCluster:
+class LocalCluster(ExitStack):
     """The client of the program: a head and nodes, each with one CPU, by number."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.defect = folder / "defect"
         """What the nodes pretend, apart from the first: see ray_node/sitecustomize.py."""
         self.log = folder / "cluster.txt"
         with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SUPPORT / "ray_cluster.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=folder,  # which is not where commands are started
-                env={**os.environ, **ENVIRONMENT, "WITHOUT_FIGURES": "1"},
+            self.process = self.enter_context(
+                start_program(
+                    SUPPORT / "ray_cluster.py",
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    cwd=folder,  # which is not where commands are started
+                    variables={**ENVIRONMENT, "WITHOUT_FIGURES": "1"},
+                )
             )
+        self.callback(self.process.communicate, timeout=60)  # it shuts the cluster down
         self.raylets: list[int] = []
         """The main process of each node, by its number."""
         self.second: int | None = None

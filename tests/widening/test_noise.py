@@ -199,7 +199,7 @@ def _rank(rank: int, path: str) -> None:
     torch.save(answer, f"{path}/{rank}.pt")
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.exhaustive  # test_upscale_distributed compares noise on two processes, too
 def test_identical_on_one_and_on_two_processes(tmp_path):
     torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
