@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mupscale._torch import DropoutNd
 from mupscale.checks.comparison import relative_error, widened_gradient
 from mupscale.checks.float64 import copied, perturb_, unfreeze_
-from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, watched, weighted_sum
+from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.matching import MASKED, Match, Planned, match
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.recording import buffers_kept, float_copies
@@ -23,6 +22,7 @@ from mupscale.methods.grow import grow
 from mupscale.sharding import is_sharded
 from mupscale.widening.axes import duplicate
 from mupscale.widening.layers import layer_at, source_of
+from mupscale.widening.modules import caveat, dropout_of
 from mupscale.widening.plan import Plan
 from mupscale.widening.write import is_inexact
 
@@ -49,6 +49,10 @@ class Agreement:
     """Growing parameters that had no gradient."""
     notes: tuple[str, ...] = ()
     """What else the check found out: differences that only training shows."""
+    dropout: tuple[str, ...] = ()
+    """Layers that drop units of an axis that grows; the models were compared without them."""
+    settled: tuple[str, ...] = ()
+    """Notes of the plan on layers that drop only units of other axes: they do not apply."""
     is_random: bool = False
     """Whether the models differ, and draw random numbers in evaluation mode."""
 
@@ -58,7 +62,8 @@ class Agreement:
         if not self.exact:
             return f"not exact: {self.reason}"
         numbers = f"outputs agree to {self.outputs:.0e}, gradients to {self.gradients:.0e}"
-        return f"exact: compared with the narrow model in {self.precision}, {numbers}"
+        apart = " apart from dropout" if self.dropout else ""
+        return f"exact{apart}: compared with the narrow model in {self.precision}, {numbers}"
 
 
 class _Tolerance(NamedTuple):
@@ -247,7 +252,17 @@ class _Check:
                 "upscale: what call(model) returns has no gradient with respect to a parameter that grows, so nothing "
                 "can be compared. Let it run the model that it is given, and return what that computes, with its graph"
             )
-        return Agreement(True, outputs, gradients, precision, untested=self._untested(), notes=(*self.repeated, *notes))
+        dropout, settled = self._dropout()
+        return Agreement(
+            True,
+            outputs,
+            gradients,
+            precision,
+            untested=self._untested(),
+            notes=(*self.repeated, *notes),
+            dropout=dropout,
+            settled=settled,
+        )
 
     def _run(self, model: nn.Module, seed: int = 0) -> list[Tensor]:
         _, result = watched(model, self.call, _ignore, _ignore_tensor, dtype=self.dtype, seed=seed, vary=self.vary)
@@ -405,6 +420,29 @@ class _Check:
                 return (_RANDOM_IN_TRAINING,)
             return self._unlike_statistics(statistics)
 
+    def _dropout(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The layers that drop units of an axis that grows, and the notes of the plan on those that do not."""
+        dropping = {name: module for name, module in self.narrow.named_modules() if dropout_of(module)}
+        if not dropping:
+            return (), ()
+        before, after = self._shapes(self.narrow), self._shapes(self.wide)
+        grown = tuple(name for name in dropping if before.get(name) != after.get(name))
+        kept = ((name, module) for name, module in dropping.items() if name not in grown)
+        return grown, tuple(f"{name or THE_MODEL}: {caveat(module, module)}" for name, module in kept)
+
+    def _shapes(self, model: nn.Module) -> dict[str, list[torch.Size]]:
+        """The shapes of what every module returns."""
+        shapes: dict[str, list[torch.Size]] = {}
+
+        def note(name: str, kind: Kind, values: Any) -> None:
+            if kind == "ends" and not (model is self.wide and self._is_new(name)):
+                source = source_of(self.plan.layers, name) if model is self.wide else name
+                shapes.setdefault(source, []).extend(tensor.shape for tensor in tensors_of(values))
+
+        with buffers_kept(model), torch.no_grad():
+            watched(model, self.call, note, _ignore_tensor, dtype=self.dtype, vary=self.vary)
+        return shapes
+
     def _unlike_statistics(self, narrow: Mapping[str, Tensor]) -> tuple[str, ...]:
         if all(torch.equal(narrow[name], buffer) for name, buffer in self.narrow.named_buffers()):
             return ()
@@ -507,8 +545,7 @@ def _training(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
     before = {module: module.training for module in model.modules()}
     try:
         for name, module in model.named_modules():
-            drops = isinstance(module, (DropoutNd, nn.MultiheadAttention, nn.RNNBase))
-            module.training = not drops and modes.get(name, True)
+            module.training = not dropout_of(module) and modes.get(name, True)
         yield
     finally:
         for module, mode in before.items():

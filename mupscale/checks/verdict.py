@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from mupscale.text_tables import Paint, folded, table, unpainted
+from mupscale.widening.pairing import some_names
 from mupscale.widening.plan_text import Plan
 
 TOLERANCE = 1e-8
@@ -57,6 +58,8 @@ class Verdict:
     scaled: dict[str, float] = field(default_factory=dict, repr=False)
     """The modules inside an exact model whose outputs the wide model multiplies by another factor, and this factor.
     Their drifts are measured from the multiplied outputs."""
+    dropout: tuple[str, ...] = ()
+    """Layers that draw other masks for the wide model; they were left out."""
 
     def __bool__(self) -> bool:
         return self.passed
@@ -67,7 +70,7 @@ class Verdict:
     def text(self, columns: int | None = None, paint: Paint = unpainted, title: str = "") -> str:
         """The verdict in a line that begins with `title`, and the drifts in a table; for a terminal of `columns`."""
         if self.passed:
-            head = "exact"
+            head = "exact apart from dropout" if self.dropout else "exact"
         elif self.first_divergent is None:
             head = "NOTHING TESTED"
         else:
@@ -85,6 +88,8 @@ class Verdict:
         beyond = [index for index, (drift, allowed) in enumerate(drifts.values(), 1) if not drift <= allowed]
         lines += table(rows, right=(1, 2), styles=dict.fromkeys(beyond, "bad"), columns=columns, paint=paint)
         below = [f"{name}: its output is multiplied by {scale:g}" for name, scale in self.scaled.items()]
+        if self.dropout:
+            below.append(f"compared without {some_names(self.dropout)}, whose masks are others in the wide model")
         if self.reason:
             below = [self.reason, _REMEDY] if self.first_divergent is not None else [self.reason]
         return "\n".join([*lines, *folded(below, columns)])

@@ -1,6 +1,7 @@
 """Checks dynamic equivalence: trains narrow and wide copies side by side in float64, and compares them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from mupscale.methods.grow import as_list, grow
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.axes import duplicate
 from mupscale.widening.hints import Hints
+from mupscale.widening.modules import dropout_of
 from mupscale.widening.pairing import refuse_lazy, refuse_scripted
 
 WARM_UP = 10
@@ -60,6 +62,9 @@ def verify(
 
     `watch(words, done, total)` is called after every step.
 
+    Layers that drop units draw other masks for the wide model. Where the models differ, they are compared again without
+    these layers; the verdict is then exact apart from dropout, or what else differs.
+
     The verdict is not `passed` if no growing parameter has a gradient, or if none of them moves: nothing was tested.
 
     Examples:
@@ -88,8 +93,21 @@ def verify(
     for name, value in (("clip", clip), ("tolerance", tolerance)):
         if value is not None:
             refuse_unless_level(f"verify: {name}", value)
+    settings = optimizer, Batches(batches), loss, steps, clip, hints, tolerance, watch
     with generators_kept():
-        return _verify(narrow, wide, optimizer, Batches(batches), loss, steps, clip, hints, tolerance, watch)
+        verdict = _verify(narrow, wide, *settings)
+        dropout = tuple(name for name, module in narrow.named_modules() if module.training and dropout_of(module))
+        if verdict.passed or not dropout:
+            return verdict
+        return replace(_verify(_without(narrow, dropout), wide, *settings), dropout=dropout)
+
+
+def _without(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """A copy of a model in which these layers are in evaluation mode."""
+    twin = copied("verify: narrow", model)
+    for name in names:
+        twin.get_submodule(name).eval()
+    return twin
 
 
 def _verify(

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from mupscale._torch import DropoutNd
 from mupscale.checks.matching import match
 from mupscale.checks.recording import buffers_kept
 from mupscale.discovery.changes import Change, Proposals, pairs
@@ -18,6 +17,7 @@ from mupscale.errors import UserError
 from mupscale.layer_names import starred
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.axes import duplicate_
+from mupscale.widening.modules import dropout_of
 from mupscale.widening.plan_text import Plan
 
 MOST_PASSES = 1500
@@ -267,7 +267,7 @@ def _training(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     try:
         for module in modes:
-            module.training = not isinstance(module, (DropoutNd, nn.MultiheadAttention, nn.RNNBase))
+            module.training = not dropout_of(module)
         yield
     finally:
         for module, mode in modes.items():

@@ -126,7 +126,8 @@ def upscale(
             exact = False
             notes = (*notes, f"{type(method).__name__} does not continue the training; the check was by duplication")
     report = grow(narrow, target, narrow_opt, wide_opt, hints=hints, **settings)
-    return replace(report, exact=exact, check=checked.text, notes=(*notes, *report.notes))
+    applying = [note for note in report.notes if note not in checked.agreement.settled]
+    return replace(report, exact=exact, check=checked.text, notes=(*notes, *applying))
 
 
 def _continues(

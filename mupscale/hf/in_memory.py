@@ -91,18 +91,23 @@ def upscale(
     found = _found(narrow, config, call, watch) if growth.widens(narrow.config, config) else None
     wide = _wide_model(narrow, deepened(config, deepenings))
     hints = hints_at_depth(narrow, wide, deepenings, found)
-    exact, check = _checked(narrow, wide, hints, call or default_call)
+    exact, check, settled = _checked(narrow, wide, hints, call or default_call)
     report = grow(narrow, wide, optimizer, noise=noise, seed=seed, method=method, hints=hints)
     claim = report.method.claim(report.plan, narrow, as_list(optimizer))
     if exact and not (claim.dynamics or (deepenings and claim.function)):
         exact = False
         check += f"; {type(report.method).__name__} does not continue the training: the check was by duplication"
     wide.train(narrow.training)
-    return wide, replace(report, exact=exact, check=check)
+    notes = tuple(note for note in report.notes if note not in settled)
+    return wide, replace(report, exact=exact, check=check, notes=notes)
 
 
-def _checked(narrow: "PreTrainedModel", wide: "PreTrainedModel", hints: Hints, call: Call) -> tuple[bool | None, str]:
+def _checked(
+    narrow: "PreTrainedModel", wide: "PreTrainedModel", hints: Hints, call: Call
+) -> tuple[bool | None, str, tuple[str, ...]]:
     """Compares the two models themselves, where memory allows. Raises a UserError if they differ.
+
+    Returns whether they are exact, what was checked, and notes of the plan that do not apply.
 
     New layers that add something are compared as if they added nothing, and what they add is measured.
     """
@@ -115,17 +120,18 @@ def _checked(narrow: "PreTrainedModel", wide: "PreTrainedModel", hints: Hints, c
             compared(narrow)
     except Exception as error:  # only the caller knows which inputs a model takes
         reason = f"no input is known ({' '.join(str(error).split())[:200]}). Give call"
-        return None, str(Agreement(None, reason=reason))
+        return None, str(Agreement(None, reason=reason)), ()
     planned = plan(narrow, wide, hints=hints)
     if planned.layers and not hints.residual:
-        return None, str(Agreement(None, reason="nothing makes the layers of this model add nothing"))
+        return None, str(Agreement(None, reason="nothing makes the layers of this model add nothing")), ()
     answer = check_agreement(narrow, wide, as_identity(planned, narrow, wide, hints.residual), compared)
     if answer.exact is False:
         raise UserError(f"this {narrow.config.model_type} model does not grow exactly: {answer.reason}")
     if planned.keeps_function or answer.exact is None:
-        return answer.exact, str(answer)
+        return answer.exact, str(answer), answer.settled
     change = 100 * change_of_outputs(narrow, wide, planned, compared, getattr(torch, answer.precision))
-    return False, f"the new layers change the outputs by {change:.3g} %; if they added nothing, {answer}"
+    text = f"the new layers change the outputs by {change:.3g} %; if they added nothing, {answer}"
+    return False, text, answer.settled
 
 
 def _found(narrow: "PreTrainedModel", config: "PretrainedConfig", call: Call | None, watch: Watch) -> Found:

@@ -245,11 +245,17 @@ def kept_heads(narrow: nn.Module, wide: nn.Module) -> str | None:
     return None
 
 
+def dropout_of(module: nn.Module) -> float:
+    """The probability with which a layer drops units; 0 for a layer that drops none."""
+    if isinstance(module, DropoutNd):
+        return module.p
+    return module.dropout if isinstance(module, (nn.MultiheadAttention, RNNBase)) else 0.0
+
+
 def caveat(narrow: nn.Module, wide: nn.Module) -> str | None:
     """A caveat about this module for the reader of the plan: dropout, groups, operations across neighbours."""
-    dropout = getattr(narrow, "p", 0.0) if isinstance(narrow, DropoutNd) else getattr(narrow, "dropout", 0.0)
-    if isinstance(narrow, (DropoutNd, nn.MultiheadAttention, RNNBase)) and dropout:
-        return f"dropout p = {dropout} draws another mask for every unit, so wide and narrow agree only without it"
+    if dropout := dropout_of(narrow):
+        return f"dropout p = {dropout} on an axis that grows draws another mask for every unit of it: not exact"
     if isinstance(narrow, (nn.Embedding, nn.EmbeddingBag)) and narrow.max_norm is not None:
         return "max_norm renormalises rows, whose norm grows as sqrt(k): not exact unless max_norm grows with it"
     if isinstance(narrow, nn.LocalResponseNorm):

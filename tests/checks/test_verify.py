@@ -48,6 +48,33 @@ def verify_layers(narrow: nn.Module, wide: nn.Module, **settings) -> mupscale.Ve
     return mupscale.verify(narrow, wide, **defaults | settings)
 
 
+def test_exact_apart_from_dropout():
+    def dropped(n: int) -> nn.Module:
+        return nn.Sequential(nn.Dropout(0.5), nn.Linear(3, n), nn.Dropout(0.1), nn.Linear(n, 2))
+
+    answer = verify_layers(dropped(4), dropped(12))
+    assert answer.passed
+    assert answer.dropout == ("0", "2")
+    head, *_, last = str(answer).splitlines()
+    assert head == "exact apart from dropout (tolerance 1e-08, 3 steps after the upscale)"
+    assert last == "compared without '0', '2', whose masks are others in the wide model"
+    answer = verify_layers(dropped(4).eval(), dropped(12))
+    assert str(answer).startswith("exact (")
+
+
+def test_what_differs_beside_dropout_is_named():
+    class Shrinks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / x.shape[-1] ** 0.5
+
+    def wrong(n: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, n), nn.Dropout(0.1), Shrinks(), nn.Linear(n, 2))
+
+    answer = verify_layers(wrong(4), wrong(12))
+    assert not answer.passed
+    assert answer.first_divergent == "2"
+
+
 def test_a_verdict_in_words_and_as_a_truth_value():
     answer = verify_layers(layers(4), layers(12))
     assert answer
