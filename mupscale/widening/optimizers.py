@@ -140,7 +140,8 @@ def register_optimizer(
 
     `degree` is m if the update is proportional to the m-th power of the gradient. `state` gives the power of the
     gradient that each state tensor holds. State without an entry is copied if it is a number or a one-element tensor,
-    and is an error otherwise.
+    and is an error otherwise. An optimizer that is not entrywise (Muon) also needs `scaling=` and `entrywise=False`,
+    one that is exact only after some steps (RAdam) `ready=`.
 
     Examples:
         >>> import mupscale
