@@ -3,33 +3,29 @@
     python -m benchmarks data [--quick] [--device cuda] [--data DIR] [--out data.json]
 
 DIR holds covertype.npz, cifar100.npz and fineweb/, a folder written by `python -m mupscale prepare`; what it lacks is
-generated at its real size (581,012 rows, 50,000 images, 100 M tokens). The training tokens are read a third time from
-1,000 .ds files, as datatrove writes them. Both sides deliver the training batches, ready,
-on the device. The plain loader indexes sample by sample, shuffles, collates in worker processes, and copies from pinned
-memory.
+generated at its real size (581,012 rows, 50,000 images, 100 M tokens). Both
+sides deliver the training batches, ready, on the device. The plain loader indexes sample by sample, shuffles, collates
+in worker processes, and copies from pinned memory.
 """
 
 import argparse
-import itertools
-import json
-import logging
 import os
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision import transforms
 
+from benchmarks.gpt2 import Crops
+from benchmarks.harness import Row, now, rate, run
+from benchmarks.resnet import Augmented
+from benchmarks.training import endless
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.covertype import Covertype
 from mupscale.datamodules.fineweb import FineWeb
@@ -39,27 +35,7 @@ from mupscale.datamodules.token_writer import TokenWriter
 
 WARM_UP = 10
 ROWS, IMAGES, TOKENS = 581_012, 50_000, 100_000_000
-
-
-@dataclass
-class Row:
-    """One line of the table."""
-
-    module: str
-    side: str
-    batch_size: int
-    unit: str
-    batches_per_second: float
-    units_per_second: float
-    first_batch_seconds: float
-    over_plain: float = 1.0
-    """Its rate over that of the fastest plain loader."""
-
-
 Batches = Generator[Any, None, None]
-
-
-# --- what a researcher would write first
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -78,67 +54,13 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.y[index]
 
 
-class Images(Dataset[tuple[Tensor, int]]):
-    """Images as torchvision's CIFAR100 returns them, with the usual transforms."""
-
-    def __init__(self, file: Path) -> None:
-        arrays = np.load(file)
-        self.x, self.y = arrays["x_train"], arrays["y_train"].tolist()
-        self.transform = transforms.Compose(
-            [
-                transforms.RandomCrop(32, padding=4),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-                transforms.Normalize((0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762)),
-            ]
-        )
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(Image.fromarray(self.x[index])), self.y[index]
-
-
-class Crops(Dataset[Tensor]):
-    """Random crops of memory-mapped tokens, as nanoGPT draws them."""
-
-    def __init__(self, tokens: np.ndarray, context: int) -> None:
-        self.tokens, self.context = tokens, context
-
-    def __len__(self) -> int:
-        return len(self.tokens) // self.context
-
-    def __getitem__(self, index: int) -> Tensor:
-        start = int(torch.randint(len(self.tokens) - self.context, ()))
-        return torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
-
-
 def plain(dataset: Callable[[], Dataset[Any]], batch_size: int, workers: int, device: torch.device) -> Batches:
-    on_gpu = device.type == "cuda"
     loader = DataLoader(
-        dataset(),
-        batch_size,
-        shuffle=True,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        pin_memory=on_gpu,
-        drop_last=True,
-    )
-    for batch in forever(loader):
-        yield (
-            [part.to(device, non_blocking=True) for part in batch]
-            if isinstance(batch, list)
-            else batch.to(device, non_blocking=True)
-        )
-
-
-# --- measuring
-
-
-def forever(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
+        dataset(), batch_size, shuffle=True, num_workers=workers, persistent_workers=workers > 0,
+        pin_memory=device.type == "cuda", drop_last=True,
+    )  # fmt: skip
+    for batch in endless(loader):
+        yield [part.to(device, non_blocking=True) for part in batch]
 
 
 def ours(module: LightningDataModule, device: torch.device) -> Batches:
@@ -149,45 +71,25 @@ def ours(module: LightningDataModule, device: torch.device) -> Batches:
     module.trainer.strategy.connect(LightningModule())  # whose sizes the data are checked against; this one has none
     module.prepare_data()
     module.setup("fit")
-    yield from forever(module.train_dataloader())
+    yield from endless(module.train_dataloader())
 
 
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def measured(batches: Iterator[Any], seconds: float, device: torch.device) -> tuple[float, float]:
-    """Batches per second, the device idle at both ends; and the seconds to the first batch."""
-    started = now(device)
-    next(batches)
-    first = now(device) - started
-    for _ in itertools.islice(batches, WARM_UP):
-        pass
-    since = now(device)
-    count = 0
-    while time.perf_counter() - since < seconds:
-        next(batches)
-        count += 1
-    return count / (now(device) - since), first
-
-
-def compared(
-    name: str, batch_size: int, unit: str, units: int, sides: dict[str, Batches], options: argparse.Namespace
-) -> list[Row]:
-    """The sides one after another; those not ours are plain."""
-    rows = []
+def compared(name: str, unit: str, units: int, sides: dict[str, Batches], seconds: float) -> Iterator[Row]:
+    """The plain sides and ours one after another, and ours over the fastest plain one."""
+    fastest = 0.0
     for side, batches in sides.items():
-        speed, first = measured(batches, options.seconds, options.device)
-        rows.append(Row(name, side, batch_size, unit, speed, speed * units, first))
-        print(f"{name}, {side}: {speed:,.0f} batches/s", flush=True)
+        start = now()
+        next(batches)
+        first = now() - start
+        for _ in islice(batches, WARM_UP):
+            pass
+        speed = rate(lambda batches=batches: next(batches), seconds)
         batches.close()  # stops its workers, and frees its memory
-    for row in rows:
-        row.over_plain = row.batches_per_second / max(
-            r.batches_per_second for r in rows if not r.side.startswith("ours")
-        )
-    return rows
+        row = {"case": name, "way": side, "batches/s": speed, "unit": unit, "units/s": speed * units, "first s": first}
+        if side.startswith("ours"):
+            row["over plain"] = speed / fastest
+        fastest = max(fastest, speed)
+        yield row
 
 
 # --- data of the real sizes and formats
@@ -225,86 +127,50 @@ GENERATORS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def complete(given: Path | None, temporary: Path) -> tuple[dict[str, Path], list[str]]:
-    """Where each data set is, and which of them had to be generated."""
-    paths = {name: given / name for name in GENERATORS if given is not None and (given / name).exists()}
-    generated = [name for name in GENERATORS if name not in paths]
-    for name in generated:
-        print(f"generating {name}", flush=True)
-        paths[name] = temporary / name
-        GENERATORS[name](paths[name])
-    return paths, generated
+def complete(given: Path | None, temporary: Path) -> Iterator[Path]:
+    """Where each data set is; what is not given is generated."""
+    for name, generate in GENERATORS.items():
+        if given is not None and (given / name).exists():
+            yield given / name
+        else:
+            print(f"generating {name}", flush=True)
+            generate(temporary / name)
+            yield temporary / name
 
 
-# --- the command
-
-
-def measure(paths: dict[str, Path], options: argparse.Namespace) -> list[Row]:
-    covertype, cifar100, fineweb = (paths[name] for name in GENERATORS)
-    device = options.device
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    if options.data is not None and not options.data.is_dir():
+        raise SystemExit(f"--data: there is no folder {options.data}")
+    device, seconds = options.device, 0.5 if options.quick else 5.0
+    workers = min(8, len(os.sched_getaffinity(0)))
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as the DataLoader's workers have: two threads on a busy machine wait for each other
 
     def plain_sides(dataset: Callable[[], Dataset[Any]], batch_size: int) -> dict[str, Batches]:
-        return {f"DataLoader, {n} workers": plain(dataset, batch_size, n, device) for n in (0, options.workers)}
+        return {f"DataLoader, {n} workers": plain(dataset, batch_size, n, device) for n in (0, workers)}
+
+    def images() -> Dataset[Any]:
+        arrays = np.load(cifar100)
+        return Augmented(arrays["x_train"], arrays["y_train"])
 
     def crops() -> Dataset[Any]:
         _, content = next(read_token_folder(list_files(fineweb)).tokens("train").parts())
         return Crops(content, context)
 
     batch, context = 64, 1024
-    rows = {"ours": ours(Covertype(str(covertype.parent), 2000), device), **plain_sides(lambda: Rows(covertype), 2000)}
-    images = {"ours": ours(CIFAR100(str(cifar100.parent), 128), device), **plain_sides(lambda: Images(cifar100), 128)}
-    tokens = {
-        "ours, resident": ours(FineWeb(str(fineweb), batch, context, resident=True), device),
-        "ours, mapped": ours(FineWeb(str(fineweb), batch, context, resident=False), device),
-        **plain_sides(crops, batch),
-    }
-    return [
-        *compared("Covertype", 2000, "rows", 2000, rows, options),
-        *compared("CIFAR-100", 128, "images", 128, images, options),
-        *compared("FineWeb", batch, "tokens", batch * context, tokens, options),
-    ]
-
-
-def table(rows: list[Row]) -> str:
-    lines = [f"{'':9} {'':21} {'batch':>5} {'batches/s':>10} {'per second':>20} {'over plain':>10} {'first batch':>11}"]
-    for row in rows:
-        lines.append(
-            f"{row.module:9} {row.side:21} {row.batch_size:>5} {row.batches_per_second:>10,.1f} "
-            f"{row.units_per_second:>13,.0f} {row.unit:6} {row.over_plain:>9.2f}× {row.first_batch_seconds:>9.2f} s"
-        )
-    return "\n".join(lines)
+    with tempfile.TemporaryDirectory() as temporary:
+        covertype, cifar100, fineweb = complete(options.data, Path(temporary))
+        sides = plain_sides(lambda: Rows(covertype), 2000)
+        sides["ours"] = ours(Covertype(str(covertype.parent), 2000), device)
+        yield from compared("Covertype", "rows", 2000, sides, seconds)
+        sides = {**plain_sides(images, 128), "ours": ours(CIFAR100(str(cifar100.parent), 128), device)}
+        yield from compared("CIFAR-100", "images", 128, sides, seconds)
+        sides = plain_sides(crops, batch)
+        for kind in ("resident", "mapped"):
+            sides[f"ours, {kind}"] = ours(FineWeb(str(fineweb), batch, context, resident=kind == "resident"), device)
+        yield from compared("FineWeb", "tokens", batch * context, sides, seconds)
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the real files")
-    parser.add_argument("--quick", action="store_true", help="half a second for each measurement, not five")
-    parser.add_argument("--out", type=Path, help="write the numbers as JSON")
-    options = parser.parse_args(arguments)
-    if options.data is not None and not options.data.is_dir():
-        parser.error(f"--data: there is no folder {options.data}")
-    options.seconds = 0.5 if options.quick else 5.0
-    options.workers = min(8, len(os.sched_getaffinity(0)))
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    if options.device.type == "cpu":
-        torch.set_num_threads(1)  # as the DataLoader's workers have: two threads on a busy machine wait for each other
-    with tempfile.TemporaryDirectory() as temporary:
-        paths, generated = complete(options.data, Path(temporary))
-        rows = measure(paths, options)
-    print(table(rows))
-    if options.out:
-        machine = torch.cuda.get_device_name() if options.device.type == "cuda" else "CPU"
-        record = {
-            "machine": machine,
-            "torch": torch.__version__,
-            "generated": generated,
-            "rows": [asdict(row) for row in rows],
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    data = {"type": Path, "metavar": "DIR", "help": "folder with the real files"}
+    run(__doc__, rows, arguments, {"--data": data})

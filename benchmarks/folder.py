@@ -14,15 +14,16 @@ import argparse
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from benchmarks.harness import Row, run
 from mupscale.hf.folder import read_folder
 from mupscale.hf.growth import on_meta
 from mupscale.hf.safetensors_files import INDEX_FILE, as_bytes, index_text, split_into_files, write_all
@@ -94,7 +95,7 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float | None) -> dict[str, object]:
+def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float | None) -> Row:
     narrow, wide, copy = where / "narrow", where / "wide", where / "copy"
     new = 2 * layers if deep else None
     write_narrow(where / "tiny", shape_of_7b(layers if deep else 1, quick=True))
@@ -131,32 +132,21 @@ def tensor_bytes(folder: Path) -> dict[str, int]:
     return {name: tensor.size for name, tensor in read_folder(folder).tensors.items()}
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, which takes seconds")
-    parser.add_argument("--deep", action="store_true", help="double the number of layers, not the width")
-    parser.add_argument("--layers", type=int, help="layers of the narrow model (default 8, which needs 32 GB of disk)")
-    parser.add_argument("--noise", type=float, help="with noise, which needs a tensor at once")
-    parser.add_argument("--where", type=Path, help="a folder on the disk to measure; by default the temporary one")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    options = parser.parse_args(arguments)
+def rows(options: argparse.Namespace) -> Iterator[Row]:
     layers = options.layers or (2 if options.quick else 8)
-    where = Path(tempfile.mkdtemp(dir=options.where))
-    try:
-        row = measure(where, layers, quick=options.quick, deep=options.deep, noise=options.noise)
-    finally:
-        shutil.rmtree(where)
-    print(
-        "{layers} layers: {narrow_gb:.2f} GB → {wide_gb:.2f} GB in {seconds:.1f} s ({cpu_seconds:.1f} s of CPU, "
-        "{start_up_seconds:.1f} s of it all to start up), cp of the wide folder {cp_seconds:.1f} s "
-        "({cp_cpu_seconds:.1f} s of CPU): {ratio:.2f} times as long\n"
-        "peak resident memory {peak_gb:.2f} GB, largest wide tensor {largest_wide_tensor_gb:.2f} GB\n"
-        "extrapolated to 32 layers: {wide_gb_for_7b:.0f} GB in {seconds_for_7b:.0f} s, cp {cp_seconds_for_7b:.0f} s"
-        "".format(**row)
+    with tempfile.TemporaryDirectory(dir=options.where) as where:
+        yield measure(Path(where), layers, quick=options.quick, deep=options.deep, noise=options.noise)
+
+
+def main(arguments: list[str]) -> None:
+    run(
+        __doc__,
+        rows,
+        arguments,
+        {
+            "--deep": {"action": "store_true", "help": "double the number of layers, not the width"},
+            "--layers": {"type": int, "help": "layers of the narrow model (default 8, which needs 32 GB of disk)"},
+            "--noise": {"type": float, "help": "with noise, which needs a tensor at once"},
+            "--where": {"type": Path, "help": "a folder on the disk to measure; by default the temporary one"},
+        },
     )
-    if options.out:
-        options.out.write_text(json.dumps(row, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

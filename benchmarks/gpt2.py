@@ -5,16 +5,16 @@
 TFLOP/s count the matmuls of a step as torch's FLOP counter does, with attention in full.
 """
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from benchmarks.training import CLIP, Case, plain_step, run
+from benchmarks.training import CLIP, Case, first_draft, run
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.gpt2 import GPT2
 
@@ -62,20 +62,17 @@ class PlainGPT(nn.Module):
 
 
 class Crops(Dataset[tuple[Tensor, Tensor]]):
-    """Random crops of a long row of tokens."""
+    """Random crops of a long row of tokens, as nanoGPT draws them."""
 
-    def __init__(self, vocabulary: int, context: int) -> None:
-        self.tokens = torch.randint(vocabulary, (2_000_000,), generator=torch.Generator().manual_seed(0)).to(
-            torch.int32
-        )
-        self.context = context
+    def __init__(self, tokens: np.ndarray, context: int) -> None:
+        self.tokens, self.context = tokens, context
 
     def __len__(self) -> int:
-        return 1_000_000
+        return len(self.tokens) // self.context
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         start = int(torch.randint(len(self.tokens) - self.context, ()))
-        row = self.tokens[start : start + self.context + 1].long()
+        row = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
         return row[:-1], row[1:]
 
 
@@ -84,14 +81,8 @@ def draft(shape: tuple[int, ...], context: int, device: torch.device) -> Iterato
     net = PlainGPT(width, layers, heads, vocabulary, context).to(device)
     compiled = torch.compile(net) if device.type == "cuda" else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    workers = 4 if device.type == "cuda" else 0
-    losses = []
-    for tokens, targets in DataLoader(
-        Crops(vocabulary, context), batch, shuffle=True, num_workers=workers, pin_memory=workers > 0
-    ):
-        tokens, targets = tokens.to(device), targets.to(device)
-        losses.append(plain_step(net, optimizer, partial(compiled, tokens, targets), device, CLIP))
-        yield
+    data = Crops(np.random.default_rng(0).integers(vocabulary, size=2_000_000, dtype=np.int32), context)
+    return first_draft(net, optimizer, data, batch, compiled, device, clip=CLIP)
 
 
 def case(name: str, shape: tuple[int, ...], quick: bool) -> Case:
@@ -112,9 +103,9 @@ def case(name: str, shape: tuple[int, ...], quick: bool) -> Case:
     )  # fmt: skip
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
-    return [case(name, shape, options.quick) for name, shape in (QUICK if options.quick else SIZES).items()]
+def cases(quick: bool) -> list[Case]:
+    return [case(name, shape, quick) for name, shape in (QUICK if quick else SIZES).items()]
 
 
 def main(arguments: list[str]) -> None:
-    run(__doc__ or "", cases, arguments)
+    run(__doc__, cases, arguments)

@@ -3,7 +3,6 @@
 python -m benchmarks mlp [--quick] [--out mlp.json]
 """
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -11,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from benchmarks.training import Case, plain_step, run
+from benchmarks.training import Case, first_draft, run
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
 
@@ -30,19 +29,12 @@ def draft(width: int, count: int, device: torch.device) -> Iterator[None]:
     hidden = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
     net = nn.Sequential(*hidden, nn.Linear(width, 7)).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    workers = 4 if device.type == "cuda" else 0
-    losses = []
-    while True:
-        for x, y in DataLoader(
-            TensorDataset(*rows(count)), BATCH, shuffle=True, num_workers=workers, pin_memory=workers > 0
-        ):
-            x, y = x.to(device), y.to(device)
-            losses.append(plain_step(net, optimizer, lambda x=x, y=y: F.cross_entropy(net(x), y), device, None))
-            yield
+    data = TensorDataset(*rows(count))
+    return first_draft(net, optimizer, data, BATCH, lambda x, y: F.cross_entropy(net(x), y), device)
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
-    count = 10_000 if options.quick else 464_809
+def cases(quick: bool) -> list[Case]:
+    count = 10_000 if quick else 464_809
 
     def batches(device: torch.device) -> ResidentLoader:
         return ResidentLoader(tuple(part.to(device) for part in rows(count)), BATCH, shuffle=True, drop_last=True)
@@ -50,12 +42,12 @@ def cases(options: argparse.Namespace) -> list[Case]:
     return [
         Case(
             f"width {width}", partial(MLP, width), batches, partial(draft, width, count), "row", BATCH,
-            steps=20 if options.quick else 3000, warm_up=6 if options.quick else 100, precision="32-true",
-            draft_steps=10 if options.quick else 300,
+            steps=20 if quick else 3000, warm_up=6 if quick else 100, precision="32-true",
+            draft_steps=10 if quick else 300,
         )
-        for width in ([16] if options.quick else [500, 2000])
+        for width in ([16] if quick else [500, 2000])
     ]  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
-    run(__doc__ or "", cases, arguments)
+    run(__doc__, cases, arguments)

@@ -3,7 +3,6 @@
 python -m benchmarks resnet [--quick] [--out resnet.json]
 """
 
-import argparse
 from collections.abc import Iterator
 from functools import cache, partial
 
@@ -12,10 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision import transforms
 
-from benchmarks.training import Case, plain_step, run
+from benchmarks.training import Case, first_draft, run
 from mupscale.datamodules.cifar100 import AugmentingLoader, normalisation_table, padded
 from mupscale.models.resnet import ResNet18, ResNet18Net
 
@@ -30,10 +29,10 @@ def images(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Augmented(Dataset[tuple[Tensor, int]]):
-    """Images one at a time, through torchvision's transforms."""
+    """Images one at a time, through torchvision's transforms, as its CIFAR100 gives them."""
 
-    def __init__(self, count: int) -> None:
-        self.images, self.labels = images(count)
+    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
+        self.images, self.labels = images, labels
         self.transform = transforms.Compose([
             transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
             transforms.Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
@@ -49,15 +48,9 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 def draft(width: int, count: int, device: torch.device) -> Iterator[None]:
     net = ResNet18Net(width, readout_zero_init=False).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    workers = 8 if device.type == "cuda" else 0
-    losses = []
-    while True:
-        for x, y in DataLoader(
-            Augmented(count), BATCH, shuffle=True, num_workers=workers, pin_memory=workers > 0, drop_last=True
-        ):
-            x, y = x.to(device), y.to(device)
-            losses.append(plain_step(net, optimizer, lambda x=x, y=y: F.cross_entropy(net(x), y), device, None))
-            yield
+    return first_draft(
+        net, optimizer, Augmented(*images(count)), BATCH, lambda x, y: F.cross_entropy(net(x), y), device, workers=8
+    )
 
 
 def batches(count: int, device: torch.device) -> AugmentingLoader:
@@ -66,25 +59,25 @@ def batches(count: int, device: torch.device) -> AugmentingLoader:
     return AugmentingLoader(table, (padded(x), y), BATCH, shuffle=True, drop_last=True)
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
-    count = 1000 if options.quick else 50_000
+def cases(quick: bool) -> list[Case]:
+    count = 1000 if quick else 50_000
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4)
     return [
         Case(
             f"width {width} ({width / 64:g}×)",
-            partial(ResNet18, width, optimizer=sgd, compile=not options.quick),
+            partial(ResNet18, width, optimizer=sgd, compile=not quick),
             partial(batches, count),
             partial(draft, width, count),
             "img",
             BATCH,
-            steps=4 if options.quick else STEPS[width],
-            warm_up=5 if options.quick else 50,
+            steps=4 if quick else STEPS[width],
+            warm_up=5 if quick else 50,
             precision="bf16-mixed",
-            draft_steps=4 if options.quick else 100,
+            draft_steps=4 if quick else 100,
         )
-        for width in ([8] if options.quick else list(STEPS))
+        for width in ([8] if quick else list(STEPS))
     ]
 
 
 def main(arguments: list[str]) -> None:
-    run(__doc__ or "", cases, arguments)
+    run(__doc__, cases, arguments)

@@ -7,16 +7,13 @@ device; the full SVD is `torch.linalg.matrix_norm(weight, ord=2)`.
 """
 
 import argparse
-import json
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import Row, now, run
 from mupscale._torch import TorchDispatchMode, tree_leaves
 from mupscale.models.resnet import ResNet18Net
 from mupscale.spectral import spectral_norms
@@ -49,51 +46,39 @@ def kernel_matrices(width: int, device: torch.device) -> list[Tensor]:
 
 def timed(function: Callable[[Tensor], Tensor], weights: list[Tensor], repeats: int) -> tuple[float, list[Tensor]]:
     """The shortest of `repeats` passes over the weights in seconds, and the answers."""
-    synchronize = torch.cuda.synchronize if weights[0].is_cuda else lambda: None
     times = []
     for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
+        start = now()
         answers = [function(weight) for weight in weights]
-        synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(now() - start)
     return min(times), answers
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="1×, which a CPU does in seconds")
-    parser.add_argument("--width", type=int, help="stem channels; 64 is 1×, 256 is 4× and the default")
-    parser.add_argument("--svd", action="store_true", help="compare with a full SVD (minutes at 4× on a CPU)")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
-    options = parser.parse_args(arguments)
+def rows(options: argparse.Namespace) -> Iterator[Row]:
     width = options.width or (64 if options.quick else 256)
-    weights = kernel_matrices(width, torch.device(options.device))
-
+    weights = kernel_matrices(width, options.device)
     seconds, norms = timed(spectral_norms, weights, repeats=3)
-    with Launches(weights[0].device) as launches:
+    with Launches(options.device) as launches:
         timed(spectral_norms, weights, repeats=1)
+    matrices = sum(len(weight) for weight in weights)
     row = {
-        "width": width,
-        "device": options.device,
-        "convolutions": len(weights),
-        "matrices": sum(len(weight) for weight in weights),
-        "seconds": seconds,
+        "width": width, "convolutions": len(weights), "matrices": matrices, "seconds": seconds,
         "launches": launches.count,
-    }
-    print("{matrices} matrices of {convolutions} convolutions: {seconds:.3f} s in {launches} launches".format(**row))
+    }  # fmt: skip
     if options.svd:
-        row["svd_seconds"], truth = timed(lambda weight: torch.linalg.matrix_norm(weight, ord=2), weights, repeats=1)
-        row["largest_difference"] = max(((a - b).abs() / b).max().item() for a, b in zip(norms, truth, strict=True))
-        row["ratio"] = row["svd_seconds"] / seconds
-        print(
-            "full SVD: {svd_seconds:.3f} s, {ratio:.1f} times as long; "
-            "largest difference {largest_difference:.1e}".format(**row)
-        )
-    if options.out:
-        options.out.write_text(json.dumps(row, indent=1) + "\n")
+        row["svd seconds"], truth = timed(lambda weight: torch.linalg.matrix_norm(weight, ord=2), weights, repeats=1)
+        row["ratio"] = row["svd seconds"] / seconds
+        row["largest difference"] = max(((a - b).abs() / b).max().item() for a, b in zip(norms, truth, strict=True))
+    yield row
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def main(arguments: list[str]) -> None:
+    run(
+        __doc__,
+        rows,
+        arguments,
+        {
+            "--width": {"type": int, "help": "stem channels; 64 is 1×, 256 is 4× and the default"},
+            "--svd": {"action": "store_true", "help": "compare with a full SVD (minutes at 4× on a CPU)"},
+        },
+    )

@@ -8,13 +8,10 @@ checkpoints count as they are. Without a GPU, or with --quick, sizes are tiny an
 """
 
 import argparse
-import gc
-import json
 import math
 import tempfile
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +20,7 @@ from typing import Any
 import torch
 import yaml
 
+from benchmarks.harness import Row, clear_memory, peak_gb, rate, run
 from mupscale.callbacks.joint_steps import JointSteps
 from mupscale.commands.config import Config, at
 from mupscale.commands.configured import described
@@ -110,7 +108,13 @@ def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
     }
     whole = seconds["set-up"] + seconds["first epoch"] + (EPOCHS - 1) * seconds["epoch"] + 6 * seconds["a checkpoint"]
     flops = len(alike) * flops_of_step(case["width"], 8 if options.quick else 2000)
-    return {**seconds, "steps/s": rate, "TFLOP/s": flops * rate / 1e12, "minutes for 500 epochs": whole / 60, **peak()}
+    return {
+        **seconds,
+        "steps/s": rate,
+        "TFLOP/s": flops * rate / 1e12,
+        "minutes for 500 epochs": whole / 60,
+        "peak GB": peak_gb(),
+    }
 
 
 def flops_of_step(width: int, rows: int) -> float:
@@ -132,24 +136,13 @@ def one_by_one(case: dict[str, Any], options: argparse.Namespace) -> dict[str, A
     epoch = (seconds[3 * options.epochs] - seconds[options.epochs]) / (2 * options.epochs)
     fixed = seconds[options.epochs] - options.epochs * epoch
     minutes = case["trials"] * (fixed + EPOCHS * epoch) / 60
-    return {"set-up and end": fixed, "epoch": epoch, "minutes for 500 epochs": minutes, **peak()}
+    return {"set-up and end": fixed, "epoch": epoch, "minutes for 500 epochs": minutes, "peak GB": peak_gb()}
 
 
-def peak() -> dict[str, float]:
-    gc.collect()
-    if not torch.cuda.is_available():
-        return {}
-    answer = {"peak GB": torch.cuda.max_memory_allocated() / 1e9}
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    return answer
-
-
-# --- steps alone
-
-
-def bare(name: str, make: Callable[[], Growable], batch: Any, sizes: list[int], device: torch.device) -> None:
-    """Prints trials × steps a second of a captured single step, and of captured stacks."""
+def bare_steps(
+    name: str, make: Callable[[], Growable], batch: Any, sizes: list[int], device: torch.device
+) -> Iterator[Row]:
+    """Trials × steps a second of a captured single step, and of captured stacks."""
 
     def context() -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
@@ -203,89 +196,65 @@ def bare(name: str, make: Callable[[], Growable], batch: Any, sizes: list[int], 
     if device.type == "cuda":
         ways[f"{sizes[-1]} stacked, compiled"] = sizes[-1], partial(many, sizes[-1], True)
     for way, (size, make_step) in ways.items():
+        clear_memory()
+        row: Row = {"case": name, "way": way}
         try:
-            rate = size * rate_of(make_step(), device)
-            print(
-                f"{name:<24} {way:<24} {rate:>10,.1f} trials × steps/s  {peak().get('peak GB', 0):.1f} GB", flush=True
-            )
+            step = make_step()
+            for _ in range(3):
+                step()
+            yield row | {"trials × steps/s": size * rate(step, 2.0, at_once=5), "peak GB": peak_gb()}
         except Exception as error:
-            print(f"{name:<24} {way:<24} failed: {type(error).__name__}: {str(error)[:150]}", flush=True)
+            yield row | {"failed": f"{type(error).__name__}: {str(error)[:150]}"}
         torch.compiler.reset()
 
 
-def rate_of(step: Callable[[], Any], device: torch.device) -> float:
-    for _ in range(3):
-        step()
-    synchronize(device)
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < 2.0:
-        for _ in range(5):
-            step()
-        synchronize(device)
-        count += 5
-    return count / (time.perf_counter() - start)
+def steps_alone(options: argparse.Namespace) -> Iterator[Row]:
+    quick, device = options.quick, options.device
+    sizes = [2] if quick else [int(size) for size in options.sizes.split(",")]
+    size = 2 if quick else 128
+    images = torch.randn(size, 3, 32, 32, device=device), torch.randint(0, 100, (size,), device=device)
+    sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=1e-4)
+    resnet = partial(ResNet18, 8 if quick else 32, base_width=64, optimizer=sgd)
+    yield from bare_steps("ResNet-18, 0.25×", resnet, images, sizes, device)
+    rows, context, vocabulary = (2, 16, 4096) if quick else (16, 1024, 50304)
+    width, base_width, layers = (8, 8, 2) if quick else (64, 24, 12)
+    gpt2 = partial(GPT2, width, base_width=base_width, layers=layers, heads=4, vocabulary=vocabulary, context=context)
+    tokens = torch.randint(0, vocabulary, (rows, context + 1), device=device)
+    yield from bare_steps("GPT-2, width 64", gpt2, tokens, sizes, device)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    options.quick |= options.device.type != "cuda"
+    if options.part == "bare":
+        yield from steps_alone(options)
+        return
+    many, seeds = (3, 2) if options.quick else (100, 5)
+    small, wide, widest = (4, 16, 8) if options.quick else (100, 400, 2000)
+    cases = {
+        "sweep 1": {"trials": many, "base": small, "width": small, "precision": "32-true", "seeds": False},
+        "sweep 2": {"trials": many, "base": small, "width": wide, "precision": "32-true", "seeds": False},
+        "sweep 2, bf16": {"trials": many, "base": small, "width": wide, "precision": "bf16-mixed", "seeds": False},
+        "5 seeds": {"trials": seeds, "base": widest, "width": widest, "precision": "32-true", "seeds": True},
+    }
+    for name in options.cases.split(";") if options.cases else cases:
+        clear_memory()
+        yield {"case": name, **cases[name], **in_fits(cases[name], options)}
+        if options.separate:
+            clear_memory()
+            yield {"case": f"{name}, one by one", **cases[name], **one_by_one(cases[name], options)}
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks stack", description=__doc__)
-    parser.add_argument("part", nargs="?", choices=["fits", "bare"], default="fits")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to test the benchmark itself")
-    parser.add_argument("--data_dir", help="the folder of the full Covertype")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--sizes", default="2,4,8", help="of the stacks whose steps alone are timed")
-    parser.add_argument("--cases", default="", help="the names of cases, separated by semicolons")
-    parser.add_argument("--separate", action="store_true", help="also one trial by itself")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    options.quick |= device.type != "cuda"
-    if options.part == "bare":
-        sizes = [2] if options.quick else [int(size) for size in options.sizes.split(",")]
-        size = 2 if options.quick else 128
-        images = torch.randn(size, 3, 32, 32, device=device), torch.randint(0, 100, (size,), device=device)
-        width = 8 if options.quick else 32
-        bare("ResNet-18, 0.25×", lambda: ResNet18(width, base_width=64, optimizer=sgd), images,
-             sizes, device)  # fmt: skip
-        rows, context = (2, 16) if options.quick else (16, 1024)
-        tokens = torch.randint(0, 4096 if options.quick else 50304, (rows, context + 1), device=device)
-        bare("GPT-2, width 64", lambda: GPT2(8 if options.quick else 64, base_width=24 if not options.quick else 8,
-             layers=2 if options.quick else 12, heads=4, vocabulary=4096 if options.quick else 50304,
-             context=context), tokens, sizes, device)  # fmt: skip
-        return
-    many = 3 if options.quick else 100
-    small, wide = (4, 16) if options.quick else (100, 400)
-    cases = [
-        {"name": "sweep 1", "trials": many, "base": small, "width": small, "precision": "32-true", "seeds": False},
-        {"name": "sweep 2", "trials": many, "base": small, "width": wide, "precision": "32-true", "seeds": False},
-        {"name": "sweep 2, bf16", "trials": many, "base": small, "width": wide, "precision": "bf16-mixed",
-         "seeds": False},
-        {"name": "5 seeds", "trials": 2 if options.quick else 5, "base": 8 if options.quick else 2000,
-         "width": 8 if options.quick else 2000, "precision": "32-true", "seeds": True},
-    ]  # fmt: skip
-    rows_: list[dict[str, Any]] = []
-    for case in cases:
-        if options.cases and case["name"] not in options.cases.split(";"):
-            continue
-        row = {**case, **in_fits(case, options)}
-        print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}),
-              flush=True)  # fmt: skip
-        rows_.append(row)
-        if options.separate:
-            rows_.append({**case, "name": f"{case['name']}, one by one", **one_by_one(case, options)})
-            print(json.dumps(rows_[-1]), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(rows_, indent=1))
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4)
-
-
-if __name__ == "__main__":
-    main([])
+    run(
+        __doc__,
+        rows,
+        arguments,
+        {
+            "part": {"nargs": "?", "choices": ["fits", "bare"], "default": "fits"},
+            "--data_dir": {"help": "the folder of the full Covertype"},
+            "--epochs": {"type": int, "default": 8},
+            "--sizes": {"default": "2,4,8", "help": "of the stacks whose steps alone are timed"},
+            "--cases": {"default": "", "help": "the names of cases, separated by semicolons"},
+            "--separate": {"action": "store_true", "help": "also one trial by itself"},
+        },
+    )

@@ -2,23 +2,22 @@
 
     python -m benchmarks swap_memory [--quick] [--device cpu] [--processes 2,4] [--width 1024] [--out swap_memory.json]
 
-A GPT-2 doubles its width in the middle of a fit under `torchrun`. "shard" is what a rank holds afterwards: its part of
-the weights and of both moments of AdamW. "whole" is the largest tensor of the wide model. "peak" is the peak memory of
-a rank between the last step of the narrow model and the first of the wide one, without the two evaluations of the loss
-(which need less than a step). It is what torch has allocated. "over" is peak minus shard, in units of the whole tensor.
+A GPT-2 doubles its width in the middle of a fit under `torchrun`. Memory is in bytes: "shard" is what a rank holds
+afterwards, its part of the weights and both moments of AdamW. "whole" is the largest tensor of the wide model. "peak"
+is the peak memory of a rank between the last step of the narrow model and the first of the wide one, without the two
+evaluations of the loss (which need less than a step). It is what torch has allocated. "over" is peak minus shard, in
+units of the whole tensor.
 "seconds" is the time of the growth, without the evaluations of the loss and the checkpoint before it; on the CPU it
 includes the profiler that counts the bytes.
 """
 
 import argparse
 import gc
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import mupscale
-from benchmarks.training import quieten
+from benchmarks.harness import Row, choices, quieten, run
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.methods.noise import Noise
@@ -147,7 +146,7 @@ def on_rank(noises: list[str], width: int, device: str) -> dict[str, dict[str, A
     return {noise: measure(noise, width, device) for noise in noises}
 
 
-def launched(processes: int, noises: list[str], width: int, device: str) -> list[dict[str, Any]]:
+def launched(processes: int, noises: list[str], width: int, device: str) -> Iterator[Row]:
     """A row for each noise: the rank that needed the most."""
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id="swap_memory", rdzv_backend="c10d",
@@ -155,38 +154,25 @@ def launched(processes: int, noises: list[str], width: int, device: str) -> list
         start_method="fork" if device == "cpu" else "spawn",
     )  # fmt: skip
     ranks = elastic_launch(config, on_rank)(noises, width, device)
-    rows = []
     for noise in noises:
         most = max((rank[noise] for rank in ranks.values()), key=lambda row: row["peak"] - row["shard"])
-        rows.append({"processes": processes, "noise": noise, **most})
-    return rows
+        yield {"processes": processes, "noise": noise, **most, "over": (most["peak"] - most["shard"]) / most["whole"]}
+
+
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    noises = choices("--noise", options.noise, NOISE)
+    for processes in map(int, options.processes.split(",")):
+        yield from launched(processes, noises, 64 if options.quick else options.width, options.device.type)
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--quick", action="store_true", help="a tiny size, to test the benchmark itself")
-    parser.add_argument("--processes", default="2,4", help="comma-separated")
-    parser.add_argument("--width", type=int, default=1024, help="the wide one")
-    parser.add_argument("--noise", default=",".join(NOISE), help="a comma-separated part of these")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    options = parser.parse_args(arguments)
-    width, noises = 64 if options.quick else options.width, options.noise.split(",")
-    unknown = set(noises) - set(NOISE)
-    if unknown:
-        parser.error(f"--noise: there is no {', '.join(sorted(unknown))}; there are {', '.join(NOISE)}")
-    rows = []
-    titles = " ".join(f"{title:>10}" for title in ("narrow", "shard", "whole", "peak"))
-    print(f"{'processes':>9} {'noise':>9} {titles} {'over':>6} {'seconds':>8}")
-    for processes in map(int, options.processes.split(",")):
-        for row in launched(processes, noises, width, options.device):
-            rows.append({**row, "over": (row["peak"] - row["shard"]) / row["whole"]})
-            sizes = " ".join(f"{row[key] / 1e6:>7.1f} MB" for key in ("narrow", "shard", "whole", "peak"))
-            print(
-                f"{processes:>9} {row['noise']:>9} {sizes} {rows[-1]['over']:>6.2f} {row['seconds']:>8.2f}", flush=True
-            )
-    if options.out:
-        machine = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-        options.out.write_text(
-            json.dumps({"machine": machine, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
-        )
+    run(
+        __doc__,
+        rows,
+        ["--device", "cpu", *arguments],
+        {
+            "--processes": {"default": "2,4", "help": "comma-separated"},
+            "--width": {"type": int, "default": 1024, "help": "the wide one"},
+            "--noise": {"default": ",".join(NOISE), "help": "a comma-separated part of these"},
+        },
+    )

@@ -8,18 +8,13 @@
 
 import argparse
 import contextlib
-import gc
 import io
-import json
-import logging
 import re
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +22,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import mupscale
+from benchmarks import harness
+from benchmarks.harness import Row, choices, clear_memory, now, peak_gb, rate
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
@@ -68,26 +66,6 @@ class Case:
     clip: float | None = None
 
 
-@dataclass
-class Row:
-    """One line of the table.
-
-    Memory is in GB at its peak; `grown` in MB from the end of the warm-up to the last step. The bare loop also has the
-    shares of the device's time.
-    """
-
-    case: str
-    side: str
-    steps_per_second: float
-    units_per_second: float
-    tflops: float
-    memory: float
-    grown: float
-    first_step_seconds: float
-    last_loss: float | None
-    kernels: dict[str, float]
-
-
 class Watch(Callback):
     """Reads clock and memory when the warm-up is over and at the last step, the device idle at both."""
 
@@ -113,24 +91,8 @@ class Watch(Callback):
             self.grown = (held() - self._held) / 1e6
 
 
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def held() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
-def fresh() -> None:
-    """Frees everything that the previous side has left."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    seed_everything(0, verbose=False)
 
 
 def ours(case: Case, device: torch.device) -> tuple[Watch, float]:
@@ -227,48 +189,51 @@ def draft(case: Case, device: torch.device) -> tuple[Watch, None]:
     return watch, None
 
 
-def plain_step(
+def first_draft(
     net: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss_of: Callable[[], Tensor],
+    data: Dataset[tuple[Any, Any]],
+    batch_size: int,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
-    clip: float | None,
-) -> float:
-    """A step as one would write it first, with the loss for the log."""
-    with torch.autocast(device.type, torch.bfloat16):
-        loss = loss_of()
-    optimizer.zero_grad()
-    loss.backward()
-    if clip is not None:
-        torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-    optimizer.step()
-    return loss.item()
+    workers: int = 4,
+    clip: float | None = None,
+) -> Iterator[None]:
+    """Steps as one would write them first, with the loss for the log."""
+    workers = workers if device.type == "cuda" else 0
+    loader = DataLoader(data, batch_size, shuffle=True, num_workers=workers, pin_memory=workers > 0, drop_last=True)
+    for x, y in endless(loader):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(x.to(device), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        loss.item()
+        yield
 
 
 def measured(case: Case, side: Callable[[Case, torch.device], tuple[Watch, float | None]], device: torch.device) -> Row:
-    fresh()
+    """Memory is in GB at its peak; `grown` in MB from the end of the warm-up to the last step."""
+    torch.compiler.reset()
+    clear_memory()
+    seed_everything(0, verbose=False)
     watch, loss = side(case, device)
     steps = watch.steps / watch.seconds
-    memory = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
-    module = case.module()
-    flops = module.training_flops(next(iter(case.batches(torch.device("cpu")))))
-    return Row(
-        case.name,
-        side.__name__,
-        steps,
-        steps * case.units_per_step,
-        steps * flops / 1e12,
-        memory,
-        watch.grown,
-        watch.first,
-        loss,
-        watch.kernels,
-    )
-
-
-def quieten() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
+    flops = case.module().training_flops(next(iter(case.batches(torch.device("cpu")))))
+    return {
+        "case": case.name,
+        "side": side.__name__,
+        "steps/s": steps,
+        f"{case.unit}/s": steps * case.units_per_step,
+        "TFLOP/s": steps * flops / 1e12,
+        "GB": peak_gb(),
+        "grown MB": watch.grown,
+        "first s": watch.first,
+        "last loss": loss if loss is not None else "",
+        "kernels": watch.kernels,
+    }
 
 
 def matmul_peak(device: torch.device) -> float:
@@ -277,64 +242,33 @@ def matmul_peak(device: torch.device) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b
-    start, count = now(), 0
-    while time.perf_counter() < start + 1:
-        for _ in range(20):
-            a @ b
-        count += 20
-        torch.cuda.synchronize() if device.type == "cuda" else None
-    return 2 * size**3 * count / (now() - start) / 1e12
+    return 2 * size**3 * rate(lambda: a @ b, 1.0, at_once=20) / 1e12
 
 
-def run(description: str, cases: Callable[[argparse.Namespace], list[Case]], arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--quick", action="store_true", help="a small size and a few steps, to test the benchmark itself"
+def run(description: str | None, cases: Callable[[bool], list[Case]], arguments: list[str]) -> None:
+    """Measures the sides of all cases, each beside those before it."""
+
+    def rows(options: argparse.Namespace) -> Iterator[Row]:
+        torch.set_float32_matmul_precision("high")
+        sides = {side.__name__: side for side in (draft, bare, ours)}
+        wanted = choices("--sides", options.sides, sides)
+        yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(options.device)}
+        for case in (case for case in cases(options.quick) if not options.only or options.only in case.name):
+            before: dict[str, float] = {}
+            for name in (name for name in sides if name in wanted):
+                row = measured(case, sides[name], options.device)
+                yield row | {f"÷ {other}": row["steps/s"] / speed for other, speed in before.items()}
+                before[name] = row["steps/s"]
+                if row["kernels"]:
+                    print(", ".join(f"{kind} {100 * share:.1f} %" for kind, share in row["kernels"].items()))
+        yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(options.device)}
+
+    harness.run(
+        description,
+        rows,
+        arguments,
+        {
+            "--only": {"help": "the cases whose names contain this"},
+            "--sides": {"default": "draft,bare,ours", "help": "a comma-separated part of these"},
+        },
     )
-    parser.add_argument("--only", help="the cases whose names contain this")
-    parser.add_argument("--sides", default="ours,bare,draft", help="a comma-separated part of ours,bare,draft")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    torch.set_float32_matmul_precision("high")
-    quieten()
-    peaks = [matmul_peak(device)]
-    rows: list[Row] = []
-    print(
-        f"{'case':<28} {'side':<6} {'steps/s':>9} {'units/s':>14} {'TFLOP/s':>8} {'÷ draft':>8} {'÷ bare':>7} {'GB':>7}"
-        f" {'grown MB':>9} {'first s':>8}"
-    )
-    for case in cases(options):
-        if options.only and options.only not in case.name:
-            continue
-        by_side: dict[str, Row] = {}
-        for side in (draft, bare, ours):
-            if side.__name__ in options.sides.split(","):
-                by_side[side.__name__] = row = measured(case, side, device)
-                rows.append(row)
-                ratios = [
-                    f"{row.steps_per_second / by_side[s].steps_per_second:.2f}" if s in by_side else ""
-                    for s in ("draft", "bare")
-                ]
-                print(
-                    f"{row.case:<28} {row.side:<6} {row.steps_per_second:>9.1f} {row.units_per_second:>10,.0f} "
-                    f"{case.unit} "
-                    f"{row.tflops:>8.1f} {ratios[0]:>8} {ratios[1]:>7} {row.memory:>7.2f} {row.grown:>9.2f} "
-                    f"{row.first_step_seconds:>8.1f}",
-                    flush=True,
-                )
-    for row in rows:
-        if row.kernels:
-            print(f"{row.case}: " + ", ".join(f"{kind} {100 * share:.1f} %" for kind, share in row.kernels.items()))
-    peaks.append(matmul_peak(device))
-    print(f"bf16 matmul before and after: {peaks[0]:.0f} and {peaks[1]:.0f} TFLOP/s")
-    if options.out:
-        machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        table = {
-            "machine": machine,
-            "torch": torch.__version__,
-            "matmul_tflops": peaks,
-            "rows": [asdict(row) for row in rows],
-        }
-        options.out.write_text(json.dumps(table, indent=1) + "\n")

@@ -10,13 +10,11 @@ it nor compilation.
 
 import argparse
 import gc
-import json
 import multiprocessing
 import resource
 import statistics
 import tempfile
-import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 import mupscale
-from benchmarks.training import quieten
+from benchmarks.harness import Row, choices, clear_memory, now, quieten, run
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.gpt2 import GPT2, GPT2Net
@@ -60,11 +58,6 @@ def prepared(width: int, layers: int, device: torch.device) -> tuple[nn.Module, 
     return narrow, wide, optimizer
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def peak_bytes(device: torch.device) -> int:
     """Device memory at its peak; on the CPU the resident size of the process at its peak, which never falls."""
     if device.type == "cuda":
@@ -72,7 +65,7 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measured(*arguments: object) -> dict[str, object]:
+def measured(*arguments: Any) -> Row:
     """One row, on the CPU in a process of its own, whose peak memory is then this row's."""
     if arguments[1].type == "cuda":
         return measure(*arguments)
@@ -85,45 +78,37 @@ def copy_seconds(count: int, device: torch.device) -> float:
     target = torch.empty_like(source)
     times = []
     for _ in range(5):
-        synchronize(device)
-        start = time.perf_counter()
+        start = now()
         target.copy_(source)
-        synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(now() - start)
     return statistics.median(times)
 
 
-def measure(name: str, device: torch.device, noise: float | None, consume: bool) -> dict[str, object]:
+def measure(name: str, device: torch.device, noise: float | None, consume: bool) -> Row:
+    quieten()  # in a process of its own
     width, layers = SIZES[name]
     before = peak_bytes(device) if device.type == "cpu" else 0  # the interpreter and its libraries
     narrow, wide, optimizer = prepared(width, layers, device)
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    synchronize(device)
-    start = time.perf_counter()
+    clear_memory()
+    start = now()
     added = None if noise is None else mupscale.AdditiveNoise(noise)
     report = mupscale.upscale(narrow, wide, optimizer, noise=added, consume=consume)
-    synchronize(device)
-    seconds = time.perf_counter() - start
+    seconds = now() - start
     peak = peak_bytes(device) - before
     tensors = [*wide.parameters(), *(v for s in report.optimizer.state.values() for v in s.values() if v.ndim)]
     footprint = sum(t.numel() * t.element_size() for t in tensors)
-    row = {
-        "size": name,
-        "parameters": sum(p.numel() for p in wide.parameters()),
-        "noise": noise,
-        "consume": consume,
-        "seconds": seconds,
-        "footprint_gb": footprint / 1e9,
-        "peak_gb": peak / 1e9,
-        "peak_over_footprint": peak / footprint,
-    }
+    parameters = sum(p.numel() for p in wide.parameters())
     del narrow, wide, optimizer, report, tensors
     gc.collect()
-    row["copy_seconds"] = copy_seconds(footprint, device)
-    return row
+    way = f"noise {noise or 0}{', consume' if consume else ''}"
+    return row_of(name, way, parameters, seconds, footprint, peak) | {"copy s": copy_seconds(footprint, device)}
+
+
+def row_of(name: str, way: str, parameters: int, seconds: float, footprint: int, peak: int) -> Row:
+    return {
+        "size": name, "way": way, "parameters": parameters, "seconds": seconds, "footprint GB": footprint / 1e9,
+        "peak GB": peak / 1e9, "peak ÷ footprint": peak / footprint,
+    }  # fmt: skip
 
 
 class Weighed(UpscaleCallback):
@@ -132,10 +117,7 @@ class Weighed(UpscaleCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.is_due(trainer, pl_module):
             return
-        gc.collect()
-        if pl_module.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        clear_memory()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self.peak = peak_bytes(pl_module.device)
         states = (
@@ -144,7 +126,7 @@ class Weighed(UpscaleCallback):
         self.footprint = sum(t.numel() * t.element_size() for t in (*pl_module.parameters(), *states))
 
 
-def swapped(name: str, device: torch.device) -> dict[str, object]:
+def swapped(name: str, device: torch.device) -> Row:
     """The same growth in the middle of a fit."""
     width, layers = SIZES[name]
     swap = Weighed(3, width)
@@ -155,54 +137,20 @@ def swapped(name: str, device: torch.device) -> dict[str, object]:
             default_root_dir=folder, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(GPT2(width // 2, layers=layers, heads=HEADS), tokens)
-    return {
-        "size": name,
-        "in_fit": True,
-        "parameters": swap.summary["parameters"],
-        "seconds": swap.summary["seconds"],
-        "footprint_gb": swap.footprint / 1e9,
-        "peak_gb": swap.peak / 1e9,
-        "peak_over_footprint": swap.peak / swap.footprint,
-    }
+    summary = swap.summary
+    return row_of(name, "in fit", summary["parameters"], summary["seconds"], swap.footprint, swap.peak)
+
+
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    sizes = ["tiny"] if options.quick else choices("--sizes", options.sizes, SIZES)
+    if options.device.type == "cuda":
+        measure(sizes[0], options.device, 0.1, True)  # warm up kernels and the allocator
+    for name in sizes:
+        for noise, consume in ((None, True), (0.1, True), (None, False)):
+            yield measured(name, options.device, noise, consume)
+        yield swapped(name, options.device)
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="a tiny size, to test the benchmark itself")
-    parser.add_argument("--sizes", default="125M,630M,2.3B", help="a comma-separated part of 125M,630M,2.3B")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    quieten()
-    options.sizes = "tiny" if options.quick else options.sizes
-    unknown = set(options.sizes.split(",")) - set(SIZES)
-    if unknown:
-        parser.error(f"--sizes: no such size {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
-    if device.type == "cuda":
-        measure(options.sizes.split(",")[0], device, 0.1, True)  # warm up kernels and the allocator
-    rows = []
-    print(
-        f"{'size':>5} {'params':>14} {'noise':>6} {'consume':>8} {'seconds':>8} {'copy s':>8} {'footprint':>10} "
-        f"{'peak':>9} {'ratio':>6}"
-    )
-    for name in options.sizes.split(","):
-        for noise, consume in ((None, True), (0.1, True), (None, False)):
-            row = measured(name, device, noise, consume)
-            rows.append(row)
-            print(
-                f"{name:>5} {row['parameters']:>14,} {noise or 0:>6} {consume!s:>8} {row['seconds']:>8.3f} "
-                f"{row['copy_seconds']:>8.4f} "
-                f"{row['footprint_gb']:>7.2f} GB {row['peak_gb']:>6.2f} GB {row['peak_over_footprint']:>6.3f}",
-                flush=True,
-            )
-        rows.append(swapped(name, device))
-        numbers = {
-            key: rows[-1][key] for key in ("parameters", "seconds", "footprint_gb", "peak_gb", "peak_over_footprint")
-        }
-        print(f"{name:>5} in fit: " + ", ".join(f"{key} {value:,.3f}" for key, value in numbers.items()), flush=True)
-    if options.out:
-        machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        options.out.write_text(
-            json.dumps({"machine": machine, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
-        )
+    sizes = {"default": "125M,630M,2.3B", "help": "a comma-separated part of 125M,630M,2.3B"}
+    run(__doc__, rows, arguments, {"--sizes": sizes})
