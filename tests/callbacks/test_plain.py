@@ -82,8 +82,8 @@ def assert_same(folder: Path, wanted: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_is_killed_goes_on_with_the_last_checkpoint(tmp_path: Path) -> None:
-    """At twenty moments at which it changes its files."""
+def test_a_script_that_is_killed_goes_on_with_the_last_checkpoint(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """At eight moments at which it changes its files, or at twenty."""
     wanted, notes = tmp_path / "wanted", tmp_path / "operations.json"
 
     def watched() -> None:
@@ -97,11 +97,12 @@ def test_a_script_that_is_killed_goes_on_with_the_last_checkpoint(tmp_path: Path
     assert run_in_fork(watched) == 0
     operations = json.loads(notes.read_text())
     assert operations > 40
-    for number in range(20):
+    moments = 20 if pytestconfig.getoption("--all") else 8
+    for number in range(moments):
         folder = tmp_path / f"run-{number}"
 
         def killed(folder: Path = folder, number: int = number) -> None:
-            Watch([folder], Point("main", (number * operations) // 20)).start()
+            Watch([folder], Point("main", (number * operations) // moments)).start()
             script(folder)
 
         assert run_in_fork(killed) == -signal.SIGKILL

@@ -28,7 +28,6 @@ from mupscale.methods import base
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import optimizer_names
 from mupscale.models.mlp import MLP
-from mupscale.models.resnet import ResNet18
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -37,7 +36,7 @@ RESUMABLE: dict[str, tuple[Callable[..., Growable], dict[str, Any], list[Callabl
     "mlp": (partial(mlp, optimizer=ADAMW), {}, []),
     "resnet18": (partial(resnet, optimizer=SGD, lr_scheduler=SCHEDULES["SequentialLR"]), {}, []),
     "gpt2": (partial(gpt2, optimizer=ADAMW, lr_scheduler=SCHEDULES["LambdaLR"]), {"gradient_clip_val": 0.05}, []),
-    "ema": (partial(resnet, optimizer=SGD), {}, [partial(EMAWeightAveraging, decay=0.8)]),
+    "ema": (partial(mlp, optimizer=SGD), {}, [partial(EMAWeightAveraging, decay=0.8)]),
     "accumulation": (mlp, {"accumulate_grad_batches": 2}, []),
     "bf16-true": (mlp, {"precision": "bf16-true"}, []),
     "plateau": (partial(mlp, lr_scheduler=SCHEDULES["ReduceLROnPlateau"]), {"precision": "64-true"}, [ExactResume]),
@@ -162,11 +161,10 @@ def test_a_failure_inside_the_swap_names_the_checkpoint_to_go_on_from(
 # --- a finished base model
 
 
-@pytest.mark.slow
 def test_init_from_a_finished_base(tmp_path: Path) -> None:
     base_path = tmp_path / "base.ckpt"
     schedule = SCHEDULES["CosineAnnealingLR"]
-    make = partial(resnet, 4, optimizer=ADAMW, lr_scheduler=schedule)
+    make = partial(mlp, 4, optimizer=ADAMW, lr_scheduler=schedule)
     base = fit(make(), tmp_path, steps=15)
     base.trainer.save_checkpoint(base_path)
 
@@ -176,7 +174,7 @@ def test_init_from_a_finished_base(tmp_path: Path) -> None:
             (vectors if parameter.ndim == 1 else others).append(parameter)
         return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": others}], lr=2e-2)
 
-    other = partial(resnet, 4, optimizer=without_decay_of_vectors, lr_scheduler=schedule, init_from=str(base_path))
+    other = partial(mlp, 4, optimizer=without_decay_of_vectors, lr_scheduler=schedule, init_from=str(base_path))
     seen: dict[str, Any] = {}
 
     class Look(Callback):
@@ -204,7 +202,7 @@ def test_init_from_a_finished_base(tmp_path: Path) -> None:
         resumed = fit(other(), tmp_path, UpscaleCallback(8, 8), ckpt=tmp_path / f"step={step}.ckpt", steps=20)
         assert torch.equal(resumed.losses, whole.losses[step:])
         assert_identical(state(resumed), state(whole))
-    assert ResNet18.load_from_checkpoint(tmp_path / "step=12.ckpt").width == 8
+    assert MLP.load_from_checkpoint(tmp_path / "step=12.ckpt").width == 8
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")

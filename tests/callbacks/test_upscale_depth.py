@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[Make, Any, Any]] = {
 """Each with the layers and the width that it grows to."""
 
 
-@pytest.mark.parametrize("wider", [False, True])
+@pytest.mark.parametrize("wider", slow_except([False, True], True, kept=[]))
 @pytest.mark.parametrize("model", slow_except(MODELS, "mlp", "gpt2 under CompleteP"))
 def test_new_layers_that_add_nothing_keep_the_loss(model: str, wider: bool, tmp_path: Path) -> None:
     make, layers, width = MODELS[model]
@@ -97,7 +97,9 @@ RESUMABLE: dict[str, tuple[Make, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_except(RESUMABLE, "identity", "random"))
+@pytest.mark.parametrize(
+    "case", slow_except(RESUMABLE, "random", kept=["stack, wider, with noise", "new copies reset"])
+)
 def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, tmp_path: Path) -> None:
     make, layers, options = RESUMABLE[case]
     noise = mupscale.AdditiveNoise(0.1) if "noise" in case else None

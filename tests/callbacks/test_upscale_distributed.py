@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed_modules import SETTINGS
 from distributed_run import DEEPER, SAVED, STEPS, Data, learned
 from lightning.pytorch import Trainer, seed_everything
 from paths import SUPPORT
@@ -23,7 +24,11 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]
     """What each of two processes reports of its runs."""
     folder = tmp_path_factory.mktemp("distributed")
     run_program(*TORCHRUN, SUPPORT / "distributed_run.py", folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return [
+        torch.load(folder / f"{rank}.pt", weights_only=True)
+        | torch.load(folder / f"modules/{rank}.pt", weights_only=True)
+        for rank in (0, 1)
+    ]
 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -31,8 +36,9 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("model", ["mlp", "resnet18", "gpt2"])
+@pytest.mark.parametrize(
+    ("model", "kind"), [("mlp", "ddp"), ("mlp", "fsdp"), ("gpt2", "ddp"), ("gpt2", "fsdp"), ("resnet18", "fsdp")]
+)
 def test_on_two_processes(model: str, kind: str, distributed: list[dict[Any, Any]]) -> None:
     mine, other = distributed
     narrow, wide = mine[kind, model, "narrow"], mine[kind, model, "wide"]
@@ -69,8 +75,8 @@ def test_on_two_processes_checkpoints_resume_exactly(distributed: list[dict[Any,
 
 def test_on_two_processes_by_a_fraction(distributed: list[dict[Any, Any]]) -> None:
     for rank in distributed:
-        for kind in ("ddp", "fsdp", "fsdp, whole checkpoints"):
-            narrow = rank[kind.partition(",")[0], "mlp", "narrow"]
+        for kind in ("ddp", "fsdp"):
+            narrow = rank[kind, "mlp", "narrow"]
             wide, resumed = (rank[kind, "mlp", name] for name in ("fraction", "fraction, resumed"))
             assert wide["width"] == 20
             assert float((narrow["losses"] - wide["losses"]).abs().max()) < 1e-6
@@ -118,3 +124,16 @@ def test_a_method_that_learns_on_two_processes(distributed: list[dict[Any, Any]]
     trainer.fit(module, datamodule=Data(module))
     assert float((mine["losses"] - torch.tensor(record.losses)).abs().max()) < 1e-4
     assert "LiGO cannot learn on sharded weights. Use another method" in distributed[0]["fsdp", "mlp", "refused"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_modules_that_do_not_know_mupscale_grow_as_on_one_process(name: str, distributed: list[dict[Any, Any]]) -> None:
+    mine, other = distributed
+    for rank in (mine, other):
+        narrow, wide = rank[name, "narrow"]["losses"], rank[name, "wide"]["losses"]
+        assert len(wide) == len(narrow) >= 12
+        assert float((wide / narrow - 1).abs().max()) < 1e-9
+        assert float((rank[name, "noisy"]["losses"] - narrow).abs().max()) > 1e-4
+    assert not torch.equal(mine[name, "wide"]["losses"], other[name, "wide"]["losses"])  # of other batches
+    for kind in ("wide", "noisy"):
+        assert_identical(mine[name, kind]["weights"], other[name, kind]["weights"])

@@ -121,7 +121,7 @@ def test_hyperparameters_that_changed_during_the_run_continue(change: str, tmp_p
     assert all(group[key] == settings[key] for group in kept.trainer.optimizers[0].param_groups for key in settings)
 
 
-@pytest.mark.parametrize("schedule", slow_except([None, *SCHEDULES], "ReduceLROnPlateau"))
+@pytest.mark.parametrize("schedule", slow_except([None, *SCHEDULES], "ReduceLROnPlateau", kept=["SequentialLR"]))
 def test_lr_is_a_new_base_constant(schedule: str | None, tmp_path: Path) -> None:
     """Rates are those of a run that had this constant from the start; also for a later swap, and after a resume."""
     constants = [4e-2, 1e-2, 3e-2]

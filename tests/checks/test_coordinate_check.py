@@ -99,7 +99,7 @@ def test_the_mlp_passes(optimizer: Callable[[Any], Optimizer]) -> None:
     assert [scan.widths for scan in answer.scans] == [(32, 64, 128), (64, 128, 256), (64, 128, 256)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_verify.py and the equivalence grid have convolutions, too
 def test_the_resnet_passes() -> None:
     module = ResNet18(8, base_width=8, outputs=7, optimizer=adamw)
     answer = check(module, samples((3, 8, 8), rows=8), (8, 16, 32), steps=2, seeds=2)
@@ -109,7 +109,7 @@ def test_the_resnet_passes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", slow_except([True, False], True))
+@pytest.mark.parametrize("tied", slow_except([True, False], True, kept=[]))
 def test_gpt2_passes(tied: bool) -> None:
     answer = check(language_model(tied=tied), tokens(64), noise=mupscale.AdditiveNoise(0.02))
     assert answer.passed, str(answer)
@@ -158,8 +158,10 @@ def check_depth(module: Growable, batches: list[Any], depths: tuple[int, ...] = 
 
 
 @pytest.mark.parametrize(
-    "optimizer", slow_except([partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.3)], 0)
+    "optimizer",
+    [partial(torch.optim.AdamW, lr=0.01), pytest.param(partial(torch.optim.SGD, lr=0.3), marks=pytest.mark.exhaustive)],
 )
+@pytest.mark.slow
 def test_gpt2_passes_over_depths_under_completep(optimizer: Any) -> None:
     shape: dict[str, Any] = {"base_width": 16, "heads": 2, "vocabulary": 32, "context": 16}
     answer = check_depth(GPT2(16, layers=2, base_layers=2, optimizer=optimizer, **shape), tokens(32))
@@ -168,6 +170,7 @@ def test_gpt2_passes_over_depths_under_completep(optimizer: Any) -> None:
     assert abs(answer.layers["blocks.*"]["fresh"].update) < 0.25
 
 
+@pytest.mark.slow
 def test_depths_without_completep_are_named() -> None:
     """The residual stream moves by as much as all layers together."""
     shape: dict[str, Any] = {"base_width": 16, "heads": 2, "vocabulary": 32, "context": 16}
@@ -178,7 +181,7 @@ def test_depths_without_completep_are_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("optimizer", slow_except([adamw, sgd], kept=[adamw]))
 def test_updates_of_a_right_network_may_fall_towards_their_limit(optimizer: Callable[[Any], Optimizer]) -> None:
     """What its initial outputs have of chance, its updates have as well."""
     answer = check(Recurrent(32, optimizer=optimizer), tokens(40, rows=16, length=12))
@@ -303,7 +306,9 @@ def test_noise_of_the_wrong_scale_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 STATE = [("exp_avg", adamw), ("exp_avg_sq", adamw), ("momentum_buffer", sgd)]
 
 
-@pytest.mark.parametrize(("key", "optimizer"), slow_except(STATE, ("exp_avg_sq", adamw)))
+@pytest.mark.parametrize(
+    ("key", "optimizer"), slow_except(STATE, ("exp_avg_sq", adamw), kept=[("momentum_buffer", sgd)])
+)
 def test_state_in_the_wrong_units_shows_in_how_updates_depend_on_the_factor(
     key: str, optimizer: Callable[[Any], Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,7 @@ def test_finite_networks_approach_the_limit_as_one_over_the_root_of_the_width(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", ["CBA", "DCBA"])
+@pytest.mark.parametrize("layers", ["CBA", pytest.param("DCBA", marks=pytest.mark.exhaustive)])
 def test_each_weights_noise_acts_as_the_limit_says(layers: str, tmp_path: Path):
     """With a σ_Δ for every weight and k = 3; the mean over networks must be within what their spread allows."""
     noise = {"A": 1.2, "B": 0.8, "C": 0.5, "D": 1.6} if len(layers) == 4 else {"A": 1.2, "B": 0.8, "C": 0.5}

@@ -1,17 +1,8 @@
-"""Trains modules of lightning_modules.py on two CPU processes, without and with a growth.
+"""Trains modules of lightning_modules.py on two CPU processes, without and with a growth; rank r writes r.pt."""
 
-`python -m torch.distributed.run --nproc-per-node 2 … FOLDER`; rank r writes FOLDER/r.pt.
-"""
-
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-import collector  # isort: skip  before what takes long to import
-import mupscale
-
-# isort: split
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -19,12 +10,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_modules import EXAMPLES, rows
 from torch.utils.data import DataLoader, TensorDataset
 
+import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "groups without decay": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
     "GAN": {},
-    "vision transformer": {},
 }
 
 
@@ -60,7 +51,7 @@ def run(name: str, folder: Path, *swaps: Callback) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    warnings.simplefilter("ignore")
+    folder.mkdir(exist_ok=True)
     noise = mupscale.AdditiveNoise(0.1)
     answer = {}
     for name in SETTINGS:
@@ -69,8 +60,3 @@ def main(folder: Path) -> None:
         answer[name, "wide"] = run(name, folder, UpscaleCallback(4, **growth))
         answer[name, "noisy"] = run(name, folder, UpscaleCallback(4, noise=noise, **growth))
     torch.save(answer, folder / f"{torch.distributed.get_rank()}.pt")
-
-
-if __name__ == "__main__":
-    collector.begin()
-    main(Path(sys.argv[1]))

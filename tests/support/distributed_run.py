@@ -14,6 +14,7 @@ import collector  # isort: skip  before what takes long to import
 import mupscale  # first, so that torchvision can be imported beside a CPU-only torch
 
 # isort: split
+import distributed_modules
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -39,7 +40,6 @@ RUNS: dict[str, Any] = {"narrow": {"grow": False}, "wide": {"grow": True}, "nois
 
 
 DEEPER: dict[str, dict[str, Any]] = {
-    "identity": {"layers": 4},
     "interleave, wider": {"layers": 4, "depth": "interleave", "width": 24},
     "random": {"layers": 4, "depth": "random"},
 }
@@ -133,8 +133,8 @@ def main(folder: Path) -> None:
     for kind in ("ddp", "fsdp"):
         for model in MAKE:
             for name, settings in RUNS.items():
-                if name == "noisy" and model != "gpt2":  # the resnet is slow, and the mlp follows below
-                    continue
+                if (name == "noisy" and model != "gpt2") or (model == "resnet18" and kind == "ddp"):
+                    continue  # the resnet is slow, and the mlp follows below
                 answers[kind, model, name], trainer = fit(kind, model, folder / kind / model / name, **settings)
                 if (kind, model, name) == ("ddp", "mlp", "narrow"):
                     trainer.save_checkpoint(folder / "base.ckpt")
@@ -159,6 +159,8 @@ def main(folder: Path) -> None:
             answers[kind, "mlp", name], _ = fit(
                 kind, "mlp", folder / "again", **RUNS["noisy"], width=width, ckpt=folder / kind / f"{name}.ckpt"
             )
+        if kind == "fsdp, whole checkpoints":
+            continue
         fraction: dict[str, Any] = {"grow": True, "to": 20}
         saver = ModelCheckpoint(folder / f"{kind} fraction", "{step}", every_n_train_steps=SAVED)
         answers[kind, "mlp", "fraction"], _ = fit(kind, "mlp", folder / kind, saver, **fraction)
@@ -176,6 +178,7 @@ def main(folder: Path) -> None:
     except UserError as error:
         answers["fsdp", "mlp", "refused"] = str(error)
     torch.save(answers, folder / f"{os.environ['RANK']}.pt")
+    distributed_modules.main(folder / "modules")
 
 
 if __name__ == "__main__":
