@@ -10,7 +10,7 @@ import pytest
 from mupscale.commands.lab.driver import Driver, Ending, Part
 from mupscale.commands.lab.execution import read_part
 from mupscale.commands.lab.jobs import Job
-from mupscale.commands.lab.run import Result, Run, Trial
+from mupscale.commands.lab.run import Result, Run, Trial, record
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -24,10 +24,6 @@ class NamedRun(Run):
     def kind(self) -> str | None:
         kind = self.name.split()[0]
         return None if kind == "alone" else kind
-
-    def known_result(self) -> Result | None:
-        path = self.folder / "value"
-        return (float(path.read_text()), 1.0) if path.exists() else None
 
 
 class Noted:
@@ -99,7 +95,7 @@ def test_a_stack_counts_runs_and_holds_whole_trials() -> None:
 def test_what_is_finished_is_not_made_again_and_divergence_ends_a_trial() -> None:
     for folder, value in (("a 0-0", 2.0), ("a 1-0", math.inf), ("a 2-1", 3.0)):
         Path(folder).mkdir()
-        Path(folder, "value").write_text(str(value))
+        record(Path(folder), {"value": value, "seconds": 1.0})
     executor, ends = Noted(a_2_0=5.0), list[Any]()
     driver = Driver(executor, "auto")
     whole = trials("a 0", "a 1", "a 2", seeds=2, ends=ends)
@@ -172,7 +168,8 @@ def test_a_part_waits_for_the_others(monkeypatch: pytest.MonkeyPatch, capsys: py
         seconds.append(time)
         if len(seconds) == 3:
             Path("a 1-0").mkdir()
-            Path("a 1-0/value").write_text("1.0")
+            record(Path("a 1-0"), {"value": 1.0, "seconds": 1.0})
+        assert len(seconds) <= 3, "it waits for ever"
 
     monkeypatch.setattr("time.sleep", sleep)
     driver.wait_for_other_parts(whole)

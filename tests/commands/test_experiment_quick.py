@@ -7,6 +7,7 @@ from typing import Any
 import blank_figures
 import pytest
 from paths import ROOT
+from tiers import slow_except
 
 from mupscale.__main__ import main
 from mupscale.commands import figures
@@ -43,16 +44,22 @@ def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.lab.experiments.check", lambda description: None)
 
 
-@pytest.mark.slow
+KEPT = (
+    "gpt2", "methods_quickstart", "midrun_quickstart", "midrun_gpt2_reduced", "mlp_sgd_decay", "resnet",
+    "transfer_gpt2_reduced", "transfer_mlp_adamw",
+)  # fmt: skip
+"""Every protocol and every model without `--all`; test_experiment.py reads all files."""
+
+
 @pytest.mark.usefixtures("_without_figures")
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", slow_except([path.stem for path in FILES], kept=KEPT))
 def test_every_experiment_runs(
-    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if path.stem != "methods_quickstart" and not request.config.getoption("--all"):
+    if name != "methods_quickstart" and not request.config.getoption("--all"):
         monkeypatch.setattr("mupscale.commands.lab.quick.quick_content", with_some_methods)
-    main(["experiment", f"configs/experiments/{path.name}", "--quick"])
-    out = Path("runs/experiments", f"{path.stem}-quick")
+    main(["experiment", f"configs/experiments/{name}.yaml", "--quick"])
+    out = Path("runs/experiments", f"{name}-quick")
     output = capsys.readouterr().out
     assert output.splitlines()[-1].startswith("quick: no evidence")
     described = json.loads((out / "experiment.json").read_text())
