@@ -1,11 +1,9 @@
-"""Time and peak memory of `upscale` for GPT-2 shapes with AdamW state, and of the swap in a fit.
+"""Time and peak memory of `upscale` for GPT-2 shapes with AdamW state.
 
     python -m benchmarks upscale [--quick] [--device cuda] [--sizes 125M,630M,2.3B] [--out upscale.json]
 
 Each size doubles the width of a half-size model that has AdamW state, with the wide model on the meta device. The final
-footprint is weights plus both moments. "copy" is one contiguous device-to-device copy of that many bytes. "in fit" is
-the pause of UpscaleCallback without noise; it includes two evaluations of the loss, but neither the checkpoint before
-it nor compilation.
+footprint is weights plus both moments. "copy" is one contiguous device-to-device copy of that many bytes.
 """
 
 import argparse
@@ -13,19 +11,15 @@ import gc
 import multiprocessing
 import resource
 import statistics
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 import mupscale
 from benchmarks.harness import Row, choices, clear_memory, now, quieten, run
-from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.datamodules.resident import ResidentLoader
-from mupscale.models.gpt2 import GPT2, GPT2Net
+from mupscale.models.gpt2 import GPT2Net
 
 # target parameters: width and layers of the wide model; vocabulary 50,304, context 1024, tied embedding
 SIZES = {"tiny": (48, 2), "125M": (768, 12), "630M": (1920, 12), "2.3B": (3840, 12)}
@@ -101,44 +95,10 @@ def measure(name: str, device: torch.device, noise: float | None, consume: bool)
     del narrow, wide, optimizer, report, tensors
     gc.collect()
     way = f"noise {noise or 0}{', consume' if consume else ''}"
-    return row_of(name, way, parameters, seconds, footprint, peak) | {"copy s": copy_seconds(footprint, device)}
-
-
-def row_of(name: str, way: str, parameters: int, seconds: float, footprint: int, peak: int) -> Row:
     return {
-        "size": name, "way": way, "parameters": parameters, "seconds": seconds, "footprint GB": footprint / 1e9,
-        "peak GB": peak / 1e9, "peak ÷ footprint": peak / footprint,
+        "size": name, "way": way, "parameters": parameters, "seconds": seconds,
+        "copy s": copy_seconds(footprint, device), "footprint GB": footprint / 1e9, "peak GB": peak / 1e9, "peak ÷ footprint": peak / footprint,
     }  # fmt: skip
-
-
-class Weighed(UpscaleCallback):
-    """An upscale that records its peak memory, and the memory of weights and state afterwards."""
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self.is_due(trainer, pl_module):
-            return
-        clear_memory()
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self.peak = peak_bytes(pl_module.device)
-        states = (
-            v for state in trainer.optimizers[0].state.values() for v in state.values() if isinstance(v, torch.Tensor)
-        )
-        self.footprint = sum(t.numel() * t.element_size() for t in (*pl_module.parameters(), *states))
-
-
-def swapped(name: str, device: torch.device) -> Row:
-    """The same growth in the middle of a fit."""
-    width, layers = SIZES[name]
-    swap = Weighed(3, width)
-    tokens = ResidentLoader((torch.randint(50304, (8, 129), device=device),), 1, shuffle=False)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            max_steps=5, accelerator=device.type, devices=1, precision="bf16-mixed", callbacks=[swap], logger=False,
-            default_root_dir=folder, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(GPT2(width // 2, layers=layers, heads=HEADS), tokens)
-    summary = swap.summary
-    return row_of(name, "in fit", summary["parameters"], summary["seconds"], swap.footprint, swap.peak)
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -148,7 +108,6 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
     for name in sizes:
         for noise, consume in ((None, True), (0.1, True), (None, False)):
             yield measured(name, options.device, noise, consume)
-        yield swapped(name, options.device)
 
 
 def main(arguments: list[str]) -> None:

@@ -14,6 +14,7 @@ from programs import run_program
 
 from benchmarks import ladder
 from benchmarks.__main__ import NAMES, main
+from mupscale.models import gpt2
 
 SIDES = ["draft", "bare", "ours"]
 
@@ -53,6 +54,18 @@ def test_one_side_of_one_case(tmp_path: Path) -> None:
     main(["mlp", *options, "--out", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["side"] for row in rows if "side" in row] == ["bare"]
+
+
+@pytest.mark.slow
+def test_a_growth_in_both_directions_is_timed(tmp_path: Path) -> None:
+    main(["pause", "--quick", "--device", "cpu", "--out", str(tmp_path / "rows.json")])
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert 0 < row["growth s"] < row["pause s"], "it includes a checkpoint and a step"
+    assert row["parameters"] == sum(
+        each.numel() for each in gpt2.GPT2Net(64, layers=2, heads=2, vocabulary=256, context=32).parameters()
+    )
+    assert row["footprint GB"] == pytest.approx(3 * 4 * row["parameters"] / 1e9, rel=1e-3)
+    assert min(row["before /s"], row["after /s"], row["fresh /s"]) > 0
 
 
 def test_an_unknown_side_is_named() -> None:

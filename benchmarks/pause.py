@@ -1,0 +1,118 @@
+"""How long a fit of GPT-2 pauses when it grows, wider or deeper, and how fast it goes on.
+
+    python -m benchmarks pause [--quick] [--only "layers"] [--eager] [--out pause.json]
+
+The pause lasts from the end of the last step before the growth to the end of the first one after it, minus an ordinary
+step: the checkpoint before the growth, its checks, two evaluations of the loss, compilation and the capture of a CUDA
+graph included. "growth s" is the part that the callback spends on growing. The rates are those of steps before and
+after, and of a run that has the large size from the beginning. The footprint is weights and both moments of AdamW, and
+the peak is that of the memory while the model grows.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from benchmarks.harness import Row, clear_memory, now, peak_gb, run
+from benchmarks.training import Case, fit, ours
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.gpt2 import GPT2
+
+Shape = tuple[int, int, int]
+"""Width, layers, rows of a batch."""
+GROWTHS: dict[str, tuple[Shape, Shape]] = {
+    "768 → 1536": ((768, 12, 16), (1536, 12, 16)),
+    "6 → 12 layers": ((768, 6, 16), (768, 12, 16)),
+    "768 → 1536, 6 → 12 layers": ((768, 6, 16), (1536, 12, 16)),
+    "1920 → 3840": ((1920, 12, 4), (3840, 12, 4)),
+}
+QUICK: dict[str, tuple[Shape, Shape]] = {"32 → 64, 1 → 2 layers": ((32, 1, 2), (64, 2, 2))}
+
+
+class Weighed(UpscaleCallback):
+    """An upscale that records its peak memory, and the memory of weights and state afterwards, in GB."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self.is_due(trainer, pl_module):
+            return
+        clear_memory()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self.peak = peak_gb()
+        states = (v for state in trainer.optimizers[0].state.values() for v in state.values() if torch.is_tensor(v))
+        self.footprint = sum(t.numel() * t.element_size() for t in (*pl_module.parameters(), *states)) / 1e9
+
+
+class Clock(Callback):
+    """Reads the clock at the ends of some steps, the device idle."""
+
+    def __init__(self, *steps: int) -> None:
+        self.at = dict.fromkeys(steps, 0.0)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step in self.at:
+            self.at[trainer.global_step] = now()
+
+    def rate(self, first: int, last: int) -> float:
+        return (last - first) / (self.at[last] - self.at[first])
+
+
+def case(name: str, shape: Shape, options: argparse.Namespace) -> Case:
+    width, layers, rows = shape
+    vocabulary, context = (256, 32) if options.quick else (50304, 1024)
+
+    def batches(device: torch.device) -> ResidentLoader:
+        tokens = torch.randint(vocabulary, (rows * 8, context + 1), generator=torch.Generator().manual_seed(0))
+        return ResidentLoader((tokens.to(device),), rows, shuffle=True)
+
+    module = partial(
+        GPT2, width, layers=layers, heads=2 if options.quick else 12, vocabulary=vocabulary, context=context,
+        compile=not (options.quick or options.eager),
+    )  # fmt: skip
+    steps, warm_up = (4, 5) if options.quick else (30, 15)
+    return Case(name, module, batches, lambda device: iter(()), "tok", rows * context, steps, warm_up, "bf16-mixed", 0)
+
+
+def measure(name: str, small: Shape, large: Shape, options: argparse.Namespace) -> Row:
+    torch.compiler.reset()
+    begin = case(name, small, options)
+    grown_at, settled = begin.warm_up + begin.steps, 2 * begin.warm_up + begin.steps
+    last = settled + begin.steps
+    clock = Clock(begin.warm_up, grown_at, grown_at + 1, settled, last)
+    depth = {"layers": large[1], "depth": "stack"} if large[1] != small[1] else {}
+    swap = Weighed(grown_at, large[0], **depth)
+    fit(replace(begin, steps=last - begin.warm_up), options.device, swap, clock)
+    torch.compiler.reset()
+    clear_memory()
+    fresh, _ = ours(case(name, large, options), options.device)
+    after = clock.rate(settled, last)
+    return {
+        "case": name,
+        "pause s": clock.at[grown_at + 1] - clock.at[grown_at] - 1 / after,
+        "growth s": swap.summary["seconds"],
+        "before /s": clock.rate(begin.warm_up, grown_at),
+        "after /s": after,
+        "fresh /s": fresh.steps / fresh.seconds,
+        "footprint GB": swap.footprint,
+        "peak GB": swap.peak,
+        "parameters": swap.summary["parameters"],
+    }
+
+
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    for name, (small, large) in (QUICK if options.quick else GROWTHS).items():
+        if not options.only or options.only in name:
+            yield measure(name, small, large, options)
+
+
+def main(arguments: list[str]) -> None:
+    only = {"help": "the cases whose names contain this"}
+    eager = {"action": "store_true", "help": "without compilation"}
+    run(__doc__, rows, arguments, {"--only": only, "--eager": eager})
