@@ -97,7 +97,8 @@ def measure(name: str, device: torch.device, noise: float | None, consume: bool)
     way = f"noise {noise or 0}{', consume' if consume else ''}"
     return {
         "size": name, "way": way, "parameters": parameters, "seconds": seconds,
-        "copy s": copy_seconds(footprint, device), "footprint GB": footprint / 1e9, "peak GB": peak / 1e9, "peak ÷ footprint": peak / footprint,
+        "copy s": copy_seconds(footprint, device), "footprint GB": footprint / 1e9,
+        "peak GB": peak / 1e9, "peak ÷ footprint": peak / footprint,
     }  # fmt: skip
 
 
