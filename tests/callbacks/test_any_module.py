@@ -213,6 +213,7 @@ def fit_and_keep(make: Any, folder: Path, *callbacks: Callback) -> list[float]:
     return module.head(module.body(rows("points", 5)[0])).flatten().tolist()
 
 
+@pytest.mark.slow
 def test_what_a_run_has_changed_stays_and_what_depends_on_the_size_follows(tmp_path: Path) -> None:
     gan, model = EXAMPLES["GAN"], EXAMPLES["language model"]
     module = new(gan)
@@ -314,6 +315,7 @@ class Branch(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"depth": 5}, {"depth": 4, "width": 16}], ids=str)
 def test_a_module_becomes_deeper(changes: dict[str, int], tmp_path: Path) -> None:
     """The growth moves neither the random numbers of the run nor its loss; a resumed run continues to the bit."""

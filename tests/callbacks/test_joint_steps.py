@@ -49,6 +49,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(float(gap / size) for gap, size in zip(gaps, sizes, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(BUILDERS, "mlp", kept=["gpt2"]))
 def test_they_end_as_separate_fits(name: str, tmp_path: Path) -> None:
     build, width = BUILDERS[name]

@@ -69,7 +69,7 @@ checkpoint: {{every_n_train_steps: 1, save_top_k: -1, save_last: false}}
         pytest.param(
             "max_steps: 9, val_check_interval: 3, check_val_every_n_epoch: null", 4, marks=pytest.mark.exhaustive
         ),
-        ("max_epochs: 2", 4),
+        pytest.param("max_epochs: 2", 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_resume_from_every_checkpoint(limits: str, swap: int, tmp_path: Path, pytestconfig: pytest.Config) -> None:

@@ -110,6 +110,7 @@ def test_a_script_that_is_killed_goes_on_with_the_last_checkpoint(tmp_path: Path
         assert_same(folder, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_script_that_is_stopped_goes_on_where_it_stood(number: int, tmp_path: Path) -> None:
     training_step = Autoencoder.training_step

@@ -191,6 +191,7 @@ def test_the_average_is_widened_too(noise: Any, tmp_path: Path) -> None:
             assert ours.allclose(theirs, rtol=0, atol=1e-10), name
 
 
+@pytest.mark.slow
 def test_early_stopping_stops_where_it_did(tmp_path: Path) -> None:
     first = fit(gpt2(optimizer=ADAMW), tmp_path, val_check_interval=5)
     threshold = 1.8

@@ -91,6 +91,7 @@ def test_the_checkpoint_before_a_swap_resumes_exactly(at_step: int, tmp_path: Pa
     assert rates(whole)["net.layers.0.bias"] < 1e-2
 
 
+@pytest.mark.slow
 def test_two_upscales_then_resume_validate_load_and_predict(tmp_path: Path) -> None:
     def growth() -> list[Callback]:
         return [UpscaleCallback(step, width, noise=mupscale.AdditiveNoise(0.1)) for step, width in ((12, 16), (20, 48))]
@@ -132,6 +133,7 @@ def test_two_upscales_then_resume_validate_load_and_predict(tmp_path: Path) -> N
     assert trainer.global_step == 30
 
 
+@pytest.mark.slow
 def test_a_failure_inside_the_swap_names_the_checkpoint_to_go_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_failure_inside_the_swap_names_the_checkpoint_to_go_on_from(
 # --- a finished base model
 
 
+@pytest.mark.slow
 def test_init_from_a_finished_base(tmp_path: Path) -> None:
     base_path = tmp_path / "base.ckpt"
     schedule = SCHEDULES["CosineAnnealingLR"]

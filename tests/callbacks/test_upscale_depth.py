@@ -58,6 +58,7 @@ def test_every_way_to_add_layers(depth: Any, tmp_path: Path) -> None:
     assert len(run.losses) == 8
 
 
+@pytest.mark.slow
 def test_rates_after_the_growth_are_those_of_the_deep_model(tmp_path: Path) -> None:
     """By CompleteP: eps of blocks halves; every rate and decay is as before, also of what was rescaled."""
     for depth in ("identity", "interleave", "random"):
@@ -77,6 +78,7 @@ def test_schedules_continue(tmp_path: Path) -> None:
     assert rates(run) == pytest.approx(rates(fresh), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_growths_in_width_and_depth_follow_each_other(tmp_path: Path) -> None:
     growths = [UpscaleCallback(3, layers=4), UpscaleCallback(6, 16), UpscaleCallback(9, 32, layers=8, depth="stack")]
     run = fit(completep(), tmp_path, *growths, steps=12)

@@ -83,6 +83,7 @@ def test_a_learned_method_leaves_the_run_as_it_was(model: str, tmp_path: Path) -
     assert abs(swap.summary["loss_after"] - swap.summary["loss_before"]) < 0.5
 
 
+@pytest.mark.slow
 def test_a_resumed_run_learns_the_same(tmp_path: Path) -> None:
     """From the checkpoint before the swap, from an earlier one, and from one after it; with an EMA."""
     swap = lambda: UpscaleCallback(12, 24, method=learned())  # noqa: E731

@@ -56,6 +56,7 @@ def test_the_curve_goes_on_as_if_nothing_had_happened(name: str, optimizer: str,
     assert gap(narrow, wide) < 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(["mlp", "mlp of unequal widths", "gpt2"], "mlp", kept=["gpt2"]))
 def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(name: str, tmp_path: Path) -> None:
     make, first, second = MODELS[name]

@@ -108,7 +108,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("change", slow_except(CHANGES, "betas", "decay"))
+@pytest.mark.parametrize("change", slow_except(CHANGES, "betas", kept=["no decay", "momentum"]))
 def test_hyperparameters_that_changed_during_the_run_continue(change: str, tmp_path: Path) -> None:
     optimizer, settings = CHANGES[change]
     make = partial(mlp, optimizer=OPTIMIZERS[optimizer])
@@ -121,6 +121,7 @@ def test_hyperparameters_that_changed_during_the_run_continue(change: str, tmp_p
     assert all(group[key] == settings[key] for group in kept.trainer.optimizers[0].param_groups for key in settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", slow_except([None, *SCHEDULES], "ReduceLROnPlateau", kept=["SequentialLR"]))
 def test_lr_is_a_new_base_constant(schedule: str | None, tmp_path: Path) -> None:
     """Rates are those of a run that had this constant from the start; also for a later swap, and after a resume."""
@@ -151,6 +152,7 @@ def test_restart_schedule(schedule: str, tmp_path: Path) -> None:
         assert rates(restarted) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> None:
     """In the middle of it, to the bit; and it slows the new copies down."""

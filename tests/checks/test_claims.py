@@ -173,6 +173,7 @@ def test_padding_by_a_fraction_is_refused(method: Callable[[], GrowthMethod]):
         measured("mlp by 5/3", method())
 
 
+@pytest.mark.slow
 def test_shrinking_by_one_is_zero_padding():
     for model in ("mlp", "llama"):
         assert measured(model, ShrinkAndPad(1.0, **RULES)) == replace(

@@ -228,6 +228,7 @@ def unaveraged_readout_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "init_scale", lambda entry: original(replace(entry, base=None)))
 
 
+@pytest.mark.slow
 def test_a_readout_that_sums_is_named() -> None:
     answer = check_mlp(SummingMLP)
     assert list(answer.failing) == ["readout"]
@@ -280,6 +281,7 @@ def test_unscaled_rates_are_named() -> None:
     assert answer.layers["layers.2"]["fresh"].update > 0.5
 
 
+@pytest.mark.slow
 def test_one_unscaled_rate_is_named_first() -> None:
     answer = check_mlp(PartlyUnscaledMLP)
     assert next(iter(answer.failing)) == "layers.2"
@@ -294,6 +296,7 @@ def test_unscaled_rates_of_sgd_let_updates_vanish() -> None:
     assert "its update vanishes as width^-" in answer.failing["layers.0"]
 
 
+@pytest.mark.slow
 def test_noise_of_the_wrong_scale_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "init_scale", lambda entry: 1.0)
     answer = check_mlp(noise=mupscale.AdditiveNoise(0.3))
@@ -306,6 +309,7 @@ def test_noise_of_the_wrong_scale_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 STATE = [("exp_avg", adamw), ("exp_avg_sq", adamw), ("momentum_buffer", sgd)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "optimizer"), slow_except(STATE, ("exp_avg_sq", adamw), kept=[("momentum_buffer", sgd)])
 )

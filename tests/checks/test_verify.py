@@ -270,6 +270,7 @@ STATE = [
 FAST = ("sgd_nesterov", "muon")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer_name", "kind", "key"),
     slow_except(STATE, *(row for row in STATE if row[0] in FAST), kept=[row for row in STATE if row[0] == "adam"]),
@@ -296,6 +297,7 @@ def test_weights_not_divided_by_the_fan_in_factor(monkeypatch: pytest.MonkeyPatc
     assert answer.first_divergent == "layers.1"  # the first layer with a width behind it
 
 
+@pytest.mark.slow
 def test_buffers_left_behind(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mupscale.methods.grow.widen_buffers_", lambda *_: None)
     case = CASES["resnet18"]
@@ -316,6 +318,7 @@ def test_widths_forgotten_in_clipping(monkeypatch: pytest.MonkeyPatch):
     assert not verdict("mlp", "adamw").passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "axis", "wrong", "named"),
     [

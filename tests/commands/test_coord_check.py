@@ -35,6 +35,7 @@ def sizes(folder: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
+@pytest.mark.slow
 def test_the_command_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configuration(tmp_path / "c.yaml")
     main(["coord-check", "--config", config, "--widths", "16,32,64", "--seeds=2", f"--out={tmp_path / 'out'}"])
@@ -54,6 +55,7 @@ def test_the_command_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
 
 
+@pytest.mark.slow
 def test_depths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configuration(tmp_path / "c.yaml", layers=2, base_layers=2)
     main(["coord-check", "--config", config, "--layers", "2,4,8", "--seeds=2", f"--out={tmp_path / 'out'}"])

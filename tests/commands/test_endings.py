@@ -14,6 +14,7 @@ from command_line import LR, small, trials, upscale
 from lightning.pytorch import Trainer
 from program_server import CORE_ONLY, environment
 from programs import run_in_fork, start_program
+from tiers import slow_except
 
 from mupscale.__main__ import main
 from mupscale.callbacks import swap
@@ -75,7 +76,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int, int]] = {
 step of its newest checkpoint."""
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", slow_except(MOMENTS, "parsing", "a batch"))
 def test_sigterm_ends_with_143_and_says_how_to_go_on(
     moment: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_run_that_is_asked_to_end_in_its_last_step_finishes(
     assert newest_checkpoint(Path("runs/default/version_0"))[1]["global_step"] == 20
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_in_a_step_goes_on_from_there_and_a_second_signal_ends_it_at_once(

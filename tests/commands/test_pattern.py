@@ -140,6 +140,7 @@ def test_numbers_are_compared_with_their_types() -> None:
         refuse_invalid(config, [Axis("Limited.level", (1, 3, 2))], "here:")
 
 
+@pytest.mark.slow
 def test_values_are_checked_without_parsing_each(monkeypatch: pytest.MonkeyPatch) -> None:
     config = for_trials(configuration("a"))
     files: list[Any] = []

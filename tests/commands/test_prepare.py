@@ -173,6 +173,7 @@ def test_the_sample_is_the_jargon_file():
     assert ENTRIES[1].startswith("/dev/null\n /dev·nuhl/, n.\n\n    [from the Unix null device, used as a data sink]")
 
 
+@pytest.mark.slow
 def test_the_sample_is_what_the_command_makes_of_its_text(tmp_path: Path):
     """Only the order between the splits is lost, and that changes no byte of them, nor the vocabulary."""
     made = prepare(

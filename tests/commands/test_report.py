@@ -144,6 +144,7 @@ def test_the_page_needs_nothing_else():
     assert Path("report/training_loss_steps.pdf").read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.slow
 def test_names_are_text_and_not_markup():
     """Names of folders, groups, sweeps, experiments and metrics, values of configurations, and descriptions."""
     marks = {name: f"<script>{name}" for name in ("folder", "std", "sweep", "experiment", "description", "command")}
@@ -170,6 +171,7 @@ def test_names_are_text_and_not_markup():
     assert 'Validation "><script>, against steps.' in page.text
 
 
+@pytest.mark.slow
 def test_a_report_says_what_it_is_made_of_as_data():
     base(epochs(1.0))
     scratch(epochs(1.0, 0.4))

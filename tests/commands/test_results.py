@@ -42,6 +42,7 @@ def test_a_fit_writes_its_length_and_its_numbers(tmp_path: Path):
     assert "value" not in result
 
 
+@pytest.mark.slow
 def test_a_resumed_fit_has_the_result_of_an_uninterrupted_one(tmp_path: Path):
     """The last validation is before the crash, the growth after it."""
     crash = {"class_path": "extensions.Crash"}

@@ -3,10 +3,6 @@ wrong.
 """
 
 import json
-import random
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +12,7 @@ from typing import Any
 import pytest
 from corpus import ENTRIES, contents, prepared, refused, write_article, write_hub, write_text
 from paths import SUPPORT
-from programs import run_program, start_program
+from programs import run_program
 
 from mupscale.__main__ import main
 from mupscale.datamodules import documents, preparation
@@ -49,34 +45,6 @@ def test_killed_at_every_operation_the_result_is_the_same(tmp_path: Path, pytest
     )
     done = run_program("-W", "error", SUPPORT / "prepare_crashes.py", text, tmp_path, every)
     assert int(done.stdout) > 25, done.stdout
-
-
-@pytest.mark.slow
-def test_the_command_killed_at_random_moments_goes_on(tmp_path: Path):
-    text = write_text(tmp_path / "text", ENTRIES)
-    script = (
-        "import sys; from mupscale.__main__ import main; from mupscale.datamodules import documents, preparation;"
-        "preparation.COMMIT_SECONDS = 0.05; documents.BATCH = 20_000; main(sys.argv[1:])"
-    )
-
-    def command(out: str) -> list[Any]:
-        options = ["--vocab", "400", "--val-fraction", "0.1", "--out", tmp_path / out]
-        return ["-c", script, "prepare", "text", text, *options]
-
-    began = time.monotonic()
-    run_program(*command("straight"))
-    duration = time.monotonic() - began
-    choose, killed = random.Random(1), 0
-    for _ in range(4):
-        with start_program(*command("killed"), stdout=subprocess.DEVNULL) as process:
-            # begun means that there is something to lose
-            while not (tmp_path / "killed/tokenizer.json").exists() and process.poll() is None:
-                time.sleep(0.01)
-            time.sleep(choose.random() * duration / 4)
-        killed += process.returncode == -signal.SIGKILL
-    assert killed
-    run_program(*command("killed"))
-    assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
 
 
 def test_ctrl_c_loses_nothing_and_says_how_to_go_on(tmp_path: Path, article: Path, monkeypatch: pytest.MonkeyPatch):

@@ -95,6 +95,7 @@ def test_3_eps_is_scaled_for_gpt2():
     assert all(group["eps"] == pytest.approx(1e-6 / 4, rel=1e-12) for group in continued.param_groups)
 
 
+@pytest.mark.slow
 def test_4_clipping_does_not_break_equivalence():
     """They clip by the plain global norm, which another width feels differently."""
 

@@ -285,6 +285,7 @@ def distance_after_50_steps(case: Case, noise: Noise | None) -> float:
     return distance_of_copies(report, wide)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_except(CASES, "mlp", "llama"))
 def test_copies_part_as_fast_as_under_plain_noise(case: str):
     assert distance_after_50_steps(CASES[case], None) <= 1e-15

@@ -271,6 +271,7 @@ def test_every_optimizer_goes_on_exactly(optimizer: str):
     assert Grown("mlp", OPTIMIZERS[optimizer], is_mup=True).drift() <= 1e-11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "grouped queries"])
 def test_the_optimizer_needs_its_rates_by_entry(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mupscale.widening.stepping._work_of", lambda _: [])
@@ -417,6 +418,7 @@ def verdict(build: Callable[[int], nn.Module], narrow: int, wide: int) -> mupsca
     )
 
 
+@pytest.mark.slow
 def test_verify_confirms_it():
     found = verdict(mlp, 6, 10)
     assert found.passed, found
