@@ -11,7 +11,10 @@ import pytest
 from fuzz import command_lines, damaged_files, make_workshop, outcome
 from training_runs import LIGHTNING_WARNINGS
 
-pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS, "ignore:You defined a `validation_step`:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(*LIGHTNING_WARNINGS, "ignore:You defined a `validation_step`:UserWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +33,7 @@ def copied(workshop: Path, place: Path) -> Iterator[None]:
         yield
 
 
-def counts(few: int, some: int, many: int) -> list[object]:
-    """How many to try: a few in the fast tier, some in the slow one, many with --all."""
-    slow = pytest.param(some, marks=pytest.mark.slow)
-    return [few, slow, pytest.param(many, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
-
-
-@pytest.mark.parametrize("count", counts(10, 60, 500))
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.exhaustive)])
 def test_random_command_lines(count: int, workshop: Path, tmp_path: Path) -> None:
     with contextlib.chdir(workshop):
         lines = list(command_lines(count, seed=count))
@@ -50,7 +47,7 @@ def test_random_command_lines(count: int, workshop: Path, tmp_path: Path) -> Non
     assert refused > count / 2  # the lines are bad ones
 
 
-@pytest.mark.parametrize("count", counts(10, 60, 200))
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_damaged_files(count: int, workshop: Path, tmp_path: Path) -> None:
     wrong, refused = [], 0
     for name, spoil, words in damaged_files(count, seed=count):

@@ -17,6 +17,7 @@ import torch
 import yaml
 from command_line import small, upscale
 from model_folders import llama, save
+from sweeps import changed
 
 from mupscale.__main__ import main
 
@@ -28,24 +29,37 @@ VALUES = [
 ]  # fmt: skip
 """Values that some option may take for another kind than was meant; `loop` is a link to itself."""
 
-COMMANDS = {
-    "upscale": "base.ckpt --width 16 --out o",
-    "coord-check": "--config c.yaml --widths 8,16,32 --steps 1 --seeds 1",
-    "sweep": "--config c.yaml --out s --sweep model.optimizer.lr=0.1",
-    "experiment": "e.yaml --plan",
-    "report": "run",
-    "prepare": "text text.txt --vocab 300 --out p",
-    "export": "base.ckpt --out e",
-}
+COMMANDS = [
+    "upscale base.ckpt --width 16 --out o",
+    "upscale deep.ckpt --layers 4 --depth stack --out o",
+    "upscale hf --factor 2 --out o",
+    "upscale hf --layers 4 --depth interleave --out o",
+    "coord-check --config c.yaml --widths 8,16,32 --steps 1 --seeds 1",
+    "sweep --config c.yaml --out s --metric last_2% --sweep model.optimizer.lr=0.1",
+    "experiment e.yaml --plan",
+    "experiment e.yaml --out made",
+    "report run",
+    "report swept made",
+    "prepare text text.txt --vocab 260 --out p",
+    "export llama.ckpt --out e",
+]
 """Command lines that are right as they are, for commands with options of their own."""
 
-CONFIGURED = {
-    "fit": "--config c.yaml",
-    "validate": "--config c.yaml --ckpt_path base.ckpt",
-    "plan": "--config grown.yaml",
-    "verify": "--config grown.yaml",
-    "resume": "run",
-}
+SWEEP = "sweep --config c.yaml --out swept --sweep model.optimizer.lr=0.1,0.2 --metric last_2% --stack off"
+
+CONFIGURED = [
+    "fit --config c.yaml",
+    "fit --config deep.yaml",
+    "fit --config llama.yaml",
+    "validate --config c.yaml --ckpt_path base.ckpt",
+    "test --config c.yaml --ckpt_path base.ckpt",
+    "predict --config c.yaml --ckpt_path base.ckpt",
+    "plan --config grown.yaml",
+    "plan --config deep.yaml",
+    "verify --config grown.yaml",
+    "resume run",
+    "resume grown",
+]
 """Command lines that are right as they are, for commands with the options of a configuration."""
 
 SKIPPED = re.compile(r"trainer\.(devices|num_nodes|strategy|max_epochs|max_steps|max_time)$|--help|--ray")
@@ -79,25 +93,38 @@ def make_workshop(folder: Path) -> Path:
     """A folder with every file that the command lines name."""
     folder.mkdir(parents=True)
     with contextlib.chdir(folder), quietly():
-        small(Path("c.yaml"), max_steps=2, enable_progress_bar=False, logger=False, default_root_dir="new")
-        small(Path("grown.yaml"), upscale(1, 16), max_steps=2, enable_progress_bar=False)
+        quick = {"max_steps": 2, "enable_progress_bar": False}
+        deepen = {"class_path": "UpscaleCallback", "init_args": {"at_step": 1, "layers": 4}}
+        small(Path("c.yaml"), **quick, logger=False, default_root_dir="new")
+        small(Path("grown.yaml"), upscale(1, 16), **quick)
+        changed(small(Path("deep.yaml"), deepen, **quick, logger=False), model=_model("MLP", width=8, layers=2))
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = _model("HFCausalLM", config={"model_type": "llama", "vocab_size": 4096, **sizes})
+        data = {"class_path": "FineWeb", "init_args": {"batch_size": 2, "context": 8}}
+        changed(small(Path("llama.yaml"), **quick, logger=False), model=model, data=data)
         (Path("text.txt")).write_text("plain " * 500)
         (Path("folder")).mkdir()
         Path("loop").symlink_to("loop")
         noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
-        sizes = {"small": [8, 16], "target": [16, 32]}
-        experiment = {"protocol": "upscale", "config": "c.yaml", **sizes, "seeds": [0], "noise": noise}
-        Path("e.yaml").write_text(yaml.safe_dump({**experiment, "sweep_2": {"model.optimizer.lr": [0.01]}}))
-        main(["fit", "--config", "c.yaml", "--trainer.default_root_dir=run"])
-        (next(Path("run").rglob("resume/*.ckpt"))).rename("base.ckpt")
-        main(["fit", "--config", "c.yaml", "--trainer.default_root_dir=one"])
-        Path("run").rename("two")
-        Path("one").rename("run")
-        main(
-            ["upscale", "base.ckpt", "--width", "16", "--noise", "0.1", "--save-noise", "noise.json", "--out", "w.ckpt"]
-        )
+        widths = {"small": [8, 16], "target": [16, 32]}
+        experiment = {"protocol": "upscale", "config": "c.yaml", **widths, "seeds": [0], "noise": noise}
+        experiment |= {"sweep_2": {"model.optimizer.lr": [0.01]}, "metric": "last_2%"}
+        Path("e.yaml").write_text(yaml.safe_dump(experiment))
+        for name, config in {"run": "c.yaml", "base": "c.yaml", "deep": "deep.yaml", "llama": "llama.yaml"}.items():
+            main(["fit", "--config", config, f"--trainer.default_root_dir={name}"])
+            if name != "run":
+                next(Path(name).rglob("resume/*.ckpt")).rename(f"{name}.ckpt")
+        main(shlex.split("fit --config grown.yaml --trainer.logger=false --trainer.default_root_dir=grown"))
+        main(shlex.split("upscale base.ckpt --width 16 --noise 0.1 --save-noise noise.json --out w.ckpt"))
+        main(shlex.split(SWEEP))
+        main(shlex.split("experiment e.yaml --out made --stack off"))
         save(llama(), Path("hf"))
     return folder
+
+
+def _model(name: str, **arguments: Any) -> dict[str, Any]:
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
+    return {"class_path": name, "init_args": {**arguments, "optimizer": optimizer}}
 
 
 @contextlib.contextmanager
@@ -126,10 +153,10 @@ def _keys(section: dict[str, Any], prefix: str) -> Iterator[str]:
                 yield from _keys(value, f"{prefix}{key}.")
 
 
-def options_of_command(command: str) -> list[str]:
+def options_of_command(line: str) -> list[str]:
     """The options that the help of a command lists."""
     with quietly() as printed, contextlib.suppress(SystemExit):
-        main([command, *(["text"] if command == "prepare" else []), "--help"])
+        main([*shlex.split(line), "--help"])
     return sorted(set(re.findall(r"--[\w-]+", printed.getvalue())))
 
 
@@ -137,18 +164,18 @@ def command_lines(count: int, seed: int) -> Iterator[str]:
     """Command lines that are right but for one or two options."""
     chosen = random.Random(seed)
     of_configurations = [option for option in options_of_configurations() if not SKIPPED.search(option)]
-    of_commands = {name: [o for o in options_of_command(name) if not SKIPPED.search(o)] for name in COMMANDS}
+    of_commands = {line: [o for o in options_of_command(line) if not SKIPPED.search(o)] for line in COMMANDS}
     for _ in range(count):
-        command = chosen.choice([*CONFIGURED, "fit", "fit", "fit", *COMMANDS])
-        words = [command, *shlex.split((CONFIGURED | COMMANDS)[command])]
+        line = chosen.choice([*CONFIGURED, *COMMANDS])
+        words = shlex.split(line)
         if chosen.random() < 0.1:  # another value for one that is there
             place = chosen.randrange(1, len(words))
             words[place] = chosen.choice(VALUES)
-        if command in CONFIGURED:
+        if line in CONFIGURED:
             wrong = chosen.sample(of_configurations, chosen.choice([1, 1, 2]))
             words += [f"{option}={chosen.choice(VALUES)}" for option in wrong]
         else:
-            words += [chosen.choice(of_commands[command]), chosen.choice(VALUES)]
+            words += [chosen.choice(of_commands[line]), chosen.choice(VALUES)]
         yield shlex.join(words)
 
 
@@ -236,13 +263,28 @@ READERS = {
         "fit --config c.yaml --model.init_from=base.ckpt",
         "upscale base.ckpt --width 16 --out o",
     ],
+    "deep.ckpt": ["upscale deep.ckpt --layers 8 --out o", "fit --config deep.yaml --model.init_from=deep.ckpt"],
+    "llama.ckpt": ["export llama.ckpt --out e"],
     "c.yaml": ["fit --config c.yaml --trainer.max_steps=2", "plan --config c.yaml"],
-    "e.yaml": ["experiment e.yaml --plan"],
+    "deep.yaml": ["fit --config deep.yaml", "plan --config deep.yaml"],
+    "e.yaml": ["experiment e.yaml --plan", "experiment e.yaml --out made"],
     "noise.json": ["upscale base.ckpt --width 16 --recorded-noise noise.json --out o"],
     "run/config.yaml": ["resume run --trainer.max_steps=3", "report run"],
-    "run/run.json": ["resume run --trainer.max_steps=3"],
-    "hf/config.json": ["upscale hf --factor 2 --out o"],
+    "run/run.json": ["resume run --trainer.max_steps=3", "report run"],
+    "run/result.json": ["resume run --trainer.max_steps=3", "report run"],
+    "swept/sweep.json": ["report swept", SWEEP],
+    "swept/trials.csv": ["report swept"],
+    "swept/best.yaml": ["fit --config c.yaml --config swept/best.yaml"],
+    "swept/trials/*/result.json": ["report swept", SWEEP],
+    "swept/trials/*/run.json": ["report swept", SWEEP],
+    "swept/trials/*/config.yaml": ["report swept", SWEEP],
+    "swept/trials/*/events.*": ["report swept", "report swept --trials"],
+    "made/experiment.json": ["report made", "experiment e.yaml --out made"],
+    "made/**/result.json": ["report made", "experiment e.yaml --out made"],
+    "made/**/config.yaml": ["report made"],
+    "hf/config.json": ["upscale hf --factor 2 --out o", "upscale hf --layers 4 --out o"],
     "hf/model.safetensors": ["upscale hf --factor 2 --out o"],
+    "text.txt": ["prepare text text.txt --vocab 260 --out p"],
 }
 """Files, and the commands that read them."""
 
@@ -252,10 +294,11 @@ def damaged_files(count: int, seed: int) -> Iterator[tuple[str, Callable[[], Non
     chosen = random.Random(seed)
     for number in range(count):
         name = chosen.choice(list(READERS))
-        damage = chosen.choice(DAMAGES[:2] if name.endswith(".safetensors") else DAMAGES)
+        is_readable = Path(name).suffix in (".ckpt", ".yaml", ".json")
+        damage = chosen.choice(DAMAGES if is_readable else DAMAGES[:2])
         command, own = chosen.choice(READERS[name]), random.Random(f"{seed} {number}")
 
         def spoil(damage: Any = damage, name: str = name, own: random.Random = own) -> None:
-            damage(Path(name), own)
+            damage(own.choice(sorted(Path().glob(name))), own)
 
         yield f"{number}: {name}", spoil, shlex.split(command)
