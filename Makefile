@@ -30,7 +30,8 @@ types: $(VENV)/.installed-test
 	ln -s $(CURDIR)/mupscale/* $(addprefix $(CURDIR)/,models callbacks datamodules) build/typed/mupscale
 	$(BIN)/mypy
 
-# the documentation as a site: open build/site/index.html, or `make docs-serve` for one that follows changes
+# the documentation as a site: open build/site/index.html, or `make docs-serve` for one with a search, which needs a
+# server, that follows changes
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

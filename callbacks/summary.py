@@ -80,7 +80,8 @@ class Summary(Callback):
                 lines.append(f"  {name} {float(value):.4f}")
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                lines.append(f"  curves: tensorboard --logdir {shlex.quote(str(logger.log_dir))}")
+                folder = shlex.quote(str(logger.log_dir))  # TensorBoard would smooth the width too
+                lines.append(f"  curves: tensorboard --logdir {folder}, at http://localhost:6006/?smoothing=0")
         print("\n".join(lines), flush=True)
 
 

@@ -85,6 +85,8 @@ def test_the_site(site: Path):
         *unknown_options({name: pages[command_page(site, name)].code for name in COMMANDS}),
     ]
     assert not problems, "\n".join(problems)
+    assert [path for path in site.rglob("*") if path.name == "__pycache__" or path.suffix in (".py", ".pyc")] == []
+    assert "their search needs a server: make docs-serve" in pages[site / "index.html"].code
 
 
 def dead_links(site: Path, pages: dict[Path, Html]) -> list[str]:

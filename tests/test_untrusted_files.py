@@ -24,7 +24,7 @@ import torch
 import yaml
 from command_line import refused, small
 from saved import save_mlp
-from synthetic_runs import CONFIG
+from synthetic_runs import CONFIG, write_run
 from training_runs import LIGHTNING_WARNINGS
 
 from mupscale.commands.lab.run import result_of
@@ -335,10 +335,35 @@ def test_an_untrusted_file(name: str, secret: Path) -> None:
 
 
 def test_results_of_other_types(tmp_path: Path) -> None:
-    for content in ('{"value": "x"}', '{"value": []}', '{"seconds": 1}', "[" * 100_000, "3"):
+    huge = f'{{"value": 1{"0" * 400}}}'
+    for content in ('{"value": "x"}', '{"value": []}', '{"seconds": 1}', huge, "[" * 100_000, "3"):
         (tmp_path / "result.json").write_text(content)
         with pytest.raises(UserError, match=r"result\.json is damaged"):
             result_of(tmp_path)
+
+
+JOURNALS = {
+    "a text": b'"many"',
+    "a list": b"[1]",
+    "beyond floats": b"1" + b"0" * 400,
+    "deep": b"[" * 100_000,
+    "half": b'{"steps": ',
+    "binary": bytes(range(256)),
+    "a text as a value": b'{"steps": "many", "train_loss": "x", "flops": [], "growths": 3}',
+    "values beyond floats": b'{"steps": 1%s, "train_loss": 1%s, "seconds": 1%s, "flops": 1%s}' % ((b"0" * 400,) * 4),
+}
+
+UNREAD = "experiment.json", "a text as a value"
+"""None of its keys is one that a report reads."""
+
+
+@pytest.mark.parametrize("kind", JOURNALS)
+@pytest.mark.parametrize("name", ["run/result.json", "experiment.json"])
+def test_a_journal_that_a_report_cannot_read_is_one_line(name: str, kind: str, secret: Path) -> None:
+    write_run(Path("theirs/run"), [0.5] * 10)
+    Path("theirs", name).write_bytes(JOURNALS[kind])
+    named = "there is nothing to report in theirs" if (name, kind) == UNREAD else f"theirs/{name} is "
+    assert refused("report", "theirs").startswith(f"error: {named}")
 
 
 def test_aliases_within_bounds_are_read() -> None:

@@ -46,7 +46,7 @@ from mupscale.commands.checkpoints import checked, dictionary
 from mupscale.commands.config import Config
 from mupscale.commands.continued import refuse_changes
 from mupscale.commands.endings import Ending, RunTrainer
-from mupscale.commands.levels import refuse_levels
+from mupscale.commands.levels import refuse_levels, refuse_values_for_sections
 from mupscale.commands.loading import without_collections
 from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.next_steps import after_fit
@@ -193,6 +193,7 @@ class CLI(OpenCLI):
         self.config = parser.parse_args(with_merged_callback_args(args))
         command = self.config.get("subcommand")
         config = self.config[command] if command else self.config
+        refuse_values_for_sections(config)
         if config["callback_args"]:
             # as if the callbacks had these arguments themselves, also in the run's config.yaml
             values = {"trainer": {"callbacks": with_callback_args(config)}, "callback_args": None}

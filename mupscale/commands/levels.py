@@ -14,6 +14,13 @@ LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_
 """Options of the trainer that Lightning does not check, and the least value that it can run with."""
 
 
+def refuse_values_for_sections(config: Any) -> None:
+    """Raises a UserError for a section of a configuration that is a value, such as `trainer: 3`."""
+    for section in ("trainer", "loop", "checkpoint"):
+        if not hasattr(config[section], "get"):
+            raise UserError(f"{section}: wanted options by name, got {config[section]}")
+
+
 def refuse_levels(config: Any) -> None:
     """Raises a UserError for invalid numbers in the optimizer, the schedule, the trainer's options or the seed."""
     arguments = _plain(config.get("model")).get("init_args") or {}

@@ -1,8 +1,11 @@
 """The tags of a run in TensorBoard, which decide the order of its cards."""
 
+import re
+import zipfile
 from pathlib import Path
 
 import pytest
+import tensorboard
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -72,6 +75,11 @@ def test_the_first_cards_are_the_losses_and_the_width() -> None:
     assert drawn["widening/width"] == [3]
     assert {"val/loss", "lr-AdamW"} <= {*cli.trainer.callback_metrics}
     assert not any(name.startswith(("x_", "widening/")) for name in cli.trainer.logged_metrics)
+
+
+def test_tensorboard_takes_from_its_address_that_it_must_not_smooth_the_width() -> None:
+    pages = zipfile.ZipFile(Path(tensorboard.__file__).parent / "webfiles.zip")
+    assert re.search(r'\w="smoothing",\w+="runColorGroup",', pages.read("index.js").decode())  # keys of its addresses
 
 
 def test_other_loggers_keep_the_names_of_metrics() -> None:

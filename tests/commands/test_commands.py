@@ -73,7 +73,7 @@ def test_quickstart_ends_with_a_summary(capsys: pytest.CaptureFixture[str], tmp_
     output = capsys.readouterr().out
     assert "step 3: width 8 → 16" in output
     assert "just before" in output
-    assert "tensorboard --logdir runs/small/version_0" in output
+    assert "curves: tensorboard --logdir runs/small/version_0, at http://localhost:6006/?smoothing=0\n" in output
     assert "val/loss" in output
 
 

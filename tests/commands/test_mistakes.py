@@ -100,9 +100,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
             content = torch.load(whole, weights_only=True)
             change(content, weight)
             torch.save(content, f"{name}.ckpt")
+        whole.rename("base.ckpt")
         Path("shards.ckpt").mkdir()
         torch.save({"state_dict": {}}, "shards.ckpt/meta.pt")
         Path("loop").symlink_to("loop")
+        Path("value.yaml").write_text("checkpoint: null\n")
         Path("listed.yaml").write_text("protocol: [upscale]\nconfig: c.yaml\n")
     return folder
 
@@ -155,10 +157,15 @@ MISTAKES = {
     "fit --config c.yaml '--data={class_path: FineWeb, init_args: {batch_size: 4, context: 8}}'": "model and data: m",
     "coord-check --config c.yaml --widths 8,16,32 --steps -1": "--steps must be a whole number of at least 1, got -1",
     "coord-check --config c.yaml --widths 8,16,32 --seeds 0": "--seeds must be a whole number of at least 1, got 0",
+    "plan --config c.yaml --config value.yaml": "checkpoint: wanted options by name, got None",
     "experiment listed.yaml --plan": "listed.yaml: its values are of another kind",
     "fit --config c.yaml --trainer.check_val_every_n_epoch=0": "check_val_every_n_epoch must be at least 1, got 0",
     "fit --config c.yaml --trainer.devices=99": "trainer.devices = 99: on a CPU each device is a process",
     "fit --config c.yaml --model.optimizer.capturable=true": "model.optimizer: If capturable=True",
+    "fit --config c.yaml '--model.optimizer={class_path: AdamW, init_args: {fused: true, foreach: true}}'": (
+        "model.optimizer: `fused` and `foreach` cannot be `True` together"
+    ),
+    "upscale base.ckpt --width 16 --noise 1e308 --out o": "too large for torch.float32, whose largest number",
     "fit --config c.yaml --model.optimizer.differentiable=true": "model.optimizer: a leaf Variable",
     "fit --config c.yaml --model.optimizer=SparseAdam": "model.optimizer: SparseAdam does not support dense gradients",
     "fit --config c.yaml '--model.lr_scheduler={class_path: CosineAnnealingLR, init_args: {T_max: 0}}'": (

@@ -145,6 +145,14 @@ def test_the_page_needs_nothing_else():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("interval", "words"), [(1, "logged, at every step."), (5, "logged, every 5 steps.")])
+def test_how_often_losses_were_logged_in_words(interval: int, words: str):
+    base(epochs(1.0, 0.5), values={"trainer.log_every_n_steps": interval})
+    page, _ = report("runs")
+    assert words in page
+
+
+@pytest.mark.slow
 def test_names_are_text_and_not_markup():
     """Names of folders, groups, sweeps, experiments and metrics, values of configurations, and descriptions."""
     marks = {name: f"<script>{name}" for name in ("folder", "std", "sweep", "experiment", "description", "command")}

@@ -126,6 +126,9 @@ def test_it_goes_on_after_loading():
     groups = [{"params": [twin_of[p] for p in group["params"]]} for group in optimizer.param_groups]
     loaded = torch.optim.AdamW(groups)
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, other in twin_of.items():
+        before, after = optimizer.state[one], loaded.state[other]
+        assert {key: value.dtype for key, value in after.items()} == {key: v.dtype for key, v in before.items()}
     for a, b in zip(follow(wide, optimizer), follow(again, loaded), strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)
 

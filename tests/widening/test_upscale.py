@@ -288,6 +288,8 @@ def test_the_report_in_words():
     assert str(report).startswith("upscaled 46 → 166 parameters in 0.")
     first, second = str(report).splitlines()
     assert first.endswith("; noise on 3 of 6 of them")
+    without = mupscale.upscale(narrow, wide)
+    assert str(without).splitlines()[0].endswith(" s; no noise")
     assert second.startswith("not checked: pass call=lambda model: model(batch)")
     assert report.noise == {name: 0.5 * name.endswith("weight") for name, _ in wide.named_parameters()}
 
