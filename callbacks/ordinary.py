@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import is_compiled_in_place
 from mupscale.checks.random_numbers import generators_kept
 from mupscale.checks.recording import state_kept
+from mupscale.checks.structures import leaves_of
 from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import UserError
 from mupscale.growing.upscale import find_plan
@@ -41,7 +43,7 @@ from mupscale.models.quiet_step import ModuleCall, QuietStep
 from mupscale.schedule_state import refuse_one_rate_for_all, spread_schedule_
 from mupscale.widening.groups import Source, sources_of
 from mupscale.widening.hints import Hints
-from mupscale.widening.layers import Depth
+from mupscale.widening.layers import Depth, joined
 from mupscale.widening.plan_text import Plan
 from mupscale.widening.stepping import attach, names_by_id
 
@@ -125,6 +127,7 @@ class OrdinaryGrowth:
         except UserError as error:
             reason = str(error).removeprefix("upscale: ").replace("what call(model) returns", "the loss")
             raise UserError(f"UpscaleCallback.{self.recipe}: {reason}. {REMEDY}") from error
+        _refuse_kept_tensors(step, narrow, wide)
         self.hints = trainer.strategy.broadcast(_bare(checked.hints))
         rank_zero_info(f"growth by {self.recipe} is {checked.text}")
         growth_plan = method.plan(narrow, wide, self.hints)
@@ -351,6 +354,40 @@ def _refuse_compiled_parts(module: nn.Module, other: nn.Module) -> None:
                 f"UpscaleCallback: {name!r} of {type(module).__name__} was compiled from outside, so the wide one "
                 "would not be. Call its compile() in __init__ or configure_model of the module"
             )
+
+
+def _refuse_kept_tensors(step: QuietStep, narrow: LightningModule, wide: LightningModule) -> None:
+    """Raises a UserError for tensors that a step leaves to the next one in attributes, where they do not grow."""
+    with state_kept([*narrow.modules(), *wide.modules()]):
+        first = _total_loss(step, narrow)
+        left = _shapes_in_attributes(narrow)
+        if not left:
+            return
+        _total_loss(step, wide)
+        of_wide = _shapes_in_attributes(wide)
+        growing = [name for name, shapes in left.items() if of_wide.get(name, shapes) != shapes]
+        if growing and not torch.isclose(_total_loss(step, narrow), first, rtol=1e-5):
+            raise UserError(
+                f"UpscaleCallback: {type(narrow).__name__} keeps tensors {growing[0]!r} from one step to the next, "
+                f"{left[growing[0]][0]} → {of_wide[growing[0]][0]}, which do not grow with it. Keep them in buffers "
+                "(self.register_buffer), which do"
+            )
+
+
+def _total_loss(step: QuietStep, module: LightningModule) -> Tensor:
+    with generators_kept():
+        return step.total(module)
+
+
+def _shapes_in_attributes(module: nn.Module) -> dict[str, list[tuple[int, ...]]]:
+    """Of the tensors that a module or a part of it has in an attribute, by its name."""
+    answer = {}
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                shapes = [tuple(leaf.shape) for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+                answer |= {joined(prefix, name): shapes} if shapes else {}
+    return answer
 
 
 def _bare(hints: Any) -> Hints | None:

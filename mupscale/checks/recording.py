@@ -121,6 +121,8 @@ def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for owner, values in held:
+            for name in [name for name in owner if name not in values and name not in _OF_TORCH]:
+                del owner[name]  # it was not there before
             owner.update(values)
         with torch.no_grad():
             for value, copy in copies:

@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 GROWS_AT, BATCHES = 4, 14
+HIDDEN = {"hparams": {"hidden": 16}}
 
 
 class Losses(Callback):
@@ -143,6 +144,44 @@ class BackwardByHand(ManualAccumulation):
         optimizer.step()
 
 
+class Carried(Autoencoder):
+    """Adds what its units were at the step before: they are in an attribute, which does not grow."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        self.units: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        units = self.encoder[1](self.encoder[0](batch[0]))
+        before = self.before(units)
+        self.units = units.detach()
+        return F.mse_loss(self.decoder(self.encoder[2](units + 0.1 * before)), batch[0])
+
+    def before(self, units: Tensor) -> Tensor:
+        return torch.zeros_like(units) if self.units is None else self.units[: len(units)]
+
+
+class CarriedInBuffer(Carried):
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        del self.units
+        self.register_buffer("units", torch.zeros(8, hidden))
+
+
+class KeptToLookAt(Carried):
+    def before(self, units: Tensor) -> Tensor:
+        return torch.zeros_like(units)
+
+
+@pytest.mark.parametrize("kind", [CarriedInBuffer, KeptToLookAt])
+def test_tensors_from_step_to_step_grow_in_a_buffer_and_others_do_not_matter(kind: type, tmp_path: Path) -> None:
+    seed_everything(0, verbose=False)
+    wanted = fit(kind(), "points", tmp_path)
+    seed_everything(0, verbose=False)
+    losses = fit(kind(), "points", tmp_path, UpscaleCallback(GROWS_AT, **HIDDEN))
+    assert losses == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
 class LeastRate(Autoencoder):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters())
@@ -153,8 +192,6 @@ def compiled() -> Any:
     return torch.compile(Autoencoder())
 
 
-HIDDEN = {"hparams": {"hidden": 16}}
-
 REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "a width": (Autoencoder, {"width": 16}, {}, r"width needs a Growable module.*hparams=\{\.\.\.\}"),
     "a sum of units": (SumOfUnits, HIDDEN, {}, "does not compute and train as the narrow one.*call="),
@@ -164,6 +201,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "another class": (Autoencoder, {"make": lambda: UNet()}, {}, "make returned a UNet.*same class"),
     "a failing make": (Autoencoder, {"make": lambda: 1 // 0}, {}, r"cannot be made \(ZeroDivisionError"),
     "backward by hand": (BackwardByHand, {"hparams": {"sizes": (16, 16)}}, {}, "manual_backward.*or give call="),
+    "tensors from step to step": (Carried, HIDDEN, {}, r"keeps tensors 'units'.*register_buffer"),
     "one least rate": (LeastRate, HIDDEN, {}, "eta_min = 1e-05.*relative"),
     "clipping entries": (Autoencoder, HIDDEN, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, '"norm"'),
     "a compiled module": (compiled, HIDDEN, {}, r"self.net.compile\(\)"),
