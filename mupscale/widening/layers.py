@@ -26,8 +26,6 @@ Depth = How | Mapping[str, Sequence[int] | Sequence["Layer"]]
 `identity`: inserted layers add nothing at first, so the function stays. `interleave`: each layer k times in place.
 `stack`: the whole stack again. `random`: inserted layers keep the initial values of the deep model. Or, by the name of
 a layer list, the index of the shallow layer that each deep layer copies, or a `Layer` for each."""
-
-
 NewLayer = Literal["copy", "identity", "random"]
 
 
@@ -86,10 +84,7 @@ def layers_of(shallow: nn.Module, deep: nn.Module, depth: Depth | None) -> Layer
 
 
 def spread(shallow: nn.Module, deep: nn.Module) -> Layers:
-    """The layers of a base model of any depth beside those of a model, for muP: evenly, whichever has more.
-
-    Lists of unlike layers are left out.
-    """
+    """The layers of a muP base model of any depth beside those of a model, evenly; without lists of unlike layers."""
     lists = [found for found in unequal_lists(shallow, deep) if found.is_uniform]
     return {found.name: found.named(found.evenly(), "copy") for found in lists}
 
