@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import Row, run
+from mupscale.hf.family import on_meta
 from mupscale.hf.folder import read_folder
-from mupscale.hf.growth import on_meta
 from mupscale.hf.safetensors_files import INDEX_FILE, as_bytes, index_text, split_into_files, write_all
 
 LAYERS_OF_7B = 32

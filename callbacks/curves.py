@@ -12,7 +12,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from mupscale.callbacks.finite_loss import NonFiniteLoss, RecentLosses, described
 from mupscale.callbacks.log_files import cut_back, written
 from mupscale.callbacks.strides import Strides, steps_to
 from mupscale.callbacks.tensorboard import log_scalars, tag_in
@@ -88,10 +87,8 @@ class Curves(Strides):
             # that of all ranks: the number of them may be another one when the run is resumed
             checkpoint["callbacks"][self.state_key]["sum"] = self._mean(trainer, pl_module) * self._count
         for logger in trainer.loggers:
-            flush = getattr(
-                getattr(logger, "experiment", None), "flush", logger.save
-            )  # a logger of one's own may have no such thing
-            flush()
+            # a logger of one's own may have no such thing
+            getattr(getattr(logger, "experiment", None), "flush", logger.save)()
         if trainer.is_global_zero:
             checkpoint["callbacks"][self.state_key] |= written(trainer)
 
@@ -229,9 +226,9 @@ class Curves(Strides):
                 found = min((each for each in ranks if each is not None), key=lambda each: each[0], default=None)
             # otherwise it is in what a checkpoint held, or the sum is too large for its precision
             if found is not None and self.stop_on_nan:
-                raise NonFiniteLoss(described(found), found[0])
+                raise NonFiniteLoss(describe_loss(found), found[0])
             if found is not None:
-                rank_zero_warn(f"{described(found)}. --stop_on_nan ends a run there", stacklevel=2)
+                rank_zero_warn(f"{describe_loss(found)}. --stop_on_nan ends a run there", stacklevel=2)
         self._recent.clear()
 
     def _throughput(self, trainer: Trainer) -> dict[str, float]:
@@ -275,6 +272,47 @@ class Curves(Strides):
                         continue
                     tagged = {tag_in(logger, f"by_{axis}/{name}"): value for name, value in values.items()}
                     log_scalars(logger, tagged, int(self.spent[axis] / unit))
+
+
+class NonFiniteLoss(UserError):
+    """Stops a run because its training loss is NaN or infinite."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class RecentLosses:
+    """The losses since the last check, on their device. Adding one launches no kernel."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._places: list[tuple[int, Width | None]] = []
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def add(self, step: int, width: Width | None, loss: Tensor) -> None:
+        self._losses.append(loss)
+        self._places.append((step, width))
+
+    def clear(self) -> None:
+        self._losses.clear()
+        self._places.clear()
+
+    def first_bad(self) -> tuple[int, Width | None, float] | None:
+        """The step, the width and the loss of the first one that is not finite; waits for the device."""
+        if not self._losses:
+            return None
+        losses = torch.stack([loss.float() for loss in self._losses]).tolist()
+        rows = zip(self._places, losses, strict=True)
+        return next(((*place, loss) for place, loss in rows if not math.isfinite(loss)), None)
+
+
+def describe_loss(bad: tuple[int, Width | None, float]) -> str:
+    step, width, loss = bad
+    at_width = "" if width is None else f", width {width}"
+    return f"the training loss is {loss} at step {step} (the first step is 0){at_width}"
 
 
 def stepped(trainer: Trainer) -> bool:

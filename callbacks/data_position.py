@@ -1,12 +1,16 @@
-"""Where a run is in its training data, and how a resumed run gets there again."""
+"""Where a run is in its training data and its random numbers, and how a resumed run gets there again."""
 
+import random
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
-from mupscale.callbacks.random_states import generators_of, rng_state, set_rng_state
 from mupscale.models._lightning_loop import place_in_data
 from mupscale.models._lightning_resume import (
     TrainingData,
@@ -103,3 +107,43 @@ class DataPosition:
                 "for augmentation, batches differ from those of an uninterrupted run. Use persistent_workers=False",
                 stacklevel=2,
             )
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The states of the global random number generators, as tensors and primitives."""
+    version, internal, gauss = random.getstate()
+    generator = np.random.get_state(legacy=True)
+    assert isinstance(generator, tuple)
+    name, keys, position, has_gauss, cached = generator
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": [version, torch.tensor(internal), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(integers(internal)), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(integers(keys), dtype=np.uint32), *rest))
+
+
+def integers(tensor: Tensor) -> list[int]:
+    return [int(x) for x in tensor.tolist()]
+
+
+def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
+    """The generators that data loaders and their samplers were given, each once."""
+    found: dict[int, torch.Generator] = {}
+    for loader in loaders:
+        batches = getattr(loader, "batch_sampler", None)
+        for holder in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+    return list(found.values())

@@ -6,8 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
-from mupscale.callbacks.data_position import DataPosition
-from mupscale.callbacks.random_states import rng_state, set_rng_state
+from mupscale.callbacks.data_position import DataPosition, rng_state, set_rng_state
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.data_files import interpreting
 from mupscale.models._lightning import callbacks_of, set_callbacks, update_callback_metrics

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from mupscale.callbacks.company import Member, current_member
-from mupscale.callbacks.stack_rules import OF_STEPS, TRANSFER, free_steps, hook_inside_a_step, is_scored_jointly
+from mupscale.callbacks.stack_rules import OF_STEPS, TRANSFER, free_steps, is_scored_jointly, why_single
 from mupscale.callbacks.stacked_fits import Awaited, is_resident
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of, datamodule_of, detects_anomalies, enter_hook, profiler_of
+from mupscale.models._lightning import callbacks_of, datamodule_of, enter_hook, profiler_of
 from mupscale.models._lightning_loop import EpochLoop, hands_over_the_iterator, leave_steps, validate_outside
 from mupscale.models.base import Growable
 
@@ -61,7 +61,7 @@ class FastLoop(Callback):
         if isinstance(pl_module, Growable):
             pl_module.is_in_stack = loop.member is not None
         if loop.cuda_graph:
-            refuse_capture(trainer, pl_module)
+            refuse_capture(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if isinstance(trainer.fit_loop.epoch_loop, LeanEpochLoop):
@@ -248,26 +248,10 @@ def plain(trainer: Trainer) -> bool:
     )
 
 
-def refuse_capture(trainer: Trainer, module: LightningModule) -> None:
+def refuse_capture(trainer: Trainer) -> None:
     """Raises a UserError, with the reason, if a step cannot be one graph."""
-    if not isinstance(module, Growable):
-        raise UserError(f"FastLoop.cuda_graph needs a Growable module, model is a {type(module).__name__}")
-    if not plain(trainer):
-        raise UserError(
-            "FastLoop.cuda_graph needs one device, trainer.accumulate_grad_batches = 1, no trainer.profiler, a "
-            "precision that does not convert inputs, and no hook that transfers batches"
-        )
-    plugin = trainer.precision_plugin
-    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        raise UserError(
-            "FastLoop.cuda_graph does not support the loss scaling of trainer.precision 16-mixed; use bf16-mixed"
-        )
-    if detects_anomalies(trainer):
-        raise UserError(
-            "FastLoop.cuda_graph cannot detect anomalies inside its steps; set trainer.detect_anomaly: false"
-        )
-    if type(module).training_step is not Growable.training_step:
-        raise UserError(f"FastLoop.cuda_graph runs `loss`, but {type(module).__name__} overrides training_step")
-    inside = hook_inside_a_step(trainer)
-    if inside is not None:
-        raise UserError(f"FastLoop.cuda_graph does not call hooks inside a step, but {inside[0]} has {inside[1]}")
+    reason = why_single(trainer)
+    if reason is None and not plain(trainer):
+        reason = f"trainer.precision = {trainer.precision} converts inputs; use 32-true or bf16-mixed"
+    if reason is not None:
+        raise UserError(f"FastLoop.cuda_graph: {reason}")

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import is_compiled_in_place
-from mupscale.checks.random_numbers import generators_kept
-from mupscale.checks.recording import state_kept
+from mupscale.checks.recording import generators_kept, state_kept
 from mupscale.checks.structures import leaves_of
 from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import UserError

@@ -4,10 +4,9 @@ import torch
 from lightning.pytorch import Trainer
 
 from mupscale.callbacks.stacked_fits import Apart, Awaited, loss_of
-from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.callbacks.upscale import size_after_all, swaps_of
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of
 from mupscale.models._lightning_loop import training_loader
 from mupscale.models.base import Growable, init_contexts
 from mupscale.models.checkpoint import Size
@@ -57,11 +56,7 @@ def why_slow(module: Growable, device: torch.device) -> str | None:
 
 def largest(trainer: Trainer, module: Growable) -> Size:
     """The size at the end of a fit."""
-    swaps = [callback for callback in callbacks_of(trainer) if isinstance(callback, UpscaleCallback)]
-    size = module.size
-    for swap in sorted(swaps, key=lambda swap: swap.at_step):
-        size = swap.size_after(size)
-    return size
+    return size_after_all(module.size, swaps_of(trainer))
 
 
 def bytes_of(first: Awaited, size: Size) -> int:
@@ -82,7 +77,7 @@ def bytes_of(first: Awaited, size: Size) -> int:
                 losses=module.stacked_losses(),
                 amsgrad=any(group.get("amsgrad", False) for group in optimizer.param_groups),
                 grown=any(record.changes_steps for record in step_records(optimizer).values())
-                or any(isinstance(callback, UpscaleCallback) for callback in callbacks_of(first.trainer)),
+                or bool(swaps_of(first.trainer)),
             )
         finally:
             module.net = net

@@ -77,35 +77,44 @@ def hook_inside_a_step(trainer: Trainer) -> tuple[str, str] | None:
     return None
 
 
-def why_apart(trainer: Trainer) -> str | None:
-    """Why a fit cannot be stacked with others; None if it can."""
-    module, plugin = trainer.lightning_module, trainer.precision_plugin
-    if not isinstance(module, Growable):
-        return f"the model is a {type(module).__name__}, not a Growable"
+def why_single(trainer: Trainer) -> str | None:
+    """Why Lightning must take each step of a fit, so that it is neither captured nor stacked; None if it need not."""
+    module, plugin, data = trainer.lightning_module, trainer.precision_plugin, datamodule_of(trainer)
     name = type(module).__name__
+    if not isinstance(module, Growable):
+        return f"the model is a {name}, not a Growable"
     if type(trainer.strategy) is not SingleDeviceStrategy:
-        return "a trial runs on several devices"
+        return "the run has several devices"
+    if not module.automatic_optimization:
+        return f"{name} has manual optimization"
     if trainer.accumulate_grad_batches != 1:
-        return f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}"
-    if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value":
-        return "trainer.gradient_clip_algorithm is value"
+        return f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}, not 1"
     if not isinstance(profiler_of(trainer), PassThroughProfiler):
         return "trainer.profiler needs single steps"
     if detects_anomalies(trainer):
-        return "trainer.detect_anomaly needs single steps"
+        return "trainer.detect_anomaly needs single steps; set it to false"
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         return "trainer.precision is 16-mixed, which scales each loss; use bf16-mixed"
-    if type(module).training_step is not Growable.training_step:
-        return f"{name} overrides training_step"
-    for method in ("configure_gradient_clipping", "on_train_batch_start", *TRANSFER):
+    for method in ("training_step", "on_train_batch_start", *TRANSFER):
         if getattr(type(module), method) is not getattr(Growable, method):
             return f"{name} overrides {method}"
+    if any(is_overridden(hook, data) for hook in TRANSFER):
+        return f"{type(data).__name__} has a hook that transfers batches"
     inside = hook_inside_a_step(trainer)
-    if inside is not None:
-        return f"{inside[0]} has a hook inside the step, {inside[1]}"
-    if any(is_overridden(hook, datamodule_of(trainer)) for hook in TRANSFER):
-        return f"{type(datamodule_of(trainer)).__name__} has a hook that transfers batches"
-    if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in KINDS:
+    return None if inside is None else f"{inside[0]} has a hook inside the step, {inside[1]}"
+
+
+def why_apart(trainer: Trainer) -> str | None:
+    """Why a fit cannot be stacked with others; None if it can."""
+    module, optimizers = trainer.lightning_module, trainer.optimizers
+    reason = why_single(trainer)
+    if reason is not None:
+        return reason
+    if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value":
+        return "trainer.gradient_clip_algorithm is value"
+    if type(module).configure_gradient_clipping is not Growable.configure_gradient_clipping:
+        return f"{type(module).__name__} overrides configure_gradient_clipping"
+    if len(optimizers) != 1 or type(optimizers[0]) not in KINDS:
         names = ", ".join(kind.__name__ for kind in KINDS)
-        return f"{type(trainer.optimizers[0]).__name__} cannot step many models at once; {names} can"
+        return f"{type(optimizers[0]).__name__} cannot step many models at once; {names} can"
     return None

@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
-from mupscale.callbacks.upscale import UpscaleCallback, growth_text
-from mupscale.models._lightning import ClockedBar, callbacks_of
+from mupscale.callbacks.upscale import growth_text, swaps_of
+from mupscale.models._lightning import ClockedBar
 from mupscale.models.base import Growable
 from mupscale.schedules import WarmupCosine, WarmupStableDecay
 
@@ -50,12 +50,8 @@ class Summary(Callback):
 
     @rank_zero_only
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        upscales = sorted((c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
-        growth = "".join(
-            f", {c.target.replace('=', ' ', 1)} from step {c.at_step}"
-            for c in upscales
-            if c.at_step >= trainer.global_step
-        )
+        to_come = [swap for swap in swaps_of(trainer) if swap.at_step >= trainer.global_step]
+        growth = "".join(f", {swap.target.replace('=', ' ', 1)} from step {swap.at_step}" for swap in to_come)
         print(f"step {trainer.global_step}: {type(pl_module).__name__}, {size(pl_module)}{growth}", flush=True)
         warn_of_rate_zero(trainer)
 
@@ -66,13 +62,11 @@ class Summary(Callback):
         if not trainer.is_global_zero:
             return
         lines = [f"{trainer.global_step} steps, {size(pl_module)}"]
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, UpscaleCallback) and callback.summary:
-                s = callback.summary
-                lines.append(
-                    f"  step {s['step']}: {growth_text(s)} in {s['seconds']:.2f} s; "
-                    f"loss {s['loss_before']:.6f} just before, {s['loss_after']:.6f} just after"
-                )
+        for done in (swap.summary for swap in swaps_of(trainer) if swap.summary):
+            lines.append(
+                f"  step {done['step']}: {growth_text(done)} in {done['seconds']:.2f} s; "
+                f"loss {done['loss_before']:.6f} just before, {done['loss_after']:.6f} just after"
+            )
         if loss is not None:
             lines.append(f"  training loss of the last batch {float(loss):.6f}")
         for name, value in trainer.callback_metrics.items():

@@ -2,8 +2,8 @@
 
 import copy
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from mupscale._torch import is_compiled_in_place
+from mupscale._torch import is_compiled_in_place, without_iterator
+from mupscale.callbacks.data_position import generators_of
 from mupscale.callbacks.fast_loop import LeanEpochLoop
 from mupscale.callbacks.ordinary import OrdinaryGrowth, keeps_loss
-from mupscale.callbacks.own_batches import OwnBatches
-from mupscale.checks.random_numbers import generators_kept
-from mupscale.checks.recording import state_kept
+from mupscale.checks.recording import generators_kept, state_kept
 from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import UpscaleReport, grow
@@ -31,6 +32,8 @@ from mupscale.models._lightning import (
     averaged_copy,
     averaging_callbacks,
     callbacks_of,
+    datamodule_of,
+    on_device,
     set_average,
 )
 from mupscale.models.base import Growable, has_own_optimizers, init_contexts, without_log
@@ -60,16 +63,6 @@ class RefusedSwap(UserError, RuntimeError):
     """A swap that fails because of the module: what it computes, or what its `configure_optimizers` returns."""
 
 
-class Grown(NamedTuple):
-    """What a swap did."""
-
-    plan: Plan
-    notes: tuple[str, ...]
-    """What does not continue exactly."""
-    keeps_function: bool
-    """Whether the loss should be the same just after it."""
-
-
 @dataclass(frozen=True)
 class Swap:
     """One growth in the middle of a run. `UpscaleCallback` explains the fields."""
@@ -85,28 +78,29 @@ class Swap:
     rewarm_steps: int
     restart_schedule: bool
 
-    def perform(self, trainer: Trainer, module: LightningModule, compare: Callable[[], None]) -> Grown:
+    def perform(
+        self, trainer: Trainer, module: LightningModule, compare: Callable[[], None]
+    ) -> tuple[UpscaleReport, bool]:
         """Puts the wide network, its optimizers and its schedules in the place of the narrow ones.
+
+        Returns what was done, and whether the loss should be the same just after it.
 
         `compare` is called before noise is added, unless the network is sharded or the method changes the function.
         """
         if isinstance(trainer.fit_loop.epoch_loop, LeanEpochLoop):
             trainer.fit_loop.epoch_loop.release()  # a captured step would keep the narrow network's memory
         seed = trainer.strategy.broadcast(_seed(trainer.global_step))
-        grown, report = (
-            self._grow_network(trainer, module, seed, compare)
-            if isinstance(module, Growable)
-            else self._grow_ordinary(trainer, module, seed, compare)
-        )
+        grow_it = self._grow_network if isinstance(module, Growable) else self._grow_ordinary
+        report, keeps_function = grow_it(trainer, module, seed, compare)
         self._widen_averages(module, report, seed)
         self.method.forget()
         for monitor in (c for c in callbacks_of(trainer) if isinstance(c, LearningRateMonitor)):
             monitor.on_train_start(trainer)  # the number of parameter groups may have changed
-        return grown
+        return report, keeps_function
 
     def _grow_ordinary(
         self, trainer: Trainer, module: LightningModule, seed: int, compare: Callable[[], None]
-    ) -> tuple[Grown, UpscaleReport]:
+    ) -> tuple[UpscaleReport, bool]:
         """Grows a module that is not a Growable, with its optimizers and schedules."""
         assert self.ordinary is not None
         method = copy.copy(self.method)
@@ -114,15 +108,16 @@ class Swap:
         noise = method.noise if self.noise is None else self.noise
         report = self.ordinary.grow(trainer, module, method, self.noise, seed, self.lr, compare)
         keeps_function = keeps_loss(method, report.plan, module) and (noise is None or noise.centred)
-        return Grown(report.plan, report.notes, keeps_function), report
+        return report, keeps_function
 
     def _grow_network(
-        self, trainer: Trainer, module: Growable, seed: int, compare: Callable[[], None]
-    ) -> tuple[Grown, UpscaleReport]:
+        self, trainer: Trainer, module: LightningModule, seed: int, compare: Callable[[], None]
+    ) -> tuple[UpscaleReport, bool]:
         """Grows a Growable, with its optimizers and schedules.
 
         The narrow tensors are freed one by one. Sharded, a rank holds at most its wide shard and one whole tensor.
         """
+        assert isinstance(module, Growable)
         narrow = module.net
         assert narrow is not None
         assert self.size is not None
@@ -180,7 +175,7 @@ class Swap:
         for config, old in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
             came_from = sources[id(config.scheduler.optimizer)]
             continue_schedule(old, config.scheduler, came_from, restart=self.restart_schedule)
-        return Grown(growth, report.notes, keeps_function), report
+        return report, keeps_function
 
     def _fit_method(self, trainer: Trainer, module: Growable, narrow: nn.Module, wide: nn.Module) -> None:
         """Lets the method learn from training batches, leaving the run's data and random numbers as they were."""
@@ -282,6 +277,46 @@ class Swap:
             wide.to(average_device(callback, module))
             new.n_averaged.copy_(old.n_averaged)
             set_average(callback, new)
+
+
+class OwnBatches:
+    """The training batches of a run, on its device, from a separate loader. `iter` begins with the next epoch.
+
+    The loader is a new one from `train_dataloader` of the data module or the model. A loader that was passed to `fit`
+    is copied.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        refuse_many_loaders("OwnBatches", trainer)
+        self._trainer = trainer
+        data = datamodule_of(trainer)
+        source = data if data is not None and is_overridden("train_dataloader", data) else module
+        if is_overridden("train_dataloader", source):
+            self._loader = source.train_dataloader()
+        else:
+            self._loader = copy.copy(trainer.train_dataloader)
+        if isinstance(self._loader, DataLoader):
+            self._loader = without_iterator(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield on_device(self._trainer, batch)
+
+    @contextmanager
+    def generators_kept(self) -> Iterator[None]:
+        """Puts the random generators back that the loader shares with the run's."""
+        states = [(generator, generator.get_state()) for generator in generators_of([self._loader])]
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
+
+def refuse_many_loaders(what: str, trainer: Trainer) -> None:
+    """Raises a UserError for a run with several training data loaders."""
+    if isinstance(trainer.train_dataloader, dict | list | tuple):
+        raise UserError(f"{what}: the run has several training data loaders. Give one")
 
 
 def keep_units_of_own_optimizers(trainer: Trainer, module: LightningModule) -> None:

@@ -12,19 +12,24 @@ from torch import Tensor
 
 from mupscale.callbacks.curves import Curves, stepped
 from mupscale.callbacks.strides import Strides, steps_to
-from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.callbacks.upscale import swaps_of
 from mupscale.errors import UserError
-from mupscale.methods.noise import Constants, Noise, SignalNoise, save_constants
+from mupscale.methods.noise import SignalNoise, save_constants
 from mupscale.models._lightning import callbacks_of
 from mupscale.models.base import Growable, init_contexts, without_log
-from mupscale.widening.growth import Growth
-from mupscale.widening.plan_text import Plan
 
 DIVERGED = 10
 """How many times the loss of an untrained network, or of the network just after a swap, counts as divergence."""
 
 PATIENCE = 5
 """Checks in a row that must find it there. A check looks at the mean over a hundredth of the run."""
+
+
+SAVED = (
+    "sum", "count", "window", "diverged",
+    "_strikes", "_recent", "_recent_count", "_reference", "_size", "_logged",
+)  # fmt: skip
+"""The attributes of a TrialMetric that are its saved state."""
 
 
 class TrialMetric(Strides):
@@ -63,32 +68,12 @@ class TrialMetric(Strides):
         self._validated: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "sum": float(self.sum),
-            "count": self.count,
-            "window": self.window,
-            "diverged": self.diverged,
-            "strikes": self._strikes,
-            "recent": float(self._recent),
-            "recent_count": self._recent_count,
-            "reference": self._reference,
-            "size": self._size,
-            "logged": self._logged,
-        }
+        values = {name.lstrip("_"): getattr(self, name) for name in SAVED}
+        return {key: float(value) if isinstance(value, Tensor) else value for key, value in values.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.sum, self.count, self.window = state_dict["sum"], state_dict["count"], state_dict["window"]
-        self.diverged, self._strikes, self._reference = (
-            state_dict["diverged"],
-            state_dict["strikes"],
-            state_dict["reference"],
-        )
-        self._recent, self._recent_count, self._size = (
-            state_dict["recent"],
-            state_dict["recent_count"],
-            state_dict["size"],
-        )
-        self._logged = state_dict["logged"]
+        for name in SAVED:
+            setattr(self, name, state_dict[name.lstrip("_")])
 
     @property
     def value(self) -> float:
@@ -108,8 +93,6 @@ class TrialMetric(Strides):
                 "processes"
             )
         for callback in callbacks_of(trainer):
-            if isinstance(callback, UpscaleCallback) and isinstance(callback.noise, SignalNoise):
-                callback.noise = Recording(callback.noise)
             if isinstance(callback, Curves):
                 callback.watches = False  # a trial whose loss is not finite has a result: it diverged
 
@@ -171,13 +154,10 @@ class TrialMetric(Strides):
             self._size = str(pl_module.size)
             if loss is not None and math.isfinite(loss):
                 self._reference = max(self._reference, float(loss))
-            self._save_noise(trainer, pl_module)
+            self._save_noise(trainer)
         if stepped(trainer) and (trainer.global_step % self._interval == 0 or trainer.global_step == self._steps):
             self._check(trainer)
-        if any(
-            isinstance(callback, UpscaleCallback) and callback.is_due(trainer, pl_module)
-            for callback in callbacks_of(trainer)
-        ):
+        if any(swap.is_due(trainer, pl_module) for swap in swaps_of(trainer)):
             self._check_before_swap(trainer, pl_module)
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
@@ -248,9 +228,8 @@ class TrialMetric(Strides):
     def _stop(self, trainer: Trainer) -> None:
         self.diverged = True
         trainer.should_stop = True
-        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = (
-            None  # which are for runs that may yet get better
-        )
+        # which are for runs that may yet get better
+        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
     def _look_up(self, trainer: Trainer) -> float:
         metrics = trainer.callback_metrics
@@ -261,43 +240,12 @@ class TrialMetric(Strides):
             )
         return float(metrics[self.metric])
 
-    def _save_noise(self, trainer: Trainer, module: Growable) -> None:
-        for callback in callbacks_of(trainer):
-            if (
-                isinstance(callback, UpscaleCallback)
-                and isinstance(callback.noise, Recording)
-                and callback.size_after(module.size) == module.size
-            ):
+    def _save_noise(self, trainer: Trainer) -> None:
+        for swap in swaps_of(trainer):
+            if isinstance(swap.noise, SignalNoise) and swap.constants:
                 assert trainer.log_dir is not None
-                path = Path(trainer.log_dir) / f"noise-{callback.at_step}.json"
-                save_constants(callback.noise.constants, path, callback.noise.centred)
-
-
-class Recording(Noise):
-    """A noise, whose constants can be had afterwards."""
-
-    def __init__(self, noise: Noise) -> None:
-        self.noise = noise
-        self.centred = noise.centred
-        self.constants: Constants = {}
-
-    def check(self, plan: Plan) -> None:
-        self.noise.check(plan)
-        self.constants = dict.fromkeys(plan.parameters, 0.0)
-
-    def check_level(self) -> None:
-        self.noise.check_level()
-
-    def level(self) -> float:
-        return self.noise.level()
-
-    def applies(self, entry: Growth) -> bool:
-        return self.noise.applies(entry)
-
-    def constant(self, entry: Growth, narrow: Tensor, widened: Tensor, delta: Tensor) -> Tensor | float:
-        value = self.noise.constant(entry, narrow, widened, delta)
-        self.constants[entry.name] = torch.as_tensor(value, dtype=torch.float64).tolist()
-        return value
+                path = Path(trainer.log_dir) / f"noise-{swap.at_step}.json"
+                save_constants(swap.constants, path, swap.noise.centred)
 
 
 def window_of(metric: str) -> float | str | None:

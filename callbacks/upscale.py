@@ -5,7 +5,7 @@ The swap itself is in `swap.py`.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,23 @@ from torch.optim import Optimizer
 
 from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.callbacks.ordinary import OrdinaryGrowth, load_growths, regroup, save_names
-from mupscale.callbacks.own_batches import refuse_many_loaders
 from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
 from mupscale.callbacks.strides import Strides
-from mupscale.callbacks.swap import Grown, Measured, RefusedSwap, Swap, keep_units_of_own_optimizers, measure_loss
+from mupscale.callbacks.swap import (
+    Measured,
+    RefusedSwap,
+    Swap,
+    keep_units_of_own_optimizers,
+    measure_loss,
+    refuse_many_loaders,
+)
 from mupscale.callbacks.tensorboard import tag_in
-from mupscale.checks.random_numbers import generators_kept
+from mupscale.checks.recording import generators_kept
 from mupscale.device_memory import physical_memory
 from mupscale.errors import UserError
 from mupscale.layer_names import notes_by_layer
 from mupscale.methods import Duplication, GrowthMethod
-from mupscale.methods.noise import Noise
+from mupscale.methods.noise import Constants, Noise
 from mupscale.models._lightning import callbacks_of, hands_weights_back, is_trial_run, set_callbacks
 from mupscale.models.arguments import refuse_bad_width
 from mupscale.models.base import Growable, has_own_optimizers, hint_of_parameters_outside, parameters_outside
@@ -165,6 +171,8 @@ class UpscaleCallback(Strides):
         self.restart_schedule = restart_schedule
         self.checkpoint: Path | None = None
         self.summary: dict[str, Any] = {}
+        self.constants: Constants = {}
+        """Of the noise that was added."""
         self._needs_check = False
         self._optimizers_in_checkpoint: tuple[Any, Any] | None = None
 
@@ -223,7 +231,7 @@ class UpscaleCallback(Strides):
                 'into the module of the parent process, which has not grown. Use strategy="ddp"'
             )
         self.refuse_step(trainer)
-        refuse_schedule([c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)])
+        refuse_schedule(swaps_of(trainer))
         write_whole_files(trainer)
         refuse_callbacks(callbacks_of(trainer))
         self.checkpoint = None
@@ -272,7 +280,7 @@ class UpscaleCallback(Strides):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.ordinary is not None and self.ordinary.is_done and self._optimizers_in_checkpoint is not None:
             regroup(trainer, pl_module, *self._optimizers_in_checkpoint)
-            for other in (c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)):
+            for other in swaps_of(trainer):
                 other._optimizers_in_checkpoint = None  # one of them has done it
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -346,8 +354,7 @@ class UpscaleCallback(Strides):
 
     def _earlier(self, trainer: Trainer) -> list[OrdinaryGrowth]:
         """The growths before this one that are still to come, in their order."""
-        swaps = sorted((c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
-        before = (c.ordinary for c in swaps if c.at_step < self.at_step)
+        before = (c.ordinary for c in swaps_of(trainer) if c.at_step < self.at_step)
         return [growth for growth in before if growth is not None and not growth.is_done]
 
     # --- what can be refused without a run
@@ -455,11 +462,7 @@ class UpscaleCallback(Strides):
     def _size_before(self, trainer: Trainer, module: LightningModule) -> Size:
         """The size this swap will start from: the model's, or that of the swap before it."""
         assert isinstance(module, Growable)
-        earlier = [c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback) and c.at_step < self.at_step]
-        size = module.size
-        for callback in sorted(earlier, key=lambda c: c.at_step):
-            size = callback.size_after(size)
-        return size
+        return size_after_all(module.size, (c for c in swaps_of(trainer) if c.at_step < self.at_step))
 
     def _check_growth(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         """Raises a UserError if small networks of the same factor show that the growth is not exact."""
@@ -495,13 +498,25 @@ class UpscaleCallback(Strides):
         def compare() -> None:
             _refuse_jump(before, measure(), trainer, "an upscale before its noise")
 
-        grown = self._grow(trainer, module, compare)
+        swap = Swap(
+            size=self.size_after(module.size) if isinstance(module, Growable) else None,
+            depth=self.depth,
+            ordinary=self.ordinary,
+            method=self.method,
+            noise=self.noise,
+            lr=self.lr,
+            state_rule=self.state_rule,
+            rewarm_steps=self.rewarm_steps,
+            restart_schedule=self.restart_schedule,
+        )
+        report, keeps_function = swap.perform(trainer, module, compare)
+        self.constants = report.noise
         after = measure()
         losses = float(before.loss), float(after.loss)  # waits for the device
-        if grown.keeps_function:
+        if keeps_function:
             _refuse_jump(before, after, trainer, "centred noise" if self.noise else "an upscale without noise")
-        self._log(trainer, module, narrow_size, grown.plan, *losses, time.perf_counter() - start)
-        notes = list(grown.notes)
+        self._log(trainer, module, narrow_size, report.plan, *losses, time.perf_counter() - start)
+        notes = list(report.notes)
         if not torch.equal(before.random_state, after.random_state):
             notes.append(
                 "the loss draws other random numbers at the new width (dropout, or noise for each unit): training does "
@@ -524,20 +539,6 @@ class UpscaleCallback(Strides):
         if self.ordinary is None or self.ordinary.recipe.hparams is None:
             return f"{sum(p.numel() for p in module.parameters()):,} parameters"
         return ", ".join(f"{name}={module.hparams[name]}" for name in self.ordinary.recipe.hparams)
-
-    def _grow(self, trainer: Trainer, module: LightningModule, compare: Callable[[], None]) -> Grown:
-        swap = Swap(
-            size=self.size_after(module.size) if isinstance(module, Growable) else None,
-            depth=self.depth,
-            ordinary=self.ordinary,
-            method=self.method,
-            noise=self.noise,
-            lr=self.lr,
-            state_rule=self.state_rule,
-            rewarm_steps=self.rewarm_steps,
-            restart_schedule=self.restart_schedule,
-        )
-        return swap.perform(trainer, module, compare)
 
     def _log(
         self,
@@ -592,6 +593,18 @@ def growth_text(summary: dict[str, Any]) -> str:
     return f"{noun}{summary['before']} → {summary['after']}"
 
 
+def swaps_of(trainer: Trainer) -> list[UpscaleCallback]:
+    """The upscales of a run, in their order."""
+    return sorted((c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
+
+
+def size_after_all(size: Size, swaps: Iterable[UpscaleCallback]) -> Size:
+    """What a Growable of this size has become after several upscales."""
+    for swap in swaps:
+        size = swap.size_after(size)
+    return size
+
+
 def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
     """Raises a UserError for two upscales at one step, or for an invalid level of noise."""
     targets: dict[int, str] = {}
@@ -610,9 +623,8 @@ def refuse_schedule(swaps: Sequence[UpscaleCallback]) -> None:
 
 def _grown_in(checkpoint: dict[str, Any], trainer: Trainer) -> list[OrdinaryGrowth]:
     """The growths before which a checkpoint was not written, in their order."""
-    swaps = sorted((c for c in callbacks_of(trainer) if isinstance(c, UpscaleCallback)), key=lambda c: c.at_step)
     states = checkpoint.get("callbacks", {})
-    return [c.ordinary for c in swaps if c.ordinary is not None and "step" in states.get(c.state_key, {})]
+    return [c.ordinary for c in swaps_of(trainer) if c.ordinary is not None and "step" in states.get(c.state_key, {})]
 
 
 def rate_factors(growth: Plan, narrow: nn.Module, optimizer: Optimizer, method: GrowthMethod) -> set[float]:

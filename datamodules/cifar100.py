@@ -15,24 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.datasets import CIFAR100 as Published
 from torchvision.datasets.utils import check_integrity, download_url
 
-from mupscale.datamodules.files import check_digest, reaching, read_npz, temporary_folder
-from mupscale.datamodules.resident import (
-    ResidentLoader,
-    model_arguments,
-    ranks,
-    refuse_bad_number,
-    refuse_unfit_model,
-    seed_of_run,
-    shuffles,
-    training_device,
-)
-from mupscale.datamodules.shared import shared, version_of
+from mupscale.datamodules.base import TensorData, refuse_unfit_model
+from mupscale.datamodules.files import check_digest, reaching, read_npz, shared, temporary_folder, version_of
+from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError
 
 CLASSES, SIZE = 100, 32
@@ -41,7 +31,7 @@ OFFSETS = 2 * PADDING + 1  # places where a crop can begin, in rows and in colum
 NPZ = "cifar100.npz"
 
 
-class CIFAR100(LightningDataModule):
+class CIFAR100(TensorData):
     """CIFAR-100, kept as uint8 on the training device; batches of normalised float32 images with labels 0..99.
 
     Training pads every image by 4 black pixels, crops it at random, and mirrors it with probability 1/2. Crops and
@@ -60,59 +50,28 @@ class CIFAR100(LightningDataModule):
     """
 
     def __init__(self, data_dir: str = "data", batch_size: int = 128, seed: int | None = None) -> None:
-        super().__init__()
-        refuse_bad_number("batch_size", batch_size)
-        if seed is not None:
-            refuse_bad_number("seed", seed, least=0)
+        super().__init__(batch_size, seed)
         self.data_dir = data_dir
-        self.batch_size = batch_size
-        self.seed = seed
-        self._order_seed = seed
-        self._train: tuple[Tensor, Tensor] | None = None
-        self._test: tuple[Tensor, Tensor] | None = None
         self._table: Tensor | None = None
 
     def prepare_data(self) -> None:
         self._folder()
 
-    def setup(self, stage: str | None = None) -> None:
-        self.refuse_model(model_arguments(self.trainer))
-        if self._order_seed is None:
-            self._order_seed = seed_of_run()
-        device = training_device(self.trainer)
-        if self._train is not None and self._train[0].device == device:
+    def load(self, device: torch.device) -> None:
+        if self.is_on(device):
             return
         folder = self._folder()
         key = type(self), version_of(_files(folder)), device
         table, train_x, train_y, test_x, test_y = shared(key, lambda: _resident(folder, device))
-        self._table, self._train, self._test = table, (train_x, train_y), (test_x, test_y)
-
-        if stage == "fit":
-            self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
+        self._table, self._train, self._held_out = table, (train_x, train_y), (test_x, test_y)
 
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
-        """Raises a UserError if a model with these arguments does not fit the data."""
         refuse_unfit_model("CIFAR100", arguments, None, CLASSES)
 
-    def train_dataloader(self) -> ResidentLoader:
-        assert self._train is not None
-        return self._loader(AugmentingLoader, self._train, shuffle=shuffles(self.trainer), drop_last=True)
-
-    def val_dataloader(self) -> ResidentLoader:
-        assert self._test is not None
-        return self._loader(NormalisingLoader, self._test, shuffle=False)
-
-    def test_dataloader(self) -> ResidentLoader:
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> ResidentLoader:
-        assert self._test is not None
-        return self._loader(NormalisingLoader, self._test[:1], shuffle=False)
-
-    def _loader(self, kind: type["NormalisingLoader"], tensors: tuple[Tensor, ...], **options: bool) -> ResidentLoader:
+    def _loader(self, tensors: tuple[Tensor, ...], *, training: bool) -> ResidentLoader:
         assert self._table is not None
-        assert self._order_seed is not None
-        return kind(self._table, tensors, self.batch_size, seed=self._order_seed, **options, **ranks(self.trainer))
+        kind = AugmentingLoader if training else NormalisingLoader
+        return kind(self._table, tensors, self.batch_size, **self.loader_options(training=training))
 
     def _folder(self) -> Path:
         """The folder with the data set, downloaded if necessary; raises a UserError if the download fails."""

@@ -11,21 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from mupscale.datamodules.files import bytes_shown, check_digest, reaching, read_npz, temporary_folder
-from mupscale.datamodules.resident import (
-    ResidentLoader,
-    model_arguments,
-    ranks,
-    refuse_bad_number,
-    refuse_unfit_model,
-    seed_of_run,
-    shuffles,
-    training_device,
+from mupscale.datamodules.base import TensorData, refuse_unfit_model
+from mupscale.datamodules.files import (
+    bytes_shown,
+    check_digest,
+    reaching,
+    read_npz,
+    shared,
+    temporary_folder,
+    version_of,
 )
-from mupscale.datamodules.shared import shared, version_of
 from mupscale.errors import UserError, needs_extra
 
 CONTINUOUS = 10  # columns 0..9; the other 44 are binary: 4 wilderness areas, 40 soil types
@@ -38,7 +35,7 @@ URL = "https://ndownloader.figshare.com/files/5976039"
 SHA256 = "614360d0257557dd1792834a85a1cdebfadc3c4f30b011d56afee7ffb5b15771"
 
 
-class Covertype(LightningDataModule):
+class Covertype(TensorData):
     """Forest Covertype, kept on the training device, 80 % for training and 20 % held out.
 
     The split is stratified. Continuous columns are standardised with the mean and deviation of the training part,
@@ -56,26 +53,14 @@ class Covertype(LightningDataModule):
     """
 
     def __init__(self, data_dir: str | None = None, batch_size: int = 2000, seed: int | None = None) -> None:
-        super().__init__()
-        refuse_bad_number("batch_size", batch_size)
-        if seed is not None:
-            refuse_bad_number("seed", seed, least=0)
+        super().__init__(batch_size, seed)
         self.data_dir = data_dir
-        self.batch_size = batch_size
-        self.seed = seed
-        self._order_seed = seed
-        self._train: tuple[Tensor, Tensor] | None = None
-        self._held_out: tuple[Tensor, Tensor] | None = None
 
     def prepare_data(self) -> None:
         self._file()
 
-    def setup(self, stage: str | None = None) -> None:
-        self.refuse_model(model_arguments(self.trainer))
-        if self._order_seed is None:
-            self._order_seed = seed_of_run()
-        device = training_device(self.trainer)
-        if self._train is not None and self._train[0].device == device:
+    def load(self, device: torch.device) -> None:
+        if self.is_on(device):
             return
         file = self._file()
         split_seed = 0 if self.seed is None else self.seed
@@ -83,38 +68,8 @@ class Covertype(LightningDataModule):
         train_x, train_y, held_out_x, held_out_y = shared(key, lambda: _split(file, split_seed, device))
         self._train, self._held_out = (train_x, train_y), (held_out_x, held_out_y)
 
-        if stage == "fit":
-            self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
-
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
-        """Raises a UserError if a model with these arguments does not fit the data."""
         refuse_unfit_model("Covertype", arguments, FEATURES, CLASSES)
-
-    def train_dataloader(self) -> ResidentLoader:
-        assert self._train is not None
-        return self._loader(self._train, shuffle=shuffles(self.trainer), drop_last=True)
-
-    def val_dataloader(self) -> ResidentLoader:
-        assert self._held_out is not None
-        return self._loader(self._held_out)
-
-    def test_dataloader(self) -> ResidentLoader:
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> ResidentLoader:
-        assert self._held_out is not None
-        return self._loader(self._held_out[:1])
-
-    def _loader(self, tensors: tuple[Tensor, ...], *, shuffle: bool = False, drop_last: bool = False) -> ResidentLoader:
-        assert self._order_seed is not None
-        return ResidentLoader(
-            tensors,
-            self.batch_size,
-            shuffle=shuffle,
-            seed=self._order_seed,
-            drop_last=drop_last,
-            **ranks(self.trainer),
-        )
 
     def _file(self) -> Path:
         """The file to read, which is made if it is missing; raises a UserError if that fails."""

@@ -9,19 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
+from mupscale.arguments import refuse_unless_whole
+from mupscale.datamodules.base import SeededData, ranks
+from mupscale.datamodules.files import once, shared
 from mupscale.datamodules.mapped_tokens import Vocabulary
-from mupscale.datamodules.resident import (
-    model_arguments,
-    ranks,
-    refuse_bad_number,
-    seed_of_run,
-    shuffles,
-    training_device,
-)
-from mupscale.datamodules.shared import once, shared
 from mupscale.datamodules.token_files import SPLITS, TokenFolder, list_files, read_token_folder
 from mupscale.datamodules.windows import MappedWindows, Order, ResidentWindows, WindowLoader
 from mupscale.errors import UserError
@@ -31,7 +24,7 @@ RESIDENT_SHARE = 1 / 8
 """Tokens that take at most this share of a GPU's memory are kept there, unless `resident` is set."""
 
 
-class FineWeb(LightningDataModule):
+class FineWeb(SeededData):
     """Tokens of FineWeb-Edu or of your own text: a folder of `python -m mupscale prepare`, or datatrove's .ds files.
 
     A batch is int64 [rows, context + 1]: each position predicts the next. Training uses random crops, or sequential
@@ -61,18 +54,12 @@ class FineWeb(LightningDataModule):
         resident: bool | None = None,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
-        refuse_bad_number("batch_size", batch_size)
-        refuse_bad_number("context", context, least=None)
-        if seed is not None:
-            refuse_bad_number("seed", seed, least=0)
+        super().__init__(batch_size, seed)
+        refuse_unless_whole("data.context", context, least=None)
         self.data_dir = data_dir
-        self.batch_size = batch_size
         self.context = context
         self.order: Order = order
         self.resident = resident
-        self.seed = seed
-        self._order_seed = seed
         self._windows: dict[str, ResidentWindows | MappedWindows] = {}
         self._windows_are_for: tuple[torch.device, Vocabulary | None] | None = None
         self._token_folder: TokenFolder
@@ -83,16 +70,15 @@ class FineWeb(LightningDataModule):
             once(corpus.version(), corpus.verify)
 
     def setup(self, stage: str | None = None) -> None:
-        corpus, device = self._corpus(), training_device(self.trainer)
-        self._refuse_context(corpus)
-        if self._order_seed is None:
-            self._order_seed = seed_of_run()
-        arguments = model_arguments(self.trainer)
-        self.refuse_model(arguments)
+        self._refuse_context(self._corpus())
+        super().setup(stage)
+
+    def load(self, device: torch.device) -> None:
+        corpus = self._corpus()
         self._refuse_other_files(corpus)
         if self.data_dir is not None:
             once(("described", corpus.version()), lambda: rank_zero_info(corpus.summary()))
-        vocabulary = _vocabulary_in(arguments)
+        vocabulary = _vocabulary_in(self.model_arguments)
         if self._windows and self._windows_are_for == (device, vocabulary):
             return
         resident = self.resident
@@ -107,33 +93,20 @@ class FineWeb(LightningDataModule):
 
         self._windows = dict(zip(SPLITS, shared(key, made), strict=True))
         self._windows_are_for = device, vocabulary
-        if stage == "fit":
-            self.train_dataloader()  # refuses a batch size that does not fit the data before a run begins
 
     def train_dataloader(self) -> WindowLoader:
-        order: Order = self.order if shuffles(self.trainer) else "sequential"
-        return self._loader("train", order, drop_last=True)
+        return self._loader("train", self.order if self.shuffles else "sequential")
 
     def val_dataloader(self) -> WindowLoader:
         return self._loader("val", "sequential")
 
-    def test_dataloader(self) -> WindowLoader:
-        return self.val_dataloader()
-
     def predict_dataloader(self) -> WindowLoader:
         return self._loader("val", "sequential", targets=False)
 
-    def _loader(self, split: str, order: Order, *, targets: bool = True, drop_last: bool = False) -> WindowLoader:
-        return WindowLoader(
-            self._windows[split],
-            self.batch_size,
-            order=order,
-            targets=targets,
-            seed=self._order_seed,
-            files=self._token_folder.order(split),
-            drop_last=drop_last,
-            **ranks(self.trainer),
-        )
+    def _loader(self, split: str, order: Order, *, targets: bool = True) -> WindowLoader:
+        options = self.loader_options(training=split == "train")
+        files = self._token_folder.order(split)
+        return WindowLoader(self._windows[split], self.batch_size, order=order, targets=targets, files=files, **options)
 
     def _corpus(self) -> TokenFolder:
         folder = Path(self.data_dir).expanduser() if self.data_dir is not None else JARGON
@@ -168,7 +141,6 @@ class FineWeb(LightningDataModule):
                 )
 
     def refuse_model(self, arguments: Mapping[str, Any]) -> None:
-        """Raises a UserError if a model with these arguments does not fit the data."""
         vocabulary = _vocabulary_in(arguments)
         if vocabulary is not None:
             self._corpus().refuse_vocabulary(vocabulary)

@@ -11,10 +11,9 @@ A prepared folder holds:
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from mupscale.atomic import partial, write_durably
+from mupscale.atomic import locked, partial, write_durably
 from mupscale.data_files import json_of, refuse_links
 from mupscale.datamodules.documents import Position, Source, Unusable
 from mupscale.datamodules.token_files import PREPARED, PROGRESS, SPLITS
@@ -353,38 +352,26 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
     At the end the folder and its parents are removed if they are empty and were made here.
     """
-    import fcntl  # only Unix has it, and training does not need it
-
-    lock = folder / LOCK
     refuse_links(folder, LOCK, TOKENIZER, *SPLITS)
     for split in SPLITS:
         refuse_links(folder / split, *(path.name for path in (folder / split).glob("*")))
     made = [path for path in (folder, *folder.parents) if not path.exists() or (path / PROGRESS).exists()]
-    while True:
+    with ExitStack() as held:
+        while True:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except FileExistsError:
+                raise UserError(f"--out {folder} is a file: name a folder") from None
+            with suppress(FileNotFoundError):  # another process failed meanwhile and removed the folder
+                held.enter_context(locked(folder / LOCK, f"--out {folder} is being prepared by another process"))
+                break
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise UserError(f"--out {folder} is a file: name a folder") from None
-        try:
-            stream = lock.open("a")
-        except FileNotFoundError:
-            continue  # another process failed meanwhile and removed the folder
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            stream.close()
-            raise UserError(f"--out {folder} is being prepared by another process") from None
-        if lock.exists() and os.path.samestat(os.fstat(stream.fileno()), lock.stat()):
-            break
-        stream.close()  # another process finished meanwhile and removed this file: its lock is void
-    try:
-        yield
-    finally:
-        lock.unlink()
-        for path in made:
-            with suppress(OSError):  # not empty
-                path.rmdir()
-        stream.close()
+            yield
+        finally:
+            held.close()
+            for path in made:
+                with suppress(OSError):  # not empty
+                    path.rmdir()
 
 
 def remove(folder: Path) -> None:

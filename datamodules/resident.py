@@ -1,16 +1,13 @@
 """Batches of tensors that are already on the training device: one index operation each, no workers, no host copies."""
 
 import hashlib
-import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
-from mupscale.arguments import refuse_unless_whole
 from mupscale.errors import UserError
 
 PLANS_KEPT = 2
@@ -275,52 +272,6 @@ def joint_batch(loaders: Sequence[ResidentLoader], epoch: int, position: int) ->
         return tuple(torch.stack(parts) for parts in zip(*batches, strict=True))
     parts = first._batch(*(entries[position] for entries in plan))
     return _unpacked(tuple(part.unflatten(0, (len(loaders), -1)) for part in parts))
-
-
-def seed_of_run() -> int:
-    """The seed of the run, which `seed_everything` puts into the environment of all its processes; without one, 0."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
-def refuse_bad_number(key: str, value: Any, least: int | None = 1) -> None:
-    """Raises a UserError if an argument of a data module is not a whole number, or is less than `least`."""
-    refuse_unless_whole(f"data.{key}", value, least)
-
-
-def refuse_unfit_model(data: str, arguments: Mapping[str, Any], inputs: int | None, classes: int) -> None:
-    """Raises a UserError if a model's arguments `inputs` and `outputs`, where it has them, do not fit the data."""
-    if inputs is not None and arguments.get("inputs", inputs) != inputs:
-        raise UserError(
-            f"model.inputs = {arguments['inputs']}: {data} has {inputs} features; set model.inputs: {inputs}"
-        )
-    if arguments.get("outputs", classes) < classes:
-        raise UserError(
-            f"model.outputs = {arguments['outputs']}: {data} has {classes} classes; set model.outputs: {classes}"
-        )
-
-
-def model_arguments(trainer: Trainer | None) -> Mapping[str, Any]:
-    """The arguments of the model that a trainer trains; none without a trainer."""
-    return getattr(getattr(trainer, "lightning_module", None), "hparams", {})
-
-
-def training_device(trainer: Trainer | None) -> torch.device:
-    """Where the trainer computes; without a trainer, the CPU."""
-    return trainer.strategy.root_device if trainer is not None else torch.device("cpu")
-
-
-def ranks(trainer: Trainer | None) -> dict[str, int]:
-    """The `rank` and `world_size` of a loader in this process."""
-    # not global_rank: under tensor parallelism several ranks share their data
-    shares = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {"rank": 0, "num_replicas": 1}
-    return {"rank": shares["rank"], "world_size": shares["num_replicas"]}
-
-
-def shuffles(trainer: Trainer | None) -> bool:
-    """Whether training batches come in random order: not under `overfit_batches`, for which Lightning can switch off
-    the shuffling of its own loaders only.
-    """
-    return trainer is None or not trainer.overfit_batches  # type: ignore[attr-defined]
 
 
 def _mixed(seed: int, epoch: int) -> int:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mupscale._torch import is_too_large, tree_map
 from mupscale.base_shapes import Init, set_base_shapes
-from mupscale.checks.random_numbers import generators_kept
+from mupscale.checks.recording import generators_kept
 from mupscale.checks.structures import leaves_of, map_leaves
 from mupscale.clipping import clip_grad_norm_
 from mupscale.cuda_graph import use_fused
@@ -73,31 +73,16 @@ HOOKS = ("on_fit_start", "on_save_checkpoint", "on_load_checkpoint")
 """Hooks in which Growable has work to do, also if a subclass overrides them."""
 
 
-def unless_done(hook: Hook) -> Hook:
-    """A hook of Growable that does nothing when a hook of a subclass calls it by `super()`."""
-
-    @wraps(hook)
-    def once(self: "Growable", *arguments: Any) -> None:
-        if hook.__name__ not in self._done_hooks:
-            hook(self, *arguments)
-
-    return once
-
-
 def after_ours(ours: Hook, hook: Hook) -> Hook:
-    """A hook of a subclass that runs after that of Growable, whether it calls `super()` or not."""
-    name = ours.__name__
+    """A hook of a subclass that runs after that of Growable, whether it calls `super()` or not.
+
+    If it does, that of Growable runs twice, which changes nothing.
+    """
 
     @wraps(hook)
     def both(self: "Growable", *arguments: Any) -> None:
-        is_outermost = name not in self._done_hooks
         ours(self, *arguments)
-        self._done_hooks.add(name)
-        try:
-            hook(self, *arguments)
-        finally:
-            if is_outermost:
-                self._done_hooks.discard(name)
+        hook(self, *arguments)
 
     both.is_after_ours = True  # type: ignore[attr-defined]
     return both
@@ -181,7 +166,6 @@ class Growable(LightningModule):
         self._returned_loss: Tensor | None = None
         self.is_in_stack = False  # its steps are taken with those of other models, and compiled there
         self._on_meta = False
-        self._done_hooks: set[str] = set()
         self._references: dict[str, tuple[nn.Module, nn.Module]] = {}
 
     # --- what a subclass gives
@@ -404,14 +388,12 @@ class Growable(LightningModule):
 
     # --- checkpoints
 
-    @unless_done
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trainer = trainer_of(self)
         checkpoint[CHECKPOINT_KEY] = our_part(self, self.net, [] if trainer is None else trainer.optimizers)
         # it has weights of its own, also where the base does not exist
         checkpoint["hyper_parameters"]["init_from"] = None
 
-    @unless_done
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Rebuilds the network at the checkpoint's size; this is the last hook before weights load."""
         size = self.size_in(checkpoint)
@@ -434,7 +416,6 @@ class Growable(LightningModule):
         for optimizer in trainer.optimizers if trainer is not None else ():
             attach(self.net, optimizer)  # a sharded checkpoint is read after they were made
 
-    @unless_done
     def on_fit_start(self) -> None:
         path = self.hparams["init_from"]
         if path is not None and self.trainer.ckpt_path is None:

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mupscale.checks.agreement import Agreement, check_agreement
-from mupscale.checks.random_numbers import generators_kept
-from mupscale.checks.recording import state_kept
+from mupscale.checks.recording import generators_kept, state_kept
 from mupscale.checks.structures import leaves_of, map_leaves
 from mupscale.errors import UserError
 from mupscale.models.base import Growable, hint_of_parameters_outside, without_log

@@ -54,7 +54,7 @@ class CausalLMNet(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits; given targets, their mean loss, with the loss of the routers where the configuration asks for it."""
-        from mupscale.hf.whole_rows import whole_rows
+        from mupscale.hf.forward_pass import whole_rows
 
         # inside of a compilation transformers does not look at values either way
         with nullcontext() if torch.compiler.is_compiling() else whole_rows():

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from mupscale.checks.random_numbers import generators_kept
+from mupscale.checks.recording import generators_kept
 from mupscale.errors import UserError
 from mupscale.models._lightning import OF_EVERY_MODULE, attach_trainer, make_alike, set_hyperparameters
 from mupscale.models.base import init_contexts

@@ -1,4 +1,4 @@
-"""Writing files so that a reader finds the old content or the new one, never a part of either."""
+"""Writing files so that a reader finds the old content or the new one, never a part of either; and locks."""
 
 import os
 import platform
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from mupscale.errors import UserError
 
 
 @contextmanager
@@ -64,3 +66,29 @@ def sync_folder(path: Path) -> None:
 def partial(path: Path) -> Path:
     """The temporary file of `durably`."""
     return path.with_name(f".{path.name}.partial")
+
+
+@contextmanager
+def locked(path: Path, in_use: str) -> Iterator[None]:
+    """Holds a lock that ends with this process, and whose file is deleted at the end.
+
+    Raises a UserError with the message `in_use` if another process holds it.
+    """
+    import fcntl  # only Unix has it, and training does not need it
+
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(file)
+            raise UserError(in_use) from error
+        # the process that held it before may have deleted it in between: then this lock is void
+        if path.exists() and os.path.samestat(os.fstat(file), os.stat(path)):
+            break
+        os.close(file)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(file)

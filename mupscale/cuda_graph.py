@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mupscale._torch import tree_flatten, tree_unflatten
 from mupscale.errors import UserError
-from mupscale.stacking.captured import batch_kind
+from mupscale.stacking.captured import StaticBatch, batch_kind, capturing
 
 _NOT_BAKED_IN = ("params", "param_names", "lr", "initial_lr")
 """What of a parameter group may change without a new capture: learning rates are read from memory."""
@@ -37,38 +36,22 @@ class CapturedStep:
         use_fused(optimizer)
         _count_on_device(optimizer)
         self.kind = step_kind(batch, optimizer)
-        leaves, structure = tree_flatten(batch)
-        self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._optimizer, self._state = optimizer, optimizer.state  # held, so that no other state gets its id
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._rates_on_device = torch.tensor(self._rates, dtype=torch.float32, device=parameters[0].device)
+        self._inputs = StaticBatch(batch, parameters[0].device)
         self._graph = torch.cuda.CUDAGraph()
-        stream, cause = torch.cuda.current_stream(), None
         with _capturable(optimizer, self._rates_on_device):
             optimizer.zero_grad()
-            try:
-                # thread_local: other threads, such as one that pins memory, may call CUDA
-                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                    try:
-                        self._loss = gradients(tree_unflatten(self._inputs, structure)).detach()
-                        optimizer.step()
-                    except Exception as error:
-                        cause = error  # the end of the capture will fail as well, and tell less
-                        raise
-            except Exception as error:
-                torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
-                cause = cause or error
-                raise RuntimeError(
-                    f"a training step with {type(optimizer).__name__} cannot be captured in a CUDA graph: {cause}"
-                ) from cause
+            with capturing(self._graph, f"a training step with {type(optimizer).__name__}"):
+                self._loss = gradients(self._inputs.batch).detach()
+                optimizer.step()
         self._gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
 
     def __call__(self, batch: Any) -> Tensor:
         """Takes the step on a batch of the right kind; the loss before it, on the device. Nothing waits."""
-        for captured, leaf in zip(self._inputs, tree_flatten(batch)[0], strict=True):
-            if isinstance(leaf, Tensor):
-                captured.copy_(leaf, non_blocking=True)
+        self._inputs.fill(batch)
         for index, group in enumerate(self._optimizer.param_groups):
             rate = float(group["lr"])
             if rate != self._rates[index]:

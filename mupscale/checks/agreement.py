@@ -13,8 +13,7 @@ from mupscale.checks.comparison import relative_error, widened_gradient
 from mupscale.checks.float64 import copied, perturb_, unfreeze_
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.matching import MASKED, Match, Planned, match
-from mupscale.checks.random_numbers import generators_kept
-from mupscale.checks.recording import buffers_kept, float_copies
+from mupscale.checks.recording import buffers_kept, float_copies, generators_kept, training_mode
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
 from mupscale.methods.base import GrowthMethod
@@ -140,7 +139,7 @@ def gradients_after(
     with generators_kept(), torch.inference_mode(False), torch.enable_grad(), _full_precision():
         before, after = _copy("narrow", narrow, dtype), _copy("wide", wide, dtype)
         grow(before, after, hints=plan, method=method)
-        _, result = watched(after, call, _ignore, _ignore_tensor, dtype=dtype)
+        _, result = watched(after, call, dtype=dtype)
         return named_gradients(after, weighted_sum(floats_of(result)))
 
 
@@ -151,9 +150,9 @@ def change_of_outputs(narrow: nn.Module, wide: nn.Module, plan: Plan, call: Call
     """
     with generators_kept(), torch.inference_mode(False), torch.no_grad(), _full_precision():
         before, after = _copy("narrow", narrow, dtype), _copy("wide", wide, dtype)
-        _, first = watched(before, call, _ignore, _ignore_tensor, dtype=dtype)
+        _, first = watched(before, call, dtype=dtype)
         grow(before, after, hints=plan)
-        _, second = watched(after, call, _ignore, _ignore_tensor, dtype=dtype)
+        _, second = watched(after, call, dtype=dtype)
     both = zip(floats_of(first), floats_of(second), strict=False)
     pairs = [(a.double(), b.double()) for a, b in both if a.shape == b.shape]
     difference = sum(float((b - a).square().sum()) for a, b in pairs)
@@ -209,7 +208,11 @@ class _Check:
         self.planned = _planned(plan)
         self.modes = {name: module.training or not narrow.training for name, module in narrow.named_modules()}
         self.narrow, self.vary, self.reference = self._first_pass(narrow)
-        self._refuse_without_outputs()
+        if not self.reference.outputs:
+            raise UserError(
+                "upscale: call(model) returns no tensor of floats. Let it return what the model computes: "
+                "call=lambda model: model(batch)"
+            )
         self.tolerance = _IN_FLOAT64 if dtype is torch.float64 else self._tolerance_in_float32()
         self.wide = _copy("wide", wide, dtype)
         grow(self.narrow, self.wide, hints=plan)
@@ -265,7 +268,7 @@ class _Check:
         )
 
     def _run(self, model: nn.Module, seed: int = 0) -> list[Tensor]:
-        _, result = watched(model, self.call, _ignore, _ignore_tensor, dtype=self.dtype, seed=seed, vary=self.vary)
+        _, result = watched(model, self.call, dtype=self.dtype, seed=seed, vary=self.vary)
         return floats_of(result)
 
     def _pass_of_narrow(self, model: nn.Module) -> _Pass:
@@ -279,18 +282,11 @@ class _Check:
             raise _Fails(_shown(error)) from error
         return _Pass([output.detach() for output in outputs], gradients)
 
-    def _refuse_without_outputs(self) -> None:
-        if not self.reference.outputs:
-            raise UserError(
-                "upscale: call(model) returns no tensor of floats. Let it return what the model computes: "
-                "call=lambda model: model(batch)"
-            )
-
     def _tolerance_in_float32(self) -> _Tolerance:
         """Ten times the distance of the narrow float32 model from the same one in float64."""
         twin = copied("upscale: narrow", self.narrow).eval()
         try:
-            _, result = watched(twin, self.call, _ignore, _ignore_tensor, vary=self.vary)
+            _, result = watched(twin, self.call, vary=self.vary)
             outputs = floats_of(result)
             gradients = named_gradients(twin, weighted_sum(outputs))
         except torch.OutOfMemoryError:
@@ -398,7 +394,7 @@ class _Check:
         wide_modes = {
             name: self.modes.get(source_of(self.plan.layers, name), True) for name, _ in self.wide.named_modules()
         }
-        with _training(self.narrow, self.modes), _training(self.wide, wide_modes):
+        with training_mode(self.narrow, self.modes), training_mode(self.wide, wide_modes):
             try:
                 with buffers_kept(self.narrow):
                     outputs = self._run(self.narrow)
@@ -440,7 +436,7 @@ class _Check:
                 shapes.setdefault(source, []).extend(tensor.shape for tensor in tensors_of(values))
 
         with buffers_kept(model), torch.no_grad():
-            watched(model, self.call, note, _ignore_tensor, dtype=self.dtype, vary=self.vary)
+            watched(model, self.call, note, dtype=self.dtype, vary=self.vary)
         return shapes
 
     def _unlike_statistics(self, narrow: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -522,7 +518,7 @@ class _Check:
             events.append((name, kind, float_copies(values)))
 
         with buffers_kept(model), torch.no_grad():
-            watched(model, self.call, note, _ignore_tensor, dtype=self.dtype, vary=self.vary)
+            watched(model, self.call, note, dtype=self.dtype, vary=self.vary)
         return events
 
 
@@ -540,19 +536,6 @@ def _planned(plan: Plan) -> Planned:
             if layout not in answer.setdefault(sizes, []):
                 answer[sizes].append(layout)
     return answer
-
-
-@contextmanager
-def _training(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
-    """The training modes of the narrow model, but for layers that drop units, which the plan notes."""
-    before = {module: module.training for module in model.modules()}
-    try:
-        for name, module in model.named_modules():
-            module.training = not dropout_of(module) and modes.get(name, True)
-        yield
-    finally:
-        for module, mode in before.items():
-            module.training = mode
 
 
 def _named(model: nn.Module, name: str) -> str:
@@ -590,11 +573,3 @@ def _error(value: Tensor, wanted: Tensor) -> float:
 
 def _shown(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _ignore(name: str, kind: Kind, values: Any) -> None:
-    """Notes nothing."""
-
-
-def _ignore_tensor(tensor: Tensor) -> None:
-    """Notes nothing."""

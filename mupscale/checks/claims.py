@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from mupscale.checks.float64 import float64_copy
+from mupscale.checks.float64 import float64_copy, to_float64
 from mupscale.checks.forward_pass import named_gradients
 from mupscale.checks.recording import buffers_kept
+from mupscale.checks.structures import map_leaves
 from mupscale.checks.verify import WARM_UP
 from mupscale.errors import UserError
 from mupscale.methods.base import Claim, GrowthMethod, Loss
@@ -93,7 +94,7 @@ def check_claim(
     if depth is not None:
         hints = replace(checked_hints(hints), depth=depth)
     narrow, wide = float64_copy(narrow), float64_copy(wide)
-    batches = [_float64(batch) for batch in batches]
+    batches = [map_leaves(to_float64, batch) for batch in batches]
     before = optimizer(list(narrow.parameters()))
     for step in range(WARM_UP):
         _step(narrow, before, batches[step % len(batches)], loss)
@@ -113,12 +114,6 @@ def check_claim(
         batch = batches[(WARM_UP + step) % len(batches)]
         dynamic = max(dynamic, _deviation(_step(wide, after, batch, loss), _step(narrow, before, batch, loss)))
     return ClaimCheck(type(method).__name__, claim, static, dynamic)
-
-
-def _float64(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    return type(batch)(_float64(part) for part in batch) if isinstance(batch, tuple | list) else batch
 
 
 @torch.no_grad()

@@ -132,7 +132,7 @@ class Batches:
     def __getitem__(self, index: int) -> Any:
         while not self._ended and index >= len(self._seen):
             try:
-                self._seen.append(map_leaves(_to_float64, next(self._source)))
+                self._seen.append(map_leaves(to_float64, next(self._source)))
             except StopIteration:
                 self._ended = True
         if not self._seen:
@@ -189,7 +189,7 @@ def loss_in_float64(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, 
         ) from error
 
 
-def _to_float64(value: Any) -> Any:
+def to_float64(value: Any) -> Any:
     if not isinstance(value, Tensor) or not is_inexact(value):
         return value
     return value.to(torch.complex128) if value.is_complex() else value.double()

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from mupscale._torch import is_under_transform, tree_map
 from mupscale.checks.matching import MASKED, Match
 from mupscale.checks.precision import Operation, Precision
-from mupscale.checks.random_numbers import seed_generators
-from mupscale.checks.recording import real_floats
+from mupscale.checks.recording import real_floats, seed_generators
 from mupscale.checks.structures import leaves_of
 from mupscale.widening.axes import duplicate_, narrow_length
 
@@ -35,8 +34,8 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 def watched(
     model: nn.Module,
     call: Call,
-    note: Callable[[str, Kind, Any], None],
-    made: Callable[[Tensor], None],
+    note: Callable[[str, Kind, Any], None] = lambda name, kind, values: None,
+    made: Callable[[Tensor], None] = lambda tensor: None,
     ran: Operation = lambda func, args, result: None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,

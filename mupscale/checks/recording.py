@@ -1,15 +1,22 @@
-"""Records the inputs and outputs of modules in a forward pass, and restores the buffers that it changes."""
+"""Records the inputs and outputs of modules in a forward pass, and restores what it changes.
 
-from collections.abc import Callable, Iterable, Iterator
+That is buffers and attributes, modes, and the generators of torch, Python and numpy.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mupscale._torch import without_transforms
 from mupscale.checks.structures import leaves_of
+from mupscale.widening.modules import dropout_of
 
 
 @dataclass
@@ -144,3 +151,35 @@ def _restore_(value: Any, copy: Any) -> None:
         value.update(copy)
     elif not value.is_meta and not torch.equal(value, copy):
         value.copy_(copy)
+
+
+@contextmanager
+def training_mode(model: nn.Module, modes: Mapping[str, bool] = MappingProxyType({})) -> Iterator[None]:
+    """These modes by module, or else training; but for layers that drop units, which the plan notes."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        for name, module in model.named_modules():
+            module.training = not dropout_of(module) and modes.get(name, True)
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds all of them: a loss may draw from any, for a mix of samples or a mask."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+@contextmanager
+def generators_kept(devices: Iterable[torch.device] | None = None) -> Iterator[None]:
+    """Restores all of them at the end; of those of CUDA devices the given ones, by default all."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

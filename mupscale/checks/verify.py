@@ -17,8 +17,7 @@ from mupscale.arguments import (
 )
 from mupscale.checks.comparison import Comparison
 from mupscale.checks.float64 import Batches, computes_in_float32, copied, loss_in_float64, steps_in_float32
-from mupscale.checks.random_numbers import generators_kept, seed_generators
-from mupscale.checks.recording import Recorder
+from mupscale.checks.recording import Recorder, generators_kept, seed_generators
 from mupscale.checks.verdict import TOLERANCE, TOLERANCE_FLOAT32, Verdict
 from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import UserError

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mupscale.callbacks import log_files
-from mupscale.callbacks.finite_loss import NonFiniteLoss
+from mupscale.callbacks.curves import NonFiniteLoss
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.full_disk import DiskFull, full_disk
 from mupscale.commands.termination import EXIT_CODE, Terminated, on_sigterm, on_sigterm_in_a_thread

@@ -20,7 +20,7 @@ from mupscale._torch import tree_leaves
 from mupscale.checks.float64 import copied, perturb_, unfreeze_
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, watched, weighted_sum
 from mupscale.checks.precision import Precision
-from mupscale.checks.random_numbers import generators_kept
+from mupscale.checks.recording import generators_kept
 from mupscale.errors import UserError
 from mupscale.layer_names import starred
 from mupscale.widening.layers import joined

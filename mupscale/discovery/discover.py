@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mupscale.arguments import refuse_unless_callable, refuse_unless_model
 from mupscale.checks.float64 import copied, perturb_, unfreeze_
 from mupscale.checks.forward_pass import Call
-from mupscale.checks.random_numbers import generators_kept
+from mupscale.checks.recording import generators_kept
 from mupscale.discovery.cuts import PairedCut, paired
 from mupscale.discovery.found import Found, growth_factors, without_rounding
 from mupscale.discovery.hypothesis import Hypothesis, first_sides, is_known

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from mupscale.checks.forward_pass import Call, Kind, floats_of, named_gradients, tensors_of, watched, weighted_sum
 from mupscale.checks.matching import MASKED, Match, Planned, match
-from mupscale.checks.precision import Operation
 from mupscale.checks.recording import buffers_kept
 from mupscale.discovery.cuts import Cut, cuts_of
 from mupscale.discovery.hypothesis import Hypothesis, followed_axis
@@ -224,7 +223,7 @@ def _layout_of_units(inputs: list[Tensor], matches: list[Match], narrow: int, wi
 
 def returned(model: nn.Module, call: Call) -> list[Tensor]:
     """The outputs of one forward pass, with their graph. It may change buffers: see `buffers_kept`."""
-    return floats_of(_run(model, call, lambda name, kind, values: None, lambda tensor: None))
+    return floats_of(_run(model, call))
 
 
 def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) -> dict[str, Tensor]:
@@ -241,11 +240,9 @@ def gradients(model: nn.Module, call: Call, matches: list[Match] | None = None) 
 def _run(
     model: nn.Module,
     call: Call,
-    note: Callable[[str, Kind, Any], None],
-    made: Callable[[Tensor], None],
-    ran: Operation = lambda func, args, result: None,
+    *watchers: Any,
 ) -> list[Tensor]:
     """The outputs: what the model's own forward pass returned last, and what else `call` returns."""
-    outputs, result = watched(model, call, note, made, ran)
+    outputs, result = watched(model, call, *watchers)
     further = [tensor for tensor in tensors_of(result) if not any(tensor is output for output in outputs)]
     return [*outputs, *further]

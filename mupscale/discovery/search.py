@@ -1,13 +1,12 @@
 """The search: at the first difference between the models, changes the assumptions about the modules before it."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from mupscale.checks.matching import match
-from mupscale.checks.recording import buffers_kept
+from mupscale.checks.recording import buffers_kept, training_mode
 from mupscale.discovery.changes import Change, Proposals, pairs
 from mupscale.discovery.cuts import paired
 from mupscale.discovery.hypothesis import Assumed, Axis, Hypothesis
@@ -17,7 +16,6 @@ from mupscale.errors import UserError
 from mupscale.layer_names import starred
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.axes import duplicate_
-from mupscale.widening.modules import dropout_of
 from mupscale.widening.plan_text import Plan
 
 MOST_PASSES = 1500
@@ -111,7 +109,7 @@ class Search:
         outputs = []
         for model in (self.hypothesis.narrow, self.hypothesis.wide):
             try:
-                with _training(model), torch.set_grad_enabled(self.with_graph), buffers_kept(model):
+                with training_mode(model), torch.set_grad_enabled(self.with_graph), buffers_kept(model):
                     outputs.append([output.detach() for output in returned(model, self.call)])
             except Exception:  # a model may need more to train, such as labels
                 return False
@@ -259,19 +257,6 @@ class Search:
             f"discover: stuck at {where}: {outcome.reason}, and no change to the modules before it helps. "
             f"If you know how it grows, give roles, blocks and units by hand. {tried}"
         )
-
-
-@contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Training mode, but for layers that drop units, which the plan notes."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        for module in modes:
-            module.training = not dropout_of(module)
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _recorded(model: nn.Module, call: Call) -> tuple[Recording, bool]:

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
 from mupscale.hf.folder import read_folder, without_implementations
-from mupscale.hf.outputs import quiet
+from mupscale.hf.forward_pass import quiet
 
 
 def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:

@@ -1,34 +1,23 @@
-"""Configurations of the transformers library, wider (`wide_config`) and as small as they can be (`shrunken`)."""
+"""Configurations of the transformers library, wider: `wide_config`."""
 
 import copy
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
 from mupscale.errors import UserError
-from mupscale.hf.config_fields import Kind, kind_of
-from mupscale.hf.config_shrunken import HEADS, HIDDEN
-from mupscale.hf.config_shrunken import shrunken as shrunken
-from mupscale.hf.config_walk import fields_of, parts
+from mupscale.hf.config_fields import Kind, fields_of, kind_of, parts
+from mupscale.hf.config_shrunken import HEAD_SIZE, HEADS, HIDDEN
 
 Factor = int | float | Fraction
 
 # families in which the slope of a head is a function of the number of heads, and no field says so
 _SLOPES_OF_HEADS = {"bloom", "minimax"}
-_HEAD_SIZE = (
-    "head_dim",
-    "d_kv",
-    "d_head",
-    "attention_head_dim",
-    "attention_head_size",
-    "dim_head",
-    "kv_channels",
-    "qk_head_dim",
-    "mamba_d_head",
-)
+_HEAD_SIZE = (*HEAD_SIZE, "qk_head_dim", "mamba_d_head")
 
 
 def wide_config(
@@ -62,6 +51,31 @@ def wide_config(
     given = {name: _fraction(f"fields[{name!r}]", value) for name, value in (fields or {}).items()}
     common = _fraction("factor", factor)
     return _scaled(config, common, keep_heads, only, given)
+
+
+@dataclass(frozen=True)
+class ConfigGrowth:
+    """By how much the widths of a configuration grow. `ConfigGrowth(2).wide(config)` is the wide configuration."""
+
+    factor: float
+    keep_heads: bool | None = None
+    """Whether the number of heads stays, so that head_dim grows; None decides by the family."""
+    only: Literal["feed_forward"] | None = None
+    """`feed_forward`: only the intermediate sizes grow."""
+    fields: Mapping[str, float] | None = None
+    """Other factors, by the name of the field."""
+    has_layers: bool = False
+    """Whether the model becomes deeper too, so that its width may stay."""
+
+    def wide(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The wide configuration. UserError where a size would not be whole, or where nothing grows."""
+        wide = wide_config(config, self.factor, keep_heads=self.keep_heads, only=self.only, fields=self.fields)
+        if not self.has_layers and not self.widens(config, wide):
+            raise UserError(f"factor {self.factor:g} leaves every size as it is; give a larger one, or more layers")
+        return wide
+
+    def widens(self, config: PretrainedConfig, wide: PretrainedConfig) -> bool:
+        return wide.to_dict() != config.to_dict()
 
 
 def config_at(config: PretrainedConfig, hidden_size: int) -> PretrainedConfig:

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from mupscale.hf.config_fields import parts
 from mupscale.hf.config_shrunken import DEPTH, LAYER_NUMBERS
-from mupscale.hf.config_walk import parts
 
 _BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "attention_layers")
 """Lists with an entry for each layer, whatever a fresh configuration says."""

@@ -1,10 +1,13 @@
-"""Which fields of a configuration of the transformers library are widths: a table of name patterns, not of models.
+"""The fields of a configuration of the transformers library, and which are widths: by name patterns, not by models.
 
 The patterns match a whole field name. The first list that has a match decides, in the order of `kind_of`.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
+
+from transformers import PretrainedConfig
 
 Kind = Literal["feed_forward", "heads", "width", "kept", "refused", "unknown"]
 
@@ -94,3 +97,28 @@ def kind_of(name: str, value: Any, beside: Any = ()) -> Kind:
         if pattern.fullmatch(name):
             return kind
     return "unknown" if re.fullmatch(_SIZE, name) else "kept"
+
+
+def parts(config: PretrainedConfig, path: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
+    """The configuration, then every nested one once, each with the path in front of its fields' names."""
+    seen: set[int] = set()
+    queue = [(path, config)]
+    while queue:
+        path, part = queue.pop(0)
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield path, part
+        queue += [
+            (f"{path}{name}.", value) for name, value in vars(part).items() if isinstance(value, PretrainedConfig)
+        ]
+
+
+def fields_of(part: PretrainedConfig) -> Iterator[tuple[str, Any]]:
+    """The fields that may hold sizes: numbers, and lists of numbers."""
+    for name, value in vars(part).items():
+        if name in ("transformers_version", "id2label", "label2id", "torch_dtype", "dtype"):
+            continue
+        if isinstance(value, bool | str | dict | PretrainedConfig):
+            continue
+        yield name, value

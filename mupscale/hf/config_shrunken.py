@@ -12,8 +12,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from mupscale.hf.config_fields import kind_of
-from mupscale.hf.config_walk import fields_of, parts
+from mupscale.hf.config_fields import fields_of, kind_of, parts
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim")
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")

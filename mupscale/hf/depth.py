@@ -15,13 +15,11 @@ from mupscale.arguments import refuse_unless_whole
 from mupscale.checks.agreement import check_agreement
 from mupscale.discovery.depth import find_residual
 from mupscale.errors import UserError
-from mupscale.hf.config import shrunken
 from mupscale.hf.config_depth import deep_config, numbers_of_layers
-from mupscale.hf.config_walk import parts
-from mupscale.hf.family import CannotShrink, build_small, check_reloaded, on_cpu, working_call
-from mupscale.hf.growth import on_meta
-from mupscale.hf.inputs import Call
-from mupscale.hf.outputs import logits_of
+from mupscale.hf.config_fields import parts
+from mupscale.hf.config_shrunken import shrunken
+from mupscale.hf.family import CannotShrink, build_small, check_reloaded, on_cpu, on_meta, working_call
+from mupscale.hf.forward_pass import Call, logits_of
 from mupscale.layer_names import starred
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.hints import NO_HINTS, Hints

@@ -10,19 +10,18 @@ from threading import RLock
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from mupscale.checks.float64 import float64_copy
 from mupscale.discovery.cuts import PairedCut
 from mupscale.discovery.discover import confirm, cuts_between, discover
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError
-from mupscale.hf.config import shrunken, wide_config
-from mupscale.hf.config_walk import fields_of, parts
-from mupscale.hf.growth import on_meta
-from mupscale.hf.inputs import Call, default_call
-from mupscale.hf.outputs import difference, quiet
-from mupscale.hf.whole_rows import whole_rows
+from mupscale.hf.config import wide_config
+from mupscale.hf.config_fields import fields_of, parts
+from mupscale.hf.config_shrunken import shrunken
+from mupscale.hf.forward_pass import Call, default_call, difference, quiet, whole_rows
 from mupscale.methods.grow import grow
 from mupscale.watching import Watch, unwatched
 from mupscale.widening.hints import Hints
@@ -220,3 +219,15 @@ def working_call(model: Any, given: Call | None) -> Call:
         else:
             return call
     raise CannotShrink(f"a small {model.config.model_type} cannot run ({reasons[0]}), so how it grows is not found")
+
+
+def on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model without memory for its weights. UserError where the configuration makes none."""
+    try:
+        with torch.device("meta"), no_init_weights():
+            model = model_class(config)
+        model.tie_weights()  # which is a part of the initialisation
+        return model
+    except Exception as error:  # whatever it is, the configuration's values have caused it
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the configuration does not make a {model_class.__name__}: {message}") from error

@@ -166,7 +166,7 @@ def without_implementations(where: object, config: "PretrainedConfig") -> "Pretr
 
     Raises a UserError if one was chosen that is not part of transformers, in whatever form the file has named it.
     """
-    from mupscale.hf.config_walk import parts
+    from mupscale.hf.config_fields import parts
 
     for path, part in parts(config):
         for key in ("_attn_implementation", "_experts_implementation"):

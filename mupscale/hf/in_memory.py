@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mupscale.checks.agreement import Agreement, change_of_outputs, check_agreement
-from mupscale.checks.random_numbers import generators_kept
-from mupscale.checks.recording import state_kept
+from mupscale.checks.recording import generators_kept, state_kept
 from mupscale.discovery.discover import discover
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError, needs_extra
+from mupscale.hf.config import ConfigGrowth
 from mupscale.hf.depth import MOST_PARAMETERS, Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
-from mupscale.hf.family import CannotShrink, found_between
+from mupscale.hf.family import CannotShrink, found_between, on_meta
 from mupscale.hf.folder import read_folder
-from mupscale.hf.growth import ConfigGrowth, on_meta
-from mupscale.hf.inputs import Call, default_call
-from mupscale.hf.outputs import logits_of, quiet
+from mupscale.hf.forward_pass import Call, default_call, logits_of, quiet
 from mupscale.methods import GrowthMethod
 from mupscale.methods.grow import Optimizers, UpscaleReport, as_list, grow
 from mupscale.methods.noise import Noise

@@ -13,14 +13,13 @@ import torch
 
 from mupscale.arguments import refuse_unless_whole
 from mupscale.errors import UserError
+from mupscale.hf.config import ConfigGrowth
 from mupscale.hf.continuing import growth_record, written
 from mupscale.hf.depth import Counts, Deepening, How, deepened, find_deepenings, hints_at_depth
-from mupscale.hf.family import found_between
+from mupscale.hf.family import found_between, on_meta
 from mupscale.hf.folder import CONFIG_FILE, GROWTH_FILE, ModelFolder, read_folder
-from mupscale.hf.growth import ConfigGrowth, on_meta
-from mupscale.hf.inputs import Call
+from mupscale.hf.forward_pass import Call, fits, largest_difference
 from mupscale.hf.names import GrowingTensor, growing_tensors
-from mupscale.hf.outputs import fits, largest_difference
 from mupscale.hf.safetensors_files import INDEX_FILE, NewFile, index_text, split_into_files
 from mupscale.hf.streaming import Widening, Written, refuse_unlike_twins, write_wide
 from mupscale.hf.whole_folder import whole_folder

@@ -58,6 +58,10 @@ class Claim(NamedTuple):
 class GrowthMethod(ABC):
     """A way to make a wide network from a narrow one. `upscale(narrow, wide, optimizer, method=Net2Net(seed=1))`."""
 
+    published_state: StateRule = "carry"
+    """What the authors do with the optimizer state, and the default."""
+    published_hyperparameters: Hyperparameters = "table"
+    """Whether the authors rescale hyperparameters, and the default."""
     noise: Noise | None = None
     """A perturbation that belongs to the method."""
     equal_copies: bool = True
@@ -70,21 +74,25 @@ class GrowthMethod(ABC):
     """Whether `fit` must run before the weights can be written."""
 
     def __init__(
-        self, state: StateRule = "carry", hyperparameters: Hyperparameters = "table", rewarm_steps: int = 0
+        self,
+        state: StateRule | None = None,
+        hyperparameters: Hyperparameters | None = None,
+        rewarm_steps: int = 0,
     ) -> None:
         """
         Args:
             state: `carry` moves the optimizer state, `reset` drops it. `reset_new_copies` moves it for the first copy
-                of each unit; the other copies start with zero state and a step count of zero.
-            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
+                of each unit; the other copies start with zero state and a step count of zero. By default as published.
+            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`). By
+                default as published.
             rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
         """
-        check_state_rule(state, rewarm_steps)
-        if hyperparameters not in get_args(Hyperparameters):
-            raise UserError(f"hyperparameters must be table or same, got {hyperparameters!r}")
-        self.state = state
-        self.hyperparameters = hyperparameters
+        self.state: StateRule = self.published_state if state is None else state
+        self.hyperparameters = self.published_hyperparameters if hyperparameters is None else hyperparameters
         self.rewarm_steps = rewarm_steps
+        check_state_rule(self.state, rewarm_steps)
+        if self.hyperparameters not in get_args(Hyperparameters):
+            raise UserError(f"hyperparameters must be table or same, got {hyperparameters!r}")
 
     def plan(self, narrow: nn.Module, wide: nn.Module, hints: Hints | None = None) -> Plan:
         """Which axes grow and in which layout; raises a UserError if this method cannot grow the model."""

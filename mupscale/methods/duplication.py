@@ -2,21 +2,21 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.methods.base import Claim, GrowthMethod
 from mupscale.methods.noise import Noise, init_scale, is_noisy, refuse_inert
 from mupscale.widening.axes import copy_index, duplicate_
 from mupscale.widening.groups import is_nonzero
 from mupscale.widening.growth import Growth
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import StateRule, names_by_id
+from mupscale.widening.stepping import names_by_id
 from mupscale.widening.table import Side
 from mupscale.widening.write import widen_
 
@@ -69,23 +69,17 @@ class HyperCloning(GrowthMethod):
         True
     """
 
-    def __init__(
-        self,
-        variant: Variant = "symmetric",
-        decibels: float = 10.0,
-        state: StateRule = "reset",
-        hyperparameters: Hyperparameters = "same",
-        rewarm_steps: int = 0,
-    ) -> None:
+    published_state = "reset"
+    published_hyperparameters = "same"
+
+    def __init__(self, variant: Variant = "symmetric", decibels: float = 10.0, **options: Any) -> None:
         """
         Args:
             variant: `symmetric`, `diagonal` or `noisy`.
             decibels: For `noisy`: the ratio of the mean squares of weights and noise.
-            state: What happens to the optimizer state.
-            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
-            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
+            options: `state`, `hyperparameters` and `rewarm_steps` of every method.
         """
-        super().__init__(state, hyperparameters, rewarm_steps)
+        super().__init__(**options)
         if variant not in get_args(Variant):
             raise UserError(f"HyperCloning: variant must be one of {', '.join(get_args(Variant))}; got {variant!r}")
         self.variant = variant

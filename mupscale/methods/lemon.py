@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.methods.base import Claim, GrowthMethod
 from mupscale.methods.groups import AxisGroups, UnitGroup, norms_over_width, unit_groups, with_biases
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan import refuse_uneven_shift
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import StateRule
 
 
 class Lemon(GrowthMethod):
@@ -39,26 +39,16 @@ class Lemon(GrowthMethod):
         True
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        spread: float = 0.5,
-        groups: AxisGroups | None = None,
-        state: StateRule = "carry",
-        hyperparameters: Hyperparameters = "table",
-        rewarm_steps: int = 0,
-    ) -> None:
+    def __init__(self, seed: int = 0, spread: float = 0.5, groups: AxisGroups | None = None, **options: Any) -> None:
         """
         Args:
             seed: The seed of the random shares.
             spread: Shares are drawn evenly between 1 - spread and 1 + spread, and divided by their sum.
             groups: Axes that hold the same units, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default
-                the model\'s `width_groups`.
-            state: What happens to the optimizer state.
-            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
-            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
+                the model's `width_groups`.
+            options: `state`, `hyperparameters` and `rewarm_steps` of every method.
         """
-        super().__init__(state, hyperparameters, rewarm_steps)
+        super().__init__(**options)
         if isinstance(spread, bool) or not isinstance(spread, float | int) or not 0 < spread < 1:
             raise UserError(f"Lemon: spread must be a number between 0 and 1, got {spread!r}")
         self.seed = seed

@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 
 from mupscale.arguments import refuse_unless_callable, refuse_unless_iterable, refuse_unless_whole
 from mupscale.errors import UserError
-from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters, Loss
+from mupscale.methods.base import Claim, GrowthMethod, Loss
 from mupscale.methods.groups import AxisGroups, UnitGroup, copies_of_units, unit_groups, with_biases
 from mupscale.sharding import is_sharded
 from mupscale.widening.axes import Layout, Piece, duplicate_, narrow_length
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import StateRule
 from mupscale.widening.write import wide_buffers
 
 Maps = dict[str, dict[str, Tensor]]
@@ -56,15 +55,11 @@ class LiGO(GrowthMethod):
     equal_copies = False
     needs_batches = True
 
+    published_state = "reset"
+    published_hyperparameters = "same"
+
     def __init__(
-        self,
-        steps: int = 100,
-        lr: float = 0.02,
-        seed: int = 0,
-        groups: AxisGroups | None = None,
-        state: StateRule = "reset",
-        hyperparameters: Hyperparameters = "same",
-        rewarm_steps: int = 0,
+        self, steps: int = 100, lr: float = 0.02, seed: int = 0, groups: AxisGroups | None = None, **options: Any
     ) -> None:
         """
         Args:
@@ -73,12 +68,10 @@ class LiGO(GrowthMethod):
                 at lr / n, because each new unit is a sum over all n. So a good value carries over to other widths.
             seed: The seed of the initial maps and of the fit, for example of dropout.
             groups: Axes that hold the same units, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default
-                the model\'s `width_groups`.
-            state: What happens to the optimizer state.
-            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
-            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
+                the model's `width_groups`.
+            options: `state`, `hyperparameters` and `rewarm_steps` of every method.
         """
-        super().__init__(state, hyperparameters, rewarm_steps)
+        super().__init__(**options)
         refuse_unless_whole("LiGO: steps", steps)
         refuse_unless_whole("LiGO: seed", seed, least=None)
         if isinstance(lr, bool) or not isinstance(lr, float | int) or not (math.isfinite(lr) and lr > 0):

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.methods.base import Claim, GrowthMethod
 from mupscale.methods.groups import AxisGroups, UnitGroup, bias_of, unit_groups
 from mupscale.sharding import gathered, whole
 from mupscale.widening.axes import Layout, copy_index, narrow_length, source_index
@@ -17,7 +18,6 @@ from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import StateRule
 
 
 class Net2Net(GrowthMethod):
@@ -42,24 +42,15 @@ class Net2Net(GrowthMethod):
         True
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        groups: AxisGroups | None = None,
-        state: StateRule = "carry",
-        hyperparameters: Hyperparameters = "table",
-        rewarm_steps: int = 0,
-    ) -> None:
+    def __init__(self, seed: int = 0, groups: AxisGroups | None = None, **options: Any) -> None:
         """
         Args:
             seed: The seed of the random map.
             groups: Axes that hold the same units, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default
-                the model\'s `width_groups`.
-            state: What happens to the optimizer state.
-            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
-            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
+                the model's `width_groups`.
+            options: `state`, `hyperparameters` and `rewarm_steps` of every method.
         """
-        super().__init__(state, hyperparameters, rewarm_steps)
+        super().__init__(**options)
         self.seed = seed
         self.groups = groups
 
@@ -97,24 +88,8 @@ class FPI(Net2Net):
         True
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        groups: AxisGroups | None = None,
-        state: StateRule = "reset",
-        hyperparameters: Hyperparameters = "same",
-        rewarm_steps: int = 0,
-    ) -> None:
-        """
-        Args:
-            seed: The seed of the random map.
-            groups: Axes that hold the same units, by any name: `{"hidden": {"0.weight": 0, "1.weight": 1}}`. By default
-                the model\'s `width_groups`.
-            state: What happens to the optimizer state.
-            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
-            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
-        """
-        super().__init__(seed, groups, state, hyperparameters, rewarm_steps)
+    published_state = "reset"
+    published_hyperparameters = "same"
 
 
 class AKI(FPI):
@@ -176,8 +151,8 @@ def _random_copies(group: UnitGroup, generator: torch.Generator) -> list[int]:
 def _next_layers(plan: Plan) -> Iterator[tuple[str, str]]:
     """Each weight that produces width and has a next layer, with the weight there; then their biases."""
     for name, entry in plan.parameters.items():
-        grows = any(x != y for x, y, side in _axes(entry) if side == "out")
-        produces = entry.kind == "weight" and grows
+        axes = zip(entry.narrow_shape, entry.wide_shape, entry.sides, strict=True)
+        produces = entry.kind == "weight" and any(x != y for x, y, side in axes if side == "out")
         following = _next_name(plan, name) if produces else None
         if following is None:
             continue
@@ -185,10 +160,6 @@ def _next_layers(plan: Plan) -> Iterator[tuple[str, str]]:
         biases = bias_of(plan, name), bias_of(plan, following)
         if biases[0] is not None and biases[1] is not None:
             yield biases[0], biases[1]
-
-
-def _axes(entry: Growth) -> Iterator[tuple[int, int, str | None]]:
-    return zip(entry.narrow_shape, entry.wide_shape, entry.sides, strict=True)
 
 
 def _next_name(plan: Plan, name: str) -> str | None:

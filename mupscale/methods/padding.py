@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
+from mupscale.methods.base import Claim, GrowthMethod
 from mupscale.methods.groups import norms_over_width
 from mupscale.widening.axes import copy_index, duplicate_, is_unit_by_unit
 from mupscale.widening.growth import Growth
 from mupscale.widening.hints import Hints
 from mupscale.widening.plan import plan as make_plan
 from mupscale.widening.plan_text import Plan
-from mupscale.widening.stepping import StateRule, new_copies
+from mupscale.widening.stepping import new_copies
 from mupscale.widening.table import Scale, product, scale_of_axis
 from mupscale.widening.write import is_inexact
 
@@ -111,21 +112,15 @@ class ShrinkAndPad(ZeroPadding):
         ... )
     """
 
-    def __init__(
-        self,
-        shrink: float = 0.4,
-        state: StateRule = "reset",
-        hyperparameters: Hyperparameters = "table",
-        rewarm_steps: int = 0,
-    ) -> None:
+    published_state = "reset"
+
+    def __init__(self, shrink: float = 0.4, **options: Any) -> None:
         """
         Args:
             shrink: The factor on the weights.
-            state: What happens to the optimizer state.
-            hyperparameters: Rescale learning rate, eps and weight decay by the rules (`table`), or not (`same`).
-            rewarm_steps: With `reset_new_copies`, the steps over which the learning rate of new copies rises.
+            options: `state`, `hyperparameters` and `rewarm_steps` of every method.
         """
-        super().__init__(state, hyperparameters, rewarm_steps)
+        super().__init__(**options)
         number = isinstance(shrink, float | int) and not isinstance(shrink, bool)
         if not number or not math.isfinite(shrink) or not 0 < shrink <= 1:
             raise UserError(f"ShrinkAndPad: shrink must be a number above 0 and at most 1, got {shrink!r}")

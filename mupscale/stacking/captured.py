@@ -1,6 +1,7 @@
 """A whole step of a stack as one CUDA graph, launched at once instead of kernel by kernel."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,38 @@ from mupscale.stacking.stack import Context, Scoring, Stack
 
 WARM_UP_STEPS = 3
 """Steps before a capture, in which kernels are compiled and chosen. Their effects are undone."""
+
+
+class StaticBatch:
+    """A batch in memory of its own, which a CUDA graph reads. `fill` copies another one of its kind to it."""
+
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        leaves, structure = tree_flatten(batch)
+        self._leaves = [leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.batch = tree_unflatten(self._leaves, structure)
+
+    def fill(self, batch: Any) -> None:
+        for captured, leaf in zip(self._leaves, tree_flatten(batch)[0], strict=True):
+            if isinstance(leaf, Tensor):
+                captured.copy_(leaf, non_blocking=True)
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, what: str) -> Iterator[None]:
+    """Captures what runs inside. Raises a RuntimeError with the cause if that fails."""
+    stream, cause = torch.cuda.current_stream(), None
+    try:
+        # thread_local: other threads, such as one that pins memory, may call CUDA
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            try:
+                yield
+            except Exception as error:
+                cause = error  # the end of the capture will fail as well, with a less exact message
+                raise
+    except Exception as error:
+        torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
+        cause = cause or error
+        raise RuntimeError(f"{what} cannot be captured in a CUDA graph: {cause}") from cause
 
 
 class CapturedStack:
@@ -46,14 +79,12 @@ class CapturedStack:
         """
         self.kind = stacked_kind(stack, batch, shared=shared, max_norm=max_norm)
         self._stack, self._max_norm = stack, max_norm  # held, so that nothing else gets their ids
-        leaves, structure = tree_flatten(batch)
         device = stack.seeds.device
-        self._inputs = [leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        inputs = tree_unflatten(self._inputs, structure)
+        self._inputs = StaticBatch(batch, device)
         stack.optimizer.begin()
 
         def step() -> Tensor:
-            return stack.advance(inputs, shared=shared, max_norm=max_norm, context=context)
+            return stack.advance(self._inputs.batch, shared=shared, max_norm=max_norm, context=context)
 
         stream = torch.cuda.current_stream(device)
         kept = [tensor.detach().cpu() for tensor in stack.changing()]  # the device may have no room for copies
@@ -68,25 +99,12 @@ class CapturedStack:
                 tensor.copy_(before)
         del kept
         self._graph = torch.cuda.CUDAGraph()
-        cause = None
-        try:
-            # thread_local: other threads, such as one that pins memory, may call CUDA
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                try:
-                    self._losses = step()
-                except Exception as error:
-                    cause = error  # the end of the capture will fail as well, with a less exact message
-                    raise
-        except Exception as error:
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
-            cause = cause or error
-            raise RuntimeError(f"a step of a stack cannot be captured in a CUDA graph: {cause}") from cause
+        with capturing(self._graph, "a step of a stack"):
+            self._losses = step()
 
     def __call__(self, batch: Any) -> Tensor:
         """Takes the step on a batch of the right kind; the losses before it, on the device. Nothing waits."""
-        for captured, leaf in zip(self._inputs, tree_flatten(batch)[0], strict=True):
-            if isinstance(leaf, Tensor):
-                captured.copy_(leaf, non_blocking=True)
+        self._inputs.fill(batch)
         self._graph.replay()
         return self._losses.clone()
 
@@ -106,14 +124,12 @@ class CapturedScores:
             context: Makes the context in which the function is called.
         """
         self._stack = stack  # held, with the memory that the graph reads
-        leaves, structure = tree_flatten(batch)
         device = stack.seeds.device
-        self._inputs = [leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        inputs = tree_unflatten(self._inputs, structure)
+        self._inputs = StaticBatch(batch, device)
 
         def evaluate() -> dict[str, Tensor]:
             with context():
-                return stack.evaluate(function, inputs, shared=shared)
+                return stack.evaluate(function, self._inputs.batch, shared=shared)
 
         stream, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         side.wait_stream(stream)
@@ -121,14 +137,12 @@ class CapturedScores:
             evaluate()
         stream.wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with capturing(self._graph, "a validation of a stack"):
             self._scores = evaluate()
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """The scores of a batch of the right kind; the next call overwrites them. Nothing waits."""
-        for captured, leaf in zip(self._inputs, tree_flatten(batch)[0], strict=True):
-            if isinstance(leaf, Tensor):
-                captured.copy_(leaf, non_blocking=True)
+        self._inputs.fill(batch)
         self._graph.replay()
         return self._scores
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.stacking.around import Around, around, moved_around
-from mupscale.stacking.clip import along
+from mupscale.stacking.around import Around, along, around, moved_around
 from mupscale.stacking.compiled import Compiled
 from mupscale.widening.optimizers import rule_of
 from mupscale.widening.stepping import Record, step_records, update_factor

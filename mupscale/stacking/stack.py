@@ -15,8 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from mupscale.errors import UserError
-from mupscale.stacking.around import has_unknown_hooks
-from mupscale.stacking.clip import StackedClip
+from mupscale.stacking.around import StackedClip, has_unknown_hooks
 from mupscale.stacking.compiled import Compiled
 from mupscale.stacking.dropout import StackedDropout
 from mupscale.stacking.optimizers import StackedOptimizer, stacked_optimizer

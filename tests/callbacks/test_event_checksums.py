@@ -9,8 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as theirs
 from tensorboard.summary.writer import record_writer
 
-from mupscale.callbacks.event_checksums import LONGEST, masked_crc32c
-from mupscale.callbacks.tensorboard import LossFirstLogger
+from mupscale.callbacks.tensorboard import LONGEST, LossFirstLogger, masked_crc32c
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100, 255, LONGEST - 1, LONGEST, LONGEST + 1])

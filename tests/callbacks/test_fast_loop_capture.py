@@ -61,7 +61,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
 
     def on_gpu(self: FastLoop, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         setup(self, trainer, pl_module, stage)
-        refuse_capture(trainer, pl_module)
+        refuse_capture(trainer)
         trainer.fit_loop.epoch_loop.cuda_graph = self.cuda_graph
 
     monkeypatch.setattr(fast_loop, "CapturedStep", StandIn)
@@ -200,7 +200,7 @@ class HasBackward(Callback):
 def test_what_can_be_captured_is_not_refused() -> None:
     settings: dict[str, Any] = {"precision": "bf16-mixed", "gradient_clip_val": 1.0}
     for module in (mlp(), gpt2(), resnet()):
-        refuse_capture(trainer_for(module, callbacks=[spy(inside=False), HasBackward()], **settings), module)
+        refuse_capture(trainer_for(module, callbacks=[spy(inside=False), HasBackward()], **settings))
 
 
 class StepsItself(MLP):
@@ -209,34 +209,38 @@ class StepsItself(MLP):
 
 
 REFUSED: dict[str, tuple[str, Callable[[], LightningModule], Callable[[], dict[str, Any]]]] = {
-    "another module": ("needs a Growable module, model is a Plain", Plain, dict),
-    "several devices": ("needs one device", mlp, lambda: {"strategy": "ddp", "devices": 2}),
+    "another module": ("the model is a Plain, not a Growable", Plain, dict),
+    "several devices": ("the run has several devices", mlp, lambda: {"strategy": "ddp", "devices": 2}),
     "accumulation": (
-        "needs one device, trainer.accumulate_grad_batches = 1",
+        "trainer.accumulate_grad_batches is 2, not 1",
         mlp,
         lambda: {"accumulate_grad_batches": 2},
     ),
-    "a profiler": ("no trainer.profiler", mlp, lambda: {"profiler": "simple"}),
-    "64-true": ("a precision that does not convert inputs", mlp, lambda: {"precision": "64-true"}),
-    "a transfer hook": ("no hook that transfers batches", partial(MovedBatches, 8, 4, 6, 3), dict),
+    "a profiler": ("trainer.profiler needs single steps", mlp, lambda: {"profiler": "simple"}),
+    "64-true": (
+        "trainer.precision = 64-true converts inputs; use 32-true or bf16-mixed",
+        mlp,
+        lambda: {"precision": "64-true"},
+    ),
+    "a transfer hook": ("MovedBatches overrides on_after_batch_transfer", partial(MovedBatches, 8, 4, 6, 3), dict),
     "16-mixed": (
-        "does not support the loss scaling of trainer.precision 16-mixed; use bf16-mixed",
+        "trainer.precision is 16-mixed, which scales each loss; use bf16-mixed",
         mlp,
         lambda: {"plugins": [MixedPrecision("16-mixed", "cpu")]},
     ),
-    "anomalies": ("set trainer.detect_anomaly: false", mlp, lambda: {"detect_anomaly": True}),
+    "anomalies": ("trainer.detect_anomaly needs single steps; set it to false", mlp, lambda: {"detect_anomaly": True}),
     "training_step": (
-        "runs `loss`, but Talkative overrides training_step",
+        "Talkative overrides training_step",
         partial(Talkative, 8, 4, 6, 3),
         dict,
     ),
     "a hook of the module": (
-        "does not call hooks inside a step, but StepsItself has optimizer_step",
+        "StepsItself has a hook inside the step, optimizer_step",
         partial(StepsItself, 8, 4, 6, 3),
         dict,
     ),
     "a hook of a callback": (
-        "does not call hooks inside a step, but LambdaCallback has on_before_backward",
+        "LambdaCallback has a hook inside the step, on_before_backward",
         mlp,
         lambda: {"callbacks": [LambdaCallback(on_before_backward=lambda *_: None)]},
     ),
@@ -249,7 +253,7 @@ def test_what_cannot_be_captured_is_refused_by_name(name: str) -> None:
     module = make()
     trainer = trainer_for(module, **settings())
     with pytest.raises(ValueError, match=r"FastLoop\.cuda_graph") as refusal:
-        refuse_capture(trainer, module)
+        refuse_capture(trainer)
     assert message in str(refusal.value)
 
 

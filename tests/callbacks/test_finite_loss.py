@@ -11,9 +11,8 @@ from torch import Tensor
 from training_runs import TREESPEC_WARNING, fit
 
 from mupscale.callbacks import fast_loop
-from mupscale.callbacks.curves import Curves
+from mupscale.callbacks.curves import Curves, NonFiniteLoss, RecentLosses
 from mupscale.callbacks.fast_loop import FastLoop
-from mupscale.callbacks.finite_loss import NonFiniteLoss, RecentLosses
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.cuda_graph import step_kind
 

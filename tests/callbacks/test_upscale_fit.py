@@ -17,7 +17,7 @@ from training_runs import LIGHTNING_WARNINGS, assert_identical, fit, state
 
 import mupscale
 from mupscale.callbacks.exact_resume import ExactResume
-from mupscale.callbacks.own_batches import OwnBatches
+from mupscale.callbacks.swap import OwnBatches
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError

@@ -13,11 +13,11 @@ from lightning.pytorch import LightningDataModule
 from stand_ins import trainer_stub
 
 from mupscale.datamodules import cifar100, covertype, token_files
-from mupscale.datamodules import shared as module
+from mupscale.datamodules import files as module
 from mupscale.datamodules.cifar100 import CIFAR100
 from mupscale.datamodules.covertype import SAMPLE, Covertype
+from mupscale.datamodules.files import once, shared, version_of
 from mupscale.datamodules.fineweb import JARGON, FineWeb
-from mupscale.datamodules.shared import once, shared, version_of
 
 
 class Thing:

@@ -13,8 +13,9 @@ from model_folders import edit, llama, save
 
 import mupscale
 from mupscale.errors import UserError
+from mupscale.hf.config import ConfigGrowth
+from mupscale.hf.family import on_meta
 from mupscale.hf.folder import read_folder
-from mupscale.hf.growth import ConfigGrowth, on_meta
 from mupscale.hf.names import growing_tensors
 from mupscale.hf.streaming import refuse_unlike_twins
 from mupscale.widening.plan import plan

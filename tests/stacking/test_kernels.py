@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mupscale.stacking.kernels import FoldedAttention, batch_norm
+from mupscale.stacking.dropout import FoldedAttention, batch_norm
 
 
 @pytest.mark.parametrize("mask", [None, "of all", "of each row", "of each model", "of each model and row", "causal"])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from mupscale.hf.outputs import quiet
+from mupscale.hf.forward_pass import quiet
 
 
 def llama(**settings: Any) -> PreTrainedModel:
