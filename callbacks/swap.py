@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,6 +70,7 @@ class Swap:
     size: Size | None
     """What a Growable grows to."""
     depth: Depth
+    residual: Mapping[str, float]
     ordinary: OrdinaryGrowth | None
     method: GrowthMethod
     noise: Noise | None
@@ -137,7 +138,9 @@ class Swap:
             # these cannot be given memory weight by weight
             if module.device_mesh is not None or isinstance(part, nn.RNNBase):
                 part.to_empty(device=module.device, recurse=False)
-        growth = self.method.plan(narrow, wide, Hints(depth=depth_between(narrow, wide, self.depth)))
+        growth = self.method.plan(
+            narrow, wide, Hints(depth=depth_between(narrow, wide, self.depth), residual=self.residual)
+        )
         noise = self.method.noise if self.noise is None else self.noise
         is_function_kept = keeps_loss(self.method, growth, narrow)
         keeps_function = is_function_kept and (noise is None or noise.centred)
@@ -260,7 +263,11 @@ class Swap:
         if place is not None:
             ratio = branch_ratio(narrow, wide, place)
             rescale = entry.rescale
-            if entry.inserted is None and entry.branch != ratio and neutral_value(narrow, *place, {}) is not None:
+            if (
+                entry.inserted is None
+                and entry.branch != ratio
+                and neutral_value(narrow, *place, self.residual) is not None
+            ):
                 rescale *= ratio
             entry = replace(entry, rescale=rescale, branch=ratio, layers=1 / ratio)
         return self.method.mup_rates(entry)

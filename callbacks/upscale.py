@@ -48,7 +48,14 @@ from mupscale.models.checkpoint import (
     load_checkpoint,
     non_finite_in,
 )
-from mupscale.models.growth_check import REMEDY, check_growth, depth_between, refuse_inexact
+from mupscale.models.growth_check import (
+    REMEDY,
+    check_growth,
+    depth_between,
+    find_residual_outputs,
+    refuse_inexact,
+    undeclared_lists,
+)
 from mupscale.models.ordinary import Recipe
 from mupscale.schedule_state import refuse_one_rate_for_all
 from mupscale.widening.hints import Hints
@@ -171,9 +178,11 @@ class UpscaleCallback(Strides):
         self.restart_schedule = restart_schedule
         self.checkpoint: Path | None = None
         self.summary: dict[str, Any] = {}
+        self.residual: dict[str, float] = {}
+        """What makes new layers of a Growable add nothing, where their classes do not declare it."""
         self.constants: Constants = {}
         """Of the noise that was added."""
-        self._needs_check = False
+        self._needs_check = self._keeps_function = False
         self._optimizers_in_checkpoint: tuple[Any, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,7 +261,8 @@ class UpscaleCallback(Strides):
         growth = self.planned(pl_module, before)
         with generators_kept([]):
             narrow = pl_module.network(*before, meta=True)
-        self._needs_check = self.method.claim(growth, narrow, ()).function  # others change the function anyway
+        self._keeps_function = self.method.claim(growth, narrow, ()).function  # others change it anyway
+        self._needs_check = self._keeps_function or bool(growth.layers)
         if self.method.needs_batches and pl_module.device_mesh is not None:
             raise UserError(
                 f"UpscaleCallback.method: {type(self.method).__name__} cannot learn on sharded weights. Use another "
@@ -394,7 +404,11 @@ class UpscaleCallback(Strides):
         with generators_kept([]):  # building a network must not move the run's random numbers
             try:
                 narrow, wide = (module.network(*size, meta=True) for size in (before, self.size_after(before)))
-                growth = self.method.plan(narrow, wide, Hints(depth=depth_between(narrow, wide, self.depth)))
+                # until the first batch shows which parameters make new layers add nothing, all of them stand for these
+                pending = undeclared_lists(narrow, wide, self.depth, self.residual)
+                residual = {**self.residual, **{f"{name}.*".removeprefix("."): 0.0 for name in pending}}
+                depth = depth_between(narrow, wide, self.depth)
+                growth = self.method.plan(narrow, wide, Hints(depth=depth, residual=residual))
             except ValueError as error:
                 goals = " and ".join(f"UpscaleCallback.{goal}" for goal in self._goals(" = "))
                 there = f"the width before it, {before.width}" if self.layers is None else f"the {before} before it"
@@ -470,8 +484,19 @@ class UpscaleCallback(Strides):
         before = self._size_before(trainer, module)
         if not self._is_to_come(module):
             return  # the run was resumed after the swap
-        found = check_growth(module, before, self.size_after(before), batch, self.depth)
-        refuse_inexact(" and ".join(f"UpscaleCallback.{goal}" for goal in self._goals(" = ")), before, found)
+        after, goals = self.size_after(before), " and ".join(f"UpscaleCallback.{goal}" for goal in self._goals(" = "))
+        with generators_kept([]):
+            narrow, wide = (module.network(*size, meta=True) for size in (before, after))
+            lists = undeclared_lists(narrow, wide, self.depth, {})
+        try:
+            self.residual = find_residual_outputs(module, before, lists, batch) if lists else {}
+        except UserError as error:
+            if self.depth == "identity":
+                raise UserError(f"{goals}: {error}") from error
+        if not self._keeps_function:
+            return
+        found = check_growth(module, before, after, batch, self.depth, self.residual)
+        refuse_inexact(goals, before, found)
         if found.exact is None:
             rank_zero_info(f"whether growth from {before} to {self.size_after(before)} is exact was {found}")
 
@@ -501,6 +526,7 @@ class UpscaleCallback(Strides):
         swap = Swap(
             size=self.size_after(module.size) if isinstance(module, Growable) else None,
             depth=self.depth,
+            residual=self.residual,
             ordinary=self.ordinary,
             method=self.method,
             noise=self.noise,

@@ -1,20 +1,26 @@
 """Whether the growth of a module is exact: small networks of the same factor, compared in float64 on the CPU."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mupscale.checks.agreement import Agreement, check_agreement
+from mupscale.checks.float64 import float64_copy
+from mupscale.checks.forward_pass import watched
 from mupscale.checks.recording import generators_kept, state_kept
 from mupscale.checks.structures import leaves_of, map_leaves
+from mupscale.discovery.depth import find_residual
 from mupscale.errors import UserError
 from mupscale.models.base import Growable, hint_of_parameters_outside, without_log
 from mupscale.models.checkpoint import Layers, Size, Width
-from mupscale.widening.inserted import as_identity
-from mupscale.widening.layers import Depth
+from mupscale.widening.hints import Hints
+from mupscale.widening.inserted import as_identity, lists_without_residual
+from mupscale.widening.layers import Depth, layers_of
 from mupscale.widening.plan import plan
 
 SMALLEST = 8
@@ -27,10 +33,18 @@ SAMPLES = 2
 """Of the batch: in float64, the outputs for a large vocabulary are large."""
 
 
-def check_growth(module: Growable, before: Size, after: Size, batch: Any, depth: Depth = "identity") -> Agreement:
+def check_growth(
+    module: Growable,
+    before: Size,
+    after: Size,
+    batch: Any,
+    depth: Depth = "identity",
+    residual: Mapping[str, float] = MappingProxyType({}),
+) -> Agreement:
     """Compares the loss of new networks, and its gradients, at the smallest widths of the same factor.
 
-    Networks that become deeper are compared with new layers that add nothing.
+    Networks that become deeper are compared with new layers that add nothing. `residual` has what makes them so, where
+    their classes do not declare it.
 
     A model may treat few units in another way than many, so a difference counts only if it is there in the largest
     networks too that are not too large. The module and the generators of random numbers do not change.
@@ -44,7 +58,8 @@ def check_growth(module: Growable, before: Size, after: Size, batch: Any, depth:
         while widths and found is None:
             narrow, wide = widths.pop(0)
             try:
-                found = _compared(loss, before._replace(width=narrow), after._replace(width=wide), samples, depth)
+                sizes = before._replace(width=narrow), after._replace(width=wide)
+                found = _compared(loss, *sizes, samples, depth, residual)
             except Exception as error:  # whatever a model does that has too few units
                 reason = " ".join(str(error).split())[:300]
         if found is None:
@@ -53,8 +68,28 @@ def check_growth(module: Growable, before: Size, after: Size, batch: Any, depth:
             narrow, wide = widths.pop()
             sizes = before._replace(width=narrow), after._replace(width=wide)
             if _parameters(loss.network(*sizes[1], meta=True)) <= MOST_PARAMETERS:
-                return _compared(loss, *sizes, samples, depth)
+                return _compared(loss, *sizes, samples, depth, residual)
     return found
+
+
+def find_residual_outputs(module: Growable, size: Size, lists: Sequence[str], batch: Any) -> dict[str, float]:
+    """The parameters that make layers of these lists the identity, with the values that do, by running small networks.
+
+    Raises a UserError if the layers cannot be the identity, or no network of this depth runs.
+    """
+    samples, reason = first_samples(batch, SAMPLES), ""
+    with _kept(module), generators_kept():
+        loss = LossBySize(module)
+        for width, _ in small_widths(size.width, size.width):
+            try:
+                net = loss.network(width, size.layers)
+                with torch.no_grad():
+                    watched(float64_copy(net).eval(), lambda net: loss(net, samples))
+            except Exception as error:  # whatever a model does that has too few units
+                reason = " ".join(str(error).split())[:300]
+                continue
+            return find_residual(net, lists, lambda net: loss(net, samples))
+    raise UserError(f"what makes the layers of {lists[0]!r} add nothing is not found: {reason}")
 
 
 def refuse_inexact(key: str, before: Size, found: Agreement) -> None:
@@ -70,11 +105,13 @@ REMEDY = (
 )
 
 
-def _compared(loss: "LossBySize", narrow: Size, wide: Size, samples: Any, depth: Depth) -> Agreement:
+def _compared(
+    loss: "LossBySize", narrow: Size, wide: Size, samples: Any, depth: Depth, residual: Mapping[str, float]
+) -> Agreement:
     before, after = loss.network(*narrow), loss.network(*wide)
-    planned = plan(before, after, depth=depth_between(before, after, depth))
+    planned = plan(before, after, hints=Hints(depth=depth_between(before, after, depth), residual=residual))
     if planned.layers and not planned.keeps_function:
-        planned = as_identity(planned, before, after, {})
+        planned = as_identity(planned, before, after, residual)
     return check_agreement(before, after, planned, lambda net: loss(net, samples))
 
 
@@ -82,6 +119,12 @@ def depth_between(narrow: nn.Module, wide: nn.Module, depth: Depth) -> Depth | N
     """How new layers are made, if there are any."""
     names = {name for name, _ in narrow.named_modules()}
     return depth if any(name not in names for name, _ in wide.named_modules()) else None
+
+
+def undeclared_lists(narrow: nn.Module, wide: nn.Module, depth: Depth, residual: Mapping[str, float]) -> list[str]:
+    """The lists with new layers of which it is not known yet what makes them the identity."""
+    layers = layers_of(narrow, wide, depth_between(narrow, wide, depth))
+    return lists_without_residual(narrow, layers, residual)
 
 
 def small_widths(before: Width, after: Width) -> Iterator[tuple[Width, Width]]:

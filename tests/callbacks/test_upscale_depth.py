@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from tiers import slow_except
 from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet
+from torch import nn
 from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
 
 import mupscale
@@ -18,6 +19,9 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import Size
+from mupscale.models.gpt2 import Block
+from mupscale.models.mlp import ResidualBlock
+from mupscale.models.resnet import BasicBlock
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
@@ -46,6 +50,46 @@ def test_new_layers_that_add_nothing_keep_the_loss(model: str, wider: bool, tmp_
     assert torch.equal(run.losses[:5], alone.losses[:5])
     assert run.losses[5].item() == pytest.approx(alone.losses[5].item(), abs=1e-12)
     assert gap(run, alone) > 1e-6, "new layers learn"
+
+
+BLOCKS = {"mlp": ResidualBlock, "gpt2 under CompleteP": Block, "resnet18": BasicBlock}
+
+
+@pytest.mark.parametrize("model", slow_except(BLOCKS, "gpt2 under CompleteP"))
+def test_what_a_layer_does_not_declare_is_found(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run whose layers do not say what makes them the identity is, to the bit, that of layers that do."""
+    make, layers, width = MODELS[model]
+    declared = fit(make(), tmp_path, UpscaleCallback(5, width, layers=layers), steps=9)
+    names = BLOCKS[model].residual_outputs
+    monkeypatch.delattr(BLOCKS[model], "residual_outputs")
+    growth = UpscaleCallback(5, width, layers=layers)
+    found = fit(make(), tmp_path, growth, steps=9)
+    assert {name.split(".", 2 if model != "resnet18" else 4)[-1] for name in growth.residual} == set(names)
+    assert set(growth.residual.values()) == {0.0}
+    assert torch.equal(found.losses, declared.losses)
+    assert_identical(state(found), state(declared))
+
+
+class PostNorm(nn.Module):
+    """A layer that normalises the sum of its branch and what it gets."""
+
+    def __init__(self, width: int, branch_multiplier: float) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.inner(x).relu())
+
+
+def test_layers_that_cannot_be_the_identity_are_refused_at_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("mupscale.models.mlp.ResidualBlock", PostNorm)
+    message = r"UpscaleCallback.layers = 4: no layer of 'blocks' can be made the identity: .*post-norm"
+    with pytest.raises(UserError, match=message):
+        fit(mlp(layers=2), tmp_path, UpscaleCallback(5, layers=4), steps=8)
+    run = fit(mlp(layers=2), tmp_path, UpscaleCallback(5, layers=4, depth="stack"), steps=8)
+    assert (run.module.size.layers, len(run.losses)) == (4, 8)
 
 
 @pytest.mark.parametrize("depth", ["identity", "interleave", "stack", "random", {"blocks": [0, 1, 1, 1]}])
