@@ -71,10 +71,12 @@ class CausalLMNet(nn.Module):
         return list(max(lists, key=lambda entries: sum(p.numel() for p in entries.parameters()), default=[]))
 
     def width_roles(self, other: "CausalLMNet") -> dict[str, Role]:
-        return self._named(self._found(other).roles)
+        return {} if self._is_as_wide_as(other) else self._named(self._found(other).roles)
 
     def width_rescale(self, other: "CausalLMNet") -> dict[str, float | tuple[float, float]]:
         """By a factor that is not whole they follow the power of the width that doubling it shows."""
+        if self._is_as_wide_as(other):
+            return {}
         found, ratio = self._found(other), self._ratio(other)
         if _is_whole(ratio):
             return self._named(found.rescale)
@@ -86,6 +88,8 @@ class CausalLMNet(nn.Module):
         return self._named(answer)
 
     def width_blocks(self, other: "CausalLMNet") -> dict[str, Any]:
+        if self._is_as_wide_as(other):
+            return {}
         ratio = self._ratio(other)
         if not _is_whole(ratio):
             raise UserError(
@@ -103,6 +107,17 @@ class CausalLMNet(nn.Module):
     def _ratio(self, other: "CausalLMNet") -> Fraction:
         return Fraction(other.width, self.width)
 
+    @property
+    def depth(self) -> int | None:
+        from mupscale.hf.config_depth import layers_of
+
+        found = layers_of(self.config)
+        return None if found is None else found[1]
+
+    def _is_as_wide_as(self, other: "CausalLMNet") -> bool:
+        """Whether the other one is deeper, and no wider."""
+        return self.depth != other.depth and self.width == other.width
+
     def _found(self, other: "CausalLMNet") -> "Found":
         """How this model grows to the other one or, if that is not by a whole factor, to twice its width."""
         from mupscale.hf.config import config_at
@@ -111,7 +126,9 @@ class CausalLMNet(nn.Module):
         if not _is_whole(self._ratio(other)):
             with torch.device("meta"):
                 other = CausalLMNet(config_at(self.config, 2 * self.width))
-        return found_between(self.model, other.model)
+        if self.depth == other.depth:
+            return found_between(self.model, other.model)
+        return found_between(self.model, other.model, config=config_at(self.config, other.width))
 
     def _named(self, values: dict[str, Any]) -> dict[str, Any]:
         return {f"model.{name}": value for name, value in values.items()}
@@ -124,8 +141,9 @@ def _is_whole(ratio: Fraction) -> bool:
 class HFCausalLM(LanguageModel):
     """A causal language model of the transformers library, trained on batches of token rows.
 
-    Its width is the hidden size. Feed-forward sizes and numbers of heads grow in proportion; head size, vocabulary and
-    depth stay fixed. How the parameters grow is found by comparing small models of the same family.
+    Its width is the hidden size. Feed-forward sizes and numbers of heads grow in proportion; head size and vocabulary
+    stay fixed. How the parameters grow is found by comparing small models of the same family. It becomes deeper by
+    `UpscaleCallback(layers=…)`; which parameters make new layers add nothing is found by running them.
 
     By default it trains as in transformers, without muP: the optimizer's hyperparameters are those of the initial
     width, and each growth rescales them. With `base_width`, they are those of the base width, and learning rates and
@@ -144,6 +162,7 @@ class HFCausalLM(LanguageModel):
         config: dict[str, Any] | str | None = None,
         width: int | None = None,
         base_width: int | None = None,
+        layers: int | None = None,
         **kwargs: Any,
     ) -> None:
         """
@@ -155,12 +174,14 @@ class HFCausalLM(LanguageModel):
             width: The initial hidden size; by default that of the configuration.
             base_width: The width for which the optimizer's hyperparameters are given; by default the
                 initial width.
+            layers: The initial number of layers; by default that of the configuration.
         """
         with needs_extra("hf"):
             import transformers  # noqa: F401
 
             from mupscale.hf.causal_lm import config_in, config_of
             from mupscale.hf.config import hidden_size_of
+            from mupscale.hf.config_depth import layers_of
 
         if folder is None and config is None:
             raise UserError(
@@ -188,14 +209,28 @@ class HFCausalLM(LanguageModel):
                 "grow to another by UpscaleCallback, which may be at step 0"
             )
         base_width = width if base_width is None else base_width
-        super().__init__(width, base_width, **kwargs)
+        found = layers_of(made)
+        own_layers = None if found is None else found[1]
+        layers = own_layers if layers is None else layers
+        if layers != own_layers and own_layers is None:
+            raise UserError(
+                f"model.layers = {layers}: a {made.model_type} has no single number of layers. Leave it out"
+            )
+        if folder is not None and layers != own_layers:
+            raise UserError(
+                f"model.layers = {layers}: the weights in {folder} have {own_layers} layers. Leave it out, and grow to "
+                "more by UpscaleCallback, which may be at step 0"
+            )
+        super().__init__(width, base_width, layers=layers, **kwargs)
 
-    def build(self, width: int) -> nn.Module:
+    def build(self, width: int, layers: int | None = None) -> nn.Module:
         from mupscale.hf.causal_lm import config_of
         from mupscale.hf.config import config_at
+        from mupscale.hf.config_depth import config_with_layers
 
         try:
-            return CausalLMNet(config_at(config_of(self.hparams["config"]), width))
+            config = config_at(config_of(self.hparams["config"]), width)
+            return CausalLMNet(config if layers is None else config_with_layers(config, layers))
         except UserError as error:
             problem = str(error).partition("; choose")[0]  # it goes on with arguments of wide_config
             raise UserError(f"model.width = {width}: {problem}; choose another width") from error

@@ -40,6 +40,30 @@ def numbers_of_layers(config: PretrainedConfig) -> dict[str, int]:
     return answer
 
 
+def layers_of(config: PretrainedConfig) -> tuple[str, int] | None:
+    """The path of the number of layers of the text model, and the number; None if the configuration has none."""
+    text = config.get_text_config()
+    name = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    numbers = numbers_of_layers(config)
+    paths = [path + name for path, part in parts(config) if part is text and path + name in numbers]
+    return (paths[0], numbers[paths[0]]) if paths else None
+
+
+def config_with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """A copy of `config` with so many layers; their kinds are spread evenly.
+
+    >>> from transformers import GPT2Config
+    >>> config_with_layers(GPT2Config(n_layer=2), 6).n_layer
+    6
+    """
+    found = layers_of(config)
+    assert found is not None
+    field, old = found
+    if layers == old:
+        return config
+    return deep_config(config, field, [number * old // layers for number in range(layers)], numbers_of_layers(config))
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 

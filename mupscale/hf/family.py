@@ -78,15 +78,20 @@ def found_between(
     model_class: Any = AutoModelForCausalLM,
     call: Call | None = None,
     watch: Watch = unwatched,
+    config: PretrainedConfig | None = None,
 ) -> Found:
-    """How a model grows to a wide one of its family, on any device, found with small models of it."""
-    found = found_for(narrow.config, wide.config, model_class=model_class, call=call, watch=watch)
-    return found.resolved(narrow, wide, lambda: _cuts(narrow, wide, call))
+    """How a model grows to a wide one of its family, on any device, found with small models of it.
+
+    `config` is that of the wide model without its new layers, if it has any.
+    """
+    config = wide.config if config is None else config
+    found = found_for(narrow.config, config, model_class=model_class, call=call, watch=watch)
+    return found.resolved(narrow, wide, lambda: _cuts(narrow, config, call))
 
 
-def _cuts(narrow: Any, wide: Any, call: Call | None) -> list[PairedCut]:
+def _cuts(narrow: Any, config: PretrainedConfig, call: Call | None) -> list[PairedCut]:
     """Where two models cut their axes, from models of their sizes that have no memory."""
-    before, after = (on_meta(type(model), model.config).double().eval() for model in (narrow, wide))
+    before, after = (on_meta(type(narrow), each).double().eval() for each in (narrow.config, config))
     try:
         with torch.device("meta"), whole_rows():
             return cuts_between(before, after, call or default_call)

@@ -115,6 +115,25 @@ def test_growth_threefold_in_two_steps(tmp_path: Path) -> None:
     assert gap(narrow, grown) < 1e-10
 
 
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma2"))]
+)
+def test_new_layers_leave_the_loss_as_it_was(family: str, tmp_path: Path) -> None:
+    """Alone and with twice the width, whose losses are those of new layers alone; what is saved computes the same."""
+    settings: dict[str, Any] = {"steps": 8, "enable_checkpointing": True}
+    with Precision():
+        narrow = fit(module(FAMILIES[family]), tmp_path / "narrow", **settings)
+        deep = fit(module(FAMILIES[family]), tmp_path / "deep", UpscaleCallback(4, layers=4), **settings)
+        both = fit(module(FAMILIES[family]), tmp_path / "both", UpscaleCallback(4, 32, layers=4), **settings)
+    assert (deep.module.size, both.module.size) == (Size(16, 4), Size(32, 4))
+    assert float((deep.losses[:5] - narrow.losses[:5]).abs().max()) < 1e-12
+    assert gap(deep, narrow) > 1e-6, "new layers learn"
+    assert gap(deep, both) < 1e-10
+    tokens = rows(both.module, 4, torch.float64)[0]
+    with torch.no_grad(), Precision():
+        assert torch.equal(logits(tmp_path / "both" / "hf", tokens), both.module.eval()(tokens))
+
+
 @pytest.mark.slow
 def test_routers_and_their_loss(tmp_path: Path) -> None:
     settings = {"steps": 6}
@@ -308,6 +327,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a typo": ({"config": {**LLAMA, "hiden_size": 8}}, "a llama has no field 'hiden_size'"),
     "a text": ({"config": {**LLAMA, "hidden_size": "x"}}, "model.config: these fields do not make a llama"),
     "a width of 0": ({"width": 0}, "model.width must be a whole number of at least 1"),
+    "no layers": ({"layers": 0}, "model.layers must be a whole number of at least 1"),
 }
 
 
@@ -321,8 +341,8 @@ def test_mistakes(name: str) -> None:
 
 
 def test_another_architecture_is_named(whole_run: Path, finished: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"architecture: model.config.num_hidden_layers is 2 there and 3 here$"):
-        fit(module({**LLAMA, "num_hidden_layers": 3}), tmp_path, ckpt=whole_run / "step=2.ckpt", steps=8)
+    with pytest.raises(UserError, match=r"architecture: model.config.num_key_value_heads is 2 there and 4 here$"):
+        fit(module({**LLAMA, "num_key_value_heads": 4}), tmp_path, ckpt=whole_run / "step=2.ckpt", steps=8)
 
 
 def test_a_width_that_is_no_number_of_heads() -> None:
