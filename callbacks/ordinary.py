@@ -380,7 +380,7 @@ def _total_loss(step: QuietStep, module: LightningModule) -> Tensor:
 
 def _shapes_in_attributes(module: nn.Module) -> dict[str, list[tuple[int, ...]]]:
     """Of the tensors that a module or a part of it has in an attribute, by its name."""
-    answer = {}
+    answer: dict[str, list[tuple[int, ...]]] = {}
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
             if name not in ("_parameters", "_buffers", "_modules"):
