@@ -2,8 +2,7 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from command_line import LR, small, trials, upscale
 from lightning.pytorch import Trainer
 from program_server import CORE_ONLY, environment
-from programs import run_in_fork, start_program
+from programs import run_in_fork, start_program, wait_until
 from tiers import slow_except
 
 from mupscale.__main__ import main
@@ -273,22 +272,15 @@ def test_sigterm_ends_all_processes_of_a_run(tmp_path: Path) -> None:
     run, log = tmp_path / "default" / "version_0", tmp_path / "log.txt"
     variables = environment(tmp_path) | CORE_ONLY
     with log.open("w") as stream, start_program(*command, variables=variables, stderr=stream) as process:
-        until(lambda: process.poll() is not None or any(run.glob("checkpoints/resume/*.ckpt")))
+        wait_until(lambda: process.poll() is not None or any(run.glob("checkpoints/resume/*.ckpt")))
         others = children(process.pid)
         assert others, log.read_text()
         os.kill(others[0], signal.SIGTERM)
         assert process.wait(60) == 143
-    until(lambda: not any(map(is_running, others)))
+        wait_until(lambda: not any(map(is_running, others)))
     line = log.read_text().strip().splitlines()[-1]
     assert line.startswith("terminated; the run is at step ")
     assert line.endswith(f"go on: python -m mupscale resume {run}")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_what_makes_no_run_leaves_signals_alone(tmp_path: Path) -> None:

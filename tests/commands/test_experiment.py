@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from command_line import trials as table
 from logged import losses
 from paths import ROOT
 from program_server import CORE_ONLY
+from programs import wait_until
+from sweeps import starts
 from tiers import slow_except
 
 from mupscale.__main__ import main
@@ -97,11 +98,6 @@ def swap_of(run: Path) -> Any:
 def values(out: Path) -> dict[str, float]:
     """The metric of every run under a folder, by its path."""
     return {str(path.parent.relative_to(out)): result_of(path.parent)[0] for path in out.rglob("result.json")}
-
-
-def starts(run: Path) -> list[int]:
-    """The steps at which a run was begun and resumed."""
-    return [int(step) for step in re.findall(r"^step (\d+):", (run / "log.txt").read_text(), re.MULTILINE)]
 
 
 class Idle:
@@ -472,7 +468,8 @@ def test_what_a_worker_answers(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_workers_end_with_their_driver_and_the_next_one_goes_on(tmp_path: Path, start_server: Any) -> None:
     """A killed driver, and a killed worker: the results of an uninterrupted run, and no finished run made again."""
     config = small(tmp_path / "c.yaml", max_steps=1500, val_check_interval=1500, check_val_every_n_epoch=None)
-    arguments = ["sweep", "--config", config, "--sweep", f"{LR}=0.01,0.02", "--metric", "last_100%", "--stack", "off"]
+    # one run: each worker takes many seconds to start
+    arguments = ["sweep", "--config", config, "--sweep", f"{LR}=0.01", "--metric", "last_100%", "--stack", "off"]
     arguments += ["--checkpoint.every_n_train_steps=100", "--workers", "2", "--out", "s"]
     server = start_server(tmp_path)
 
@@ -480,21 +477,14 @@ def test_workers_end_with_their_driver_and_the_next_one_goes_on(tmp_path: Path, 
         locks = Path("s/trials").glob("*/run.lock")
         return [int(text.split()[1]) for lock in locks if (text := lock.read_text())]
 
-    def wait_until(condition: Callable[[], object]) -> None:
-        until = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < until, server.log.read_text()[-3000:]
-            time.sleep(0.01)
-
     driver = server.start(*arguments)
-    wait_until(lambda: len(list(Path("s/trials").glob("*/checkpoints/resume/*"))) > 1 and len(processes()) > 1)
+    wait_until(lambda: list(Path("s/trials").glob("*/checkpoints/resume/*")) and processes(), server.log)
     os.kill(driver, signal.SIGKILL)
     assert server.answer() == -signal.SIGKILL
     orphans = processes()
     server.start(*arguments)  # at once: its workers wait for the runs until the others have left them
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in orphans))
-    wait_until(lambda: {*processes()} - {*orphans})
-    os.kill(min({*processes()} - {*orphans}), signal.SIGKILL)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in orphans), server.log)
+    os.kill(min(wait_until(lambda: {*processes()} - {*orphans}, server.log)), signal.SIGKILL)
     assert server.answer() == 0, server.log.read_text()[-3000:]
     assert "its process died (signal 9); the runs continue" in server.log.read_text()
     server.run(*arguments[:-4], "--out", "whole")
@@ -525,7 +515,14 @@ def test_a_long_run_prints_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs/experiments").glob("*.yaml"))
 OFTEN = ("gpt2", "methods_quickstart", "midrun_quickstart", "resnet", "transfer_mlp_sgd")
-"""One of each protocol and model; `--quick` runs all of them in other tests."""
+"""One of each protocol and model; with `--all`, all of them are checked, and run with `--quick`."""
+
+
+@pytest.mark.slow
+def test_every_shipped_experiment_is_read() -> None:
+    Path("configs").symlink_to(ROOT / "configs")
+    protocols = Counter(read(Path(f"configs/experiments/{name}.yaml"), []).protocol for name in SHIPPED)
+    assert sorted(protocols) == ["midrun", "transfer", "upscale"]
 
 
 @pytest.mark.parametrize("name", slow_except(SHIPPED, kept=OFTEN))

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from command_line import LR, NOISE, refused, small, upscale
 from extensions import Counting, Crash, Crashed
 from logged import curves, losses
 from program_server import CORE_ONLY, Server
-from sweeps import changed, numbers_of, plain_sweeps, swept, unlike, values_of
+from sweeps import changed, numbers_of, plain_sweeps, starts, swept, unlike, values_of
 from tiers import slow_except
 
 from mupscale.__main__ import main
@@ -240,11 +239,6 @@ def test_an_error_ends_all_trials_and_they_go_on(tmp_path: Path, monkeypatch: py
     assert numbers_of(crashed) == [pytest.approx(row, rel=1e-6) for row in numbers_of(whole)]
     for name in ("000_lr=0.01", "002_lr=0.03"):
         assert curves(crashed / "trials" / name) == curves(whole / "trials" / name)
-
-
-def starts(run: Path) -> list[int]:
-    """The steps at which a run was begun and resumed."""
-    return [int(step) for step in re.findall(r"^step (\d+): \w+, width", (run / "log.txt").read_text(), re.MULTILINE)]
 
 
 KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {

@@ -84,14 +84,15 @@ def together(
     slow_except([*((name, None) for name in OPTIMIZERS), ("adamw", 0.05), ("sgd", 0.05)], ("adamw", 0.05)),
 )
 def test_the_mlp_trains_as_alone(optimizer: str, clip: float | None) -> None:
-    alone = separately("mlp", optimizer, 4, 80, 40, clip)
+    alone = separately("mlp", optimizer, 4, 50, 25, clip)
     for kernel in (True, False):
-        ours = together("mlp", optimizer, 4, 80, 40, clip, kernel)
+        ours = together("mlp", optimizer, 4, 50, 25, clip, kernel)
         assert (ours - alone).abs().max() <= 1e-12 * alone.abs().max()
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "grow_at"), [("adamw", 20), ("adam", 20), ("sgd", 0), ("sgd", 20), ("plain sgd", 20)]
+    ("optimizer", "grow_at"),
+    slow_except([("adamw", 20), ("adam", 20), ("sgd", 0), ("sgd", 20), ("plain sgd", 20)], ("adamw", 20)),
 )
 def test_new_copies_with_a_count_of_their_own_train_as_alone(optimizer: str, grow_at: int) -> None:
     alone = separately("mlp", optimizer, 4, 60, grow_at, None, MIXED)
@@ -130,7 +131,8 @@ def test_new_copies_leave_and_enter_a_stack(optimizer: str) -> None:
         assert all(torch.equal(mine[i]["step"], state["step"]) for i, state in theirs.items() if "step" in state)
 
 
-@pytest.mark.parametrize(("optimizer", "clip"), [("adamw", None), ("adam", 0.05), ("sgd", 0.05)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "clip"), [("adamw", None), ("sgd", 0.05)])
 def test_growth_by_different_factors_trains_as_alone(optimizer: str, clip: float | None) -> None:
     alone = separately("mlp", optimizer, 4, 60, 20, clip, UNLIKE)
     ours = together("mlp", optimizer, 4, 60, 20, clip, rules=UNLIKE)
@@ -178,8 +180,7 @@ def train_alone(module: Growable, optimizer: Optimizer, data: list[Any]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["resnet", "gpt2"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("model", "optimizer"), [("resnet", "sgd"), ("gpt2", "adamw")])
 def test_others_train_as_alone(model: str, optimizer: str) -> None:
     alone = separately(model, optimizer, 3, 12, 6, 1.0)
     ours = together(model, optimizer, 3, 12, 6, 1.0)

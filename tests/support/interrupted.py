@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import sys
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from kill_points import Point, Watch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from programs import start_fork, wait_for_fork
 from torch import Tensor, nn
 
 from mupscale import __main__ as command_line
@@ -90,21 +91,11 @@ def serve() -> None:
     torch.set_num_threads(1)
     torch.compiler.reset()  # imports a thousand modules
     collector.begin()
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            status = 0
-            try:
-                with open(os.environ["INTERRUPTED_LOG"], "a", buffering=1) as log:
-                    os.dup2(log.fileno(), 1)
-                    os.dup2(log.fileno(), 2)
-                    run(json.loads(line))
-            except BaseException:
-                traceback.print_exc()
-                status = 1
-            os._exit(status)
+    log = Path(os.environ["INTERRUPTED_LOG"])
+    for request in map(json.loads, sys.stdin):
+        pid = start_fork(partial(run, request), log)
         print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        print(wait_for_fork(pid), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +19,7 @@ import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 import torch
 import torch.distributed.run as torchrun
+from programs import start_fork, wait_for_fork
 from torch.distributed.checkpoint import state_dict  # noqa: F401  before the forks
 from torch.distributed.fsdp import fully_shard  # noqa: F401
 
@@ -48,38 +49,14 @@ original_config = torchrun.config_from_args
 torchrun.config_from_args = config_of_forks
 
 
-def run(line: list[str]) -> None:
+def run(line: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     program, *words = line
     if program == "torchrun":
         torchrun.main(words)
     else:
         assert program == "python", line
         command(*words)
-
-
-def forked(line: list[str], environment: dict[str, str], output: Path) -> int:
-    """Starts a line in a process of its own; the number of the process."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        os.environ.update(environment)
-        with output.open("w", buffering=1) as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            run(line)
-        status = 0
-    except SystemExit as exit:
-        if isinstance(exit.code, str):
-            print(exit.code, file=sys.stderr)
-        status = exit.code if isinstance(exit.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def serve(answers: TextIO) -> None:
@@ -89,8 +66,9 @@ def serve(answers: TextIO) -> None:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(request["folder"])
             outputs = [Path(folder, str(index)) for index in range(len(request["lines"]))]
-            started = [forked(*row) for row in zip(request["lines"], request["environments"], outputs, strict=True)]
-            statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
+            rows = zip(request["lines"], request["environments"], outputs, strict=True)
+            started = [start_fork(partial(run, line, environment), output) for line, environment, output in rows]
+            statuses = [wait_for_fork(pid) for pid in started]
             texts = [output.read_text() for output in outputs]
         print(json.dumps(list(zip(statuses, texts, strict=True))), file=answers, flush=True)
 

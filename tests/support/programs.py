@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -101,11 +102,21 @@ def _finish(work: Callable[[], object], output: Path | None, limit: int) -> None
         work()
         status = 0
     except SystemExit as exit:
-        print(exit.code, file=sys.stderr)
-        status = exit.code if isinstance(exit.code, int) else 1
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
+        status = 1 if isinstance(exit.code, str) else exit.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def wait_until(condition: Callable[[], Any], log: Path | None = None) -> Any:
+    """What a function returns, once that is true; fails after LIMIT seconds, with the end of a log."""
+    end = time.monotonic() + LIMIT
+    while not (answer := condition()):
+        assert time.monotonic() < end, log and log.read_text()[-3000:]
+        time.sleep(0.01)
+    return answer

@@ -1,6 +1,7 @@
 """Sweeps of small configurations, in folders beside each other, and what they leave behind."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def changed(config: str, *, optimizer: dict[str, Any] | None = None, **sections:
         content[name] |= values
     path.write_text(yaml.safe_dump(content))
     return config
+
+
+def starts(run: Path) -> list[int]:
+    """The steps at which a run was begun and resumed."""
+    return [int(step) for step in re.findall(r"^step (\d+): \w+, width", (run / "log.txt").read_text(), re.MULTILINE)]
 
 
 def values_of(out: Path) -> list[dict[str, str]]:
