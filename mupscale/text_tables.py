@@ -1,9 +1,12 @@
 """Tables as text: aligned columns, and no line that is longer than the terminal."""
 
+import csv
+import io
+import math
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 Style = Literal["heading", "good", "bad"]
 Paint = Callable[[str, Style], str]
@@ -25,6 +28,27 @@ def size_of(count: float) -> str:
     ('0.3 MB', '3.80 GB')
     """
     return f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e9:.2f} GB"
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]], head: Sequence[str] = ()) -> str:
+    """Rows with the same keys as CSV; `head` are the keys if there may be no row. What is not a number is empty.
+
+    >>> as_csv([{"lr": 0.1, "loss": math.inf}, {"lr": 0.2, "loss": 0.5}])
+    'lr,loss\\n0.1,diverged\\n0.2,0.5\\n'
+    """
+    text = io.StringIO()
+    keys = list(head or (rows[0] if rows else ()))
+    if keys:
+        table = csv.DictWriter(text, keys, lineterminator="\n")
+        table.writeheader()
+        table.writerows({name: _csv_cell(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "" if math.isnan(value) else "diverged"
 
 
 def table(

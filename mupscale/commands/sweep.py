@@ -16,8 +16,7 @@ from mupscale.commands.next_steps import command_line
 from mupscale.errors import UserError, needs_extra
 
 if TYPE_CHECKING:
-    from mupscale.commands.lab.results import Settings
-    from mupscale.commands.lab.space import Axis
+    from mupscale.commands.lab.space import Axis, Settings
 
 EPILOG = """--config FILE and all other options are those of fit, and apply to every trial.
 
@@ -98,8 +97,8 @@ def sweep(options: argparse.Namespace, rest: list[str]) -> None:
 def settings_of(options: argparse.Namespace, rest: list[str]) -> "Settings":
     """The settings of a command line. Raises a UserError for every mistake that can be found without a run."""
     from mupscale.commands.configured import described
-    from mupscale.commands.lab.results import Settings, checked_metric, signal_swap
-    from mupscale.commands.lab.space import grid, parsed_axis
+    from mupscale.commands.lab.space import Settings, grid, parsed_axis
+    from mupscale.commands.lab.sweep import checked_metric, signal_swap
     from mupscale.commands.lab.trial import for_trials, refuse_invalid
 
     axes = [parsed_axis(text) for text in options.sweep]

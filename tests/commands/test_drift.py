@@ -5,8 +5,9 @@ import math
 import pytest
 
 from mupscale.commands.lab.drift import Optimum, drift_of, line, optimum_of
-from mupscale.commands.lab.transfer import Panel, WidthCurve, write_drifts
+from mupscale.commands.lab.transfer import Panel, WidthCurve, drift_rows
 from mupscale.commands.lab.widths import Growth, in_proportion, width_number
+from mupscale.text_tables import as_csv
 
 LEVELS = [0.1, 0.2, 0.4, 0.8, 1.6]
 INF = math.inf
@@ -56,14 +57,13 @@ def test_one_seed_has_the_error_of_the_fit_if_there_are_three_widths() -> None:
     assert "of unknown error" in str(drift)
 
 
-def test_the_sentence_and_the_table(tmp_path) -> None:
+def test_the_sentence_and_the_table() -> None:
     values = {level: [loss] for level, loss in zip(LEVELS, [1, 2, 3, 4, 5], strict=True)}
     curves = [WidthCurve(Growth(64, 128), values), WidthCurve(Growth(128, 256), values)]
     panel = Panel("lr", "model.optimizer.lr", LEVELS, curves)
     assert "goes as width^0.00, of unknown error; at 2 of 2 widths it is at the edge" in panel.drift_sentence()
     assert panel.title.endswith("\nits optimum is at the edge of the grid at 2 of 2 widths")
-    write_drifts(tmp_path / "drift.csv", [panel])
-    head, first, _ = (tmp_path / "drift.csv").read_text().splitlines()
+    head, first, _ = as_csv(drift_rows([panel])).splitlines()
     assert head == "sweep,key,before,after,optimum,at edge,exponent,error,error from"
     assert first.startswith("lr,model.optimizer.lr,64,128,0.1,yes,0.0,,")
     noise = Panel("noise", "std", [0.0, 1.0], [WidthCurve(Growth(1, 2), {0.0: [1.0], 1.0: [2.0]})])

@@ -28,11 +28,10 @@ from mupscale.callbacks.stacked_fits import Apart
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.lab import workers as lab_workers
 from mupscale.commands.lab.driver import Driver
-from mupscale.commands.lab.experiments import Experiment, spread, verdict
+from mupscale.commands.lab.experiments import Experiment
 from mupscale.commands.lab.file import Description, Growth, check, growths_of, read
 from mupscale.commands.lab.jobs import Job
 from mupscale.commands.lab.parts import SweepPart
-from mupscale.commands.lab.results import Results
 from mupscale.commands.lab.run import Run, Trial, progress, result_of
 from mupscale.commands.lab.transfer import Panel, WidthCurve, draw, visible_range
 from mupscale.commands.pattern import Patterns
@@ -113,14 +112,14 @@ class Idle:
 
 
 @pytest.fixture
-def _without_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes seconds."""
-    monkeypatch.setattr("mupscale.commands.reporting.write_report", lambda folders, out: [])
+def _without_figures_of_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds."""
+    monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
 
 
 @pytest.fixture
 def _without_figures_of_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Results, "draw", lambda *_: [])
+    monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
 
 
 # --- the protocol
@@ -177,11 +176,11 @@ def test_the_whole_protocol_by_two_workers(capfd: pytest.CaptureFixture[str], mo
     assert not list(out.glob(".report-*"))
     assert f"{out}: all 10 runs are done" in again
     assert "begins" not in again
-    assert again.splitlines()[1:] == output.splitlines()[-7:]
+    assert again.splitlines()[1:] == output.splitlines()[-2:]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     of = values(out)
     mean = sum(of[f"upscale/seed={seed}"] for seed in (3, 4)) / 2
-    assert f"upscale      2  {mean:.5g} (" in again
+    assert f"Upscaled ends at {mean:#.4g} (" in again
 
 
 @pytest.mark.slow
@@ -214,7 +213,7 @@ def test_killed_in_the_middle_it_ends_as_if_nothing_had_happened(tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_without_a_report", "_without_figures_of_sweeps")
+@pytest.mark.usefixtures("_without_figures_of_reports", "_without_figures_of_sweeps")
 def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
     content = upscale(noise=SIGNAL, seeds=[3], sweep_1=None, sweep_2={"UpscaleCallback.noise.t": [0.2]})
     main(["experiment", file(content), "--out", "o"])
@@ -259,18 +258,6 @@ def test_a_base_that_diverges_is_an_error_and_other_runs_are_results() -> None:
         whole.make(Driver(Idle(), "off"))
     assert "all 1 trials diverged" in refused("experiment", file(upscale(sweep_1={LR: [1e7]})), "--out", "q")
     assert not Path("q/base").exists()
-
-
-def test_the_verdict_in_words() -> None:
-    inf = math.inf
-    below, scratch = "Upscaled ends below from-scratch in", {0: 1.0, 1: 1.0}
-    assert verdict({0: 0.5, 1: 0.5}, scratch) == f"{below} each seed, on average by 50.0%."
-    assert verdict({0: 0.5, 1: 1.2}, scratch) == f"{below} 1 of 2 seeds only, on average by 15.0%."
-    assert verdict({0: 0.9, 1: 1.2}, scratch) == f"{below} 1 of 2 seeds only, and not on average."
-    assert verdict({0: inf, 1: 1.0}, scratch) == "Upscaled does not end below from-scratch in any seed."
-    assert verdict({0: 1.0}, {0: inf}) == f"{below} each seed."
-    assert spread([1.0, inf, 2.0]) == "1.5 (1–2), 1 diverged"
-    assert spread([inf]) == "all diverged"
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from mupscale.commands.lab.experiments import Experiment
 from mupscale.commands.lab.file import read, refuse_validated_schedule
 from mupscale.commands.lab.midrun_keys import MidrunKeys, midrun_keys, stretched
 from mupscale.commands.lab.parts import RunPart
-from mupscale.commands.lab.results import Results
 from mupscale.commands.lab.run import result_of
 from mupscale.commands.lab.widths import Growth
 from mupscale.commands.reporting.draw import curve_of, draw_spent, lines_of
@@ -277,7 +276,7 @@ def test_a_run_follows_another_only_as_long_as_both_are_the_same() -> None:
 
 @pytest.mark.slow
 def test_the_whole_protocol(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Results, "draw", lambda *_: [])
+    monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
     for module in ("file", "experiments"):  # the test of all shipped files has it, and it takes seconds
         monkeypatch.setattr(f"mupscale.commands.lab.{module}.check", lambda description: None)
     main(["experiment", file(midrun()), "--out", "o", "--plan"])

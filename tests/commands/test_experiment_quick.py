@@ -14,7 +14,6 @@ from mupscale.commands import figures
 from mupscale.commands.config import class_name
 from mupscale.commands.lab.file import Description, description_of, read
 from mupscale.commands.lab.quick import divisor_of, quick_content, shortened
-from mupscale.commands.lab.results import Results
 from mupscale.commands.lab.run import result_of
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -38,7 +37,7 @@ def _with_our_configurations(in_an_empty_folder: None) -> None:
 @pytest.fixture
 def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds, and other tests draw them; what `check` refuses is that of the test of shipped files."""
-    monkeypatch.setattr(Results, "draw", lambda *_: [])
+    monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
     monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
     monkeypatch.setattr(figures, "save", blank_figures.save)
     monkeypatch.setattr("mupscale.commands.lab.experiments.check", lambda description: None)

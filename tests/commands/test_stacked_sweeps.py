@@ -383,7 +383,7 @@ def test_a_stack_that_cannot_be_leaves_half_done_trials(
 def test_seeds_of_an_experiment_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mupscale.commands.reporting.write_report", lambda folders, out: [])
+    monkeypatch.setattr("mupscale.commands.reporting.draw_figures", lambda *_: [])
     small(Path("c.yaml"), max_steps=10, precision="64-true", val_check_interval=5)
     noise = {"class_path": "mupscale.AdditiveNoise", "init_args": {"std": 0.1}}
     content = {

@@ -33,10 +33,10 @@ from mupscale.commands import figures
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.cli import parsed
 from mupscale.commands.config import Point, at, brief
-from mupscale.commands.lab.results import Outcome, Results, Settings
 from mupscale.commands.lab.run import Result, Run, with_run
-from mupscale.commands.lab.space import Axis, grid, labels, parsed_axis
+from mupscale.commands.lab.space import Axis, Outcome, Settings, grid, labels, parsed_axis
 from mupscale.commands.lab.sweep import Sweep
+from mupscale.commands.lab.sweep_figures import draw_sweep
 from mupscale.commands.sweep import parser as sweep_parser
 from mupscale.commands.sweep import settings_of
 from mupscale.errors import UserError
@@ -55,7 +55,7 @@ def run(config: dict[str, Any], folder: Path) -> Result:
 @pytest.fixture
 def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds."""
-    monkeypatch.setattr(Results, "draw", lambda *_: [])
+    monkeypatch.setattr("mupscale.commands.lab.sweep.draw_sweep", lambda *_: [])
 
 
 # --- keys and values
@@ -506,8 +506,8 @@ def test_best_leaves_the_noise_of_other_growths_alone(tmp_path: Path) -> None:
     def best(config: Any, **point: Any) -> Any:
         settings = Settings(config, [], "grid", 8, [0], "last_epoch")
         keys = {f"UpscaleCallback.{key}": value for key, value in point.items()}
-        outcome = Outcome(0, keys, 1.0, [1.0], 1.0)
-        return Results(tmp_path, settings, [outcome]).tuned(outcome)["callback_args"]["UpscaleCallback"]
+        outcome = Outcome(0, keys, 1.0, [1.0], 1.0, [])
+        return Sweep(tmp_path, settings).tuned(outcome)["callback_args"]["UpscaleCallback"]
 
     assert best(config) == [{}, {"noise": recorded}]
     tuned = best(config, lr=0.1)
@@ -558,13 +558,13 @@ def test_three_axes_draw_the_two_that_tell_most(tmp_path: Path, monkeypatch: pyt
     axes = [Axis("a", (1, 2)), Axis("b", (1, 2)), Axis("c", (1, 2))]
     settings = Settings({}, axes, "grid", 8, [0], "last_epoch")
     outcomes = [
-        Outcome(cell, point, 10 * point["c"] + 3 * point["a"] + 0.1 * point["b"], [1.0], 1.0)
+        Outcome(cell, point, 10 * point["c"] + 3 * point["a"] + 0.1 * point["b"], [1.0], 1.0, [tmp_path])
         for cell, point in enumerate(grid(axes))
     ]
     drawn: list[Any] = []
     monkeypatch.setattr(figures, "heatmap", lambda path, x, y, value, *names: drawn.append((names, value(1, 2))) or [])
-    monkeypatch.setattr("mupscale.commands.lab.results.training_curve", lambda _: [(0, 1.0)])
-    Results(tmp_path, settings, outcomes).draw(outcomes[0])
+    monkeypatch.setattr("mupscale.commands.lab.sweep_figures.training_curve", lambda _: [(0, 1.0)])
+    draw_sweep(tmp_path, settings, outcomes, outcomes[0])
     assert drawn == [(("a", "c", "training loss, last epoch (best over 1 more)"), 23.1)]
 
 

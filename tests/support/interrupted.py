@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from mupscale import __main__ as command_line
 from mupscale.commands import cli, resume, sweep  # noqa: F401
 from mupscale.commands.lab import experiments, workers  # noqa: F401
-from mupscale.commands.lab.results import Results
+from mupscale.commands.lab import sweep as lab_sweep
 from mupscale.models.mlp import MLP, MLPNet
 
 
@@ -74,7 +74,7 @@ def run(request: Any) -> None:
         return
     watch = Watch([Path(request["folder"])], Point(*request["point"]) if request.get("point") else None)
     watch.start()
-    Results.draw = lambda *_: []  # type: ignore[method-assign]  # figures take seconds
+    lab_sweep.draw_sweep = lambda *_: []  # type: ignore[assignment]  # figures take seconds
     try:
         command_line.main(request["arguments"])
     finally:

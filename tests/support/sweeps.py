@@ -13,14 +13,13 @@ from run_ends import differences, observed
 
 from mupscale.__main__ import main
 from mupscale.commands.lab import sweep
-from mupscale.commands.lab.results import Results
 
 
 @contextlib.contextmanager
 def plain_sweeps() -> Iterator[None]:
     """Sweeps without figures, which take seconds, and whose trials all keep their checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Results, "draw", lambda *_: [])
+        patch.setattr(sweep, "draw_sweep", lambda *_: [])
         patch.setattr(sweep, "drop_checkpoints", lambda folder: None)
         yield
 

@@ -1,7 +1,6 @@
 """An experiment in its folder: its stages, what is done, experiment.json, and the results."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ from mupscale.commands.lab.file import Description, check
 from mupscale.commands.lab.parts import Part, RunPart, SweepPart
 from mupscale.commands.lab.protocols import PROTOCOLS, SMALL_BASE
 from mupscale.commands.lab.quick import IMAGES, write_images
-from mupscale.commands.lab.results import Results, metric_label
 from mupscale.commands.lab.run import Trial
 from mupscale.commands.lab.transfer import write_transfer
 from mupscale.errors import UserError
-from mupscale.text_tables import table
 
 
 class Experiment:
@@ -99,46 +96,27 @@ class Experiment:
 
     def conclude(self) -> str:
         """Writes the results of a finished experiment, and returns them in words."""
-        words = self._conclude()
-        if not self.description.quick:
-            return words
-        from mupscale.commands.reporting.folders import QUICK
-
-        return f"{words}\n{QUICK}"
-
-    def _conclude(self) -> str:
         if self.description.protocol == "transfer":
-            return write_transfer(self.out, self.description, self._transferred())
-        lines = self._table() if self.description.protocol == "upscale" else []
+            sweeps = {part.name: part.sweep for part in self.parts if isinstance(part, SweepPart)}
+            lines = write_transfer(self.out, self.description, sweeps)
+        else:
+            lines = self._report()
+        if self.description.quick:
+            from mupscale.commands.reporting.folders import QUICK
+
+            lines.append(QUICK)
+        return "\n".join(lines)
+
+    def _report(self) -> list[str]:
+        """Writes the report, and returns its verdicts; if growth methods are compared, those on them."""
         from mupscale.commands.reporting import write_report
 
         for draft in self.out.glob(".report-*"):  # left by a process that was killed
             shutil.rmtree(draft)
         write_report([self.out], self.out / "report")
-        if self.description.protocol == "midrun":
-            lines = read_json(self.out / "report" / "summary.json")["verdicts"]
-        elif self.description.methods:
-            lines += read_json(self.out / "report" / "summary.json")["methods"][0]["verdict"]
-        return "\n".join([*lines, f"the report is {self.out / 'report' / 'index.html'}"])
-
-    def _transferred(self) -> dict[str, list[Results]]:
-        """The results of each sweep, by its name: one for each growth."""
-        results = {part.name: part.results for part in self.parts if isinstance(part, SweepPart)}
-        answer = {}
-        for name in self.description.sweeps:
-            answer[name] = [results[f"{growth.name}/{name}"] for growth in self.description.growths]
-        return answer
-
-    def _table(self) -> list[str]:
-        values: dict[str, dict[int, float]] = {}
-        for part in self.parts:
-            if isinstance(part, RunPart) and part.role != SMALL_BASE:
-                values.setdefault(part.role, {})[part.seed] = part.value
-        rows = [("run", "seeds", f"{metric_label(self.description.metric)}: mean (min–max)")]
-        for role, by_seed in values.items():
-            rows.append((role, f"{len(by_seed)}", spread(list(by_seed.values()))))
-        lines = table(rows, right=[1])
-        return lines if self.description.methods else [*lines, verdict(values["upscale"], values["scratch"])]
+        summary = read_json(self.out / "report" / "summary.json")
+        verdicts = summary["methods"][0]["verdict"] if self.description.methods else summary["verdicts"]
+        return [*verdicts, f"the report is {self.out / 'report' / 'index.html'}"]
 
 
 def trials_of(stage: list[Part]) -> dict[int, Trial]:
@@ -150,26 +128,3 @@ def trials_of(stage: list[Part]) -> dict[int, Trial]:
             answer |= dict(enumerate(part.trials(), number))
         number += part.total
     return answer
-
-
-def spread(values: list[float]) -> str:
-    """The mean and the range of the values that did not diverge."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return "all diverged"
-    diverged = f", {len(values) - len(finite)} diverged" if len(finite) < len(values) else ""
-    return f"{sum(finite) / len(finite):.5g} ({min(finite):.5g}–{max(finite):.5g}){diverged}"
-
-
-def verdict(upscaled: dict[int, float], scratch: dict[int, float]) -> str:
-    """Whether upscaled ends below from-scratch, seed by seed."""
-    below = [seed for seed in upscaled if upscaled[seed] < scratch[seed]]
-    if not below:
-        return "Upscaled does not end below from-scratch in any seed."
-    both = [seed for seed in upscaled if math.isfinite(upscaled[seed]) and math.isfinite(scratch[seed])]
-    ours, theirs = sum(upscaled[seed] for seed in both), sum(scratch[seed] for seed in both)
-    share = f", on average by {1 - ours / theirs:.1%}" if both and 0 < ours < theirs else ""
-    if len(below) == len(upscaled):
-        return f"Upscaled ends below from-scratch in each seed{share}."
-    some = f"{len(below)} of {len(upscaled)} seeds only"
-    return f"Upscaled ends below from-scratch in {some}{share or ', and not on average'}."

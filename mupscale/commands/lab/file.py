@@ -15,9 +15,9 @@ from mupscale.commands.cli import CLI, callbacks_in
 from mupscale.commands.config import Config, callbacks_of, class_name, temporary_file
 from mupscale.commands.configured import described, refuse_optimizers
 from mupscale.commands.lab.midrun_keys import MidrunKeys, midrun_keys, named, stretched
-from mupscale.commands.lab.results import checked_metric, signal_swap
 from mupscale.commands.lab.run import without_announcements
 from mupscale.commands.lab.space import Axis, axis_of, refuse_seeds
+from mupscale.commands.lab.sweep import checked_metric, signal_swap
 from mupscale.commands.lab.trial import Tried, for_trials, refuse_invalid
 from mupscale.commands.lab.widths import Growth, Size, factors_text, growth_of, model_size
 from mupscale.data_files import DECIMAL, interpreting, read_yaml

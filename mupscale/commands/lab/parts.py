@@ -15,8 +15,8 @@ from mupscale.atomic import write_text
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands.checkpoints import damage_at
 from mupscale.commands.config import Config, callbacks_of
-from mupscale.commands.lab.results import Results, Settings
 from mupscale.commands.lab.run import Result, Run, Trial, result_of, with_run
+from mupscale.commands.lab.space import Outcome, Settings
 from mupscale.commands.lab.sweep import Sweep
 from mupscale.commands.lab.trial import drop_checkpoints
 from mupscale.commands.run_folder import RESULT
@@ -155,22 +155,21 @@ class SweepPart(Part):
         return Sweep(self.folder, self._settings(), self.name)
 
     @property
-    def results(self) -> Results:
-        return self.sweep.results
+    def best(self) -> Outcome:
+        """The best trial of a finished sweep that has one."""
+        best = self.sweep.best
+        assert best is not None
+        return best
 
     @property
     def tuned(self) -> Config:
         """The best values, as best.yaml has them."""
-        best = self.results.best
-        assert best is not None
-        return self.results.tuned(best)
+        return self.sweep.tuned(self.best)
 
     @property
     def checkpoint(self) -> Path:
         """The last checkpoint of the best trial, of its first seed."""
-        best = self.results.best
-        assert best is not None
-        return self.results.runs(best)[0] / "checkpoints" / "last.ckpt"
+        return self.best.runs[0] / "checkpoints" / "last.ckpt"
 
     @property
     def finished(self) -> bool:
@@ -197,7 +196,7 @@ class SweepPart(Part):
     def conclude(self) -> None:
         if self.finished:
             return
-        if self._may_diverge and self.results.best is None:
+        if self._may_diverge and self.sweep.best is None:
             self.sweep.tidy()
             write_text(self.folder / NO_BEST, f"none: all {self.total} trials diverged\n")
         else:

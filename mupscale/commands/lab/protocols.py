@@ -13,8 +13,7 @@ from mupscale.commands.lab.costs import CostPart
 from mupscale.commands.lab.file import Description, growing, of_width
 from mupscale.commands.lab.midrun_keys import stretched
 from mupscale.commands.lab.parts import Part, RunPart, SweepPart
-from mupscale.commands.lab.results import Settings
-from mupscale.commands.lab.space import Axis, grid
+from mupscale.commands.lab.space import Axis, Settings, grid
 from mupscale.commands.lab.widths import Size, folder_name
 
 Stages = list[list[Part]]

@@ -1,14 +1,16 @@
 """What a sweep varies: axes over values of a configuration, and the points of their grid."""
 
+import json
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import yaml
 
-from mupscale.commands.config import Point, brief, number_in
+from mupscale.commands.config import Config, Point, brief, number_in
 from mupscale.data_files import DECIMAL, yaml_of
 from mupscale.errors import UserError
 
@@ -37,6 +39,43 @@ class Axis:
         if self.bounds:
             return {"key": self.key, "bounds": list(self.bounds)}
         return {"key": self.key, "values": list(self.values)}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a sweep runs. Two sweeps are the same if their settings are equal."""
+
+    config: Config
+    axes: list[Axis]
+    sampler: Literal["grid", "random", "tpe"]
+    trials: int
+    seeds: list[int]
+    metric: str
+
+    def description(self) -> dict[str, Any]:
+        """The settings as plain values, as JSON returns them."""
+        values = {
+            "sweep": [axis.description() for axis in self.axes],
+            "sampler": self.sampler,
+            "trials": self.trials,
+            "seeds": self.seeds,
+            "metric": self.metric,
+            "config": self.config,
+        }
+        return json.loads(json.dumps(values))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished trial: a point of the search space, and the mean metric of its runs; infinite if one diverged."""
+
+    cell: int
+    point: Point
+    value: float
+    values: list[float]
+    seconds: float
+    runs: list[Path]
+    """The folders of the runs that it made, one for each value."""
 
 
 def parsed_axis(text: str) -> Axis:

@@ -1,4 +1,4 @@
-"""A sweep: its trials, what they have come to, and its files. All of it is in one folder.
+"""A sweep: its trials, what they have come to, trials.csv and best.yaml. All of it is in one folder.
 
 Every trial has a number, its cell. The points of a grid follow from the axes; drawn points are in points.json before
 their runs begin. The results are those of the runs.
@@ -6,20 +6,38 @@ their runs begin. The results are those of the runs.
 
 import json
 import math
+import shlex
+import shutil
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from mupscale.atomic import write_text
-from mupscale.commands.config import Point, at, read_json, refuse_difference
+from mupscale.callbacks.trial_metric import window_of
+from mupscale.commands import figures
+from mupscale.commands.config import (
+    Config,
+    Point,
+    at,
+    callback_key,
+    callbacks_of,
+    class_name,
+    read_json,
+    refuse_difference,
+)
 from mupscale.commands.lab.execution import is_begun
-from mupscale.commands.lab.results import Outcome, Results, Settings
 from mupscale.commands.lab.run import Result, Run, Trial, ending_of, result_of, with_run
-from mupscale.commands.lab.space import grid, labels, point_text
-from mupscale.commands.lab.trial import drop_checkpoints
+from mupscale.commands.lab.space import Outcome, Settings, grid, labels, point_text
+from mupscale.commands.lab.sweep_figures import draw_sweep
+from mupscale.commands.lab.trial import drop_checkpoints, folder_name
 from mupscale.commands.run_folder import RESULT
 from mupscale.data_files import refuse_links
 from mupscale.errors import UserError
+from mupscale.text_tables import as_csv
 
 TPE_ROUNDS = 10
 """In how many rounds a TPE draws its points: those of a round may be trained together, without each other's ends."""
@@ -34,8 +52,7 @@ class Sweep:
     def __init__(self, out: Path, settings: Settings, name: str = "") -> None:
         """`name` is what the names of its trials start with."""
         self.out, self.settings, self.name = out, settings, name
-        self._labels = labels(settings.axes)
-        self._folders = Results(out, settings, []).folders
+        self.labels = labels(settings.axes)
         self._results: dict[Path, Result] = {}
         if out.exists() and not out.is_dir():
             raise UserError(f"--out {out} is a file; name a folder for the sweep")
@@ -76,7 +93,7 @@ class Sweep:
         from mupscale.commands.lab.draws import draw
 
         assert self.settings.sampler != "grid"
-        known = {outcome.cell: outcome.value for outcome in self.outcomes()}
+        known = {outcome.cell: outcome.value for outcome in self.outcomes}
         drawn = self._drawn()
         while len(drawn) < count:
             before = [(each, known.get(cell)) for cell, each in enumerate(drawn)]
@@ -98,9 +115,9 @@ class Sweep:
     def _trial(self, cell: int) -> Trial:
         settings, point = self.settings, self.points[cell]
         config = at(settings.config, point)
-        name = ", ".join(filter(None, [self.name, point_text(point, self._labels)]))
+        name = ", ".join(filter(None, [self.name, point_text(point, self.labels)]))
         runs = []
-        for seed, folder in self._folders(cell, point).items():
+        for seed, folder in self.folders(cell, point).items():
             of_seed = f", seed {seed}" if len(settings.seeds) > 1 else ""
             runs.append(Run(with_run(config, settings.metric, seed, folder), folder, f"the trial {name}{of_seed}"))
         return Trial(name, runs, self._finish)
@@ -109,22 +126,30 @@ class Sweep:
         """Writes the table; returns the end of a trial in words."""
         self.tidy()
         values, seconds = [value for value, _ in results], sum(seconds for _, seconds in results)
-        best = self.results.best
-        leader = f"best {best.value:.5g} ({point_text(best.point, self._labels)})" if best else "all diverged so far"
+        best = self.best
+        leader = f"best {best.value:.5g} ({point_text(best.point, self.labels)})" if best else "all diverged so far"
         mean = sum(values) / len(values)
         return f"{f'{mean:.5g}' if math.isfinite(mean) else 'diverged'} in {seconds:.0f} s; {leader}"
 
     # --- results
 
+    def folders(self, cell: int, point: Point) -> dict[int, Path]:
+        """The folders of a trial's runs, by seed."""
+        name = folder_name(cell, point, self.labels)
+        ends = {seed: f",seed={seed}" if len(self.settings.seeds) > 1 else "" for seed in self.settings.seeds}
+        return {seed: self.out / "trials" / f"{name}{end}" for seed, end in ends.items()}
+
+    @property
     def outcomes(self) -> list[Outcome]:
         """The finished trials, by cell."""
         answer = []
         for cell, point in enumerate(self.points):
-            results = ending_of(self._folders(cell, point).values(), self._result_of)
+            runs = list(self.folders(cell, point).values())
+            results = ending_of(runs, self._result_of)
             if results is not None:
                 values = [value for value, _ in results]
                 seconds = sum(seconds for _, seconds in results)
-                answer.append(Outcome(cell, point, sum(values) / len(values), values, seconds))
+                answer.append(Outcome(cell, point, sum(values) / len(values), values, seconds, runs[: len(values)]))
         return answer
 
     def _result_of(self, folder: Path) -> Result | None:
@@ -133,35 +158,160 @@ class Sweep:
         return self._results.get(folder)
 
     @property
-    def results(self) -> Results:
-        return Results(self.out, self.settings, self.outcomes())
+    def best(self) -> Outcome | None:
+        """The finished trial with the smallest mean; None if all diverged."""
+        finite = [outcome for outcome in self.outcomes if math.isfinite(outcome.value)]
+        return min(finite, key=lambda outcome: outcome.value, default=None)
 
     @property
     def left(self) -> int:
         """How many trials are not finished."""
-        return self.settings.trials - len(self.outcomes())
+        return self.settings.trials - len(self.outcomes)
 
     def progress(self) -> str:
         return f"{self.left} of {self.settings.trials} left"
 
     def tidy(self) -> None:
         """Writes the table of finished trials, and deletes the checkpoints of all of them but the best."""
-        results = self.results
-        results.write_table()
-        for outcome in results.outcomes:
-            if outcome != results.best:
-                for folder in results.runs(outcome):
+        self._write_table()
+        best = self.best
+        for outcome in self.outcomes:
+            if outcome != best:
+                for folder in outcome.runs:
                     drop_checkpoints(folder)
+
+    def _write_table(self) -> None:
+        """Writes trials.csv: a row for each finished trial."""
+        seeds = [f"seed {seed}" for seed in self.settings.seeds] if len(self.settings.seeds) > 1 else []
+        rows = []
+        for outcome in self.outcomes:
+            row = {"trial": outcome.cell, **outcome.point, self.settings.metric: value_text(outcome.value)}
+            row |= seed_cells(seeds, outcome.values)
+            run = outcome.runs[0].relative_to(self.out)
+            rows.append({**row, "seconds": f"{outcome.seconds:.1f}", "run": run})
+        head = ["trial", *(axis.key for axis in self.settings.axes), self.settings.metric, *seeds, "seconds", "run"]
+        write_text(self.out / "trials.csv", as_csv(rows, head))
 
     def conclude(self) -> tuple[Path, list[Path]]:
         """Writes the figures of a finished sweep and then best.yaml; returns the paths of best.yaml and the figures."""
         self.tidy()  # again, because the process that finished the last trial may have died before it did
-        results = self.results
-        best = results.best
-        if best is None:
+        if self.best is None:
             raise UserError(
-                f"all {len(results.outcomes)} trials diverged, so there is no best.yaml; "
+                f"all {self.settings.trials} trials diverged, so there is no best.yaml; "
                 f"sweep smaller learning rates or less noise. {self.out / 'trials.csv'} lists the trials"
             )
-        drawn = results.draw(best)
-        return results.write_best(best), drawn
+        drawn = draw_sweep(self.out, self.settings, self.outcomes, self.best)
+        return self._write_best(self.best), drawn
+
+    # --- the best
+
+    def _write_best(self, best: Outcome) -> Path:
+        """Writes best.yaml; and noise.json, if the noise is signal-normalised: its constants."""
+        swap = signal_swap(at(self.settings.config, best.point))
+        if swap is not None:
+            shutil.copyfile(best.runs[0] / f"noise-{swap['init_args']['at_step']}.json", self.out / "noise.json")
+        path = self.out / "best.yaml"
+        seeds = f", mean of {len(best.values)} seeds" if len(best.values) > 1 else ""
+        head = (
+            f"# {point_text(best.point, self.labels)}: {self.settings.metric} {best.value:.6g}{seeds}, "
+            f"the best of {self.settings.trials} trials.\n"
+            "#\n"
+            f"#     python -m mupscale fit --config TARGET.yaml --config {shlex.quote(str(path))}\n"
+        )
+        write_text(path, head + yaml.safe_dump(self.tuned(best), sort_keys=False))
+        return path
+
+    def tuned(self, best: Outcome) -> Config:
+        """The swept values alone, to override those of another configuration."""
+        config = at(self.settings.config, best.point)
+        tuned: Config = {}
+        arguments: dict[str, list[Config]] = {}
+        for key, value in best.point.items():
+            if key.partition(".")[0] in config:
+                lay(tuned, config, key.split("."), value)
+            else:
+                name, (argument, *_) = callback_key(key)
+                callbacks = callbacks_of(config, name)
+                given = arguments.setdefault(name, [{} for _ in callbacks])
+                for own, callback in zip(given, callbacks, strict=True):
+                    # the whole argument, because the target's own may be of another class
+                    own[argument] = deepcopy(without_nulls(callback["init_args"][argument]))
+        swap = signal_swap(config)
+        if swap is not None:
+            recorded = {"class_path": "mupscale.RecordedNoise", "init_args": {"path": str(self.out / "noise.json")}}
+            swaps = callbacks_of(config, "UpscaleCallback")
+            given = arguments.setdefault("UpscaleCallback", [{} for _ in swaps])
+            for own, callback in zip(given, swaps, strict=True):
+                if callback is swap:
+                    own["noise"] = recorded
+        if arguments:
+            tuned["callback_args"] = {name: for_all(given) for name, given in arguments.items()}
+        return tuned
+
+
+# --- metrics
+
+
+def value_text(value: float) -> str:
+    """A metric as tables have it: all its digits, or "diverged"."""
+    return repr(value) if math.isfinite(value) else "diverged"
+
+
+def seed_cells(seeds: list[str], values: list[float]) -> dict[str, str]:
+    """The metric of each seed; seeds after one that diverged are not run."""
+    texts = [value_text(value) for value in values]
+    return dict(zip(seeds, texts + [""] * (len(seeds) - len(texts)), strict=False))
+
+
+def checked_metric(metric: Any) -> str:
+    """A metric as it is. Raises a UserError if it is not a name, or if larger values of it are better."""
+    if not isinstance(metric, str) or not metric.strip():
+        raise UserError(f"metric: give last_epoch, last_2%, or the name of a metric that is logged, got {metric!r}")
+    if window_of(metric) is None and figures.higher_is_better(metric):
+        raise UserError(
+            f"metric {metric}: metrics are minimised, and larger values of this one are better; "
+            "give last_epoch, last_2%, or a loss such as val/loss"
+        )
+    return metric
+
+
+# --- configurations
+
+
+def lay(tuned: Config, config: Config, parts: list[str], value: Any) -> None:
+    """Sets a value in `tuned` where it is in `config`, without the classes on the way: they stay the target's."""
+    node: Any = config
+    for index, part in enumerate(parts):
+        if "class_path" in node and part not in ("class_path", "init_args"):
+            tuned, node = tuned.setdefault("init_args", {}), node["init_args"]
+        if index == len(parts) - 1:
+            tuned[part] = value
+        else:
+            tuned, node = tuned.setdefault(part, {}), node[part]
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the keys whose value is None, at any depth of dictionaries."""
+    if not isinstance(value, dict):
+        return value
+    return {key: without_nulls(item) for key, item in value.items() if item is not None}
+
+
+def for_all(given: list[Config]) -> Config | list[Config]:
+    """The arguments of the callbacks of a class: once if all have the same, otherwise in a list, one by one."""
+    return given[0] if all(own == given[0] for own in given) else given
+
+
+def signal_swap(config: Config) -> Config | None:
+    """The UpscaleCallback with signal-normalised noise, if there is one; raises a UserError if there are several."""
+    found = []
+    for callback in callbacks_of(config, "UpscaleCallback"):
+        noise = callback["init_args"].get("noise")
+        if noise and class_name(noise) == "SignalNoise":
+            found.append(callback)
+    if len(found) > 1:
+        raise UserError(
+            "trainer.callbacks: several UpscaleCallbacks have SignalNoise, "
+            "and best.yaml can hold the constants of one only; sweep one growth"
+        )
+    return found[0] if found else None

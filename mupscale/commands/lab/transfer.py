@@ -1,7 +1,5 @@
 """The results of the protocol transfer: whether optima stay the same as the width grows."""
 
-import csv
-import io
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +11,11 @@ from mupscale.commands import figures
 from mupscale.commands.config import brief
 from mupscale.commands.lab.drift import Drift, drift_of
 from mupscale.commands.lab.file import Description
-from mupscale.commands.lab.results import Results, in_order, metric_label, value_text
+from mupscale.commands.lab.sweep import Sweep, seed_cells, value_text
+from mupscale.commands.lab.sweep_figures import in_order, metric_label
 from mupscale.commands.lab.widths import Growth, width_number
 from mupscale.commands.reporting.compare import chosen_without_seed, is_edge
+from mupscale.text_tables import as_csv
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,57 +128,55 @@ class Panel:
         return f"{self.name}: the optimum of {self.key} goes as {self.drift}{edge}"
 
 
-def write_transfer(out: Path, description: Description, sweeps: dict[str, list[Results]]) -> str:
-    """Writes transfer.csv, .png and .pdf; returns the verdict in words."""
-    panels = [panel(name, description.growths, results) for name, results in sweeps.items()]
-    write_table(out / "transfer.csv", panels, description)
-    write_drifts(out / "drift.csv", panels)
+def write_transfer(out: Path, description: Description, sweeps: dict[str, Sweep]) -> list[str]:
+    """Writes transfer.csv, .png and .pdf, and drift.csv; returns the verdict in words. Sweeps are by their names."""
+    panels = []
+    for name, (axis,) in description.sweeps.items():
+        curves = []
+        for growth in description.growths:
+            outcomes = sweeps[f"{growth.name}/{name}"].outcomes
+            curves.append(WidthCurve(growth, {outcome.point[axis.key]: outcome.values for outcome in outcomes}))
+        panels.append(Panel(name, axis.key, in_order(axis), curves))
+    tables = {out / "transfer.csv": trial_rows(panels, description), out / "drift.csv": drift_rows(panels)}
+    heads = {out / "drift.csv": DRIFT_HEAD}
+    for path, rows in tables.items():
+        write_text(path, as_csv(rows, heads.get(path, ())))
     paths = draw(out / "transfer", panels, metric_label(description.metric))
-    wrote = f"wrote {', '.join(str(path) for path in [out / 'transfer.csv', out / 'drift.csv', *paths])}"
-    lines = [line for each in panels for line in (each.verdict(), each.drift_sentence())]
-    return "\n".join([*lines, wrote])
+    lines = [line for panel in panels for line in (panel.verdict(), panel.drift_sentence())]
+    return [*lines, f"wrote {', '.join(str(path) for path in [*tables, *paths])}"]
 
 
-def panel(name: str, growths: list[Growth], sweeps: list[Results]) -> Panel:
-    (axis,) = sweeps[0].settings.axes
-    curves = []
-    for growth, results in zip(growths, sweeps, strict=True):
-        values = {outcome.point[axis.key]: outcome.values for outcome in results.outcomes}
-        curves.append(WidthCurve(growth, values))
-    return Panel(name, axis.key, in_order(axis), curves)
-
-
-def write_table(path: Path, panels: list[Panel], description: Description) -> None:
-    """Writes a row for each sweep, width and value; `optimum` marks the best value of its width."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
+def trial_rows(panels: list[Panel], description: Description) -> list[dict[str, Any]]:
+    """A row for each sweep, width and value; `optimum` marks the best value of its width."""
+    rows = []
     seeds = [f"seed {seed}" for seed in description.seeds]
-    table.writerow(["sweep", "key", "before", "after", "value", description.metric, *seeds, "optimum"])
-    for each in panels:
-        for curve in each.curves:
-            for level in each.levels:
-                values = [value_text(value) for value in curve.values[level]]
-                values += [""] * (len(seeds) - len(values))  # seeds after one that diverged are not run
-                row = [each.name, each.key, curve.growth.before, curve.growth.after, level]
-                star = "*" if level == curve.optimum else ""
-                table.writerow([*row, value_text(curve.mean(level)), *values, star])
-    write_text(path, text.getvalue())
+    for panel in panels:
+        for curve in panel.curves:
+            for level in panel.levels:
+                row = {**row_head(panel, curve), "value": level, description.metric: value_text(curve.mean(level))}
+                row |= seed_cells(seeds, curve.values[level])
+                rows.append({**row, "optimum": "*" if level == curve.optimum else ""})
+    return rows
 
 
-def write_drifts(path: Path, panels: list[Panel]) -> None:
-    """Writes a row for each sweep and width: the optimum by a parabola, and the exponent of the sweep."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["sweep", "key", "before", "after", "optimum", "at edge", "exponent", "error", "error from"])
-    for each in panels:
-        if each.drift is None:
+def row_head(panel: Panel, curve: WidthCurve) -> dict[str, Any]:
+    return {"sweep": panel.name, "key": panel.key, "before": curve.growth.before, "after": curve.growth.after}
+
+
+DRIFT_HEAD = ("sweep", "key", "before", "after", "optimum", "at edge", "exponent", "error", "error from")
+
+
+def drift_rows(panels: list[Panel]) -> list[dict[str, Any]]:
+    """A row for each sweep and width: the optimum by a parabola, and the exponent of the sweep."""
+    rows = []
+    for panel in panels:
+        drift = panel.drift
+        if drift is None:
             continue
-        error = "" if math.isnan(each.drift.error) else repr(each.drift.error)
-        for curve, optimum in zip(each.curves, each.drift.optima, strict=True):
-            row = [each.name, each.key, curve.growth.before, curve.growth.after, repr(optimum.value)]
-            edge = "yes" if optimum.at_edge else ""
-            table.writerow([*row, edge, repr(each.drift.exponent), error, each.drift.error_from])
-    write_text(path, text.getvalue())
+        for curve, optimum in zip(panel.curves, drift.optima, strict=True):
+            values = (*row_head(panel, curve).values(), optimum.value, "yes" if optimum.at_edge else "")
+            rows.append(dict(zip(DRIFT_HEAD, (*values, drift.exponent, drift.error, drift.error_from), strict=True)))
+    return rows
 
 
 def draw(path: Path, panels: list[Panel], label: str) -> list[Path]:
@@ -186,17 +184,13 @@ def draw(path: Path, panels: list[Panel], label: str) -> list[Path]:
 
     Each optimum is starred.
     """
-    figure, first = figures.figure(5.2 * len(panels), 4.5)
-    first.remove()
-    for column, each in enumerate(panels):
-        ax = figure.add_subplot(1, len(panels), column + 1)
+    figure, axes = figures.panels(5.2 * len(panels), 4.5, columns=len(panels))
+    for ax, each in zip(axes, panels, strict=True):
         draw_curves(ax, each)
         ax.set_ylim(*visible_range(each))
         ax.set_xlabel(each.key)
         ax.set_ylabel(label)
         ax.set_title(each.title, fontsize=10, parse_math=False)
-        ax.grid(color=figures.LIGHT.grid, linewidth=0.7)
-        ax.set_axisbelow(True)
         figures.dress(figure, ax, figures.LIGHT)
     lines, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False, fontsize=10)

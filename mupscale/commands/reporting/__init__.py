@@ -24,10 +24,11 @@ from mupscale.commands.reporting.sections import (
     tiles,
     transfer_section,
 )
-from mupscale.commands.reporting.summary import as_csv, as_json, run_rows
+from mupscale.commands.reporting.summary import as_json, run_rows
 from mupscale.commands.reporting.words import title, verdicts
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
+from mupscale.text_tables import as_csv
 
 __all__ = ["write_report"]
 

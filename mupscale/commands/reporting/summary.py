@@ -1,7 +1,5 @@
 """The numbers of a report, as JSON and CSV."""
 
-import csv
-import io
 import math
 from dataclasses import asdict
 from typing import Any
@@ -89,24 +87,6 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
         "costs": costs or None,
         "notes": comparison.notes,
     }
-
-
-def as_csv(rows: list[dict[str, Any]]) -> str:
-    """A table of rows with the same keys. What is missing or not a number is an empty cell."""
-    text = io.StringIO()
-    if rows:
-        table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        table.writeheader()
-        table.writerows({name: cell(value) for name, value in row.items()} for row in rows)
-    return text.getvalue()
-
-
-def cell(value: Any) -> Any:
-    if not isinstance(value, float):
-        return value
-    if math.isnan(value):
-        return ""
-    return repr(value) if math.isfinite(value) else "diverged"
 
 
 def run_rows(groups: list[Group], numbers: Numbers) -> list[dict[str, Any]]:
