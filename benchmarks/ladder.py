@@ -419,8 +419,7 @@ def train_run(ladder: Ladder, run: Run, runner: Runner, folder: Path) -> dict[st
                 torch.save({"state": state, "steps": step, "loss": loss}, new)
         if stop in branches:
             end = step + round(DECAY / (1 - DECAY) * stop / cost)
-            falling = partial(fall, step, end)
-            train(range(step, end), falling, POINTS // 8, branches[stop])
+            train(range(step, end), partial(fall, step, end), POINTS // 8, branches[stop])
             ends.append({
                 "power": branches[stop], "flops": flops_at(end), "tokens": end * tokens, "loss": runner.validate(),
                 "loss_before_decay": loss, "train_loss": curve[-1][-1],
@@ -435,58 +434,39 @@ def fall(start: int, end: int, step: int) -> float:
     return (end - step) / (end - start)
 
 
-def work(options: argparse.Namespace) -> None:
-    """Makes runs until none is left that is ready and unclaimed, or the time is over."""
-    ladder, device = LADDERS[options.ladder], torch.device(options.device)
-    torch.set_float32_matmul_precision("high")
-    text = Text(options.data, ladder, device)
-    runners: dict[Size, Runner] = {}
-    runs = [run for run in plan_runs(ladder, options.seeds) if re.search(options.only, run.name)]
-    while time.time() < options.until and not all(is_taken(run, options.out) for run in runs):
-        run = claim_run(runs, options.out)
-        if run is None:
-            time.sleep(1)
-            continue
-        if run.size not in runners:
-            runners[run.size] = Runner(ladder, run.size, text, device)
-        result = train_run(ladder, run, runners[run.size], options.out)
-        write_text(result_file(run, options.out), json.dumps(result))
+class Worker:
+    """What one process keeps from run to run: the text on the device, and a compiled runner for each size."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.ladder, self.device = options, LADDERS[options.ladder], torch.device(options.device)
+        torch.set_float32_matmul_precision("high")
+        self.text = Text(options.data, self.ladder, self.device)
+        self.runners: dict[Size, Runner] = {}
+
+    def make(self, run: Run) -> None:
+        is_ready = run.start is None or run.start_state(self.options.out).exists()
+        if not is_ready or time.time() > self.options.until:
+            return
+        if run.size not in self.runners:
+            self.runners[run.size] = Runner(self.ladder, run.size, self.text, self.device)
+        result = train_run(self.ladder, run, self.runners[run.size], self.options.out)
+        write_text(result_file(run, self.options.out), json.dumps(result))
         ends = ", ".join(f"2^{end['power']:g}: {end['loss']:.4f}" for end in result["ends"])
         print(f"{run.name} in {result['seconds']:.1f} s  {ends}", flush=True)
 
 
+def start_worker(options: argparse.Namespace) -> None:
+    """In a process of the pool: what its runs have in common."""
+    global worker
+    worker = Worker(options)
+
+
+def make_run(run: Run) -> None:
+    worker.make(run)
+
+
 def result_file(run: Run, folder: Path) -> Path:
     return folder / "runs" / f"{run.name}.json"
-
-
-def is_taken(run: Run, folder: Path) -> bool:
-    """Whether a run is finished, or a worker that is alive has claimed it."""
-    result = result_file(run, folder)
-    claim = result.with_suffix(".claim")
-    if result.exists():
-        return True
-    try:
-        os.kill(int(claim.read_text() or os.getpid()), 0)
-    except FileNotFoundError:
-        return False
-    except ProcessLookupError:
-        claim.unlink(missing_ok=True)
-        return False
-    return True
-
-
-def claim_run(runs: list[Run], folder: Path) -> Run | None:
-    """The first run that is ready and that no worker has claimed."""
-    for run in runs:
-        if is_taken(run, folder) or not (run.start is None or run.start_state(folder).exists()):
-            continue
-        try:
-            with result_file(run, folder).with_suffix(".claim").open("x") as file:
-                file.write(str(os.getpid()))
-        except FileExistsError:
-            continue
-        return run
-    return None
 
 
 def collect(folder: Path, out: Path) -> None:
@@ -526,13 +506,14 @@ def main(arguments: list[str]) -> None:
         collect(options.collect, options.out)
         return
     options.until = time.time() + 60 * options.minutes
-    options.out.mkdir(parents=True, exist_ok=True)
     for name in ("runs", "states"):
-        (options.out / name).mkdir(exist_ok=True)
+        (options.out / name).mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    runs = [run for run in plan_runs(LADDERS[options.ladder], options.seeds) if re.search(options.only, run.name)]
+    runs = [run for run in runs if not result_file(run, options.out).exists()]
+    if not runs:
+        return
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=work, args=(options,)) for _ in range(options.workers)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with context.Pool(options.workers, start_worker, (options,)) as pool:
+        for is_grown in (False, True):  # trunks save the states from which others grow
+            pool.map(make_run, [run for run in runs if (run.start is not None) == is_grown], chunksize=1)
