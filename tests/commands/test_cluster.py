@@ -22,8 +22,7 @@ from run_ends import differences, observed
 from sweeps import starts, values_of
 
 from mupscale.callbacks.stacked_fits import Apart
-from mupscale.commands.lab.driver import Ending
-from mupscale.commands.lab.jobs import Job
+from mupscale.commands.lab.driver import Ending, Job
 from mupscale.commands.lab.on_ray import Cluster
 from mupscale.commands.lab.ray_nodes import Needs, Node, needs_of, refuse_late_node, site_of
 from mupscale.commands.lab.run import Run, Trial

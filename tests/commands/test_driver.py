@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from mupscale.commands.lab.driver import Driver, Ending, Part
+from mupscale.commands.lab.driver import Driver, Ending, Job
 from mupscale.commands.lab.execution import read_part
-from mupscale.commands.lab.jobs import Job
 from mupscale.commands.lab.run import Result, Run, Trial, record
 from mupscale.errors import UserError
 
@@ -149,7 +148,7 @@ def test_parts_share_a_stage_by_the_numbers_of_its_trials() -> None:
     made = []
     for index in range(3):
         executor = Noted()
-        driver = Driver(executor, "off", Part(index, 3))
+        driver = Driver(executor, "off", index, 3)
         whole = trials(*(f"a {number}" for number in range(5)))
         del whole[3]  # which was finished when this part began
         driver.make(whole, lambda: "")
@@ -159,7 +158,7 @@ def test_parts_share_a_stage_by_the_numbers_of_its_trials() -> None:
 
 
 def test_a_part_waits_for_the_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    driver = Driver(Noted(), "off", Part(0, 2))
+    driver = Driver(Noted(), "off", 0, 2)
     whole = trials("a 0", "a 1")
     driver.make(whole, lambda: "")
     seconds = []

@@ -1,5 +1,6 @@
 """The driver: makes the trials of one stage after another, by an executor, and goes on where it was interrupted.
 
+A job is some trials that one process makes: as one program if they differ only in numbers, otherwise one after another.
 A stage is a list of trials that may be made in any order. All state is in the folders of the runs: a trial whose runs
 have a result is not made again, and an interrupted run is resumed from its newest checkpoint. So the same command
 continues after any kill.
@@ -9,16 +10,18 @@ import math
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from mupscale.callbacks.joint_steps import JointSteps
+from mupscale.callbacks.stack_room import room_in_stack
 from mupscale.callbacks.stacked_fits import Apart
 from mupscale.commands.arguments import Size
-from mupscale.commands.lab.jobs import Job
-from mupscale.commands.lab.run import Result, Run, Trial, ending_of, set_aside
-from mupscale.commands.pattern import Patterns
+from mupscale.commands.lab.run import Progress, Result, Run, Trial, ending_of, fit_run, free_memory, set_aside
+from mupscale.commands.pattern import Pattern, Patterns
 from mupscale.errors import UserError
 
 MOST_DEATHS = 3
@@ -26,6 +29,68 @@ MOST_DEATHS = 3
 
 WAIT = 1.0
 """Seconds between two looks at what other parts have finished."""
+
+
+# --- jobs
+
+
+@dataclass(frozen=True)
+class Job:
+    """Trials that one process makes. `size` is that of their stack; `off` makes their runs one after another."""
+
+    trials: list[Trial]
+    size: Size
+
+    def __str__(self) -> str:
+        more = f" and {len(self.trials) - 1} more" if len(self.trials) > 1 else ""
+        return f"{self.trials[0].name}{more}"
+
+    def carry_out(self, patterns: Patterns) -> dict[Path, Result]:
+        """Makes the runs: as many as the memory has room for, and of a trial those up to the first that diverged.
+
+        Returns their results by folder. Raises Apart if they cannot be stacked.
+        """
+        with patterns.like(self.trials[0].runs[0].config) as pattern:
+            return make_apart(self.trials, pattern) if self.size == "off" else make_stack(self, pattern)
+
+
+def make_apart(trials: list[Trial], pattern: Pattern) -> dict[Path, Result]:
+    answer = {}
+    for trial in trials:
+        print(f"{trial.name}: begins", flush=True)
+        for run in trial.runs:
+            answer[run.folder] = run.make(pattern)
+            if math.isinf(answer[run.folder][0]):
+                break
+    return answer
+
+
+def make_stack(job: Job, pattern: Pattern) -> dict[Path, Result]:
+    """Makes similar runs together, as many of them as there is room for. Raises Apart if they cannot be stacked."""
+    made: list[Run] = []
+    clock = Progress()
+
+    def jobs() -> Iterator[Callable[[], Result]]:
+        for trial in job.trials:
+            print(f"{trial.name}: begins", flush=True)
+            for run in trial.runs:
+                made.append(run)
+                yield partial(fit_run, run, lambda: len(made), pattern)
+
+    joint = JointSteps(
+        jobs(),
+        most=lambda awaited: room_in_stack(awaited, job.size),
+        tell=lambda line: print(line, flush=True),
+        progress=lambda step, steps, count: clock.print(f"{len(made)} runs", step, steps, f"{count} still on"),
+    )
+    try:
+        joint.run()
+    finally:
+        free_memory()
+    return {run.folder: result for run, result in zip(made, joint.results, strict=True)}
+
+
+# --- executors
 
 
 @dataclass
@@ -93,25 +158,21 @@ def failed_words(job: Job) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Part:
-    """One of several commands that share the trials of each stage: --part INDEX/COUNT, from 0."""
-
-    index: int
-    count: int
+# --- the driver
 
 
 class Driver:
     """Makes trials by an executor, similar ones together."""
 
-    def __init__(self, executor: Executor, size: Size, part: Part | None = None) -> None:
+    def __init__(self, executor: Executor, size: Size, part: int = 0, parts: int = 1) -> None:
         """
         Args:
             executor: What makes the jobs.
             size: How many runs are made together.
-            part: The share of every stage that is made here; None for all.
+            part: The share of every stage that is made here, from 0; other commands make the others.
+            parts: How many shares there are.
         """
-        self._executor, self._size, self._part = executor, size, part
+        self._executor, self._size, self._part, self._parts = executor, size, part, parts
         self._results: dict[Path, Result] = {}
         self._apart: set[str] = set()
         """What runs have in common that cannot be stacked."""
@@ -145,11 +206,9 @@ class Driver:
 
     def wait_for_other_parts(self, trials: dict[int, Trial]) -> None:
         """Waits until the trials of a stage that other parts make are finished."""
-        is_told = False
+        if not self.have_finished(trials):
+            print("waiting for the other parts", flush=True)
         while not self.have_finished(trials):
-            if not is_told:
-                print("waiting for the other parts", flush=True)
-                is_told = True
             time.sleep(WAIT)
 
     def have_finished(self, trials: dict[int, Trial]) -> bool:
@@ -165,15 +224,12 @@ class Driver:
         return ending_of(trial.runs, self._result_of)
 
     def _result_of(self, run: Run) -> Result | None:
-        if run.folder not in self._results:
-            result = run.known_result()
-            if result is None:
-                return None
+        if run.folder not in self._results and (result := run.known_result()) is not None:
             self._results[run.folder] = result
-        return self._results[run.folder]
+        return self._results.get(run.folder)
 
     def _is_mine(self, number: int) -> bool:
-        return self._part is None or number % self._part.count == self._part.index
+        return number % self._parts == self._part
 
     def _jobs_of(self, trials: list[Trial]) -> list[Job]:
         """Divides trials into jobs of similar ones, so that all slots have some."""

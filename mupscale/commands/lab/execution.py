@@ -65,20 +65,20 @@ def read_part(text: str) -> tuple[int, int]:
 @contextmanager
 def open_driver(options: argparse.Namespace, accelerator: str, out: Path) -> Iterator["Driver"]:
     """The driver that the options ask for, which alone works on the folder `out`, or on its part of the runs."""
-    from mupscale.commands.lab.driver import Driver, Inline, Part
+    from mupscale.commands.lab.driver import Driver, Inline
     from mupscale.commands.lab.workers import visible_gpus, workers
 
-    part = None if options.part is None else Part(*read_part(options.part))
+    part, parts = (0, 1) if options.part is None else read_part(options.part)
     with ExitStack() as stack:
         cluster = None if options.ray is None else stack.enter_context(on_ray.connected(options, accelerator, out))
-        stack.enter_context(claimed(out if part is None else out / f"part-{part.index}-of-{part.count}"))
+        stack.enter_context(claimed(out if options.part is None else out / f"part-{part}-of-{parts}"))
         if cluster is not None:
             yield Driver(cluster, stack_size(options.stack))
             return
         gpus = [] if accelerator == "cpu" else visible_gpus()
         count = options.workers or max(1, len(gpus))
         executor = Inline() if count == 1 else stack.enter_context(workers(count, gpus))
-        yield Driver(executor, stack_size(options.stack), part)
+        yield Driver(executor, stack_size(options.stack), part, parts)
 
 
 def is_begun(out: Path) -> bool:

@@ -22,8 +22,7 @@ from mupscale.commands.termination import Terminated, interruptions, raise_for
 from mupscale.errors import UserError, needs_extra
 
 if TYPE_CHECKING:
-    from mupscale.commands.lab.driver import Ending
-    from mupscale.commands.lab.jobs import Job
+    from mupscale.commands.lab.driver import Ending, Job
     from mupscale.commands.lab.run import Result
 
 WAIT = 1.0

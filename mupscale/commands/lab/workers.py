@@ -20,8 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from mupscale.callbacks.stacked_fits import Apart
-from mupscale.commands.lab.driver import Ending, failed_words
-from mupscale.commands.lab.jobs import Job
+from mupscale.commands.lab.driver import Ending, Job, failed_words
 from mupscale.commands.lab.run import set_aside, without_announcements
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
 from mupscale.commands.pattern import Patterns
