@@ -7,6 +7,7 @@ import csv
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,40 +54,34 @@ class Part:
         """Writes what there is to write once all trials are finished."""
 
 
+@dataclass(eq=False)
 class RunPart(Part):
-    """One run of one seed, in its own folder. It must not diverge if other runs start from it.
+    """One run of one seed, in its own folder.
 
     Of runs that are the same until they grow, the others follow the first, in a later stage: they start from its
     checkpoint of that step.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        role: str,
-        seed: int,
-        config: Callable[[], Config],
-        metric: str,
-        *,
-        must_not_diverge: bool = False,
-        details: dict[str, Any] | None = None,
-        keeps_checkpoints: bool = True,
-        is_left_out: Callable[[], bool] = lambda: False,
-        first: "RunPart | None" = None,
-    ) -> None:
-        """
-        Args:
-            details: What experiment.json has of the run beside its role, seed and folder.
-            is_left_out: Whether the run is not to be made. Then it counts as finished.
-            first: The run that this one follows, if they are the same until they grow.
-        """
-        super().__init__(f"{role}, seed {seed}", out / role / f"seed={seed}")
-        self.role, self.seed, self.details = role, seed, details or {}
-        self._config, self._metric, self._must_not_diverge = config, metric, must_not_diverge
-        self._keeps_checkpoints, self._is_left_out = keeps_checkpoints, is_left_out
-        self._first, self._followers = first, list[RunPart]()
-        if first is not None:
-            first._followers.append(self)
+    out: Path
+    role: str
+    seed: int
+    config: Callable[[], Config]
+    metric: str
+    must_not_diverge: bool = False
+    """Whether other runs start from it."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What experiment.json has of the run beside its role, seed and folder."""
+    keeps_checkpoints: bool = True
+    is_left_out: Callable[[], bool] = lambda: False
+    """Whether the run is not to be made. Then it counts as finished."""
+    first: "RunPart | None" = None
+    """The run that this one follows, if they are the same until they grow."""
+
+    def __post_init__(self) -> None:
+        super().__init__(f"{self.role}, seed {self.seed}", self.out / self.role / f"seed={self.seed}")
+        self._followers = list[RunPart]()
+        if self.first is not None:
+            self.first._followers.append(self)
 
     @property
     def checkpoint(self) -> Path:
@@ -95,18 +90,18 @@ class RunPart(Part):
     @property
     def value(self) -> float:
         """The metric; infinite if the run diverged or is left out."""
-        return math.inf if self._is_left_out() else result_of(self.folder)[0]
+        return math.inf if self.is_left_out() else result_of(self.folder)[0]
 
     @property
     def finished(self) -> bool:
-        return self._is_left_out() or ((self.folder / RESULT).exists() and bool(result_of(self.folder)))
+        return self.is_left_out() or ((self.folder / RESULT).exists() and bool(result_of(self.folder)))
 
     def trials(self) -> list[Trial]:
-        config = with_run(self._config(), self._metric, self.seed, self.folder)
+        config = with_run(self.config(), self.metric, self.seed, self.folder)
         return [Trial(self.name, [Run(config, self.folder, self.name, self._start())], self._finish)]
 
     def conclude(self) -> None:
-        if self._must_not_diverge and math.isinf(self.value):
+        if self.must_not_diverge and math.isinf(self.value):
             raise UserError(
                 f"the run {self.folder} diverged, and other runs start from it; give a smaller model.optimizer.lr in "
                 "the experiment's config, or smaller values in sweep_1, and another --out"
@@ -116,14 +111,14 @@ class RunPart(Part):
     def _finish(self, results: list[Result]) -> str:
         ((value, seconds),) = results
         self._tidy()
-        metric = self._metric if window_of(self._metric) is None else "training loss"
+        metric = self.metric if window_of(self.metric) is None else "training loss"
         return f"{f'{metric} {value:.5g}' if math.isfinite(value) else 'diverged'} in {seconds:.0f} s"
 
     def _tidy(self) -> None:
         """Deletes the checkpoints of a finished run if they are not kept, and no run is to start from them."""
-        if self._first is not None:
-            self._first._tidy()
-        if not self._keeps_checkpoints and all(part.finished for part in (self, *self._followers)):
+        if self.first is not None:
+            self.first._tidy()
+        if not self.keeps_checkpoints and all(part.finished for part in (self, *self._followers)):
             drop_checkpoints(self.folder)
 
     def _start(self) -> Path | None:
@@ -131,10 +126,10 @@ class RunPart(Part):
 
         None if there is none, as of a run that diverged before, or if this run is another one even then.
         """
-        if self._first is None or before_growth(self._first._config()) != before_growth(self._config()):
+        if self.first is None or before_growth(self.first.config()) != before_growth(self.config()):
             return None
-        (swap,) = callbacks_of(self._config(), "UpscaleCallback")
-        path = self._first.folder / "checkpoints" / f"{PRE_UPSCALE}{swap['init_args']['at_step']}.ckpt"
+        (swap,) = callbacks_of(self.config(), "UpscaleCallback")
+        path = self.first.folder / "checkpoints" / f"{PRE_UPSCALE}{swap['init_args']['at_step']}.ckpt"
         return path if path.exists() and damage_at(path) is None else None
 
 

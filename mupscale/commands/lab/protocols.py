@@ -27,6 +27,7 @@ class Protocol:
 
     def __init__(self, out: Path, description: Description) -> None:
         self.out, self.description = out, description
+        self.small, self.target = description.growths[0], description.growths[-1]
 
     def stages(self) -> Stages:
         raise NotImplementedError
@@ -55,54 +56,48 @@ class Upscale(Protocol):
     """
 
     def stages(self) -> Stages:
-        seeds, methods = self.description.seeds, self.description.methods or [""]
+        before, after = (of_width(width) for width in (self.target.before, self.target.after))
         tuner = self._tuner()
-        bases = [self._base(tuner, seed) for seed in seeds]
-        sweeps = {method: self._sweep_2(tuner, method) for method in methods}
+        bases: list[RunPart] = []
+        for seed in self.description.seeds:
+            bases.append(self.run("base", seed, partial(self._config, tuner, before), must_not_diverge=True))
+        sweeps = {method: self._sweep_2(tuner, method) for method in self.description.methods or [""]}
         last: list[Part] = []
         for base in bases:  # seed by seed, so that an experiment that is stopped early has whole seeds to compare
-            last.append(self._scratch(tuner, base.seed))
+            last.append(self.run("scratch", base.seed, partial(self._config, tuner, after)))
             last += [self._upscaled(tuner, base, method, sweep_2) for method, sweep_2 in sweeps.items()]
         return [[tuner], [*bases, *sweeps.values()], last]
 
     def _tuner(self) -> RunPart | SweepPart:
         """What sweep 2 starts from."""
         description, seed = self.description, self.description.seeds[0]
-        small_base = partial(description.config, of_width(description.growths[0].before))
+        small_base = partial(description.config, of_width(self.small.before))
         if "sweep_1" in description.sweeps:
             return self.sweep("sweep_1", description.sweeps["sweep_1"], [seed], small_base)
         return self.run(SMALL_BASE, seed, small_base, must_not_diverge=True)
 
-    def _base(self, tuner: RunPart | SweepPart, seed: int) -> RunPart:
-        width = of_width(self.description.growths[1].before)
-        return self.run("base", seed, lambda: self._config(tuner, width), must_not_diverge=True)
-
-    def _scratch(self, tuner: RunPart | SweepPart, seed: int) -> RunPart:
-        width = of_width(self.description.growths[1].after)
-        return self.run("scratch", seed, lambda: self._config(tuner, width))
-
     def _sweep_2(self, tuner: RunPart | SweepPart, method: str) -> SweepPart:
-        description, small = self.description, self.description.growths[0]
+        description = self.description
 
         def config() -> Config:
-            grown = description.grown(small, tuner.checkpoint, method)
+            grown = description.grown(self.small, tuner.checkpoint, method)
             return self._config(tuner, grown, description.upscaled)
 
         axes, seeds = description.sweeps["sweep_2"], description.seeds[:1]
         return self.sweep(of_method("sweep_2", method), axes, seeds, config, may_diverge=bool(method))
 
     def _upscaled(self, tuner: RunPart | SweepPart, base: RunPart, method: str, sweep_2: SweepPart) -> RunPart:
-        description, target = self.description, self.description.growths[1]
+        description = self.description
 
         def config() -> Config:
-            grown = description.grown(target, base.checkpoint, method)
+            grown = description.grown(self.target, base.checkpoint, method)
             return self._config(tuner, grown, description.upscaled, sweep_2.tuned)
 
         return self.run(
             of_method("upscale", method),
             base.seed,
             config,
-            details={"role": "upscale", "method": method} if method else None,
+            details={"role": "upscale", "method": method} if method else {},
             keeps_checkpoints=not method,  # of methods there are many runs, and nothing starts from them
             is_left_out=lambda: sweep_2.has_no_best,
         )
@@ -158,7 +153,6 @@ class Midrun(Protocol):
         super().__init__(out, description)
         assert description.midrun is not None
         self.keys = description.midrun
-        self.small, self.target = description.growths
         self.costs = CostPart(out, description)
         self._of_fixed: dict[tuple[str, str], SweepPart] = {}
         self._of_growth: dict[tuple[str, str, float], SweepPart] = {}
