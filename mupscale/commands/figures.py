@@ -144,13 +144,9 @@ def heatmap(
             red, green, blue, _ = image.cmap(scale(number))
             is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
             offset = (0, -9 if (column, row) == best else 0)  # in points: below the star
-            style: dict[str, Any] = {
-                "ha": "center",
-                "va": "center",
-                "fontsize": 7,
-                "color": "white" if is_dark else "black",
-            }
-            ax.annotate(f"{number:.3g}", (column, row), offset, textcoords="offset points", **style)
+            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7}
+            colour = "white" if is_dark else "black"
+            ax.annotate(f"{number:.3g}", (column, row), offset, textcoords="offset points", color=colour, **style)
     if best is not None:
         ax.scatter([best[0]], [best[1] + 0.12], s=150, **STAR)
     ax.set_xticks(range(len(x)), [tick(a) for a in x], **slanted(x))
@@ -167,34 +163,25 @@ def scatter(path: Path, points: Sequence[tuple[Any, Any, float]], x_label: str, 
     An axis whose values are all positive is logarithmic.
     """
     drawn, ax = figure()
-    is_log_x, is_log_y = is_positive([x for x, _, _ in points]), is_positive([y for _, y, _ in points])
-    points = [(x if is_log_x else tick(x), y if is_log_y else tick(y), value) for x, y, value in points]
+    is_log = [is_positive([point[axis] for point in points]) for axis in (0, 1)]
+    points = [(x if is_log[0] else tick(x), y if is_log[1] else tick(y), value) for x, y, value in points]
     diverged = [(x, y) for x, y, value in points if not math.isfinite(value)]
-    finite = [(x, y, value) for x, y, value in points if math.isfinite(value)]
-    values = [value for _, _, value in finite]
-    ax.scatter(
-        [x for x, _ in diverged], [y for _, y in diverged], s=45, facecolors="none", edgecolors="grey", label="diverged"
-    )
-    dots = ax.scatter(
-        [x for x, _, _ in finite],
-        [y for _, y, _ in finite],
-        c=values,
-        s=45,
-        cmap=f"{COLOURS}_r",
-        norm=loss_norm(values),
-    )
-    best_x, best_y, _ = min(finite, key=lambda point: point[2])
-    ax.scatter([best_x], [best_y], s=220, **STAR)
-    if is_log_x:
+    if diverged:
+        x, y = zip(*diverged, strict=True)
+        ax.scatter(x, y, s=45, facecolors="none", edgecolors="grey", label="diverged")
+        ax.legend(loc="best", fontsize=8)
+    x, y, values = zip(*(point for point in points if math.isfinite(point[2])), strict=True)
+    dots = ax.scatter(x, y, c=values, s=45, cmap=f"{COLOURS}_r", norm=loss_norm(values))
+    best = values.index(min(values))
+    ax.scatter([x[best]], [y[best]], s=220, **STAR)
+    if is_log[0]:
         ax.set_xscale("log")
-        plain_numbers(ax.xaxis, [x for x, _, _ in points])
-    if is_log_y:
+        plain_numbers(ax.xaxis, [point[0] for point in points])
+    if is_log[1]:
         ax.set_yscale("log")
-        plain_numbers(ax.yaxis, [y for _, y, _ in points])
+        plain_numbers(ax.yaxis, [point[1] for point in points])
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
-    if diverged:
-        ax.legend(loc="best", fontsize=8)
     colour_bar(drawn, dots, ax, label, values)
     return save(drawn, path)
 
@@ -303,17 +290,8 @@ def draw_band(ax: "Axes", band: Band, theme: Theme) -> "Line2D":
     (line,) = ax.plot(band.x, band.y, color=colour, linewidth=1.7, linestyle=style, marker=marker)
     for mark in band.marks:
         ax.axvline(mark, color=colour, linewidth=1.1, linestyle=":")
-        ax.annotate(
-            "grows",
-            (mark, 1),
-            (3, -3),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            va="top",
-            fontsize=8,
-            color=colour,
-            rotation=90,
-        )
+        where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+        ax.annotate("grows", (mark, 1), (3, -3), fontsize=8, color=colour, rotation=90, **where)
     return line
 
 

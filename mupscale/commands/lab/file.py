@@ -1,7 +1,8 @@
 """The YAML file of an experiment: growths, sweeps and seeds, checked as far as possible without a run."""
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -273,12 +274,13 @@ def check(description: Description) -> None:
         check_midrun(description)
         return
     if description.methods:
-        grown = checked_methods(description)
+        grown, cli = checked_methods(description)
     else:
         for growth in description.growths:
             grown, cli = description.made(description.grown(growth, Path("base.ckpt")), description.upscaled)
             refuse_growth(growth, cli)
-        refuse_optimizer("config", cli)
+    with refusals("config"):
+        refuse_optimizers(cli.model, cli.trainer)
     signal_swap(grown)
     tried = Tried()
     for name, axes in description.sweeps.items():
@@ -288,21 +290,18 @@ def check(description: Description) -> None:
             refuse_invalid(description.common if name == "sweep_1" else grown, axes, f"{name}:", tried)
 
 
-def checked_methods(description: Description) -> Config:
-    """The configuration of an upscaled run. UserError names a growth method that it could not have."""
+def checked_methods(description: Description) -> tuple[Config, CLI]:
+    """The configuration of an upscaled run, and its model. UserError names a growth method that it could not have."""
     target = description.growths[-1]
     for name, method in description.methods.items():
-        try:
+        with refusals(f"methods.{name}"):
             grown, cli = description.made(description.grown(target, Path("base.ckpt"), name), description.upscaled)
             for growth in description.growths:
                 refuse_growth(growth, cli)
-        except UserError as error:
-            raise UserError(f"methods.{name}: {error}") from error
         (swap,) = callbacks_of(grown, "UpscaleCallback")
         if class_name(swap["init_args"]["method"]) != class_name(method):
             raise UserError(f"upscaled: it sets {METHOD}, which the key methods sets; leave one of the two out")
-    refuse_optimizer("config", cli)
-    return grown
+    return grown, cli
 
 
 def check_midrun(description: Description) -> None:
@@ -313,12 +312,15 @@ def check_midrun(description: Description) -> None:
         raise UserError("config: trainer.max_steps, trainer.max_epochs: give the length of a run of the wide width")
     for name, overlay in keys.schedules.items():
         config, cli = description.made(stretched(overlay, 1000))
-        refuse_optimizer(f"schedules.{name}", cli)
+        with refusals(f"schedules.{name}"):
+            refuse_optimizers(cli.model, cli.trainer)
         refuse_validated_schedule(f"schedules.{name}", config)
     tried = Tried()
     refuse_invalid(description.common, description.sweeps["sweep_1"], "sweep_1:", tried)
     for width in (keys.middle, keys.small_middle):
-        refuse_width(description, width)
+        _, cli = description.made(of_width(width))
+        with refusals(f"middle: width {width}"):
+            cli.model.network(**model_size(width), meta=True)
     for name, noise in keys.noises.items():
         for growth in description.growths:
             grown, cli = description.made(growing(growth, 1, noise))
@@ -326,13 +328,23 @@ def check_midrun(description: Description) -> None:
         refuse_invalid(grown, description.sweeps["sweep_2"], f"sweep_2, noises.{name}:", tried)
 
 
-def refuse_optimizer(where: str, cli: CLI) -> None:
-    """Raises a UserError, which starts with `where`, for an optimizer or a schedule that a run could not have."""
+@contextmanager
+def refusals(where: str) -> Iterator[None]:
+    """What is refused is a UserError that starts with `where`; random numbers are drawn as if nothing had been."""
     try:
         with torch.random.fork_rng(devices=[]):
-            refuse_optimizers(cli.model, cli.trainer)
+            yield
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
+
+
+def refuse_growth(growth: Growth, cli: CLI) -> None:
+    """Raises a UserError if the model cannot be widened so, or the noise cannot be applied to it."""
+    (swap,) = callbacks_in(cli.trainer, UpscaleCallback)
+    with refusals(f"widths {growth}"):
+        narrow, wide = (cli.model.network(**model_size(size), meta=True) for size in (growth.before, growth.after))
+        planned = swap.method.plan(narrow, wide, Hints(depth=depth_between(narrow, wide, swap.depth)))
+        swap.method.choose_noise(swap.noise, planned, narrow)
 
 
 def refuse_validated_schedule(where: str, config: Config) -> None:
@@ -347,25 +359,3 @@ def refuse_validated_schedule(where: str, config: Config) -> None:
             "protocol midrun validate only after their last step; use lightning.pytorch.cli.ReduceLROnPlateau with "
             "monitor: train/loss, or another schedule"
         )
-
-
-def refuse_width(description: Description, width: Size) -> None:
-    """Raises a UserError if there is no such model."""
-    _, cli = description.made(of_width(width))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            cli.model.network(**model_size(width), meta=True)
-    except ValueError as error:
-        raise UserError(f"middle: width {width}: {error}") from error
-
-
-def refuse_growth(growth: Growth, cli: CLI) -> None:
-    """Raises a UserError if the model cannot be widened so, or the noise cannot be applied to it."""
-    (swap,) = callbacks_in(cli.trainer, UpscaleCallback)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            narrow, wide = (cli.model.network(**model_size(size), meta=True) for size in (growth.before, growth.after))
-            planned = swap.method.plan(narrow, wide, Hints(depth=depth_between(narrow, wide, swap.depth)))
-        swap.method.choose_noise(swap.noise, planned, narrow)
-    except ValueError as error:
-        raise UserError(f"widths {growth}: {error}") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 from mupscale.commands.config import brief
 from mupscale.commands.figures import LIGHT
+from mupscale.commands.lab.space import Axis, labels
 from mupscale.commands.reporting.compare import spread
 from mupscale.commands.reporting.folders import ExperimentFolder, Found, SweepFolder
 from mupscale.commands.reporting.groups import Group, differing
@@ -185,10 +186,10 @@ def run_sections(groups: list[Group], numbers: Numbers) -> Iterator[Section]:
 
 def methods_section(methods: Methods) -> Section:
     """Growth methods, those that end lowest first, and then from scratch."""
-    numbers, labels = methods.numbers, short_keys(methods.keys)
+    numbers, names = methods.numbers, labels([Axis(name) for name in methods.keys])
     metrics = [metric_name(metric) for metric in numbers.metrics]
     head = ["method", "seeds", "just after", f"after {AFTER} steps", "final training loss", *metrics]
-    head += ["step of reach", "TFLOPs until then", "… and the base", *labels, "at the edge"]
+    head += ["step of reach", "TFLOPs until then", "… and the base", *names.values(), "at the edge"]
     rows: list[list[str | Cell]] = []
     for method in methods.all:
         losses = [ranged_losses(method.losses[name]) for name in (JUST_AFTER, LATER, FINAL)]
@@ -196,13 +197,13 @@ def methods_section(methods: Methods) -> Section:
         cells = [str(len(method.losses[FINAL])), *losses, *validation]
         cells += [*reach_cells(method), *(method.tuned.get(name, "—") for name in methods.keys)]
         colour = colour_class(method.group) if method.group else ""
-        edges = [label for name, label in zip(methods.keys, labels, strict=True) if name in method.at_edge]
+        edges = [label for name, label in names.items() if name in method.at_edge]
         rows.append([Cell(method.name, colour), *cells, ", ".join(edges) or "no"])
     if methods.scratch is not None:
         scratch = methods.scratch
         validation = [ranged(scratch.last(metric), False) for metric in numbers.metrics]
         cells = [str(len(scratch.counted)), "—", "—", ranged(scratch.final, False), *validation]
-        rows.append([key(scratch), *cells, "—", mean_teraflops(scratch), "—", *("—" for _ in labels), ""])
+        rows.append([key(scratch), *cells, "—", mean_teraflops(scratch), "—", *("—" for _ in names), ""])
     grown = next((method for method in methods.all if method.group), None)
     before = ranged(spread(list(grown.losses[BEFORE].values()))) if grown else "—"
     fine = (
@@ -215,12 +216,6 @@ def methods_section(methods: Methods) -> Section:
         f"{EDGE}"
     )
     return Section(f"Growth methods: {methods.folder.name}", tables=[("", make_table(head, rows))], fine=[fine])
-
-
-def short_keys(keys: list[str]) -> list[str]:
-    """The last parts of keys, or the whole keys if these are not distinct."""
-    labels = [key.rpartition(".")[2] for key in keys]
-    return labels if len(set(labels)) == len(keys) else keys
 
 
 def reach_cells(method: Method) -> list[str]:
