@@ -11,6 +11,7 @@ import torch
 import yaml
 from command_line import refused
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from tiers import slow_except
 from tiny_modules import ADAMW, rows
 from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
 
