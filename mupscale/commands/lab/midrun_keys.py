@@ -6,10 +6,8 @@ from typing import Any
 
 from mupscale.commands.config import Config
 from mupscale.commands.lab.widths import Growth, Size, in_proportion, is_size, numbers_in
+from mupscale.commands.reporting.midrun import BUDGETS
 from mupscale.errors import UserError
-
-BUDGETS = ["flops", "seconds"]
-"""What runs can have in common: their training FLOPs, or their time."""
 
 TIMING_STEPS = 300
 """Steps of a width by which its time is measured, unless the file gives their number."""
@@ -53,7 +51,7 @@ def midrun_keys(content: dict[str, Any], small: Growth, target: Growth) -> Midru
     tuned_at = _shares("tuned_at", content.get("tuned_at", shares))
     noises = named("noises", content["noises"], "{paper: {class_path: mupscale.AdditiveNoise, init_args: {std: 1.0}}}")
     schedules = named("schedules", content.get("schedules", {"constant": {}}), "{constant: {}}")
-    budgets = content.get("budgets", BUDGETS)
+    budgets = content.get("budgets", list(BUDGETS))
     known = isinstance(budgets, list) and bool(budgets) and set(map(str, budgets)) <= set(BUDGETS)
     if not known or len(set(budgets)) < len(budgets):
         raise UserError(f"budgets: give a list of {' and '.join(BUDGETS)}, or of one of them, got {budgets!r}")

@@ -6,7 +6,7 @@ To add a protocol, write a function that returns its stages, list it in PROTOCOL
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mupscale.commands.config import Config
 from mupscale.commands.lab.costs import CostPart
@@ -15,6 +15,7 @@ from mupscale.commands.lab.midrun_keys import stretched
 from mupscale.commands.lab.parts import Part, RunPart, SweepPart
 from mupscale.commands.lab.space import Axis, Settings, grid
 from mupscale.commands.lab.widths import Size, folder_name
+from mupscale.commands.reporting.midrun import FIXED, Fixed
 
 Stages = list[list[Part]]
 
@@ -128,9 +129,6 @@ class Transfer(Protocol):
         config = partial(self.description.config, of_width(width))
         return self.run(f"{folder_name(width)}/base", seed, config, must_not_diverge=True)
 
-
-Fixed = Literal["wide", "middle", "narrow"]
-FIXED: tuple[Fixed, ...] = ("wide", "middle", "narrow")
 
 TUNING_BUDGET = "flops"
 """What runs at the tuning size have in common: seconds of small networks say nothing of large ones."""

@@ -6,9 +6,8 @@ from fractions import Fraction
 from typing import Any
 
 from mupscale.errors import UserError
-from mupscale.models.checkpoint import Width
 
-Size = Width | dict[str, Any]
+Size = int | list[int] | dict[str, Any]
 """A width, or a mapping: the width and the layers; after a growth also the `depth`, how layers are added."""
 
 
@@ -84,6 +83,7 @@ def factors_text(growth: Growth) -> str:
 
 
 def folder_name(width: Size) -> str:
+    """A size as folders and costs.json name it."""
     if isinstance(width, dict):
         return f"{folder_name(width['width'])}-{folder_name(width['layers'])}l"
     return "x".join(map(str, width)) if isinstance(width, list) else str(width)

@@ -49,7 +49,7 @@ Line = tuple[FloatArray, FloatArray]
 CurveOf = Callable[[LoggedRun], Line]
 """Gives the steps and values of a run's curve."""
 
-STYLES = dict(zip(FIXED, ("-", "--", ":"), strict=True))
+STYLES: dict[str, str] = dict(zip(FIXED, ("-", "--", ":"), strict=True))
 """Of the lines of fixed widths."""
 
 GROWN = (0, 1, 3, 4, 5, 6, 7)

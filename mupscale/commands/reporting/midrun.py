@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from mupscale.commands.config import Config, callbacks_of
+from mupscale.commands.lab.widths import folder_name
 from mupscale.commands.reporting.compare import Difference, Losses, compare, compare_best, rank
 from mupscale.commands.reporting.folders import ExperimentFolder
-from mupscale.commands.reporting.runs import LoggedRun, RunSize
+from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.reporting.words import capital, ranged_losses
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
@@ -20,8 +21,10 @@ LOSSES: tuple[Loss, ...] = ("validation", "training")
 """The first one that all runs have decides."""
 
 BUDGETS = {"flops": "equal FLOPs", "seconds": "equal seconds"}
+"""What runs can have in common, and its words."""
 
-FIXED = ("wide", "middle", "narrow")
+Fixed = Literal["wide", "middle", "narrow"]
+FIXED: tuple[Fixed, ...] = ("wide", "middle", "narrow")
 
 
 class Arm(NamedTuple):
@@ -35,7 +38,7 @@ class Arm(NamedTuple):
     @property
     def place(self) -> tuple[int, str, float]:
         """What arms are sorted by: the fixed widths first, then the growths by noise and share."""
-        return FIXED.index(self.fixed) if self.fixed else len(FIXED), self.noise, self.share
+        return [*FIXED, ""].index(self.fixed), self.noise, self.share
 
     def __str__(self) -> str:
         if self.fixed:
@@ -216,7 +219,7 @@ class Midrun:
             for arm, runs in comparison.arms.items():
                 head: dict[str, Any] = {"schedule": comparison.schedule, "budget": comparison.budget, "arm": str(arm)}
                 share = None if arm.fixed else arm.share
-                head |= {"width": width_name(arm.width), "noise": arm.noise, "share": share}
+                head |= {"width": folder_name(arm.width), "noise": arm.noise, "share": share}
                 rows += [{**head, **run.row} for run in runs]
         return rows
 
@@ -247,20 +250,9 @@ def spent_by(step: Any, run: LoggedRun, at_step: int | None, table: Mapping[str,
 
 
 def step_costs(run: LoggedRun, table: Mapping[str, float]) -> tuple[float, float]:
-    """The costs of a step of the width that a run starts with, and of the one that it ends with."""
-    return (
-        table.get(cost_key(run.start_size, table), math.nan),
-        table.get(cost_key(run.end_size, table), math.nan),
-    )
-
-
-def cost_key(size: RunSize, table: Mapping[str, Any]) -> str:
-    """How costs.json names a size: by its width, with its layers where these grow."""
-    width = width_name(size.width)
-    deep = f"{width}-{width_name(size.layers)}l"
-    return deep if deep in table else width
-
-
-def width_name(width: Any) -> str:
-    """A width as costs.json names it."""
-    return "x".join(map(str, width)) if isinstance(width, list) else str(width)
+    """The costs of a step of the size that a run starts with, and of the one that it ends with."""
+    costs = []
+    for size in (run.start_size, run.end_size):
+        deep = folder_name(size._asdict())
+        costs.append(table.get(deep if deep in table else folder_name(size.width), math.nan))
+    return costs[0], costs[1]
