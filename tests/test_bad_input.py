@@ -21,6 +21,7 @@ import mupscale
 from mupscale import flops
 from mupscale.__main__ import main
 from mupscale.checks.coordinate_check import coord_check
+from mupscale.datamodules.covertype import Covertype
 from mupscale.errors import UserError
 
 pytestmark = [
@@ -122,9 +123,15 @@ COMMANDS = {
     "fit: no base": ("fit --config c.yaml --model.init_from=no.ckpt", "name a file that exists"),
     "fit: a base that is a folder": ("fit --config c.yaml --model.init_from=folder", "name a checkpoint file"),
     "fit: lr null": ("fit --config c.yaml --model.optimizer.lr=null", "model.optimizer.lr: wanted a number; got None"),
-    "fit: lr nan": ("fit --config c.yaml --model.optimizer.lr=.nan", "model.optimizer.lr must be a finite number"),
+    "fit: two upscales at one step": ("fit --config twice.yaml", "at_step = 5: two upscales to width 16 and to width"),
+    "plan: one upscale twice": (
+        "plan --config twice.yaml --trainer.callbacks.init_args.width=16",
+        "at_step = 5: two upscales to width 16, twice",
+    ),
     "fit: a callback that is a number": ("fit --config c.yaml --trainer.callbacks=[3]", "as class_path: NAME; got [3]"),
     "validate without a checkpoint": ("validate --config c.yaml", "--ckpt_path runs/NAME"),
+    "test without a checkpoint": ("test --config c.yaml", "test needs a checkpoint"),
+    "predict from a base": ("predict --config c.yaml --model.init_from=base.ckpt", "--ckpt_path base.ckpt"),
     "validate: another architecture": (
         "validate --config c.yaml --ckpt_path mlp.ckpt --model.hidden_layers=5",
         "model.hidden_layers is 3 there and 5 here",
@@ -219,6 +226,25 @@ COMMANDS = {
     "resume: batch size 0": ("resume run --data.batch_size=0", "data.batch_size is"),
 }
 """More of them, which take longer."""
+
+OPTIMIZER, NOISE = "--model.optimizer", "--trainer.callbacks.init_args.noise"
+NUMBERS = {
+    f"{OPTIMIZER}.lr=.nan": "model.optimizer.lr must be a finite number of at least 0, got nan",
+    f"{OPTIMIZER}.lr=-0.1": "model.optimizer.lr must be a finite number of at least 0, got -0.1",
+    f"{OPTIMIZER}.eps=.inf": "model.optimizer.eps must be a finite number of at least 0, got inf",
+    f"{OPTIMIZER}.weight_decay=-1": "model.optimizer.weight_decay must be a finite number",
+    f"{OPTIMIZER}.betas=[0.9,-0.1]": "model.optimizer.betas.1 must be a finite number",
+    f"{OPTIMIZER}=torch.optim.SGD {OPTIMIZER}.momentum=.nan": "model.optimizer.momentum must be a finite number",
+    "--model.lr_scheduler=ExponentialLR --model.lr_scheduler.gamma=.nan": "model.lr_scheduler.gamma must be a finite",
+    "--trainer.gradient_clip_val=-1": "trainer.gradient_clip_val must be a finite number",
+    "--trainer.callbacks.init_args.lr=.nan": "UpscaleCallback.lr must be positive and finite, got nan",
+    "--trainer.callbacks.init_args.width=0": "UpscaleCallback.width must be a whole number",
+    f"{NOISE}.init_args.std=.nan": "UpscaleCallback.noise: AdditiveNoise: std must be a finite number",
+    f"{NOISE}=mupscale.SignalNoise {NOISE}.init_args.t=.inf": "UpscaleCallback.noise: SignalNoise: t must be a finite",
+    "--model.width=0": "model.width must be a whole number of at least 1",
+    "--model.width=-8": "model.width must be a whole number of at least 1",
+}
+"""Options of `fit`, which are refused before data is loaded."""
 
 SWEEP = {"UpscaleCallback.noise.std": [0.1, 0.2]}
 EXPERIMENTS: dict[str, dict[str, Any]] = {
@@ -435,6 +461,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "half.ckpt").write_bytes(whole[: len(whole) // 2])
     small(folder / "c.yaml")
     small(folder / "grown.yaml", upscale(5, 16))
+    small(folder / "twice.yaml", upscale(5, 16), upscale(5, 32))
     by_a_fraction = yaml.safe_load(Path(small(folder / "gpt2.yaml", upscale(5, 12))).read_text())
     by_a_fraction["model"] = {"class_path": "GPT2", "init_args": {"width": 8, "layers": 1, "head_dim": 4}}
     (folder / "gpt2.yaml").write_text(yaml.safe_dump(by_a_fraction))
@@ -498,6 +525,16 @@ def test_a_mistake_is_refused(name: str, inside: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("name", COMMANDS)
 def test_more_mistakes_are_refused(name: str, inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_refused(*COMMANDS[name], capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", NUMBERS)
+def test_numbers_that_make_no_sense_are_refused_before_data_is_loaded(
+    options: str, inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("prepare_data", "setup"):
+        monkeypatch.setattr(Covertype, name, lambda *_: pytest.fail("data was loaded"))
+    assert_refused(f"fit --config grown.yaml {options}", NUMBERS[options], capsys)
 
 
 @pytest.mark.slow
