@@ -19,8 +19,9 @@ from mupscale.commands.status import Status
 from mupscale.commands.terminal import columns, paint
 from mupscale.methods import Duplication
 from mupscale.models.base import has_own_optimizers
-from mupscale.models.growth_check import LossBySize
+from mupscale.models.growth_check import LossBySize, find_residual_outputs, undeclared_lists
 from mupscale.mup_optimizers import apply_mup
+from mupscale.widening.hints import Hints
 
 NOT_CHECKED = "cannot be checked outside of a run: model.optimizer is checked in its place"
 STEPS = 50
@@ -57,7 +58,11 @@ def main(command: str, arguments: list[str]) -> int:
             print(verdict.text(columns(), paint, title=f"{before.to(after)}: "), flush=True)
             passed &= verdict.passed
         else:
-            check = check_claim(narrow, wide, method, optimizer=optimizer, batches=batches, loss=loss, depth=depth)
+            lists = [] if depth is None else undeclared_lists(narrow, wide, depth, {})
+            hints = Hints(residual=find_residual_outputs(module, before, lists, batches[0]) if lists else {})
+            check = check_claim(
+                narrow, wide, method, optimizer=optimizer, batches=batches, loss=loss, depth=depth, hints=hints
+            )
             print(check.text(columns(), paint, title=f"{before.to(after)}: "), flush=True)
             passed &= check.holds
     return int(not passed)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from stacks import made
 
-from mupscale.callbacks.stack_room import why_slow
+from mupscale.callbacks.joint_steps import why_slow
 
 
 @pytest.mark.parametrize(

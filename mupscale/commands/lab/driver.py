@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from mupscale.callbacks.joint_steps import JointSteps
-from mupscale.callbacks.stack_room import room_in_stack
+from mupscale.callbacks.joint_steps import JointSteps, room_in_stack
 from mupscale.callbacks.stacked_fits import Apart
 from mupscale.commands.arguments import Size
 from mupscale.commands.lab.run import Progress, Result, Run, Trial, ending_of, fit_run, free_memory, set_aside
