@@ -16,6 +16,7 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from benchmarks.ladder import DEPTHS, FULL, LARGE_BATCH, RUNG, WIDTH, Ladder, Size, Way
+from mupscale.commands.reporting.compare import t_quantile
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "ladder.md"
 RUNS = PAGE.with_suffix("") / "runs.csv"
@@ -159,14 +160,11 @@ def parabola(curve: Curve, powers: Iterable[float], at: float) -> float:
 
 
 def interval(shares: list[float], confidence: float) -> Interval:
-    """From binary logarithms, for one, two or three seeds."""
+    """From binary logarithms, one for each seed."""
     centre = mean(shares)
     if len(shares) == 1:
         return Interval(1, 2**centre, math.nan, math.nan)
-    tail = (1 + confidence) / 2
-    # quantiles of Student's t with one and with two degrees of freedom
-    t = math.tan(math.pi * (tail - 0.5)) if len(shares) == 2 else (2 * tail - 1) / math.sqrt(2 * tail * (1 - tail))
-    half = t * stdev(shares) / math.sqrt(len(shares))
+    half = t_quantile(confidence, len(shares) - 1) * stdev(shares) / math.sqrt(len(shares))
     return Interval(len(shares), 2**centre, 2 ** (centre - half), 2 ** (centre + half))
 
 

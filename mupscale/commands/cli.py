@@ -136,6 +136,7 @@ class CLI(OpenCLI):
         self.pattern = pattern
         self.given_plainly = plain
         self._changes = None if pattern is None or plain is None else pattern.changes(plain)
+        self._is_first = False  # of those that the pattern is for
         self.folder = folder
         self.started = started
         self.ending = ending
@@ -203,7 +204,7 @@ class CLI(OpenCLI):
         if self.folder is None:
             make_dirpaths_absolute(config)
         if self.pattern is not None and self.given_plainly is not None:
-            self.pattern.note(self, self.given_plainly)
+            self._is_first = self.pattern.note(self.config, self.given_plainly)
 
     def on_checkpoint_path(self) -> None:
         """Keeps the configuration as it was given: Lightning would override it by the checkpoint's class and arguments.
@@ -324,6 +325,8 @@ class CLI(OpenCLI):
                 self.text, self.saved = self.pattern.text(self._changes)
             else:
                 self.text = self.dumped(self.given)
+            if self.pattern is not None and self._is_first:
+                self.pattern.first_text = self.text
             saver = SaveConfig(self.text, resumed=self.folder is not None)
             config["callbacks"] = [self.started, self.ending, *given, saver, self.results]
 

@@ -1,10 +1,7 @@
 """Configurations that differ in a few plain values: the first is parsed, the others are derived from it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -15,21 +12,6 @@ _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml's, where PyYAML was built with it: the same text, many times as fast."""
 
 _PLAIN = (bool, int, float, str, type(None))
-
-
-class CommandLine(Protocol):
-    """What was parsed, and the text of its config.yaml."""
-
-    config: Any
-    text: str
-
-
-@dataclass
-class Kept:
-    """What is kept of a command line that has ended."""
-
-    text: str
-    config: Any = None
 
 
 class Pattern:
@@ -46,19 +28,22 @@ class Pattern:
                 is parsed, because it may name a class.
         """
         self.is_checked = is_checked
-        self.first: CommandLine | None = None
-        self._plain: Config = {}
+        self.first_text = ""
+        """The config.yaml of the first run, once it is written."""
+        self._plain: Config | None = None
         self._parsed: Any = None
         self._saved: Config = {}
 
-    def note(self, cli: CommandLine, plain: Config) -> None:
-        """Keeps what was parsed of a configuration, if this is the first one."""
-        if self.first is None:
-            self.first, self._plain, self._parsed = cli, plain, deepcopy(cli.config)
+    def note(self, parsed: Any, plain: Config) -> bool:
+        """Keeps what was parsed of a configuration, if this is the first one; whether it is."""
+        is_first = self._plain is None
+        if is_first:
+            self._plain, self._parsed = plain, deepcopy(parsed)
+        return is_first
 
     def changes(self, plain: Config) -> dict[str, Any] | None:
         """The values that another configuration has, by their keys; None if it must be parsed itself."""
-        if self.first is None:
+        if self._plain is None:
             return None
         answer = {}
         for key, there, here in differences(self._plain, plain):
@@ -76,11 +61,6 @@ class Pattern:
         """Whether another configuration differs in values of the same kinds: 1 batch is not 1.0, which means all."""
         return self.changes(plain) is not None and _are_of_one_kind(self._plain, plain)
 
-    def end(self) -> None:
-        """Keeps the text of the first command line, and not the network that it refers to."""
-        if self.first is not None:
-            self.first = Kept(self.first.text)
-
     def parsed(self, changes: dict[str, Any]) -> Any:
         """What a configuration with these changes would be, if it were parsed."""
         answer = deepcopy(self._parsed)
@@ -90,13 +70,12 @@ class Pattern:
 
     def text(self, changes: dict[str, Any]) -> tuple[str, Config]:
         """Its config.yaml: the text, and what that says."""
-        assert self.first is not None
         if not self._saved:
-            self._saved = yaml.load(self.first.text, LOADER)
+            self._saved = yaml.load(self.first_text, LOADER)
         answer = deepcopy(self._saved)
         for key, value in changes.items():
             _put(answer, key.split("."), value)
-        header = "".join(line for line in self.first.text.splitlines(keepends=True) if line.startswith("#"))
+        header = "".join(line for line in self.first_text.splitlines(keepends=True) if line.startswith("#"))
         return header + yaml.dump(answer, sort_keys=False, Dumper=_DUMPER), answer
 
 
@@ -106,17 +85,14 @@ class Patterns:
     def __init__(self) -> None:
         self._known: list[Pattern] = []
 
-    @contextmanager
-    def like(self, plain: Config) -> Iterator[Pattern]:
-        """The pattern of a configuration, for the time in which it runs: a new one if it is like none before it."""
-        known = next((pattern for pattern in self._known if pattern.fits(plain)), None)
-        pattern = known or Pattern()
-        try:
-            yield pattern
-        finally:
-            pattern.end()
-            if known is None and pattern.first is not None and pattern.first.text:
-                self._known.append(pattern)
+    def like(self, plain: Config) -> Pattern:
+        """The pattern of a configuration: a new one if it is like none before it."""
+        self._known = [pattern for pattern in self._known if pattern.first_text]  # the others never came to run
+        for pattern in self._known:
+            if pattern.fits(plain):
+                return pattern
+        self._known.append(Pattern())
+        return self._known[-1]
 
 
 def _section(parsed: Any) -> Any:

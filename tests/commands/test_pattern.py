@@ -13,7 +13,7 @@ from mupscale.commands.config import Config, at, temporary_file
 from mupscale.commands.configured import described
 from mupscale.commands.lab.space import Axis
 from mupscale.commands.lab.trial import Tried, for_trials, refuse_invalid
-from mupscale.commands.pattern import Kept, Pattern, Patterns
+from mupscale.commands.pattern import Pattern, Patterns
 from mupscale.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -68,7 +68,7 @@ def test_all_else_is_parsed(key: str, value: Any) -> None:
     with temporary_file(first) as file:
         cli = parsed(["--config", file], run=False)
     cli.config = type(cli.config)(subcommand="fit", fit=cli.config)
-    pattern.note(cli, first)
+    assert pattern.note(cli.config, first)
     assert pattern.changes(at(first, {"model.optimizer.lr": 0.5})) is not None
     assert pattern.changes(at(first, {key: value})) is None
 
@@ -78,20 +78,20 @@ def test_patterns_fit_values_of_the_same_kinds() -> None:
     first = configuration("a")
     first["trainer"]["limit_val_batches"] = 1.0
     patterns = Patterns()
-    with temporary_file(first) as file, patterns.like(first) as pattern:
-        cli = parsed(["--config", file], run=False)
-        cli.text = "one"
-        pattern.note(cli, first)
-    assert isinstance(pattern.first, Kept)  # the command line has a network
+    pattern = patterns.like(first)
+    with temporary_file(first) as file:
+        assert pattern.note(parsed(["--config", file], run=False).config, first)
+    pattern.first_text = "one"
     alike, unlike = deepcopy(first), deepcopy(first)
     alike["trainer"]["limit_val_batches"] = 0.5
     alike["model"]["init_args"]["width"] = 16
     unlike["trainer"]["limit_val_batches"] = 1
     unlike["model"]["init_args"]["width"] = 16
-    with patterns.like(alike) as found:
-        assert found is pattern
-    with patterns.like(unlike) as found:
-        assert found is not pattern
+    assert not pattern.note(None, alike)  # which is not the first
+    assert patterns.like(alike) is pattern
+    assert patterns.like(unlike) is not pattern
+    failed = Patterns()
+    assert failed.like(first) is not failed.like(first)  # the first one never came to run
 
 
 @pytest.mark.slow

@@ -49,8 +49,8 @@ class Job:
 
         Returns their results by folder. Raises Apart if they cannot be stacked.
         """
-        with patterns.like(self.trials[0].runs[0].config) as pattern:
-            return make_apart(self.trials, pattern) if self.size == "off" else make_stack(self, pattern)
+        pattern = patterns.like(self.trials[0].runs[0].config)
+        return make_apart(self.trials, pattern) if self.size == "off" else make_stack(self, pattern)
 
 
 def make_apart(trials: list[Trial], pattern: Pattern) -> dict[Path, Result]:
