@@ -102,11 +102,11 @@ def test_a_sweep_over_methods_has_the_defaults_of_each(capsys: pytest.CaptureFix
     methods = "{class_path: mupscale.methods.Duplication},{class_path: mupscale.methods.HyperCloning}"
     arguments = ["--config", small(Path("c.yaml"), swap, max_steps=4), "--sweep", f"UpscaleCallback.method={methods}"]
     main(["sweep", *arguments, "--metric", "last_50%", "--out", "out"])
-    rules = set()
+    defaults = set()
     for path in Path("out/trials").glob("*/config.yaml"):
         method = yaml.safe_load(path.read_text())["trainer"]["callbacks"][0]["init_args"]["method"]
-        rules.add((method["class_path"].rpartition(".")[2], method["init_args"]["state"]))
-    assert rules == {("Duplication", "carry"), ("HyperCloning", "reset")}
+        defaults.add((method["class_path"].rpartition(".")[2], method["init_args"].get("variant")))
+    assert defaults == {("Duplication", None), ("HyperCloning", "symmetric")}
 
 
 LIMITED = {"class_path": "extensions.Limited", "init_args": {"level": 1}}
