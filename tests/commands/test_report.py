@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import blank_figures
 import pytest
 from PIL import Image
 from programs import run_program
@@ -87,7 +88,13 @@ def test_other_files_are_not_overwritten():
         report(out="file")
 
 
+@pytest.fixture
+def _blank_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "save", blank_figures.save)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_blank_figures")
 def test_a_report_is_replaced_once_the_new_one_is_there(monkeypatch: pytest.MonkeyPatch):
     base(epochs(1.0), validation=accuracy(0.5))
     report()
@@ -144,7 +151,7 @@ def test_the_page_needs_nothing_else():
     assert Path("report/training_loss_steps.pdf").read_bytes().startswith(b"%PDF")
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("_blank_figures")
 @pytest.mark.parametrize(("interval", "words"), [(1, "logged, at every step."), (5, "logged, every 5 steps.")])
 def test_how_often_losses_were_logged_in_words(interval: int, words: str):
     base(epochs(1.0, 0.5), values={"trainer.log_every_n_steps": interval})
@@ -153,6 +160,7 @@ def test_how_often_losses_were_logged_in_words(interval: int, words: str):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_blank_figures")
 def test_names_are_text_and_not_markup():
     """Names of folders, groups, sweeps, experiments and metrics, values of configurations, and descriptions."""
     marks = {name: f"<script>{name}" for name in ("folder", "std", "sweep", "experiment", "description", "command")}
@@ -179,7 +187,7 @@ def test_names_are_text_and_not_markup():
     assert 'Validation "><script>, against steps.' in page.text
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("_blank_figures")
 def test_a_report_says_what_it_is_made_of_as_data():
     base(epochs(1.0))
     scratch(epochs(1.0, 0.4))
