@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from mupscale.callbacks.company import Member, current_member
+from mupscale.callbacks.fit_threads import FitThread, current_fit_thread
 from mupscale.callbacks.stack_rules import OF_STEPS, TRANSFER, free_steps, is_scored_jointly, why_single
 from mupscale.callbacks.stacked_fits import Awaited, is_resident
 from mupscale.cuda_graph import CapturedStep, step_kind
@@ -57,9 +57,9 @@ class FastLoop(Callback):
         if not isinstance(loop, LeanEpochLoop):
             loop = trainer.fit_loop.epoch_loop = LeanEpochLoop(loop)
         loop.cuda_graph = self.cuda_graph and trainer.strategy.root_device.type == "cuda"
-        loop.member = current_member()
+        loop.thread = current_fit_thread()
         if isinstance(pl_module, Growable):
-            pl_module.is_in_stack = loop.member is not None
+            pl_module.is_in_stack = loop.thread is not None
         if loop.cuda_graph:
             refuse_capture(trainer)
 
@@ -72,7 +72,7 @@ class LeanEpochLoop(EpochLoop):
     """Lightning's loop over batches, with the plain case written out."""
 
     cuda_graph = False
-    member: Member | None = None
+    thread: FitThread | None = None
     """Of the fits that take their steps together, if this is one of them."""
 
     def __init__(self, loop: Any) -> None:
@@ -99,8 +99,8 @@ class LeanEpochLoop(EpochLoop):
             self._hooks["on_train_batch_end"].append(module.on_train_batch_end)
 
     def advance(self, data_fetcher: Any) -> None:
-        if self.member is not None:
-            if self.finish_validation(data_fetcher) or self._took_free_steps(self.member):
+        if self.thread is not None:
+            if self.finish_validation(data_fetcher) or self._took_free_steps(self.thread):
                 return
         elif self.restarting or not self._plain:
             super().advance(data_fetcher)
@@ -111,7 +111,7 @@ class LeanEpochLoop(EpochLoop):
         batch, _, _ = next(data_fetcher)
         batch_idx = self.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
-        if self.member is not None:
+        if self.thread is not None:
             batch = trainer.precision_plugin.convert_input(batch)
         if not is_resident(batch, trainer.strategy.root_device):
             batch = trainer.strategy.batch_to_device(batch)
@@ -140,22 +140,22 @@ class LeanEpochLoop(EpochLoop):
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         trainer = self.trainer
-        is_due = self.member is not None and not trainer.should_stop and self.is_validation_next(data_fetcher)
+        is_due = self.thread is not None and not trainer.should_stop and self.is_validation_next(data_fetcher)
         if is_due and is_scored_jointly(trainer):
-            assert self.member is not None
-            alone, scores = self.member.wait(Awaited(trainer, self.cuda_graph, "scores"))
+            assert self.thread is not None
+            alone, scores = self.thread.wait(Awaited(trainer, self.cuda_graph, "scores"))
             if alone:
                 self._leave_the_others()
             else:
                 validate_outside(trainer, *scores)
         super().on_advance_end(data_fetcher)
 
-    def _took_free_steps(self, member: Member) -> bool:
+    def _took_free_steps(self, thread: FitThread) -> bool:
         """Takes steps that need no hooks, with the others; False where the next one needs them."""
         free = free_steps(self.trainer)
         if free < 1:
             return False
-        alone, taken = member.wait(Awaited(self.trainer, self.cuda_graph, "free", free=free))
+        alone, taken = thread.wait(Awaited(self.trainer, self.cuda_graph, "free", free=free))
         if alone:
             self._leave_the_others()
             return False
@@ -164,7 +164,7 @@ class LeanEpochLoop(EpochLoop):
         return True
 
     def _leave_the_others(self) -> None:
-        self.member = None
+        self.thread = None
         module = self.trainer.lightning_module
         assert isinstance(module, Growable)
         module.is_in_stack = False
@@ -178,8 +178,8 @@ class LeanEpochLoop(EpochLoop):
         enter_hook(module, outer)
 
     def _step(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Any:
-        if self.member is not None:
-            alone, loss = self.member.wait(Awaited(trainer, self.cuda_graph, "step", batch))
+        if self.thread is not None:
+            alone, loss = self.thread.wait(Awaited(trainer, self.cuda_graph, "step", batch))
             if not alone:
                 return self._counted(module, loss)
             self._leave_the_others()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from mupscale.callbacks.company import Member
+from mupscale.callbacks.fit_threads import FitThread
 from mupscale.callbacks.stack_rules import why_apart
 from mupscale.callbacks.stacked_fits import Apart, Awaited, StackedFits, loss_of
 from mupscale.callbacks.upscale import size_after_all, swaps_of
@@ -57,7 +57,7 @@ class JointSteps:
             progress: Called now and then with the lowest step of all fits, the total number of steps, and how many fits
                 are still running.
         """
-        self.members: list[Member] = []
+        self.threads: list[FitThread] = []
         self._jobs, self._most, self._tell, self._progress = iter(jobs), most, tell, progress
         self._fits: StackedFits | None = None
 
@@ -66,7 +66,7 @@ class JointSteps:
         try:
             with long_lived_objects():
                 self._set_up()
-                while waiting := [member for member in self.members if not member.is_over]:
+                while waiting := [thread for thread in self.threads if not thread.is_over]:
                     self._advance(waiting)
         except BaseException:
             self._end()
@@ -75,50 +75,50 @@ class JointSteps:
     def _set_up(self) -> None:
         """Starts the fits, up to their first steps."""
         most = sys.maxsize
-        while len(self.members) < most and (job := next(self._jobs, None)) is not None:
-            member = Member(job)
-            self.members.append(member)
-            self._turn(member)
-            if not member.is_over:
-                self._refuse(member)
-                most = min(most, self._most(member.request)) if len(self.members) == 1 else most
+        while len(self.threads) < most and (job := next(self._jobs, None)) is not None:
+            thread = FitThread(job)
+            self.threads.append(thread)
+            self._turn(thread)
+            if not thread.is_over:
+                self._refuse(thread)
+                most = min(most, self._most(thread.request)) if len(self.threads) == 1 else most
 
     @property
     def results(self) -> list[Any]:
         """What the jobs returned."""
-        return [member.result for member in self.members]
+        return [thread.result for thread in self.threads]
 
-    def _refuse(self, member: Member) -> None:
+    def _refuse(self, thread: FitThread) -> None:
         """Checks a fit before the next one starts, so that little time is lost."""
-        reason = why_apart(member.request.trainer)
+        reason = why_apart(thread.request.trainer)
         if reason is not None:
             raise Apart(reason)
 
-    def _advance(self, waiting: list[Member]) -> None:
+    def _advance(self, waiting: list[FitThread]) -> None:
         """Takes steps of those that are furthest behind."""
-        first = min(waiting, key=lambda member: member.request.step)
-        group = [member for member in waiting if member.request.place == first.request.place]
-        awaited: list[Awaited] = [member.request for member in group]
+        first = min(waiting, key=lambda thread: thread.request.step)
+        group = [thread for thread in waiting if thread.request.place == first.request.place]
+        awaited: list[Awaited] = [thread.request for thread in group]
         least = first.request.step
         end = least + int(steps_before_the_end(first.request.trainer)) + 1
         try:
             fits = self._together(awaited)
         except UserError as error:
             self._tell(f"{error}; from step {least} on, {len(group)} trials are trained separately")
-            for member in group:
-                self._turn(member, alone=True)
+            for thread in group:
+                self._turn(thread, alone=True)
             return
         if first.request.kind != "free":
             self._progress(least, end, len(waiting))
             answers = fits.take_one() if first.request.kind == "step" else fits.scores()
-            for member, answer in zip(group, answers, strict=True):
-                self._turn(member, answer)
+            for thread, answer in zip(group, answers, strict=True):
+                self._turn(thread, answer)
             return
-        ahead = [member.request.step - least for member in waiting if member.request.step > least]
+        ahead = [thread.request.step - least for thread in waiting if thread.request.step > least]
         fits.take_free(min(ahead, default=math.inf), lambda step: self._progress(step, end, len(waiting)))
-        for member, each in zip(group, awaited, strict=True):
+        for thread, each in zip(group, awaited, strict=True):
             if each.free < 1 or each.trainer.should_stop:
-                self._turn(member, each)
+                self._turn(thread, each)
 
     def _together(self, awaited: list[Awaited]) -> StackedFits:
         """The stack of these fits: the last one, unless the fits or their networks are others."""
@@ -128,17 +128,17 @@ class JointSteps:
         self._fits.go_on(awaited)
         return self._fits
 
-    def _turn(self, member: Member, answer: Any = None, *, alone: bool = False) -> None:
-        member.turn((alone, answer))
-        if member.is_over and member.error is not None:
-            raise member.error
+    def _turn(self, thread: FitThread, answer: Any = None, *, alone: bool = False) -> None:
+        thread.turn((alone, answer))
+        if thread.is_over and thread.error is not None:
+            raise thread.error
 
     def _end(self) -> None:
         """Ends all fits, as SIGTERM does."""
         self._fits = None
-        for member in self.members:
-            while not member.is_over and member.request is not None:
-                member.turn(error=SIGTERMException())
+        for thread in self.threads:
+            while not thread.is_over and thread.request is not None:
+                thread.turn(error=SIGTERMException())
 
 
 @contextmanager

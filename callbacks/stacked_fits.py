@@ -184,7 +184,7 @@ class StackedFits:
         like_theirs = batch if shared else tree_map(lambda part: part[0], batch)
         end = place.after(count)
         scores = self._scores() if is_followed_by_validation(trainers[0], end) else None
-        return Block(count, end, like_theirs, OnItsWay({"loss": torch.stack(losses, dim=1)}), scores)
+        return Block(count, end, like_theirs, HostCopy({"loss": torch.stack(losses, dim=1)}), scores)
 
     def _account_for(self, block: "Block") -> None:
         """Counts the steps of a block in all fits that are still running, and calls their callbacks."""
@@ -224,7 +224,7 @@ class StackedFits:
         assert scoring is not None
         return scoring.finished(means)
 
-    def _scores(self) -> "OnItsWay":
+    def _scores(self) -> "HostCopy":
         """Launches a validation of all fits."""
         module = self.awaited[0].module
         scoring = module.joint_scores()
@@ -240,7 +240,7 @@ class StackedFits:
             for name, mean in self._evaluated(scoring.of_batch, batch, shared).items():
                 total = mean.double() * size
                 sums[name] = sums[name] + total if name in sums else total
-        return OnItsWay({name: total / samples for name, total in sums.items()})
+        return HostCopy({name: total / samples for name, total in sums.items()})
 
     @cached_property
     def _validation(self) -> tuple[list[Any], int]:
@@ -303,11 +303,11 @@ class Block(NamedTuple):
     steps: int
     end: Place
     batch: Any
-    losses: "OnItsWay"
-    scores: "OnItsWay | None"
+    losses: "HostCopy"
+    scores: "HostCopy | None"
 
 
-class OnItsWay:
+class HostCopy:
     """Tensors that are copied to the CPU, in float64, while the device continues."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ import pytest
 from command_line import refused, small, upscale
 
 from mupscale.__main__ import main
+from mupscale.models.mlp import ResidualBlock
 from mupscale.widening import table
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -16,7 +17,12 @@ def test_a_right_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "width 8 → 16: exact" in capsys.readouterr().out
 
 
-def test_new_layers_keep_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("declared", [True, False])
+def test_new_layers_keep_the_function(
+    declared: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not declared:  # what makes new layers add nothing is found
+        monkeypatch.delattr(ResidualBlock, "residual_outputs")
     layers = ["--model.layers=2", "--model.base_layers=2", "--callback_args={UpscaleCallback: {layers: 4}}"]
     main(["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", *layers])
     told = capsys.readouterr().out

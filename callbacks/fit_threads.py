@@ -15,24 +15,24 @@ from typing import Any
 import numpy as np
 import torch
 
-_CURRENT: ContextVar["Member | None"] = ContextVar("member", default=None)
+_CURRENT: ContextVar["FitThread | None"] = ContextVar("fit_thread", default=None)
 
 _ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
-def current_member() -> "Member | None":
-    """The member that runs in this thread; None in any other thread."""
+def current_fit_thread() -> "FitThread | None":
+    """The job whose thread this is; None in any other thread."""
     return _CURRENT.get()
 
 
-class Member:
+class FitThread:
     """A job in a thread, which runs only during its turn."""
 
     def __init__(self, job: Callable[[], Any]) -> None:
         self._job = job
-        self._thread = threading.Thread(target=self._run, daemon=True, name="member")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="fit")
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._own = Surroundings()
+        self._own = ProcessState()
         self._answer: Any = None
         self._raised: BaseException | None = None
         self.request: Any = None
@@ -47,9 +47,9 @@ class Member:
     def turn(self, answer: Any = None, error: BaseException | None = None) -> None:
         """Runs it until it waits again or ends. Its `wait` returns `answer`, or raises `error`.
 
-        An exception in this thread, such as KeyboardInterrupt, is raised once the member waits.
+        An exception in the caller's thread, such as KeyboardInterrupt, is raised once the job waits.
         """
-        others = Surroundings()
+        others = ProcessState()
         self._own.enter()
         self.request, self._answer, self._raised = None, answer, error
         if self._thread.ident is None:
@@ -65,13 +65,13 @@ class Member:
                 interruption = exception
         if self.request is None:
             self._thread.join()
-        self._own = Surroundings()
+        self._own = ProcessState()
         others.enter()
         if interruption is not None:
             raise interruption
 
     def wait(self, request: Any) -> Any:
-        """Called in the thread of a member: ends its turn with a request, and returns the answer."""
+        """Called by the job, in its thread: ends its turn with a request, and returns the answer."""
         self.request = request
         self._back.release()
         self._go.acquire()
@@ -90,7 +90,7 @@ class Member:
             self._back.release()
 
 
-class Surroundings:
+class ProcessState:
     """The process-wide state that each job has for itself, as it is when this object is made."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mupscale.callbacks.company import Member, current_member
+from mupscale.callbacks.fit_threads import FitThread, current_fit_thread
 
 
 def drawn() -> tuple[float, float, float]:
@@ -35,9 +35,9 @@ def alternating(seed: int) -> list[Any]:
     """Draws random numbers, with a pause between them."""
     seeded(seed)
     answer: list[Any] = [drawn()]
-    member = current_member()
-    assert member is not None
-    member.wait("a turn")
+    thread = current_fit_thread()
+    assert thread is not None
+    thread.wait("a turn")
     return [*answer, drawn(), os.environ["PL_GLOBAL_SEED"]]
 
 
@@ -47,39 +47,39 @@ def test_random_numbers_and_the_seed_are_each_members_own() -> None:
         seeded(seed)
         expected.append([drawn(), drawn(), str(seed)])
     seeded(0)
-    members = [Member(lambda seed=seed: alternating(seed)) for seed in (1, 2)]
+    threads = [FitThread(lambda seed=seed: alternating(seed)) for seed in (1, 2)]
     for _ in range(2):
-        for member in members:
-            member.turn()
-    assert all(member.is_over for member in members)
-    assert [member.result for member in members] == expected
+        for thread in threads:
+            thread.turn()
+    assert all(thread.is_over for thread in threads)
+    assert [thread.result for thread in threads] == expected
     assert os.environ["PL_GLOBAL_SEED"] == "0"
     after = drawn()
     seeded(0)
     assert after == drawn()
-    assert current_member() is None
+    assert current_fit_thread() is None
 
 
 def test_an_answer_an_error_and_the_streams() -> None:
     def job() -> Any:
-        member = current_member()
-        assert member is not None
+        thread = current_fit_thread()
+        assert thread is not None
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         try:
-            return member.wait("first"), member.wait("second")
+            return thread.wait("first"), thread.wait("second")
         finally:
             sys.stdout.close()
 
     stream = sys.stdout
-    member = Member(job)
-    assert not member.is_over
-    member.turn()
-    assert (member.request, sys.stdout) == ("first", stream)
-    member.turn(answer=7)
-    assert (member.request, member.is_over) == ("second", False)
-    member.turn(error=KeyError("no"))
-    assert member.is_over
-    assert isinstance(member.error, KeyError)
+    thread = FitThread(job)
+    assert not thread.is_over
+    thread.turn()
+    assert (thread.request, sys.stdout) == ("first", stream)
+    thread.turn(answer=7)
+    assert (thread.request, thread.is_over) == ("second", False)
+    thread.turn(error=KeyError("no"))
+    assert thread.is_over
+    assert isinstance(thread.error, KeyError)
     assert sys.stdout is stream
 
 
@@ -89,14 +89,14 @@ def test_an_interruption_waits_until_the_member_waits() -> None:
     def job() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         done.append("after the signal")
-        member = current_member()
-        assert member is not None
-        member.wait("a turn")
+        thread = current_fit_thread()
+        assert thread is not None
+        thread.wait("a turn")
 
-    member = Member(job)
+    thread = FitThread(job)
     with pytest.raises(KeyboardInterrupt):
-        member.turn()
+        thread.turn()
     assert done
-    assert member.request == "a turn"
-    member.turn()
-    assert member.is_over
+    assert thread.request == "a turn"
+    thread.turn()
+    assert thread.is_over
