@@ -99,6 +99,7 @@ def test_a_module_grows_exactly_by_one_added_line(name: str, tmp_path: Path) -> 
     assert losses == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(EXAMPLES, "GAN", "frozen teacher", "groups without decay", kept=["U-Net"]))
 def test_a_run_resumes_exactly_before_and_after_the_growth(name: str, tmp_path: Path) -> None:
     example = EXAMPLES[name]

@@ -245,6 +245,7 @@ def logged(kind: type[MLP], folder: Path, metric: str = "last_50%", **settings: 
     return {each.step: each.value for each in (events.Scalars("train/loss") if has_loss else [])}, judge.value
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the run has no curves against FLOPs")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_the_loss_of_an_own_training_step(tmp_path: Path) -> None:

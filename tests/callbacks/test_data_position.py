@@ -147,6 +147,7 @@ def fitted(
     return {**model.state_dict(), **trainer.callback_metrics}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_next_batch_is_that_of_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
     expected = fitted(LOADERS[name](), tmp_path)
@@ -189,6 +190,7 @@ def test_what_cannot_be_continued_exactly_is_told(tmp_path: Path) -> None:
         fitted(several(), tmp_path, 2, FirstOfTwo, max_steps=7)
 
 
+@pytest.mark.slow
 def test_workers_that_stay(tmp_path: Path) -> None:
     def loader() -> Any:
         return DataLoader(TensorDataset(*data()), 8, num_workers=1, persistent_workers=True)

@@ -47,6 +47,7 @@ KEPT = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(CASES, *FAST, kept=KEPT))
 def test_nothing_is_different(name: str, own_batches: list[int], tmp_path: Path) -> None:
     case, runs = CASES[name], []

@@ -64,6 +64,7 @@ def test_only_a_logger_that_sorts_renames(name: str, tag: str, tmp_path: Path) -
     assert tag_in(CSVLogger(tmp_path), name) == name
 
 
+@pytest.mark.slow
 def test_the_first_cards_are_the_losses_and_the_width() -> None:
     cli = parsed(["fit", "--config", QUICKSTART, *BRIEF])
     drawn = curves()
@@ -82,6 +83,7 @@ def test_tensorboard_takes_from_its_address_that_it_must_not_smooth_the_width() 
     assert re.search(r'\w="smoothing",\w+="runColorGroup",', pages.read("index.js").decode())  # keys of its addresses
 
 
+@pytest.mark.slow
 def test_other_loggers_keep_the_names_of_metrics() -> None:
     plain, table = (f"{{class_path: {kind}, {PLACE}}}" for kind in ("TensorBoardLogger", "CSVLogger"))
     main(["fit", "--config", QUICKSTART, *BRIEF, f"--trainer.logger=[{plain}, {table}]"])

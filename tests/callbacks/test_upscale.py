@@ -31,8 +31,13 @@ pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
     slow_except(
         list(product(MODELS, OPTIMIZERS)),
         ("mlp", "adamw"),
-        ("gpt2", "adamw"),
-        kept=[("mlp", "sgd"), ("gpt2", "sgd"), ("mlp of unequal widths", "sgd"), ("resnet18", "adamw")],
+        kept=[
+            ("mlp", "sgd"),
+            ("gpt2", "adamw"),
+            ("gpt2", "sgd"),
+            ("mlp of unequal widths", "sgd"),
+            ("resnet18", "adamw"),
+        ],
     ),
 )
 def test_the_curve_goes_on_as_if_nothing_had_happened(model: str, optimizer: str, tmp_path: Path) -> None:
@@ -85,6 +90,7 @@ def test_in_bfloat16_the_curves_differ_by_rounding(model: str, optimizer: str, p
     assert gap(narrow, wide) <= 2 * gap(narrow, nudged) + float(narrow.losses.max()) * torch.finfo(dtype).eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_step", slow_except([15, 20], 15, kept=[]))
 @pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -125,6 +131,7 @@ def test_the_trainer_does_what_it_does(variant: str, optimizer: str, tmp_path: P
         assert gap(narrow, fit(make(), tmp_path, **settings | {"gradient_clip_val": None})) > 1e-3, "it must clip"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which dynamo reads
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which dynamo does

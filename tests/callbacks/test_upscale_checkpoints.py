@@ -43,7 +43,7 @@ RESUMABLE: dict[str, tuple[Callable[..., Growable], dict[str, Any], list[Callabl
 }
 
 
-@pytest.mark.parametrize("case", slow_except(RESUMABLE, "mlp", "plateau"))
+@pytest.mark.parametrize("case", slow_except(RESUMABLE, "mlp"))
 def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, tmp_path: Path) -> None:
     make, settings, callbacks = RESUMABLE[case]
     settings = {"precision": "32-true", "steps": 20} | settings
@@ -71,6 +71,7 @@ def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, t
             assert rates(resumed) == rates(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("at_step", slow_except([0, 5, 10, 15, 17], 10))
 def test_the_checkpoint_before_a_swap_resumes_exactly(at_step: int, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from mupscale.errors import UserError
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
+@pytest.mark.slow
 def test_at_step_0_upscales_before_the_first_step(tmp_path: Path) -> None:
     narrow, wide = fit(mlp(), tmp_path), fit(mlp(), tmp_path, UpscaleCallback(0, 24))
     assert gap(narrow, wide) < 1e-9
@@ -33,6 +34,7 @@ def test_a_network_of_the_target_width_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(16, 48), ([16, 16, 24], 48), (16, [48, 32, 64])])
 def test_two_upscales(widths: tuple[Any, Any], tmp_path: Path) -> None:
     growth = [UpscaleCallback(30, widths[1]), UpscaleCallback(12, widths[0])]  # in any order
@@ -65,6 +67,7 @@ def test_frozen_parameters_stay_frozen(until: int | None, tmp_path: Path) -> Non
     assert gap(narrow, fit(mlp(), tmp_path, EMAWeightAveraging(decay=0.8))) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode at the start of training")
 def test_what_is_frozen_before_the_fit_is_frozen_in_a_resumed_one(tmp_path: Path) -> None:
     """Also if the checkpoint is wider than the network that was frozen, which is made in float32."""
@@ -108,6 +111,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", slow_except(CHANGES, "betas", kept=["no decay", "momentum"]))
 def test_hyperparameters_that_changed_during_the_run_continue(change: str, tmp_path: Path) -> None:
     optimizer, settings = CHANGES[change]
@@ -143,6 +147,7 @@ def test_lr_is_a_new_base_constant(schedule: str | None, tmp_path: Path) -> None
     assert rates(kept) == pytest.approx(rates(fit(make[1](48), tmp_path)), rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", slow_except(SCHEDULES, "SequentialLR"))
 def test_restart_schedule(schedule: str, tmp_path: Path) -> None:
     make = partial(mlp, optimizer=ADAMW, lr_scheduler=SCHEDULES[schedule])
@@ -170,6 +175,7 @@ def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> N
     assert gap(without, whole) > 1e-6
 
 
+@pytest.mark.slow
 def test_a_warm_up_goes_on_through_a_second_upscale(tmp_path: Path) -> None:
     def first() -> UpscaleCallback:
         return UpscaleCallback(10, 16, transfer_state="reset_new_copies", rewarm_steps=20)
@@ -197,6 +203,7 @@ def test_a_state_rule_that_does_not_exist(settings: dict[str, Any], message: str
 RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize(
     "method",
@@ -241,6 +248,7 @@ def test_an_optimizer_that_cannot_start_anew_in_part_is_refused_before_training(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_transfer_of_state_the_optimizer_starts_anew(tmp_path: Path) -> None:
     for optimizer in OPTIMIZERS.values():
         narrow = fit(mlp(optimizer=optimizer), tmp_path, steps=40)

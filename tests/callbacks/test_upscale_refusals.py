@@ -197,6 +197,7 @@ class Spoilt(Callback):
                 pl_module.net.layers[0].weight[0, 0] = math.nan
 
 
+@pytest.mark.slow
 def test_a_failed_swap_says_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError) as caught:
         fit(mlp(), tmp_path, UpscaleCallback(5, 16), Spoilt(4), steps=8)
@@ -220,6 +221,7 @@ def fail_with(damage: Callable[[Path], Any], folder: Path, *_: Any, **__: Any) -
     raise MemoryError("no room")
 
 
+@pytest.mark.slow
 def test_bad_noise_is_refused_before_training(tmp_path: Path) -> None:
     narrow, wide = gpt2(), gpt2(16)
     for module in (narrow, wide):

@@ -89,7 +89,7 @@ def largest(answer: CoordCheck, *quantities: str) -> float:
 # --- what is right
 
 
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("optimizer", slow_except([adamw, sgd], adamw))
 def test_the_mlp_passes(optimizer: Callable[[Any], Optimizer]) -> None:
     answer = check_mlp(optimizer=optimizer)
     assert answer.passed, str(answer)

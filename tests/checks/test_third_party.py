@@ -248,6 +248,7 @@ def test_first_divergent_module_is_the_one_at_fault(name, change, module, drifts
     assert drifts in answer.reason
 
 
+@pytest.mark.slow
 def test_tied_t5_scales_its_logits_by_the_width():
     """d_model**-0.5 before the tied readout: no role makes up for it. T5 1.1, above, has none."""
     answer = verdict(CASES["t5_v1_1"]._replace(build=t5), steps=1)

@@ -230,6 +230,7 @@ def test_complex_numbers_that_are_rounded_get_the_tolerance_of_float32():
 # --- broken rules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "optimizer_name"),
     [
@@ -334,6 +335,7 @@ def test_a_head_block_of_another_length(pattern: str, axis: int, wrong: int, nam
     assert answer.first_divergent == named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "axis", "named"),
     [

@@ -68,6 +68,7 @@ def test_shipped_configuration_runs(config: Path, tmp_path: Path) -> None:
     assert checkpoint["global_step"] == 6
 
 
+@pytest.mark.slow
 def test_quickstart_ends_with_a_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main(["fit", "--config", small(tmp_path / "c.yaml", upscale(3, 16))])
     output = capsys.readouterr().out
@@ -95,6 +96,7 @@ def test_every_command_takes_narrow_and_wide_checkpoints(tmp_path: Path) -> None
     assert all(torch.allclose(batch.sum(-1), torch.ones(500)) for file in predictions for batch in file)
 
 
+@pytest.mark.slow
 def test_fit_goes_on_from_a_checkpoint_in_a_new_folder(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(3, 16))
     main(["fit", "--config", config])
@@ -113,6 +115,7 @@ def test_model_and_data_may_share_the_name_of_an_argument(tmp_path: Path) -> Non
     assert saved["datamodule_hyper_parameters"] == {"batch_size": 500, "width": 54}
 
 
+@pytest.mark.slow
 def test_composition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = tmp_path / "more.yaml"
     more.write_text(yaml.safe_dump({"trainer": {"max_steps": 8, "callbacks+": [{"class_path": "extensions.Marker"}]}}))
@@ -232,6 +235,7 @@ def test_a_swap_that_fails_names_the_checkpoint_to_resume_from(tmp_path: Path, m
     assert all(torch.equal(ours["state_dict"][name], tensor) for name, tensor in theirs["state_dict"].items())
 
 
+@pytest.mark.slow
 def test_a_run_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main(["fit", "--config", small(tmp_path / "c.yaml")])
     for path in Path("runs").rglob("*=6.ckpt"):

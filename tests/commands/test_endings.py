@@ -75,6 +75,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int, int]] = {
 step of its newest checkpoint."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", slow_except(MOMENTS, "parsing", "a batch"))
 def test_sigterm_ends_with_143_and_says_how_to_go_on(
     moment: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -227,6 +227,7 @@ def test_signal_noise_goes_to_the_target_by_its_constants() -> None:
     assert config_of(Path("o/small_base/seed=3"))["model"]["init_args"]["width"] == 8
 
 
+@pytest.mark.slow
 def test_what_is_laid_over_the_upscaled_runs_only() -> None:
     laid = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.004}}}}}
     description = read(Path(file(upscale(upscaled=laid))), ["--trainer.max_steps=30", "--model.optimizer.lr=0.02"])
@@ -329,6 +330,7 @@ def panel(*optima: int) -> Panel:
     return Panel("lr", LR, levels, curves)
 
 
+@pytest.mark.slow
 def test_the_verdict_of_transfer() -> None:
     assert [panel(*optima).moved for optima in ((2, 2, 2), (1, 2, 1), (1, 2, 3), (3, 1))] == [0, 1, 2, 2]
     assert "moves by 1 cell of the grid (0.2 at 1 → 2, 0.4 at 2 → 4): it transfers" in panel(1, 2).verdict()

@@ -258,6 +258,7 @@ def compare_methods(*, pad: str = "1.0") -> tuple[Page, dict[str, Any], list[dic
         return Page(text), summary, list(csv.DictReader(lines))
 
 
+@pytest.mark.slow
 def test_the_table_of_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.reporting.draw.draw_pair", lambda *_: [])  # other tests draw them
     page, summary, rows = compare_methods()

@@ -478,6 +478,7 @@ def test_a_curve_that_begins_at_the_growth_has_no_loss_from_before_it() -> None:
     assert set(y) == {1.0}
 
 
+@pytest.mark.slow
 def test_curves_of_more_shares_than_there_are_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = np.array([10.0, 100.0]), np.array([2.0, 1.0])
     lines = {Arm(512, noise="paper", share=share / 10): curve for share in range(1, 10)}

@@ -44,6 +44,7 @@ WRITES: dict[str, tuple[Any, str]] = {
 """Ways in which a write fails, and what the line says of it."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 @full
 @pytest.mark.parametrize("write", WRITES)

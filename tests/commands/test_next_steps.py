@@ -69,6 +69,7 @@ def test_a_run_is_evaluated_and_widened(capsys: pytest.CaptureFixture[str]) -> N
     assert load_checkpoint(LAST)["global_step"] == 40
 
 
+@pytest.mark.slow
 def test_a_widened_checkpoint_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     config = small(Path("c.yaml"), enable_progress_bar=False, limit_val_batches=0)
     commands = printed(capsys, "fit", "--config", config)

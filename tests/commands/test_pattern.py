@@ -113,6 +113,7 @@ LIMITED = {"class_path": "extensions.Limited", "init_args": {"level": 1}}
 METHODS = [{"class_path": f"mupscale.methods.{name}"} for name in ("Duplication", "HyperDuplication", "HyperCloning")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "values", "bad"),
     [
@@ -131,6 +132,7 @@ def test_a_bad_value_in_the_middle_is_refused(key: str, values: list[Any], bad: 
         refuse_invalid(config, [Axis("seed_everything", (0, 1)), Axis(key, tuple(values))], "here:")
 
 
+@pytest.mark.slow
 def test_numbers_are_compared_with_their_types() -> None:
     """The class itself takes any number, but its annotation does not."""
     config = for_trials(configuration("a"))

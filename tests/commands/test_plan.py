@@ -23,6 +23,7 @@ def test_the_plan_of_every_growth_is_printed(capsys: pytest.CaptureFixture[str])
 DEEPER = ["--model.layers=2", "--model.base_layers=2"]
 
 
+@pytest.mark.slow
 def test_the_plan_of_more_layers(capsys: pytest.CaptureFixture[str]) -> None:
     swap = ["--callback_args={UpscaleCallback: {layers: 4, width: 16, depth: interleave}}"]
     main(["plan", "--config", small(Path("c.yaml"), upscale(3, 8)), *DEEPER, *swap])

@@ -106,6 +106,7 @@ def test_equal_documents_lie_on_one_side(tmp_path: Path):
     assert 0.1 < len(val) / 120 < 0.35
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, article: Path):
     for workers in ("1", "3"):
         command = ["prepare", "text", article, "--vocab", "300", "--val-fraction", "0.2", "--workers", workers]
@@ -130,6 +131,7 @@ def test_tokens_stop_with_the_document_that_reaches_them(tmp_path: Path, article
     assert len(list((tmp_path / "whole/train").glob("*.ds"))) > 2
 
 
+@pytest.mark.slow
 def test_a_stream_is_prepared_and_its_revision_kept(tmp_path: Path, hub: None):
     out = tmp_path / "out"
     command = [

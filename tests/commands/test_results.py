@@ -61,6 +61,7 @@ def test_a_resumed_fit_has_the_result_of_an_uninterrupted_one(tmp_path: Path):
     assert resumed == whole
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_beyond_its_end_has_no_result_until_it_ends(tmp_path: Path):
     crash = {"class_path": "extensions.Crash"}
     main(["fit", "--config", small(tmp_path / "c.yaml", crash, max_steps=12)])

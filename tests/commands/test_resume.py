@@ -128,6 +128,7 @@ OVERRIDES = {
 """What has no effect in a run that goes on, and what is said of it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", slow_except(OVERRIDES, "--model.optimizer.lr=0.5", "--ckpt_path=other.ckpt"))
 def test_overrides_without_effect_are_refused_by_name(half_a_run: Path, override: str) -> None:
     before = content(half_a_run)
@@ -173,6 +174,7 @@ def data_seed(folder: str | Path) -> int:
     return checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["seed"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_order_of_its_seed(tmp_path: Path) -> None:
     command = ["fit", "--config", config(tmp_path / "c.yaml"), "--seed_everything=5"]
     main(command)
@@ -185,6 +187,7 @@ def test_a_resumed_run_keeps_the_order_of_its_seed(tmp_path: Path) -> None:
 # --- folders
 
 
+@pytest.mark.slow
 def test_what_a_run_has_outside_of_its_folder_is_continued_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +207,7 @@ def test_what_a_run_has_outside_of_its_folder_is_continued_there(
     assert end("../runs/mine/version_0")["global_step"] == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", slow_except([3, 7], 7))  # before and after the growth
 def test_other_checkpoint_callbacks_continue_from_another_folder(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -334,6 +338,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_identity_of_a_run_survives_lost_files(damage: str, half_a_run: Path) -> None:
     names = ("run.json", "run.lock")
@@ -351,6 +356,7 @@ def test_the_identity_of_a_run_survives_lost_files(damage: str, half_a_run: Path
     assert end(half_a_run)["mupscale_run"]["id"] == after["id"]
 
 
+@pytest.mark.slow
 def test_what_else_is_in_run_json_is_kept(half_a_run: Path) -> None:
     before = json.loads((half_a_run / "run.json").read_text())
     (half_a_run / "run.json").write_text(json.dumps({**before, "tags": {"arm": "upscaled"}}))
@@ -358,6 +364,7 @@ def test_what_else_is_in_run_json_is_kept(half_a_run: Path) -> None:
     assert json.loads((half_a_run / "run.json").read_text()) == {**before, "tags": {"arm": "upscaled"}}
 
 
+@pytest.mark.slow
 def test_lost_identities_of_two_runs_with_one_folder_for_checkpoints(tmp_path: Path) -> None:
     shared = ["fit", "--config", config(tmp_path / "c.yaml"), "--checkpoint.dirpath=shared"]
     for step in (5, 9):

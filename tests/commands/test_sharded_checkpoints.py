@@ -223,6 +223,7 @@ def test_the_rest_of_a_folder_is_data(folder: Path):
     assert not Path("marker").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_file_is_data(folder: Path):
     torch.save({"global_step": 1, "evil": Attack()}, "evil.ckpt")
     for command in ("fit", "validate", "test", "predict"):

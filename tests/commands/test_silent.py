@@ -29,6 +29,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_that_ends_long_before_the_run_is_said(name: str, tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", max_steps=10, enable_progress_bar=False)
@@ -52,6 +53,7 @@ def test_a_run_that_would_train_nothing_is_refused(key: str, tmp_path: Path) -> 
     assert [path.name for path in Path().iterdir()] == ["c.yaml"]
 
 
+@pytest.mark.slow
 def test_a_growth_that_is_never_reached_is_refused(tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(5, 16), val_check_interval=1)
     assert "UpscaleCallback.at_step = 5 is never reached" in refused("fit", "--config", config, "--trainer.max_steps=3")
@@ -59,6 +61,7 @@ def test_a_growth_that_is_never_reached_is_refused(tmp_path: Path) -> None:
     assert "is never reached: the run has 3 steps" in refused("fit", "--config", config, *epochs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["off", "auto"])
 def test_a_sweep_that_is_refused_at_its_first_trial_leaves_its_folder_free(stack: str, tmp_path: Path) -> None:
     config = small(tmp_path / "c.yaml", upscale(5, 16), enable_progress_bar=False)

@@ -578,6 +578,7 @@ def red(path: Path) -> tuple[float, float]:
     return float(columns.mean() / picture.shape[1]), 1 - float(rows.mean() / picture.shape[0])
 
 
+@pytest.mark.slow
 def test_figures_star_the_optimum(tmp_path: Path) -> None:
     values = {("a", 1): 3.0, ("a", 2): 1.0, ("b", 1): math.inf, ("b", 2): None}
     paths = figures.heatmap(tmp_path / "h", ["a", "b"], [1, 2], lambda x, y: values[x, y], "x", "y", "loss")
@@ -596,6 +597,7 @@ def test_figures_star_the_optimum(tmp_path: Path) -> None:
     assert y < 0.3
 
 
+@pytest.mark.slow
 def test_curves_show_what_matters(tmp_path: Path) -> None:
     assert figures.span([[2.0, 1.0, 0.5], [4.0, 1.0, 0.4], [900.0, 5.0, 1.0]]) == pytest.approx((0.4 / 1.1, 2.2))
     lines = [figures.Curve(value, [0, 1], [1.0, 0.5]) for value in (0.1, 0.2)]
@@ -697,6 +699,7 @@ def test_all_trials_diverged(tmp_path: Path) -> None:
 # --- what it prints
 
 
+@pytest.mark.slow
 def test_the_printed_command_trains_what_was_tuned(capsys: pytest.CaptureFixture[str]) -> None:
     """The growth 8 → 16 of the sweep's options, not that of the file; loss by loss that of the best trial."""
     config = small(Path("c.yaml"), upscale(3, 32), max_steps=6, enable_progress_bar=False)

@@ -99,6 +99,7 @@ def test_a_terminal_gets_bold_headings_and_joined_layers(terminal: pytest.Captur
     assert max(len(re.sub(r"\x1b\[\d+m", "", line)) for line in printed.splitlines()) <= 80
 
 
+@pytest.mark.slow
 def test_exact_is_green(terminal: pytest.CaptureFixture[str]) -> None:
     main(["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50"])
     printed = terminal.readouterr().out

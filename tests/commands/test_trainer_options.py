@@ -83,6 +83,7 @@ def _global_settings() -> Iterator[None]:
     torch.autograd.set_detect_anomaly(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_except(WORK, "detect_anomaly", "log_every_n_steps", "Timer", kept=list(WORK)[::3])
 )

@@ -71,6 +71,7 @@ def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [p.detach() for p in trainer.lightning_module.net.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", ["identity", "interleave"])
 def test_a_deepened_checkpoint_resumes_as_the_run_that_swapped(depth, tmp_path, capsys):
     """Two blocks become four, and width 8 becomes 24, after 10 of 30 steps."""
@@ -102,6 +103,7 @@ def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):
         )
 
 
+@pytest.mark.slow
 def test_check_compares_both_widths_before_anything_is_written(tmp_path, capsys, monkeypatch):
     fit(tmp_path, 11, UpscaleCallback(10, 24))
     line = ["upscale", str(tmp_path / "pre-upscale-10.ckpt"), "--width", "24", "--check", small(tmp_path / "c.yaml")]

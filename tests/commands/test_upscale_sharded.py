@@ -85,6 +85,7 @@ def test_it_is_what_the_file_becomes(name: str, narrow: Path, tmp_path: Path) ->
     assert_equal(file["state_dict"], again["state_dict"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", ["identity", "interleave"])
 def test_a_deeper_one_is_what_the_file_becomes(depth: str, narrow: Path, tmp_path: Path) -> None:
     options = ["--layers", "4", "--width", "24", "--depth", depth]

@@ -17,6 +17,7 @@ def test_a_right_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "width 8 → 16: exact" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("declared", [True, False])
 def test_new_layers_keep_the_function(
     declared: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -30,6 +31,7 @@ def test_new_layers_keep_the_function(
     assert "training not preserved" in told
 
 
+@pytest.mark.slow
 def test_a_broken_rule_is_an_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "lr", lambda *_: 1.0)
     with pytest.raises(SystemExit) as exit:
@@ -38,6 +40,7 @@ def test_a_broken_rule_is_an_exit_status(capsys: pytest.CaptureFixture[str], mon
     assert "NOT exact: layers.1 diverges first" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_own_configure_optimizers_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", "--model"]
     assert "UnscaledMLP.configure_optimizers: layers.0.weight and" in refused(*command, "extensions.UnscaledMLP")
@@ -52,6 +55,7 @@ def test_an_own_configure_optimizers_is_looked_at(capsys: pytest.CaptureFixture[
     assert "width 8 → 16: exact" in printed
 
 
+@pytest.mark.slow
 def test_a_loss_that_depends_on_the_width_is_not_exact(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", "--model"]
     with pytest.raises(SystemExit):
@@ -59,18 +63,21 @@ def test_a_loss_that_depends_on_the_width_is_not_exact(capsys: pytest.CaptureFix
     assert "NOT exact: (the loss) diverges first" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_loss_with_a_memory_and_numbers_of_other_generators_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", "--model"]
     main([*command, "extensions.RememberingMLP"])
     assert "width 8 → 16: exact" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_frozen_network_beside_the_own_is_compared_in_float64_too(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", "--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50", "--model"]
     main([*command, "extensions.StudentMLP"])
     assert "width 8 → 16: exact" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_layer_of_the_width_that_is_not_in_the_network() -> None:
     command = ["--config", small(Path("c.yaml"), upscale(3, 16)), "--data.batch_size=50"]
     message = refused("verify", *command, "--model", "extensions.HeadOutsideMLP")

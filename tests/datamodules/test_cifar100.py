@@ -135,6 +135,7 @@ def test_every_value_is_normalised_to_torchvisions():
 # ---- batches
 
 
+@pytest.mark.slow
 def test_training_batches_are_torchvisions_of_what_the_epoch_draws(folder: str, arrays: Arrays):
     """Crop and flip are read off the pixels, so that the draw itself is seen: every offset occurs, and every sample has
     its own.
@@ -323,6 +324,7 @@ class Tiny(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.003)
 
 
+@pytest.mark.slow
 def test_a_model_learns_resumes_exactly_and_predicts(tmp_path: Path, folder: str):
     whole, half, resumed = Tiny(), Tiny(), Tiny()
     quiet_trainer(max_steps=40).fit(whole, datamodule=CIFAR100(folder, BATCH))

@@ -82,6 +82,7 @@ def test_one_process_at_a_time(tmp_path: Path, article: Path):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_make_one_folder(tmp_path: Path, article: Path):
     options = ["--vocab", "300", "--val-fraction", "0.2", "--out", tmp_path / "out"]
     command = ["-m", "mupscale", "prepare", "text", article, *options]
@@ -137,6 +138,7 @@ def test_other_arguments_are_refused(
     assert contents(tmp_path / "out") == before
 
 
+@pytest.mark.slow
 def test_a_stream_that_breaks_off_goes_on(tmp_path: Path, hub: None, monkeypatch: pytest.MonkeyPatch):
     import datasets  # which takes its time
 

@@ -622,6 +622,7 @@ def fit(folder: Path, saved: Path, order: str, *callbacks: Callback, ckpt_path: 
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["random", "sequential"])
 def test_a_killed_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mapped_tokens, "MOST_MAPS", 8)

@@ -81,6 +81,7 @@ def test_new_layers_are_spread_then_whole_periods_then_at_one_end() -> None:
     assert list(_orders(LAYERS, 2, 4, "stack")) == [(0, 1, 0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "layers"), slow_except([(1, 3), (1, 4), (2, 4)], (1, 3)))
 def test_a_deep_model_computes_as_the_shallow_one_after_loading(tmp_path: Path, factor: int, layers: int) -> None:
     shallow = llama()
@@ -111,6 +112,7 @@ def test_interleaved_layers_change_the_function_and_the_report_says_by_how_much(
             assert torch.equal(copied, shallow.model.layers[source].mlp.down_proj.weight)
 
 
+@pytest.mark.slow
 def test_gains_of_one_plus_w_become_minus_one() -> None:
     config = hf.Gemma2Config(
         hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=2, head_dim=8, vocab_size=40,
@@ -150,6 +152,7 @@ def test_refusals(config: Any, model_class: Any, layers: Any, how: Any, message:
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_layers_with_a_norm_over_the_sum_can_be_interleaved() -> None:
     shallow = hf.BertForMaskedLM(hf.BertConfig(**TINY)).eval()
     deep, report = mupscale.hf.upscale(shallow, layers=4, depth="interleave")
@@ -190,6 +193,7 @@ def upscale(folder: Path, out: Path, *options: str) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_deep_folder_loads_and_computes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From several files, byte by byte; the command says what it has checked and how to train it."""
     shallow = save(llama(num_hidden_layers=3), tmp_path / "shallow", shard="20KB")

@@ -65,6 +65,7 @@ def test_one_file(narrow: Path, tmp_path: Path, factor: int, capsys) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_search_and_the_bytes_are_watched(narrow: Path, tmp_path: Path, monkeypatch) -> None:
     """Both in the library and in the command, which shows the search after two seconds."""
     monkeypatch.setattr(family, "_known", {})
