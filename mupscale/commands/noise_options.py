@@ -7,11 +7,18 @@ from mupscale.errors import UserError
 from mupscale.methods import METHODS, GrowthMethod
 from mupscale.methods.noise import AdditiveNoise, Noise, RecordedNoise, SignalNoise
 
+AUTO = 0.3
+"""The level of `--noise auto`, relative to each weight; measured by docs/folder_noise.py."""
+
 
 def add_noise_options(parser: argparse.ArgumentParser) -> None:
     strength = parser.add_mutually_exclusive_group()
     strength.add_argument(
-        "--noise", type=float, metavar="STD", help="noise of this std, in units of the muP initialisation scale"
+        "--noise",
+        type=std_or_auto,
+        metavar="STD",
+        help=f"noise of this std, in units of the muP initialisation scale; or auto, which is --signal-noise {AUTO} "
+        "--centred and keeps the function (docs/hf.md says how it was measured)",
     )
     strength.add_argument(
         "--signal-noise", type=float, metavar="T", help="noise as this fraction of each weight's spectral norm"
@@ -32,6 +39,10 @@ def add_noise_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="the seed of the noise (default 0)")
 
 
+def std_or_auto(text: str) -> float | str:
+    return text if text == "auto" else float(text)
+
+
 def method_of(options: argparse.Namespace) -> GrowthMethod:
     method = METHODS[options.method]()
     if method.needs_batches:
@@ -44,6 +55,8 @@ def method_of(options: argparse.Namespace) -> GrowthMethod:
 
 def noise_of(options: argparse.Namespace) -> Noise | None:
     centred = options.centred
+    if options.noise == "auto":
+        return SignalNoise(AUTO, centred=True)
     if options.noise is not None:
         return AdditiveNoise(options.noise, centred=centred)
     if options.signal_noise is not None:

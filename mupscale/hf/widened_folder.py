@@ -272,22 +272,18 @@ def _layer(name: str) -> str:
 
 
 def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
-    """Compares the outputs of both folders, where that is possible. UserError for a difference."""
+    """Compares the outputs of both folders, where that is possible. UserError for a difference that is not meant."""
     shapes = [tensor.shape for tensor in job.folder.tensors.values()]
     shapes += [tensor.entry.wide_shape for tensor in job.tensors.values()]
     count = sum(torch.Size(shape).numel() for shape in shapes)
-    noise = job.widening.noise
-    if noise is not None and not noise.centred:
-        return "outputs were not compared: noise that is not centred changes them"
-    if not job.widening.method.claim(job.plan, on_meta(job.folder.model_class, job.folder.config), ()).function:
-        return f"outputs were not compared: {type(job.widening.method).__name__} changes them"
-    if not job.plan.keeps_function:
-        return "outputs were not compared: new layers that are copies change them"
     if not fits(count):
         return f"outputs were not compared: both models in float32 ({count * 4 / 1e9:.0f} GB) do not fit into memory"
     found = largest_difference(job.folder.path, partial, job.folder.model_class, call)
     if isinstance(found, str):
         return f"outputs were not compared: {found}"
+    reason = _changes_outputs(job)
+    if reason is not None:
+        return f"outputs of both models differ by {100 * found:.3g} %: {reason} changes them"
     tolerance = _tolerance(job)
     if not found <= tolerance:
         raise UserError(
@@ -295,6 +291,16 @@ def _check_outputs(partial: Path, job: _Job, call: Call | None) -> str:
             f"expected): this {job.folder.config.model_type} model does not grow exactly, and nothing was written"
         )
     return f"outputs of both models differ by {found:.1e} in float32"
+
+
+def _changes_outputs(job: _Job) -> str | None:
+    """What is meant to change the outputs; None if nothing is."""
+    noise, method = job.widening.noise, job.widening.method
+    if noise is not None and not noise.centred:
+        return "noise that is not centred (`--noise auto` does not)"
+    if not method.claim(job.plan, on_meta(job.folder.model_class, job.folder.config), ()).function:
+        return type(method).__name__
+    return None if job.plan.keeps_function else "a copy of a layer"
 
 
 def _tolerance(job: _Job) -> float:

@@ -22,6 +22,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import mupscale.hf as hf
 from mupscale.__main__ import main
 from mupscale.commands import status
+from mupscale.commands.noise_options import AUTO
 from mupscale.commands.upscale_folder import Meter
 from mupscale.discovery.found import Found
 from mupscale.errors import UserError
@@ -131,6 +132,26 @@ def test_a_method_that_does_not_continue_the_training_is_not_exact(narrow: Path)
     _, report = hf.upscale(narrow, 2, method=ZeroPadding())
     assert report.exact is False
     assert report.check.endswith("ZeroPadding does not continue the training: the check was by duplication")
+
+
+def test_noise_auto_keeps_the_outputs_and_other_noise_says_how_it_changes_them(
+    narrow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upscale(narrow, tmp_path / "auto", "--noise", "auto")
+    assert re.search(r"checked: outputs of both models differ by \d\.\de-0[78] in float32", capsys.readouterr().out)
+    exact, wide = logits(load(narrow)), load(tmp_path / "auto")
+    torch.testing.assert_close(logits(wide), exact, rtol=0, atol=1e-6)
+    weight = wide.get_parameter("model.layers.0.self_attn.q_proj.weight").detach()
+    signal = (weight[:, :32] + weight[:, 32:]).repeat(1, 2) / 2  # two copies of every input
+    strength = torch.linalg.matrix_norm(weight - signal, 2) / torch.linalg.matrix_norm(signal, 2)
+    assert float(strength) == pytest.approx(AUTO, rel=0.05)
+    upscale(narrow, tmp_path / "plain", "--noise", "0.05")
+    said = re.search(r"outputs of both models differ by ([\d.]+) %: noise that is not centred", capsys.readouterr().out)
+    change = (logits(load(tmp_path / "plain")) - exact).abs().max() / exact.abs().max()
+    assert float(said[1]) > 10
+    assert float(change) > 0.1
+    upscale(narrow, tmp_path / "padded", "--method", "shrink-and-pad")
+    assert "%: ShrinkAndPad changes them" in capsys.readouterr().out
 
 
 def test_noise_is_that_of_a_model_in_memory(narrow: Path, tmp_path: Path) -> None:
