@@ -43,8 +43,9 @@ def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupscale.commands.lab.experiments.check", lambda description: None)
 
 
-KEPT = ("gpt2", "methods_quickstart", "midrun_quickstart", "mlp_sgd_decay", "transfer_gpt2_reduced")
-"""Every protocol without `--all`; test_experiment.py reads all files, and test_configs.py trains a ResNet."""
+KEPT = ("gpt2", "methods_quickstart", "mlp_sgd_decay", "transfer_gpt2_reduced")
+"""Without `--all`; test_experiment.py reads all files, test_experiment_midrun.py runs the protocol midrun, and
+test_configs.py trains a ResNet."""
 
 
 @pytest.mark.usefixtures("_without_figures")

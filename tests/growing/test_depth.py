@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow_except
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
@@ -90,7 +91,7 @@ OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, *OPTIMIZERS[::3]))
 @pytest.mark.parametrize("sizes", [(8, None), (16, None), (8, 24)], ids=["depth", "and width", "and 3/2 of hidden"])
 @pytest.mark.parametrize("base", [None, 2], ids=["plain", "1/L"])
 def test_identity_keeps_the_function(
@@ -110,7 +111,7 @@ def test_identity_keeps_the_function(
     assert new.abs().max() > 0  # it has learned
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS[::2])
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS[::2], OPTIMIZERS[0]))
 @pytest.mark.parametrize("depth", ["identity", "interleave", "stack", {"layers": [0, 0, 1, 0]}], ids=str)
 @pytest.mark.parametrize("base", [None, 2], ids=["plain", "1/L"])
 def test_width_and_depth_commute(optimizer: Callable[[Any], Optimizer], depth: Any, base: int | None) -> None:
