@@ -2,7 +2,8 @@
 
 import argparse
 import re
-from typing import Literal, NoReturn
+import sys
+from typing import Any, Literal, NoReturn
 
 from mupscale.commands._jsonargparse import did_you_mean
 from mupscale.errors import UserError
@@ -10,6 +11,10 @@ from mupscale.errors import UserError
 
 class ArgumentParser(argparse.ArgumentParser):
     """Raises a UserError of one line where argparse would print its usage and exit."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("type", int, _whole_number)
 
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
@@ -48,3 +53,11 @@ def stack_size(text: str) -> Size:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"--stack {text}: give auto, off, or how many runs to train as one program")
     return int(text)
+
+
+def _whole_number(text: str) -> int:
+    """A number that counts something; ValueError for one that no sequence is as long as."""
+    number = int(text)
+    if abs(number) > sys.maxsize:
+        raise ValueError(text)
+    return number

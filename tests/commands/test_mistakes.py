@@ -156,6 +156,7 @@ MISTAKES = {
     "upscale whole.ckpt --width 16 --out o": "has whole numbers in layers.0.weight, and the network fractions",
     "fit --config c.yaml '--data={class_path: FineWeb, init_args: {batch_size: 4, context: 8}}'": "model and data: m",
     "coord-check --config c.yaml --widths 8,16,32 --steps -1": "--steps must be a whole number of at least 1, got -1",
+    f"coord-check --config c.yaml --widths 8,16,32 --steps 1{'0' * 400}": "argument --steps: invalid int value: '10000",
     "coord-check --config c.yaml --widths 8,16,32 --seeds 0": "--seeds must be a whole number of at least 1, got 0",
     "plan --config c.yaml --config value.yaml": "checkpoint: wanted options by name, got None",
     "experiment listed.yaml --plan": "listed.yaml: its values are of another kind",
