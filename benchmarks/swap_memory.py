@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -30,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import mupscale
 from benchmarks.harness import Row, choices, quieten, run
+from mupscale.callbacks.swap import Swap
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.methods.noise import Noise
@@ -39,6 +41,7 @@ from mupscale.models.gpt2 import GPT2
 from mupscale.sharding import local_part
 
 GROWTH = "growth"
+PERFORM = Swap.perform
 LAYERS, HEADS, VOCABULARY, CONTEXT = 4, 8, 4096, 32
 
 NOISE: dict[str, Noise | None] = {
@@ -70,10 +73,10 @@ def alive() -> int:
     return sum(storages.values())
 
 
-class Weighed(UpscaleCallback):
-    """An upscale that records the memory of its rank."""
+class Weighing:
+    """Records the memory of this rank while a swap is performed."""
 
-    def _grow(self, trainer: Trainer, module: Growable, compare: Callable[[], None]) -> Any:
+    def perform(self, swap: Swap, trainer: Trainer, module: Growable, compare: Callable[[], None]) -> Any:
         gc.collect()
         before, on_gpu = held(trainer, module), module.device.type == "cuda"
         if on_gpu:
@@ -81,7 +84,7 @@ class Weighed(UpscaleCallback):
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         with record_function(GROWTH):
-            answer = super()._grow(trainer, module, compare)
+            answer = PERFORM(swap, trainer, module, compare)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -121,7 +124,7 @@ def measure(noise: str, width: int, device: str) -> dict[str, Any]:
     """What this rank measures; all ranks call it."""
     seed_everything(0, verbose=False)
     ranks = int(os.environ["WORLD_SIZE"])
-    swap = Weighed(2, width, noise=NOISE[noise])
+    swap, weighing = UpscaleCallback(2, width, noise=NOISE[noise]), Weighing()
     module = GPT2(width // 2, layers=LAYERS, heads=HEADS, vocabulary=VOCABULARY, context=CONTEXT, base_width=64)
     tokens = torch.randint(VOCABULARY, (2 * ranks, CONTEXT + 1))
     share = {"rank": int(os.environ["RANK"]), "world_size": ranks}
@@ -132,11 +135,11 @@ def measure(noise: str, width: int, device: str) -> dict[str, Any]:
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         on_cpu = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if device == "cpu" else nullcontext()
-        with on_cpu as recorded:
+        with on_cpu as recorded, mock.patch.object(Swap, "perform", lambda *given: weighing.perform(*given)):
             trainer.fit(module, ResidentLoader((tokens,), ranks, shuffle=False, drop_last=True, **share))
     if recorded is not None:
-        swap.row["peak"] = peak_on_cpu(recorded, swap.left)
-    return swap.row
+        weighing.row["peak"] = peak_on_cpu(recorded, weighing.left)
+    return weighing.row
 
 
 def on_rank(noises: list[str], width: int, device: str) -> dict[str, dict[str, Any]]:

@@ -378,7 +378,7 @@ def test_damaged_files_are_named() -> None:
     arguments = ["--config", config, "--sweep", f"{LR}=0.01,0.02", "--out", "s"]
     sweep = sweep_of(*arguments)
     finish(sweep, lambda point: point[LR])
-    assert [(outcome.cell, outcome.value) for outcome in sweep.outcomes()] == [(0, 0.01), (1, 0.02)]
+    assert [(outcome.cell, outcome.value) for outcome in sweep.outcomes] == [(0, 0.01), (1, 0.02)]
     next(Path("s/trials").iterdir()).joinpath("result.json").write_text("{}")
     assert "result.json is damaged" in refused("sweep", *arguments)
     Path("s/sweep.json").write_text("")
