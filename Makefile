@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n auto --timeout=300
+PYTEST := $(BIN)/python -m pytest -n auto --timeout=600
 
 .PHONY: demo test check fast-tests lint types docs docs-serve release clean
 
