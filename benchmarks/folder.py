@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -103,6 +104,7 @@ def measure(where: Path, layers: int, *, quick: bool, deep: bool, noise: float |
     narrow_bytes = write_narrow(narrow, shape_of_7b(layers, quick=quick))
     seconds, cpu = upscale(narrow, wide, new, noise)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    shutil.rmtree(narrow)  # which leaves its room on the disk to the copy
     copy_seconds, copy_cpu = timed("cp", "-r", str(wide), str(copy))
     tensors = tensor_bytes(wide)
     in_layers = sum(count for name, count in tensors.items() if ".layers." in name)
