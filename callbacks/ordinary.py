@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mupscale._torch import is_compiled_in_place
-from mupscale.checks.recording import generators_kept, state_kept
+from mupscale.checks.recording import attributes_of, generators_kept, state_kept
 from mupscale.checks.structures import leaves_of
 from mupscale.clipping import clip_grad_norm_
 from mupscale.errors import UserError
@@ -382,10 +382,9 @@ def _shapes_in_attributes(module: nn.Module) -> dict[str, list[tuple[int, ...]]]
     """Of the tensors that a module or a part of it has in an attribute, by its name."""
     answer: dict[str, list[tuple[int, ...]]] = {}
     for prefix, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                shapes = [tuple(leaf.shape) for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
-                answer |= {joined(prefix, name): shapes} if shapes else {}
+        for name, value in attributes_of(part).items():
+            shapes = [tuple(leaf.shape) for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+            answer |= {joined(prefix, name): shapes} if shapes else {}
     return answer
 
 

@@ -117,6 +117,13 @@ def test_all_modules_are_found():
     assert MODULES.keys() >= LEAVES
 
 
+def test_reports_know_nothing_of_the_lab_that_writes_them():
+    lab, reporting = (f"mupscale.commands.{room}" for room in ("lab", "reporting"))
+    wrong = [arrow for arrow in ARROWS if arrow[0].startswith(reporting) and arrow[1].startswith(lab)]
+    assert wrong == []
+    assert any(arrow[0].startswith(lab) and arrow[1].startswith(reporting) for arrow in ARROWS)
+
+
 def test_imports_inside_functions_count():
     source = "def f():\n    from mupscale.widening import plan\n    import mupscale.checks.verify\n"
     found = {module_of(name) for name in imported_names("mupscale.errors", source)}

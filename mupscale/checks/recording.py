@@ -120,7 +120,7 @@ def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
     copies: list[tuple[Any, Any]] = []
     for module in modules:
-        others = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+        others = attributes_of(module)
         for owner, values in ((vars(module), others), (vars(module)["_buffers"], dict(vars(module)["_buffers"]))):
             held.append((owner, values))
             copies += [(value, _copied(value)) for value in values.values() if type(value) in (Tensor, list, dict)]
@@ -137,6 +137,11 @@ def state_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 _OF_TORCH = "_parameters", "_buffers", "_modules"
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are no parameters, buffers or modules."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 def _copied(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -96,6 +96,20 @@ def brief(value: Any) -> str:
         arguments = ", ".join(f"{name}={brief(item)}" for name, item in value.get("init_args", {}).items())
         return f"{class_name(value)}({arguments})"
     return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def labels(keys: Sequence[str]) -> dict[str, str]:
+    """The shortest end of each key that no other key has: `lr`, `noise.std`."""
+    return {key: _label(key, [other for other in keys if other != key]) for key in keys}
+
+
+def _label(key: str, others: list[str]) -> str:
+    parts = key.split(".")
+    for count in range(1, len(parts) + 1):
+        end = ".".join(parts[-count:])
+        if not any(f".{other}".endswith(f".{end}") for other in others):
+            return end
+    return key
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 
 from mupscale.commands.lab.drift import Optimum, drift_of, line, optimum_of
 from mupscale.commands.lab.transfer import Panel, WidthCurve, drift_rows
-from mupscale.commands.lab.widths import Growth, in_proportion, width_number
+from mupscale.commands.widths import Growth, in_proportion, width_number
 from mupscale.text_tables import as_csv
 
 LEVELS = [0.1, 0.2, 0.4, 0.8, 1.6]

@@ -24,11 +24,11 @@ from mupscale.commands.lab.file import read, refuse_validated_schedule
 from mupscale.commands.lab.midrun_keys import MidrunKeys, midrun_keys, stretched
 from mupscale.commands.lab.parts import RunPart
 from mupscale.commands.lab.run import result_of
-from mupscale.commands.lab.widths import Growth
 from mupscale.commands.reporting.draw import curve_of, draw_spent, lines_of
 from mupscale.commands.reporting.folders import ExperimentFolder, SweepFolder
 from mupscale.commands.reporting.midrun import Arm, Comparison, Midrun, MidrunRun
 from mupscale.commands.reporting.runs import LoggedRun, RunSize
+from mupscale.commands.widths import Growth
 from mupscale.errors import UserError
 from mupscale.flops import mlp_flops
 from mupscale.models.mlp import MLP

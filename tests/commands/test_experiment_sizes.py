@@ -6,7 +6,7 @@ import pytest
 
 from mupscale.commands.lab.file import growing, of_width
 from mupscale.commands.lab.quick import divided, widths_in
-from mupscale.commands.lab.widths import Growth, folder_name, growth_of, in_proportion, width_number
+from mupscale.commands.widths import Growth, folder_name, growth_of, in_proportion, width_number
 from mupscale.errors import UserError
 
 SHALLOW, DEEP = {"width": 64, "layers": 2}, {"width": 128, "layers": 8, "depth": "stack"}

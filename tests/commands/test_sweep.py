@@ -32,9 +32,9 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands import figures
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.cli import parsed
-from mupscale.commands.config import Point, at, brief
+from mupscale.commands.config import Point, at, brief, labels
 from mupscale.commands.lab.run import Result, Run, with_run
-from mupscale.commands.lab.space import Axis, Outcome, Settings, grid, labels, parsed_axis
+from mupscale.commands.lab.space import Axis, Outcome, Settings, grid, parsed_axis
 from mupscale.commands.lab.sweep import Sweep
 from mupscale.commands.lab.sweep_figures import draw_sweep
 from mupscale.commands.sweep import parser as sweep_parser
@@ -74,7 +74,7 @@ def test_axes() -> None:
     assert list(grid([Axis("a", (1, 2)), Axis("b", ("x", "y"))])) == [
         {"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"},
     ]  # fmt: skip
-    assert labels([Axis(LR), Axis("UpscaleCallback.lr"), Axis(NOISE)]) == {
+    assert labels([LR, "UpscaleCallback.lr", NOISE]) == {
         LR: "optimizer.lr", "UpscaleCallback.lr": "UpscaleCallback.lr", NOISE: "std",
     }  # fmt: skip
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-4}}

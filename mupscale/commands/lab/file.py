@@ -20,7 +20,7 @@ from mupscale.commands.lab.run import without_announcements
 from mupscale.commands.lab.space import Axis, axis_of, refuse_seeds
 from mupscale.commands.lab.sweep import checked_metric, signal_swap
 from mupscale.commands.lab.trial import Tried, for_trials, refuse_invalid
-from mupscale.commands.lab.widths import Growth, Size, factors_text, growth_of, model_size
+from mupscale.commands.widths import Growth, Size, factors_text, growth_of, model_size
 from mupscale.data_files import DECIMAL, interpreting, read_yaml
 from mupscale.errors import UserError
 from mupscale.models.growth_check import depth_between

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mupscale.commands.config import Config
-from mupscale.commands.lab.widths import Growth, Size, in_proportion, is_size, numbers_in
 from mupscale.commands.reporting.midrun import BUDGETS
+from mupscale.commands.widths import Growth, Size, in_proportion, is_size, numbers_in
 from mupscale.errors import UserError
 
 TIMING_STEPS = 300

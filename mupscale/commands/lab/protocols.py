@@ -14,8 +14,8 @@ from mupscale.commands.lab.file import Description, growing, of_width
 from mupscale.commands.lab.midrun_keys import stretched
 from mupscale.commands.lab.parts import Part, RunPart, SweepPart
 from mupscale.commands.lab.space import Axis, Settings, grid
-from mupscale.commands.lab.widths import Size, folder_name
 from mupscale.commands.reporting.midrun import FIXED, Fixed
+from mupscale.commands.widths import Size, folder_name
 
 Stages = list[list[Part]]
 

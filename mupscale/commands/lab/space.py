@@ -170,20 +170,6 @@ def grid(axes: list[Axis]) -> Iterator[Point]:
             yield {axes[0].key: value, **rest}
 
 
-def labels(axes: list[Axis]) -> dict[str, str]:
-    """The shortest end of each key that no other key has: `lr`, `noise.std`."""
-    return {axis.key: _label(axis.key, [other.key for other in axes if other.key != axis.key]) for axis in axes}
-
-
-def _label(key: str, others: list[str]) -> str:
-    parts = key.split(".")
-    for count in range(1, len(parts) + 1):
-        end = ".".join(parts[-count:])
-        if not any(f".{other}".endswith(f".{end}") for other in others):
-            return end
-    return key
-
-
 def point_text(point: Point, names: dict[str, str]) -> str:
     """A point in words: `lr=0.01, std=0.5`."""
     return ", ".join(f"{names[key]}={brief(value)}" for key, value in point.items())

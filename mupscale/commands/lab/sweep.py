@@ -26,12 +26,13 @@ from mupscale.commands.config import (
     callback_key,
     callbacks_of,
     class_name,
+    labels,
     read_json,
     refuse_difference,
 )
 from mupscale.commands.lab.execution import is_begun
 from mupscale.commands.lab.run import Result, Run, Trial, ending_of, result_of, with_run
-from mupscale.commands.lab.space import Outcome, Settings, grid, labels, point_text
+from mupscale.commands.lab.space import Outcome, Settings, grid, point_text
 from mupscale.commands.lab.sweep_figures import draw_sweep
 from mupscale.commands.lab.trial import drop_checkpoints, folder_name
 from mupscale.commands.run_folder import RESULT
@@ -52,7 +53,7 @@ class Sweep:
     def __init__(self, out: Path, settings: Settings, name: str = "") -> None:
         """`name` is what the names of its trials start with."""
         self.out, self.settings, self.name = out, settings, name
-        self.labels = labels(settings.axes)
+        self.labels = labels([axis.key for axis in settings.axes])
         self._results: dict[Path, Result] = {}
         if out.exists() and not out.is_dir():
             raise UserError(f"--out {out} is a file; name a folder for the sweep")

@@ -7,9 +7,9 @@ from typing import Any
 
 from mupscale.callbacks.trial_metric import window_of
 from mupscale.commands import figures
-from mupscale.commands.config import brief
+from mupscale.commands.config import brief, labels
 from mupscale.commands.event_files import read_log
-from mupscale.commands.lab.space import Axis, Outcome, Settings, labels, point_text
+from mupscale.commands.lab.space import Axis, Outcome, Settings, point_text
 
 POINTS = 60
 """The most points of a curve: each is the mean of several steps."""
@@ -59,7 +59,7 @@ def draw_curves(path: Path, settings: Settings, outcomes: list[Outcome], best: O
                 lines.append(figures.Curve(level(outcome.point[colour.key]), x, y))
     if not lines:
         return []
-    title = f"at {point_text(fixed, labels(settings.axes))}" if fixed else ""
+    title = f"at {point_text(fixed, labels([axis.key for axis in settings.axes]))}" if fixed else ""
     return figures.curves(path, lines, "step", "training loss", colour.key, title)
 
 

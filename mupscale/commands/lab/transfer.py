@@ -13,8 +13,8 @@ from mupscale.commands.lab.drift import Drift, drift_of
 from mupscale.commands.lab.file import Description
 from mupscale.commands.lab.sweep import Sweep, seed_cells, value_text
 from mupscale.commands.lab.sweep_figures import in_order, metric_label
-from mupscale.commands.lab.widths import Growth, width_number
 from mupscale.commands.reporting.compare import chosen_without_seed, is_edge
+from mupscale.commands.widths import Growth, width_number
 from mupscale.text_tables import as_csv
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from mupscale.commands.config import Config, callbacks_of
-from mupscale.commands.lab.widths import folder_name
 from mupscale.commands.reporting.compare import Difference, Losses, compare, compare_best, rank
 from mupscale.commands.reporting.folders import ExperimentFolder
 from mupscale.commands.reporting.runs import LoggedRun
 from mupscale.commands.reporting.words import capital, ranged_losses
+from mupscale.commands.widths import folder_name
 from mupscale.data_files import json_of
 from mupscale.errors import UserError
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mupscale.commands.config import brief
+from mupscale.commands.config import brief, labels
 from mupscale.commands.figures import LIGHT
-from mupscale.commands.lab.space import Axis, labels
 from mupscale.commands.reporting.compare import spread
 from mupscale.commands.reporting.folders import ExperimentFolder, Found, SweepFolder
 from mupscale.commands.reporting.groups import Group, differing
@@ -186,7 +185,7 @@ def run_sections(groups: list[Group], numbers: Numbers) -> Iterator[Section]:
 
 def methods_section(methods: Methods) -> Section:
     """Growth methods, those that end lowest first, and then from scratch."""
-    numbers, names = methods.numbers, labels([Axis(name) for name in methods.keys])
+    numbers, names = methods.numbers, labels(methods.keys)
     metrics = [metric_name(metric) for metric in numbers.metrics]
     head = ["method", "seeds", "just after", f"after {AFTER} steps", "final training loss", *metrics]
     head += ["step of reach", "TFLOPs until then", "… and the base", *names.values(), "at the edge"]
