@@ -366,10 +366,11 @@ def _refuse_kept_tensors(step: QuietStep, narrow: LightningModule, wide: Lightni
         of_wide = _shapes_in_attributes(wide)
         growing = [name for name, shapes in left.items() if of_wide.get(name, shapes) != shapes]
         if growing and not torch.isclose(_total_loss(step, narrow), first, rtol=1e-5):
+            name = growing[0]
             raise UserError(
-                f"UpscaleCallback: {type(narrow).__name__} keeps tensors {growing[0]!r} from one step to the next, "
-                f"{left[growing[0]][0]} → {of_wide[growing[0]][0]}, which do not grow with it. Keep them in buffers "
-                "(self.register_buffer), which do"
+                f"UpscaleCallback: {type(narrow).__name__} keeps tensors in {name!r} from one step to the next, of "
+                f"shape {left[name][0]}, or {of_wide[name][0]} in the wide module; attributes do not grow. Keep "
+                "them in buffers (self.register_buffer), which do"
             )
 
 

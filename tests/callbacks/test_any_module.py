@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "another class": (Autoencoder, {"make": lambda: UNet()}, {}, "make returned a UNet.*same class"),
     "a failing make": (Autoencoder, {"make": lambda: 1 // 0}, {}, r"cannot be made \(ZeroDivisionError"),
     "backward by hand": (BackwardByHand, {"hparams": {"sizes": (16, 16)}}, {}, "manual_backward.*or give call="),
-    "tensors from step to step": (Carried, HIDDEN, {}, r"keeps tensors 'units'.*register_buffer"),
+    "tensors from step to step": (Carried, HIDDEN, {}, r"keeps tensors in 'units'.*register_buffer"),
     "one least rate": (LeastRate, HIDDEN, {}, "eta_min = 1e-05.*relative"),
     "clipping entries": (Autoencoder, HIDDEN, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, '"norm"'),
     "a compiled module": (compiled, HIDDEN, {}, r"self.net.compile\(\)"),
