@@ -8,20 +8,21 @@ A run is a trunk at a constant learning rate. For each of its budgets a branch l
 and its rate falls linearly to zero over the rest. A grown run starts from a saved state of a small trunk, whose FLOPs
 count. docs/results/ladder.md has the measure and the results. The second command can be stopped and started again:
 finished runs are kept. The third writes the two CSV files from which the page's tables are computed. `--ladder` chooses
-other sizes and budgets: large_batch, depths (of rates) and rung, whose CSV files are in folders of these names.
+other sizes and budgets: large_batch, depths (of rates), rung and sunk, whose CSV files are in folders of these names.
 """
 
 import argparse
 import csv
 import json
 import math
-import multiprocessing
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +46,9 @@ RUNS_HEADER = (
     "seed", "budget", "tokens", "flops", "loss", "loss_before_decay", "train_loss", "loss_before_growth",
     "loss_after_growth",
 )  # fmt: skip
-"""`grown_at` and `budget` are binary logarithms of shares of the largest budget. `base_layers` of a run that grows is
-that of its start. Only `train_loss` is not held out."""
+"""`grown_at` and `budget` are binary logarithms of shares of the largest budget; in `sunk`, `grown_at` is that of its
+start in tokens per parameter. `base_layers` of a run that grows is that of its start. Only `train_loss` is not held
+out."""
 CURVES_HEADER = ("run", "branch", "tokens", "flops", "train_loss")
 """`branch` is the budget for which the rate falls; a trunk has none."""
 METHODS = {"duplication": mupscale.methods.Duplication, "diagonal": partial(mupscale.methods.HyperCloning, "diagonal")}
@@ -81,7 +83,7 @@ STACKS = (Way("stack"), Way("identity"))
 INTERLEAVES = (Way("interleave"),)
 BOTH = (Way("interleave", "diagonal", 1.0),)
 
-Growths = dict[tuple[Size, Size], tuple[tuple[Way, ...], dict[int, tuple[int, ...]]]]
+Growths = dict[tuple[Size, Size], tuple[tuple[Way, ...], dict[float, tuple[float, ...]]]]
 """For a small and a large size: ways to grow, n of the points of growth, and for each of them n of the budgets."""
 
 
@@ -105,6 +107,8 @@ class Ladder:
     """Factors on the rate for fixed sizes, one seed, up to their third budget."""
     noises: tuple[Way, ...] = ()
     """Other ways of the growths in width, one seed."""
+    sunk: bool = False
+    """A start exists already: points of growth are its tokens per parameter, and budgets do not include it."""
 
     def flops(self, size: Size) -> int:
         """FLOPs of a step."""
@@ -117,8 +121,15 @@ class Ladder:
         return (2 * self.vocabulary + self.context + 2) * size.width + size.layers * block
 
     def budget(self, power: float) -> float:
-        steps = self.tokens_per_parameter * self.parameters(self.top) / (self.rows * self.context)
-        return 2**power * steps * self.flops(self.top)
+        return 2**power * self.cost(self.top, self.tokens_per_parameter)
+
+    def cost(self, size: Size, tokens_per_parameter: float) -> float:
+        steps = tokens_per_parameter * self.parameters(size) / (self.rows * self.context)
+        return steps * self.flops(size)
+
+    def start_cost(self, size: Size, point: float) -> float:
+        """What a start of this size has cost at a point of growth."""
+        return self.cost(size, point) if self.sunk else self.budget(point)
 
 
 FULL = Ladder(
@@ -178,6 +189,20 @@ RUNG = replace(  # one step further: 5 tokens per parameter
         (Size(512, 2, 4), Size(512, 4)): (INTERLEAVES, {-2: (0,)}),
     },
 )  # fmt: skip
+_SUNK = {5: (0, -1, -2, -3), 20: (0, -1, -2, -3), 80: (0, -1, -2, -3)}
+SUNK = replace(  # at most 3.8 times the text, the start included
+    FULL, top=Size(128, 4), tokens_per_parameter=15, other_rates=(), noises=(), sunk=True,
+    fixed={
+        Size(128, 8): (0, -1, -2, -3), Size(128, 4): (0.5, 0, -1, -2, -3), Size(64, 8): (0, -1, -2, -3),
+        Size(64, 4): (),
+    },
+    grown={
+        (Size(64, 4), Size(128, 8)): ((Way("stack", "diagonal", 1.0),), _SUNK),
+        (Size(64, 4), Size(128, 4)): (WIDTH[:1], _SUNK),
+        (Size(64, 4), Size(64, 8)): (STACKS[:1], _SUNK),
+        (Size(64, 4), Size(64, 4)): ((FIXED,), _SUNK),
+    },
+)  # fmt: skip
 QUICK = Ladder(  # for the embedded sample of text
     fixed={Size(16, 1): (-1, -2), Size(32, 1): (0, -1), Size(32, 2): (0, -1), Size(16, 1, 2): (), Size(32, 1, 2): ()},
     grown={
@@ -189,7 +214,9 @@ QUICK = Ladder(  # for the embedded sample of text
     top=Size(32, 2), tokens_per_parameter=0.005, rows=2, context=16, vocabulary=4096, warm_up=4, validated=16,
     other_rates=(2.0, 0.5), noises=(Way("", "duplication", 0.12),),
 )  # fmt: skip
-LADDERS = {"full": FULL, "large_batch": LARGE_BATCH, "depths": DEPTHS, "rung": RUNG, "quick": QUICK}
+LADDERS = {
+    "full": FULL, "large_batch": LARGE_BATCH, "depths": DEPTHS, "rung": RUNG, "sunk": SUNK, "quick": QUICK
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -201,7 +228,7 @@ class Run:
     seed: int
     budgets: tuple[float, ...]
     start: Size | None = None
-    grown_at: int = 0
+    grown_at: float = 0
     way: Way = FIXED
 
     @property
@@ -210,7 +237,10 @@ class Run:
         if self.start is None:
             return trunk
         start = self.start if self.way.depth else self.start.width
-        return f"{start}-{trunk}-at{self.grown_at}-{self.way}"
+        return f"{start}-{trunk}-at{self.grown_at}-{self.way if self.way != FIXED else 'as-it-is'}"
+
+    def is_ready(self, folder: Path) -> bool:
+        return self.start is None or self.start_state(folder).exists()
 
     def start_state(self, folder: Path) -> Path:
         assert self.start is not None
@@ -360,6 +390,8 @@ class Runner:
 
 def grow(ladder: Ladder, run: Run, start_state: State, device: torch.device) -> State:
     assert run.start is not None
+    if run.way == FIXED:
+        return start_state
     size = run.size._replace(base_layers=run.start.base_layers)
     (narrow, narrow_optimizer), (wide, wide_optimizer) = (
         make_model(ladder, each, device) for each in (run.start, size)
@@ -387,7 +419,7 @@ def train_run(ladder: Ladder, run: Run, runner: Runner, folder: Path) -> dict[st
         runner.load(state_of(*make_model(ladder, run.size, device)))
     else:
         saved = torch.load(run.start_state(folder), map_location=device)
-        first, spent = saved["steps"], ladder.budget(run.grown_at)
+        first, spent = saved["steps"], ladder.start_cost(run.start, run.grown_at)
         runner.load(grow(ladder, run, saved["state"], device))
         around_growth = [saved["loss"], runner.validate()]
     curve: list[tuple[float | None, int, float, float]] = []
@@ -402,9 +434,10 @@ def train_run(ladder: Ladder, run: Run, runner: Runner, folder: Path) -> dict[st
         for step, loss in runner.train(run.seed, steps, rate, points):
             curve.append((power, step * tokens, flops_at(step), loss))
 
-    branches = {(1 - DECAY) * ladder.budget(power): power for power in run.budgets}
+    sunk = spent if ladder.sunk else 0.0
+    branches = {sunk + (1 - DECAY) * ladder.budget(power): power for power in run.budgets}
     growths = [points for (size, _), (_, points) in ladder.grown.items() if size == run.size and run.start is None]
-    saved_points = {ladder.budget(power): power for points in growths for power in points}
+    saved_points = {ladder.start_cost(run.size, point): point for points in growths for point in points}
     stops = sorted({*branches, *saved_points})
     ends, step = [], first
     for stop in stops:
@@ -418,7 +451,7 @@ def train_run(ladder: Ladder, run: Run, runner: Runner, folder: Path) -> dict[st
             with replacing(path) as new:
                 torch.save({"state": state, "steps": step, "loss": loss}, new)
         if stop in branches:
-            end = step + round(DECAY / (1 - DECAY) * stop / cost)
+            end = step + round(DECAY * ladder.budget(branches[stop]) / cost)
             train(range(step, end), partial(fall, step, end), POINTS // 8, branches[stop])
             ends.append({
                 "power": branches[stop], "flops": flops_at(end), "tokens": end * tokens, "loss": runner.validate(),
@@ -444,8 +477,7 @@ class Worker:
         self.runners: dict[Size, Runner] = {}
 
     def make(self, run: Run) -> None:
-        is_ready = run.start is None or run.start_state(self.options.out).exists()
-        if not is_ready or time.time() > self.options.until:
+        if time.time() > self.options.until:
             return
         if run.size not in self.runners:
             self.runners[run.size] = Runner(self.ladder, run.size, self.text, self.device)
@@ -499,6 +531,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no run after this time")
     parser.add_argument("--only", default="", help="the runs in whose names this pattern is found")
+    parser.add_argument(
+        "--starts", action="store_true", help="train fixed sizes only as far as others grow from them: no ends"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
@@ -509,11 +544,18 @@ def main(arguments: list[str]) -> None:
     for name in ("runs", "states"):
         (options.out / name).mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    runs = [run for run in plan_runs(LADDERS[options.ladder], options.seeds) if re.search(options.only, run.name)]
+    ladder = LADDERS[options.ladder]
+    if options.starts:
+        ladder = replace(ladder, fixed=dict.fromkeys([start for start, _ in ladder.grown], ()))
+    runs = [run for run in plan_runs(ladder, options.seeds) if re.search(options.only, run.name)]
     runs = [run for run in runs if not result_file(run, options.out).exists()]
-    if not runs:
-        return
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(options.workers, start_worker, (options,)) as pool:
-        for is_grown in (False, True):  # trunks save the states from which others grow
-            pool.map(make_run, [run for run in runs if (run.start is not None) == is_grown], chunksize=1)
+    executor = ProcessPoolExecutor(options.workers, get_context("spawn"), start_worker, (options,))
+    going: set[Future[None]] = set()
+    while going or any(run.is_ready(options.out) for run in runs):
+        ready = [run for run in runs if run.is_ready(options.out)]
+        runs = [run for run in runs if run not in ready]
+        going |= {executor.submit(make_run, run) for run in ready}
+        done, going = wait(going, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+    executor.shutdown()

@@ -1,6 +1,7 @@
 """`python -m benchmarks NAME --quick` runs anywhere: a table for people, JSON for programs."""
 
 import csv
+import dataclasses
 import json
 import logging
 import math
@@ -130,6 +131,24 @@ def test_a_ladder_grows_from_its_trunks_and_keeps_finished_runs(tmp_path: Path) 
         assert abs(float(row["flops"]) - budget) <= 2 * step, "narrow part, trunk and branch together cost the budget"
         if row["depth"] == "identity" or row["noise"] == "0.12":
             assert float(row["loss_after_growth"]) == pytest.approx(float(row["loss_before_growth"]), abs=2e-4)
+
+
+def test_a_start_that_exists_costs_nothing(tmp_path: Path) -> None:
+    """Its run is trained on by the whole budget, a fifth of it with a falling rate, from where the start stood."""
+    start, device = ladder.Size(16, 1), torch.device("cpu")
+    point = 8 * 32 / ladder.QUICK.parameters(start)  # eight steps of 32 tokens
+    growths = {(start, start): ((ladder.FIXED,), {point: (0.0,)})}
+    sunk = dataclasses.replace(ladder.QUICK, sunk=True, grown=growths, top=start, tokens_per_parameter=20 / 8 * point)
+    runner = ladder.Runner(sunk, start, ladder.Text(None, sunk, device), device)
+    (tmp_path / "states").mkdir()
+    ladder.train_run(sunk, ladder.Run(start, sunk.lr, 0, ()), runner, tmp_path)
+    continued = ladder.Run(start, sunk.lr, 0, (0.0,), start, point)
+    assert continued.is_ready(tmp_path)
+    result = ladder.train_run(sunk, continued, runner, tmp_path)
+    assert result["around_growth"][0] == result["around_growth"][1]
+    assert result["ends"][0]["tokens"] == (8 + 20) * 32
+    branch = [tokens for power, tokens, *_ in result["curve"] if power == 0.0]
+    assert min(branch) > (8 + 16) * 32 >= max(tokens for power, tokens, *_ in result["curve"] if power is None)
 
 
 def test_a_ladder_counts_every_parameter() -> None:
