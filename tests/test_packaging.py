@@ -37,6 +37,7 @@ DISTRIBUTIONS = {
     "PIL": "pillow",
     "google": "tensorboard",  # protobuf, in which tensorboard writes its files
     "sklearn": "scikit-learn",
+    "triton": "torch",  # whose builds for CUDA bring it
     "yaml": "pyyaml",
 }
 """The distributions of modules that have another name."""

@@ -8,6 +8,7 @@ from typing import Any
 import mup
 import pytest
 import torch
+from gradients import relative_gap, with_gradients
 from mup_optimizers import MuAdamW
 from tiers import slow_except
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.models.gpt2 import GPT2, Head, ReadoutLoss
+from mupscale.models.gpt2 import GELU, GPT2, Head
 
 pytestmark = pytest.mark.filterwarnings(  # of torch's compiler about itself
     "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
@@ -26,50 +27,7 @@ pytestmark = pytest.mark.filterwarnings(  # of torch's compiler about itself
 VOCABULARY, CONTEXT = 37, 12
 
 
-def problem(dtype: torch.dtype = torch.float64, rows: int = 24, width: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of the size of a trained network's: what is read out, the readout, and targets."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, width, generator=generator, dtype=torch.float64) for n in (rows, VOCABULARY))
-    return (
-        x.to(dtype).requires_grad_(),
-        weight.to(dtype).requires_grad_(),
-        torch.randint(VOCABULARY, (rows,), generator=generator),
-    )
-
-
-def with_gradients(loss: Tensor, *inputs: Tensor, scale: float = 1.0) -> list[Tensor]:
-    return [loss.detach(), *torch.autograd.grad(loss * scale, inputs)]
-
-
-def relative_gap(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
-
-
 # --- the loss
-
-
-@pytest.mark.parametrize("scale", [1.0, 1024.0, -0.3])  # a loss scale, an accumulated batch's share
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_readout_loss_is_the_cross_entropy_of_the_logits(dtype: torch.dtype, tolerance: float, scale: float) -> None:
-    x, weight, targets = problem(dtype)
-    ours = with_gradients(ReadoutLoss.apply(x, weight, targets), x, weight, scale=scale)
-    exact = problem()
-    theirs = with_gradients(F.cross_entropy(exact[0] @ exact[1].T, targets), *exact[:2], scale=scale)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.dtype == dtype
-        assert relative_gap(mine, other) < tolerance
-
-
-def test_readout_loss_against_finite_differences() -> None:
-    x, weight, targets = problem(rows=5, width=3)
-    assert torch.autograd.gradcheck(lambda x, weight: ReadoutLoss.apply(x, weight, targets), (x, weight))
-
-
-def test_large_logits_do_not_overflow() -> None:
-    x, weight, targets = problem(torch.float32)
-    loss, *gradients = with_gradients(ReadoutLoss.apply(x * 1e4, weight * 1e4, targets), x, weight)
-    torch.testing.assert_close(loss, F.cross_entropy(x * 1e4 @ (weight * 1e4).T, targets).detach())
-    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("targets_given", [True, False])
@@ -424,3 +382,20 @@ def test_compiling_by_parts_changes_nothing(tied: bool, in_one_graph: None) -> N
     for name, mine, other in zip(("loss", *parameters), results[1], results[0], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8, msg=lambda told, name=name: f"{name}: {told}")
     assert counters["stats"]["unique_graphs"] == 2, "one for all blocks, one for the head"
+
+
+def test_a_compiled_gelu_has_one_exponential_and_no_tanh() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    gelu, x = GELU(), torch.linspace(-30, 30, 601, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(gelu, backend=keep_graph, fullgraph=True)
+    for mine, other in zip(with_gradients(compiled(x).sum(), x), with_gradients(gelu(x).sum(), x), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-14, atol=1e-14)
+    (graph,) = graphs
+    called = [getattr(node.target, "__name__", node.target) for node in graph.graph.nodes if "call" in node.op]
+    assert sorted(called) == ["add", "mul", "mul", "mul", "mul", "sigmoid"]
