@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -30,6 +30,7 @@ from benchmarks.harness import Row, choices, clear_memory, now, peak_gb, rate
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
+from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.summary import WidthBar
 from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import Growable
@@ -116,7 +117,7 @@ def fit(case: Case, device: torch.device, *callbacks: Callback) -> float:
                 LearningRateMonitor("step"),
                 WidthBar(),
                 FastLoop(cuda_graph=True, tf32=True),
-                ModelCheckpoint(folder, every_n_train_steps=500, save_last="link"),
+                RunCheckpoint(folder, every_n_train_steps=500, save_last="link"),
                 *callbacks,
             ],
             logger=TensorBoardLogger(folder),

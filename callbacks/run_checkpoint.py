@@ -6,21 +6,19 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from mupscale._torch import tree_map
-from mupscale.atomic import durably, partial, sync_folder
+from mupscale.atomic import partial, sync_folder
 from mupscale.callbacks.stop_request import StopRequest
 from mupscale.callbacks.strides import Strides
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, is_remote, is_trial_run, set_callbacks
 from mupscale.models._lightning_checkpoint import OpenCheckpoint
 from mupscale.models._lightning_loop import accumulates
-from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, load_checkpoint, run_and_step
+from mupscale.models.checkpoint import PRE_UPSCALE, RESUME, run_and_step
+from mupscale.models.checkpoint_files import files_of, write_whole_files
 
 KEPT = 2
 """How many of the newest checkpoints stay for resuming: one may be damaged."""
@@ -124,6 +122,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
             self.keep_newest("on_train_batch_end", trainer, pl_module, outputs, batch, batch_idx)
         if step != trainer.max_steps and not accumulates(trainer):
             self._stop_if_asked(trainer)
+        files_of(trainer).raise_error()
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
         is_asked = self.stop is not None and self.stop.number is not None
@@ -137,12 +136,14 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         if not self.points.has_saved(trainer.global_step):
             self.points.save_now(trainer)
         self.relink(trainer, self.points.folder / f"step={trainer.global_step}.ckpt")
+        files_of(trainer).wait()
         self.stop.obey()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         if self.stop is not None:
             self.stop.end()
+        files_of(trainer).wait()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
@@ -169,6 +170,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         self.save_now(trainer)
         if self.points is not None:
             self.points.save_now(trainer)
+        files_of(trainer).wait()
         if self.current_score is None and self.lacks_metric(trainer):
             raise UserError(f"{self._without_metric(trainer)}. The last step is saved in {self.dirpath}")
 
@@ -230,6 +232,8 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         """Whether a file must not be overwritten, because it is not of this run."""
         if is_remote(filepath):
             return super().file_exists(filepath, trainer)
+        if filepath in self.written or filepath == self.last_model_path:
+            return False  # its own, which may be changing
         path = Path(filepath)
         foreign = path.exists() and run_and_step(path)[0] not in ((self.run,) if self.is_shared else (self.run, None))
         return bool(trainer.strategy.broadcast(foreign))
@@ -289,14 +293,15 @@ class ResumePoints(OpenCheckpoint):
         self.policy = policy
 
     def write(self, trainer: Trainer, path: Path) -> None:
-        same = self.policy.resumable_at(trainer.global_step)
+        same, files = self.policy.resumable_at(trainer.global_step), files_of(trainer)
         if trainer.is_global_zero:
-            self.leave(KEPT - 1, but=path)
+            files.later(lambda: self.leave(KEPT - 1, but=path))
             if same is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                link(same, path)
+                files.later(lambda: link(same, path))
         if same is None:
-            trainer.save_checkpoint(path)
+            with files.deferring():
+                trainer.save_checkpoint(path)
         else:
             trainer.strategy.barrier()
 
@@ -309,38 +314,6 @@ class ResumePoints(OpenCheckpoint):
         older = sorted((path for path in there if there[path] < step_of(but)), key=lambda path: there[path])
         for path in there.keys() - set(older[-count:]):
             delete(path)
-
-
-class WholeFiles(TorchCheckpointIO):
-    """Writes a checkpoint to a temporary file in the same folder, then renames it. Reads sharded checkpoints too.
-
-    Lightning uses the system's folder for temporary files, which may be small or on another file system.
-    """
-
-    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-        if not is_remote(path) and Path(path).is_dir():
-            return load_checkpoint(path)
-        return super().load_checkpoint(path, *arguments, **options)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if storage_options is not None or is_remote(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with durably(Path(path)) as stream:
-            torch.save(tree_map(alone, checkpoint), stream)
-
-
-def alone(value: Any) -> Any:
-    """A tensor with its own memory: torch would save the whole stack with a model of a stack."""
-    is_part = isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes
-    return value.clone() if is_part else value
-
-
-def write_whole_files(trainer: Trainer) -> None:
-    """Makes a trainer write its checkpoints by `WholeFiles`, unless it was given a plugin that writes them."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = WholeFiles()
 
 
 def link(path: Path, other: Path) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.callbacks.ordinary import OrdinaryGrowth, load_growths, regroup, save_names
-from mupscale.callbacks.run_checkpoint import RunCheckpoint, write_whole_files
+from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.swap import (
     Measured,
@@ -48,6 +48,7 @@ from mupscale.models.checkpoint import (
     load_checkpoint,
     non_finite_in,
 )
+from mupscale.models.checkpoint_files import files_of, write_whole_files
 from mupscale.models.growth_check import (
     REMEDY,
     check_growth,
@@ -328,6 +329,7 @@ class UpscaleCallback(Strides):
                     # it may be neither narrow nor wide: Lightning would fail on it before it reports this error
                     pl_module.net = None
                 kind = RefusedSwap if isinstance(error, RefusedSwap) else RuntimeError
+                files_of(trainer).wait()
                 raise kind(
                     f"upscaling to {self.target} at step {trainer.global_step} failed "
                     f"({type(error).__name__}: {error}). {f'{hint}. ' if hint else ''}{_what_is_saved(self.checkpoint)}"
@@ -512,7 +514,8 @@ class UpscaleCallback(Strides):
         path = Path(trainer.strategy.broadcast(str(folder))) / f"{PRE_UPSCALE}{trainer.global_step}.ckpt"
         if policy is not None:
             path = policy.free_path(path, trainer)
-        trainer.save_checkpoint(path, weights_only=False)
+        with files_of(trainer).deferring():
+            trainer.save_checkpoint(path, weights_only=False)
         return path
 
     def _swap(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:

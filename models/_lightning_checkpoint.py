@@ -17,6 +17,7 @@ from torch import Tensor
 from mupscale.atomic import partial, replacing
 from mupscale.models._lightning import is_remote, run_folder
 from mupscale.models._lightning_loop import steps_before_validation
+from mupscale.models.checkpoint_files import files_of
 
 
 class OpenCheckpoint(ModelCheckpoint):
@@ -57,7 +58,8 @@ class OpenCheckpoint(ModelCheckpoint):
             shutil.rmtree(path)  # its files have other names, by which they must not change
         trainer.strategy.barrier()
         self.written[str(path)] = None
-        super()._save_checkpoint(trainer, str(path))
+        with files_of(trainer).deferring():
+            super()._save_checkpoint(trainer, str(path))
         if not self.save_weights_only:
             self.resumable = trainer.global_step, path
 
@@ -73,7 +75,7 @@ class OpenCheckpoint(ModelCheckpoint):
             self.last_model_path = self.format_checkpoint_name(
                 self._monitor_candidates(trainer), self.CHECKPOINT_NAME_LAST
             )
-        if self.save_last == "link" and path.exists():
+        if self.save_last == "link":
             self._link_checkpoint(trainer, str(path), self.last_model_path)
 
     def mark(self, step: int, path: str) -> None:
@@ -171,17 +173,24 @@ class OpenCheckpoint(ModelCheckpoint):
         return self.removes(Path(previous), Path(current))
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        super()._remove_checkpoint(trainer, filepath)
+        remove = super()._remove_checkpoint
+        files_of(trainer).later(lambda: remove(trainer, filepath))
         self.written.pop(filepath, None)
 
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-        """In one operation: a process that is killed in it leaves the old link."""
         path, link = Path(filepath), Path(linkpath)
         if trainer.is_global_zero and path.absolute() != link.absolute():
-            if link.is_dir() and not link.is_symlink():
-                shutil.rmtree(link)
-            with replacing(link, partial(link)) as new:
-                new.unlink(missing_ok=True)
-                new.symlink_to(os.path.relpath(path, link.parent))
+            files_of(trainer).later(lambda: replace_link(path, link))
         trainer.strategy.barrier()
+
+
+def replace_link(path: Path, link: Path) -> None:
+    """Links to a checkpoint, if it is there, in one operation: a process that is killed in it leaves the old link."""
+    if not path.exists():
+        return
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)
+    with replacing(link, partial(link)) as new:
+        new.unlink(missing_ok=True)
+        new.symlink_to(os.path.relpath(path, link.parent))

@@ -13,6 +13,7 @@ from command_line import LR, small, trials, upscale
 from lightning.pytorch import Trainer
 from program_server import CORE_ONLY, environment
 from programs import run_in_fork, start_program, wait_until
+from slow_saves import save_in_background
 from tiers import slow_except
 
 from mupscale.__main__ import main
@@ -99,6 +100,22 @@ def test_sigterm_ends_with_143_and_says_how_to_go_on(
         assert line.endswith(f" of step {saved}; go on: python -m mupscale resume {run}")
         main(["resume", str(run)])
         assert newest_checkpoint(run)[1]["global_step"] == 20
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Detected KeyboardInterrupt")
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_waits_for_the_checkpoint_in_the_background(
+    number: int, exit_code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tmp_path / "c.yaml", upscale(10, 16), enable_progress_bar=False)
+    save_in_background(monkeypatch, 0.2)
+    with signalled_before(Curves, "on_train_batch_end", number, 8):
+        code, line = ended(capfd, "fit", "--config", config)
+    assert code == exit_code
+    run = Path("runs/default/version_0")
+    assert f"the newest checkpoint is {run}/checkpoints/resume/step=8.ckpt of step 8; go on" in line
+    assert (run / "checkpoints" / "last.ckpt").resolve().name == "step=8.ckpt"
 
 
 @pytest.mark.parametrize("name", ["on_train_batch_end", "on_train_end"])

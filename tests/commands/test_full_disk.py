@@ -12,12 +12,14 @@ import torch
 from command_line import refused, small, upscale
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from programs import run_in_fork
+from slow_saves import save_in_background
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mupscale.__main__ import main
 from mupscale.commands import full_disk as module
 from mupscale.commands.checkpoints import newest_checkpoint
 from mupscale.commands.full_disk import full_disk
+from mupscale.models.checkpoint_files import CheckpointFiles
 
 RUN = Path("runs/default/version_0")
 
@@ -64,6 +66,31 @@ def test_a_checkpoint_that_does_not_fit(write: str, tmp_path: Path, monkeypatch:
     assert f"the newest checkpoint is {RUN}/checkpoints/epoch=1-step=10.ckpt of step 10" in line
     assert line.endswith(f"make space there, then go on: python -m mupscale resume {RUN}")
     monkeypatch.setattr(SingleDeviceStrategy, "save_checkpoint", save)
+    main(["resume", str(RUN)])
+    assert newest_checkpoint(RUN)[1]["global_step"] == 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_an_empty_folder")
+@pytest.mark.parametrize("step", [15, 20], ids=["in the middle", "at the end"])
+def test_a_checkpoint_in_the_background_that_does_not_fit(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread fails while the run trains; the older checkpoints, which it would have deleted, stay."""
+    save = CheckpointFiles._save
+
+    def full(self: CheckpointFiles, checkpoint: dict[str, Any], *arguments: Any) -> None:
+        if checkpoint["global_step"] >= step:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(self, checkpoint, *arguments)
+
+    config = small(tmp_path / "c.yaml", upscale(10, 16), enable_progress_bar=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFiles, "_save", full)
+        save_in_background(patch, 0.01)
+        line = refused("fit", "--config", config)
+    assert line.startswith("error: no space is left on the file system at")
+    assert f"-step={step - 5}.ckpt of step {step - 5}; make space there" in line
     main(["resume", str(RUN)])
     assert newest_checkpoint(RUN)[1]["global_step"] == 20
 

@@ -27,19 +27,22 @@ from programs import run_in_fork
 import collector  # isort: skip  before what takes long to import
 import mupscale  # noqa: F401  # isort: skip  first, so that torchvision can be imported beside a CPU-only torch
 import attack_classes  # noqa: F401
+import pytest
 import torch
 import yaml
-from attack_variants import VARIANTS, configuration
+from attack_variants import BACKGROUND, EVERYTHING, VARIANTS, configuration
 from kill_points import Operation, Point, Watch
 from run_ends import END, contents, differences, observed
+from slow_saves import save_in_background
 
 from mupscale import __main__ as command_line
 from mupscale.callbacks import swap
 from mupscale.commands import cli, resume  # noqa: F401
+from mupscale.models import checkpoint_files
 from mupscale.models.base import Growable
 
-SMALL = ("monitor, best", "dirpath elsewhere", "TMPDIR on another file system")
-"""Variants of the small attack."""
+SMALL = ("monitor, best", "dirpath elsewhere", "TMPDIR on another file system", f"monitor, best, {BACKGROUND}")
+"""Variants of the small attack, beside `everything`."""
 
 KILLS = 8
 """Cases of a variant in the large attack, besides those around its swaps."""
@@ -55,6 +58,9 @@ PATIENCE = 120
 
 LOST = 3
 """Steps that a kill may cost: every configuration asks for a checkpoint after three steps at most."""
+
+SLOWLY = 0.03
+"""Seconds, several steps, that a thread waits before it writes a checkpoint."""
 
 BEGINS = re.compile(r"^step (\d+): \w+, width", re.MULTILINE)
 """What a run prints when it begins, with its step."""
@@ -145,7 +151,9 @@ class Arena:
         status = self.command(arguments, killed_at)
         assert status in (0, -signal.SIGKILL) or status > 0, f"{arguments} died of signal {-status}"
         start = BEGINS.search(self.log.read_text()[before:])
-        if start is not None and self.step - int(start[1]) > LOST:
+        # in the background one is written, one waits, and the run may wait for them with a third one
+        most = LOST * (1 + checkpoint_files.AT_ONCE if BACKGROUND in self.variant else 1)
+        if start is not None and self.step - int(start[1]) > most:
             case.differences.append(f"{arguments[0]} begins at step {start[1]}, but {self.step} were done")
         if status < 0:
             noted = json.loads(self.kill.read_text())
@@ -194,6 +202,8 @@ class Arena:
         watch = Noting([self.work, self.temporary], killed_at, self.kill)
         note_steps(watch)
         save_the_end(watch, self.end)
+        if BACKGROUND in self.variant:
+            save_in_background(pytest.MonkeyPatch(), SLOWLY)
         watch.start()
         try:
             command_line.main(arguments)
@@ -299,11 +309,12 @@ def drawn(recorded: dict[str, list[Operation]], chance: random.Random) -> list[P
 def last_save(recorded: dict[str, list[Operation]]) -> list[Point]:
     """The middle of the last checkpoint, or, if it is written under another name, just before it gets its own."""
     halves, moves = [], []
-    for index, operation in enumerate(recorded["main"]):
-        if ".ckpt" in operation.path and operation.writes:
-            halves.append(Point("main", index, half=True))
-        elif ".ckpt" in operation.path and operation.what in ("rename", "replace"):
-            moves.append(Point("main", index))
+    for thread, operations in recorded.items():
+        for index, operation in enumerate(operations):
+            if ".ckpt" in operation.path and operation.writes:
+                halves.append(Point(thread, index, half=True))
+            elif ".ckpt" in operation.path and operation.what in ("rename", "replace"):
+                moves.append(Point(thread, index))
     return (halves or moves)[-1:]
 
 
@@ -317,6 +328,7 @@ MOMENTS = [
     ("config.yaml", False, ("rename", "replace")),
     ("ckpt", False, ("rename", "replace")),
     ("ckpt", False, ("unlink", "remove")),
+    ("ckpt", True, ("write",)),
     ("hparams.yaml", True, ("write",)),
     ("", False, ("swap",)),
     ("events", True, ("write",)),
@@ -357,7 +369,7 @@ def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, 
         return [asdict(Case(variant, [], differences=[str(error)]))]
     chance = random.Random(f"{variant} {share}")
     cases = []
-    if variant == "everything":
+    if variant in EVERYTHING:
         points = moments(place.recorded) if size == "small" else all_points(place.recorded)[share::SHARES]
     elif size == "small":
         points = last_save(place.recorded)
@@ -365,7 +377,7 @@ def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, 
         points = around_swaps(place.recorded) + drawn(place.recorded, chance)
     if share == 0 and size == "large":
         cases.append(place.finished())
-    if share == 0 and variant == "everything":
+    if share == 0 and variant in EVERYTHING:
         cases.append(place.case(in_a_row(place.recorded, IN_A_ROW[size])))
     everywhere = all_points(place.recorded)
     for number, point in enumerate(points):
@@ -379,10 +391,10 @@ def main(folder: Path, size: str, *variants: str) -> None:
     torch.set_num_threads(1)
     cli.import_classes()
     collector.begin()
-    chosen = variants or ("everything", *(VARIANTS if size == "large" else SMALL))
+    chosen = variants or (*EVERYTHING, *(VARIANTS if size == "large" else SMALL))
     tasks = []
     for variant in chosen:
-        shares = SHARES if variant == "everything" and size == "large" else 1
+        shares = SHARES if variant in EVERYTHING and size == "large" else 1
         tasks += [(folder, variant, size, share) for share in range(shares)]
     tasks.sort(key=lambda task: task[1] != "workers")  # these fork, which hangs once this process has threads of torch
     processes = len(os.sched_getaffinity(0)) if size == "large" else 1

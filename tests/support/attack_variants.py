@@ -53,7 +53,10 @@ BASE: dict[str, Any] = {
 """Every run is of ten steps, four of them an epoch, with one swap in the middle of an epoch and no other option; WORK
 is the folder of a case. Keys of a lower level come later, and override."""
 
-EVERYTHING: dict[str, Any] = {
+BACKGROUND = "in the background"
+"""Ends the names of variants whose checkpoints a thread writes, slowly, while the run trains."""
+
+ALL_AT_ONCE: dict[str, Any] = {
     "trainer.max_steps": 12,
     "trainer.log_every_n_steps": 3,
     "trainer.val_check_interval": 4,
@@ -62,6 +65,8 @@ EVERYTHING: dict[str, Any] = {
     "model.init_args.lr_scheduler": made(f"{SCHEDULES}.CosineAnnealingLR", T_max=12),
     "checkpoint.every_n_train_steps": 3,
 }
+
+EVERYTHING: dict[str, dict[str, Any]] = {"everything": ALL_AT_ONCE, f"everything, {BACKGROUND}": ALL_AT_ONCE}
 """Two noisy swaps, EMA, dropout, schedule and clipping; killed at its every file operation."""
 
 SGD = made("torch.optim.SGD", lr=0.1, momentum=0.9)
@@ -156,6 +161,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "loop options": {"loop.tf32": True, "loop.cuda_graph": True},
     "numbered by the logger": {"trainer.logger": made("TensorBoardLogger", save_dir="WORK", name="run")},
     "TMPDIR on another file system": {},
+    **{
+        f"{name}, {BACKGROUND}": changes
+        for name, changes in {
+            "monitor, best": checkpoints(monitor="val/loss"),
+            "save_top_k -1": checkpoints(save_top_k=-1),
+            "dirpath elsewhere": checkpoints(dirpath="WORK/elsewhere"),
+            "every step": checkpoints(every_n_train_steps=1),
+            "two ModelCheckpoints": {"trainer.callbacks": [swap(), OTHER_CHECKPOINTS]},
+        }.items()
+    },
 }
 """What differs from BASE."""
 
@@ -163,7 +178,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def configuration(variant: str, work: str) -> dict[str, Any]:
     """The configuration of a variant, or of `everything`, with its files in `work`."""
     answer: dict[str, Any] = {}
-    for key, value in {**BASE, **(EVERYTHING if variant == "everything" else VARIANTS[variant])}.items():
+    for key, value in {**BASE, **(EVERYTHING | VARIANTS)[variant]}.items():
         *outer, last = key.split(".")
         section = answer
         for name in outer:

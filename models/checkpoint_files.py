@@ -1,0 +1,219 @@
+"""Checkpoint files that are whole at any time, and that are written while the training goes on."""
+
+import copy
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from mupscale._torch import tree_leaves, tree_map
+from mupscale.atomic import durably
+from mupscale.device_memory import free_bytes
+from mupscale.models._lightning import is_remote
+from mupscale.models.checkpoint import load_checkpoint
+
+AT_ONCE = 2
+"""Copies of checkpoints in memory: one is being written, and one waits for it."""
+
+PINNED = 2**30
+"""Bytes. Copies of at most this size are made in pinned memory, which is fast, and which is kept for the next copy."""
+
+Operation = Callable[[], None]
+
+Waiting = queue.Queue[tuple[Operation, Operation] | None]
+"""What a thread has to do, each with what is to be called afterwards; None at the end."""
+
+
+class CheckpointFiles(TorchCheckpointIO):
+    """Writes a checkpoint to a temporary file in the same folder, then renames it. Reads sharded checkpoints too.
+
+    Lightning uses the system's folder for temporary files, which may be small or on another file system.
+
+    `in_background`, checkpoints are copied to the memory of the host, and a thread writes, links and deletes files, in
+    the order in which it was asked to. So what is on disk is always what was there without it, some steps earlier, and
+    a process that is killed leaves whole files. Training waits if one copy is being written and another one waits, at
+    the end of a fit, and after an exception. An error of the thread ends the run at the end of the step; what it had
+    still to do is dropped.
+    """
+
+    in_background = False
+
+    def __init__(self) -> None:
+        self._waiting: Waiting | None = None
+        self._lock = threading.Condition()
+        self._copies = 0
+        self._spare: list[list[Tensor]] = []
+        self._failure: BaseException | None = None
+        self._defers = False
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        if not is_remote(path) and Path(path).is_dir():
+            return load_checkpoint(path)
+        return super().load_checkpoint(path, *arguments, **options)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if not self._defers or not has_room(checkpoint):
+            self.wait()
+            self._save(checkpoint, path, storage_options)
+            return
+        with self._lock:
+            self._lock.wait_for(lambda: self._copies < AT_ONCE)
+        self.raise_error()
+        buffers = self._spare.pop() if self._spare else []
+        copied = copy_to_host(checkpoint, buffers)
+        with self._lock:
+            self._copies += 1
+
+        def forget() -> None:
+            with self._lock:
+                self._copies -= 1
+                self._spare += [buffers] if buffers else []
+                self._lock.notify()
+
+        self.later(lambda: self._save(copied, path, storage_options), forget)
+
+    def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        if storage_options is not None or is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with durably(Path(path)) as stream:
+            torch.save(tree_map(alone, checkpoint), stream)
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Meanwhile, `save_checkpoint` returns before the file is there, if this is `in_background`."""
+        self._defers = self.in_background
+        try:
+            yield
+        finally:
+            self._defers = False
+
+    def later(self, operation: Operation, end: Operation = lambda: None) -> None:
+        """Does something to files after all that was asked for before; at once if this is not `in_background`.
+
+        `end` is called afterwards, even if an error of the thread has prevented the operation.
+        """
+        if not self.in_background:
+            operation()
+            return
+        if self._waiting is None:
+            self._waiting = queue.Queue()
+            # a daemon: a second Ctrl-C ends the process at once
+            threading.Thread(target=self._work, args=(self._waiting,), daemon=True, name="checkpoints").start()
+        self._waiting.put((operation, end))
+
+    def wait(self) -> None:
+        """Returns once all files are written; raises the error of the thread."""
+        if self._waiting is not None:
+            self._waiting.join()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raises the error of the thread, once."""
+        if self._failure is not None and self._waiting is not None:
+            self._waiting.join()  # until all that was to follow is dropped: it may delete older checkpoints
+        error, self._failure = self._failure, None
+        if error is not None:
+            raise error
+
+    def teardown(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._spare.clear()
+            if self._waiting is not None:
+                self._waiting.put(None)
+                self._waiting = None
+
+    def _work(self, waiting: Waiting) -> None:
+        while (asked := waiting.get()) is not None:
+            operation, end = asked
+            try:
+                if self._failure is None:
+                    operation()
+            except BaseException as error:
+                self._failure = error
+            del asked, operation  # the copy that they hold
+            end()
+            waiting.task_done()
+
+
+def write_whole_files(trainer: Trainer) -> None:
+    """Makes a trainer write its checkpoints by `CheckpointFiles`, unless it was given a plugin that writes them."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = CheckpointFiles()
+    if isinstance(trainer.strategy.checkpoint_io, CheckpointFiles):
+        trainer.strategy.checkpoint_io.in_background = pays_in_background(trainer)
+
+
+def pays_in_background(trainer: Trainer) -> bool:
+    """Whether a run should write its checkpoints while it trains: on one GPU, which is busy while the host writes.
+
+    Not if a logger looks at every file as soon as it is saved.
+    """
+    is_seen = any(is_overridden("after_save_checkpoint", logger, Logger) for logger in trainer.loggers)
+    return trainer.world_size == 1 and trainer.strategy.root_device.type == "cuda" and not is_seen
+
+
+def files_of(trainer: Trainer) -> CheckpointFiles:
+    """What writes the checkpoints of a run; if that is a plugin of the user, one that has nothing to write."""
+    files = trainer.strategy.checkpoint_io
+    return files if isinstance(files, CheckpointFiles) else CheckpointFiles()
+
+
+def alone(value: Any) -> Any:
+    """A tensor with its own memory: torch would save the whole stack with a model of a stack."""
+    is_part = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if is_part else value
+
+
+def copy_to_host(checkpoint: Any, buffers: list[Tensor]) -> Any:
+    """A copy of a checkpoint in the memory of the host, which nothing changes; its tensors share what they shared.
+
+    `buffers` is memory of an earlier copy, which is used again; what is pinned of the new copy is left there.
+    """
+    tensors = [leaf for leaf in tree_leaves(checkpoint) if is_copied(leaf)]
+    whole = {id(tensor): alone(tensor) for tensor in tensors}
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in whole.values()}
+    on_gpu = any(tensor.is_cuda for tensor in tensors)
+    is_pinned = on_gpu and sum(tensor.untyped_storage().nbytes() for tensor in storages.values()) <= PINNED
+    free = {buffer.numel(): [b for b in buffers if b.numel() == buffer.numel()] for buffer in buffers}
+    buffers.clear()
+    copies: dict[int, Tensor] = {}
+    for address, tensor in storages.items():
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        known = free.get(source.numel())
+        copies[address] = known.pop() if known else torch.empty(source.numel(), dtype=torch.uint8, pin_memory=is_pinned)
+        copies[address].copy_(source, non_blocking=is_pinned)
+    if is_pinned:
+        buffers.extend(copies.values())
+        torch.cuda.synchronize()
+    memo: dict[int, Any] = {}
+    for key, tensor in whole.items():
+        storage = copies[tensor.untyped_storage().data_ptr()].untyped_storage()
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        memo[key] = torch.empty(0, dtype=tensor.dtype).set_(storage, *place).requires_grad_(tensor.requires_grad)
+    return copy.deepcopy(checkpoint, memo)
+
+
+def is_copied(value: Any) -> bool:
+    """Whether `copy_to_host` copies the memory of a value; it lets all others copy themselves."""
+    is_plain = type(value) is Tensor and not vars(value) and value.layout == torch.strided
+    is_odd = is_plain and (value.is_quantized or value.is_conj() or value.is_neg())
+    return is_plain and not is_odd and value.device.type in ("cpu", "cuda")
+
+
+def has_room(checkpoint: Any) -> bool:
+    """Whether the host can hold a copy of a checkpoint: it may take half of the memory that is free."""
+    size = sum(leaf.nbytes for leaf in tree_leaves(checkpoint) if is_copied(leaf))
+    return 2 * size <= free_bytes(torch.device("cpu"))

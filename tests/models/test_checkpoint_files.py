@@ -1,0 +1,170 @@
+"""Checkpoints that a thread writes: copies that nothing changes, the order of files, waits, and errors."""
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mupscale.models import checkpoint_files
+from mupscale.models.checkpoint_files import AT_ONCE, CheckpointFiles, copy_to_host
+
+
+class HeldFiles(CheckpointFiles):
+    """One in the background whose thread waits before each file until `go` is set; `written` has their names."""
+
+    in_background = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.begun = threading.Semaphore(0)
+        self.written: list[str] = []
+
+    def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        self.begun.release()
+        assert self.go.wait(60)
+        super()._save(checkpoint, path, storage_options)
+        self.written.append(Path(path).name)
+
+    def save(self, value: Tensor, path: Path) -> None:
+        with self.deferring():
+            self.save_checkpoint({"value": value}, path)
+
+
+@pytest.fixture
+def files() -> Iterator[HeldFiles]:
+    held = HeldFiles()
+    yield held
+    held.go.set()
+    held.teardown()
+
+
+def value_in(path: Path) -> list[float]:
+    return torch.load(path, weights_only=True)["value"].tolist()
+
+
+def test_a_file_has_the_values_of_the_moment_it_was_asked_for(files: HeldFiles, tmp_path: Path) -> None:
+    weight = torch.ones(2)
+    files.save(weight, tmp_path / "a.ckpt")
+    weight += 1
+    assert list(tmp_path.iterdir()) == []
+    files.go.set()
+    files.wait()
+    assert value_in(tmp_path / "a.ckpt") == [1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_operations_keep_their_order(files: HeldFiles, tmp_path: Path) -> None:
+    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    old.touch()
+    seen: list[bool] = []
+    files.save(torch.ones(1), new)
+    files.later(lambda: seen.append(new.exists() and old.exists()))
+    files.later(old.unlink)
+    assert files.begun.acquire(timeout=60)
+    assert old.exists(), "the new one is not whole yet"
+    files.go.set()
+    files.wait()
+    assert seen == [True]
+    assert not old.exists()
+
+
+def test_saving_waits_for_all_but_one(files: HeldFiles, tmp_path: Path) -> None:
+    for index in range(AT_ONCE):
+        files.save(torch.ones(1), tmp_path / f"{index}.ckpt")
+    timer = threading.Timer(0.05, files.go.set)
+    timer.start()
+    files.save(torch.ones(1), tmp_path / "last.ckpt")
+    assert files.written[:1] == ["0.ckpt"], "at most two copies are in memory"
+    files.wait()
+    assert files.written == [*(f"{index}.ckpt" for index in range(AT_ONCE)), "last.ckpt"]
+
+
+def test_others_find_their_file_when_saving_returns(files: HeldFiles, tmp_path: Path) -> None:
+    """Only who asks for it is not waited for: a callback of the user may read what it has saved."""
+    files.go.set()
+    files.save(torch.ones(1), tmp_path / "a.ckpt")
+    files.save_checkpoint({"value": torch.zeros(1)}, tmp_path / "b.ckpt")
+    assert files.written == ["a.ckpt", "b.ckpt"]
+
+
+def test_an_error_is_raised_once_and_nothing_older_is_deleted(
+    files: HeldFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    old = tmp_path / "old.ckpt"
+    old.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files.torch, "save", fail)
+        files.save(torch.ones(1), tmp_path / "a.ckpt")
+        files.later(old.unlink)
+        files.save(torch.ones(1), tmp_path / "b.ckpt")
+        files.go.set()
+        with pytest.raises(OSError, match="No space left on device"):
+            files.wait()
+    files.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["old.ckpt"]
+    files.save(torch.ones(1), tmp_path / "c.ckpt")
+    files.save(torch.ones(1), tmp_path / "d.ckpt")
+    files.wait()
+    assert files.written == ["c.ckpt", "d.ckpt"]
+
+
+def test_without_room_for_a_copy_the_file_is_written_at_once(
+    files: HeldFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.go.set()
+    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda device: 15)
+    files.save(torch.ones(2), tmp_path / "a.ckpt")
+    assert files.written == ["a.ckpt"]
+    assert threading.active_count() == 1
+
+
+def test_a_copy_shares_what_the_checkpoint_shares() -> None:
+    table = torch.arange(6.0).reshape(2, 3)
+    part = torch.arange(100.0)[10:12]
+    inner = [1, {"a": 2}]
+    checkpoint = OrderedDict(tied=table, same=table, turned=table.T, part=part, inner=inner, empty=torch.empty(0, 3))
+    copied = copy_to_host(checkpoint, [])
+    table += 1
+    part += 1
+    inner[1]["a"] = 3
+    assert copied["tied"] is copied["same"]
+    assert copied["turned"].untyped_storage().data_ptr() == copied["tied"].untyped_storage().data_ptr()
+    assert copied["tied"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert copied["turned"].stride() == (1, 3)
+    assert copied["part"].tolist() == [10, 11]
+    assert copied["part"].untyped_storage().nbytes() == 8, "a part has its own memory"
+    assert copied["inner"] == [1, {"a": 2}]
+    assert copied["empty"].shape == (0, 3)
+    assert type(copied) is OrderedDict
+
+
+def test_tensors_of_other_kinds_copy_themselves() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    turned = torch.tensor([1 + 2j]).conj()
+    copied = copy_to_host([parameter, turned, {"a": torch.eye(2).to_sparse()}], [])
+    assert type(copied[0]) is torch.nn.Parameter
+    assert copied[0] is not parameter
+    assert copied[1].tolist() == [1 - 2j]
+    assert copied[2]["a"].to_dense().tolist() == [[1, 0], [0, 1]]
+
+
+@pytest.mark.gpu
+def test_memory_of_a_copy_is_used_again_on_a_gpu() -> None:
+    weight, buffers = torch.ones(1000, device="cuda"), []
+    first = copy_to_host({"weight": weight}, buffers)["weight"]
+    assert first.is_pinned()
+    weight += 1
+    second = copy_to_host({"weight": weight}, buffers)["weight"]
+    assert second.data_ptr() == first.data_ptr()
+    assert second.tolist() == [2] * 1000
