@@ -4,8 +4,8 @@ import sys
 from importlib import import_module
 
 NAMES = {
-    "gpt2": "GPT-2 inside Trainer.fit, beside a bare loop and a first draft",
-    "mlp": "the MLP on Covertype, likewise",
+    "gpt2": "GPT-2 inside Trainer.fit, beside a bare loop and the authors' code",
+    "mlp": "the MLP on Covertype, beside a bare loop and a first draft",
     "resnet": "ResNet-18 on CIFAR-100, likewise",
     "upscale": "`upscale` at up to 2.3 B parameters",
     "pause": "the pause of a fit that grows, and its speed before and after",

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from benchmarks.training import Case, first_draft, run
@@ -30,7 +29,7 @@ def draft(width: int, count: int, device: torch.device) -> Iterator[None]:
     net = nn.Sequential(*hidden, nn.Linear(width, 7)).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     data = TensorDataset(*rows(count))
-    return first_draft(net, optimizer, data, BATCH, lambda x, y: F.cross_entropy(net(x), y), device)
+    return first_draft(net, optimizer, data, BATCH, device)
 
 
 def cases(quick: bool) -> list[Case]:

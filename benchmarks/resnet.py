@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torchvision import transforms
 
@@ -48,9 +47,7 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 def draft(width: int, count: int, device: torch.device) -> Iterator[None]:
     net = ResNet18Net(width, readout_zero_init=False).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    return first_draft(
-        net, optimizer, Augmented(*images(count)), BATCH, lambda x, y: F.cross_entropy(net(x), y), device, workers=8
-    )
+    return first_draft(net, optimizer, Augmented(*images(count)), BATCH, device, workers=8)
 
 
 def batches(count: int, device: torch.device) -> AugmentingLoader:

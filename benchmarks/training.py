@@ -2,14 +2,15 @@
 
 - ours: `Trainer.fit` with logging, checkpoints, curves, a progress bar and learning-rate monitor on;
 - bare: the same network, optimizer, batches and speed options in a bare torch loop;
-- draft: what one would write first: plain modules, autocast, a DataLoader with workers, `clip_grad_norm_`,
-  `loss.item()`.
+- draft: what one would write first: plain modules, autocast, a DataLoader with workers, `loss.item()`.
+  For GPT-2 it is the authors' code.
 """
 
 import argparse
 import contextlib
 import io
 import re
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import mupscale
@@ -34,8 +36,6 @@ from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.summary import WidthBar
 from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import Growable
-
-CLIP = 1.0
 
 KERNELS = {  # kind: what the names of its kernels contain
     "attention": r"sdpa|flash|fmha|cudnn::fusion",
@@ -57,7 +57,7 @@ class Case:
     name: str
     module: Callable[[], Growable]
     batches: Callable[[torch.device], Any]  # a loader of resident batches
-    draft: Callable[[torch.device], Iterator[None]]  # a step each time it is asked
+    draft: Callable[[torch.device], Iterator[None]] | None  # a step each time it is asked
     unit: str
     units_per_step: int
     steps: int
@@ -65,6 +65,7 @@ class Case:
     precision: str
     draft_steps: int
     clip: float | None = None
+    rival: str = "draft"  # what the table calls it
 
 
 class Watch(Callback):
@@ -186,6 +187,7 @@ def endless(loader: Any) -> Iterator[Any]:
 
 
 def draft(case: Case, device: torch.device) -> tuple[Watch, None]:
+    assert case.draft is not None
     watch = Watch(case.warm_up, case.draft_steps)
     steps = case.draft(device)
     for count in range(1, case.warm_up + case.draft_steps + 1):
@@ -200,29 +202,27 @@ def first_draft(
     optimizer: torch.optim.Optimizer,
     data: Dataset[tuple[Any, Any]],
     batch_size: int,
-    loss_of: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
     workers: int = 4,
-    clip: float | None = None,
 ) -> Iterator[None]:
     """Steps as one would write them first, with the loss for the log."""
     workers = workers if device.type == "cuda" else 0
     loader = DataLoader(data, batch_size, shuffle=True, num_workers=workers, pin_memory=workers > 0, drop_last=True)
     for x, y in endless(loader):
         with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(x.to(device), y.to(device))
+            loss = F.cross_entropy(net(x.to(device)), y.to(device))
         optimizer.zero_grad()
         loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         loss.item()
         yield
 
 
-def measured(case: Case, side: Callable[[Case, torch.device], tuple[Watch, float | None]], device: torch.device) -> Row:
+Side = Callable[[Case, torch.device], tuple[Watch, float | None]]
+
+
+def measured(case: Case, name: str, side: Side, device: torch.device) -> Row:
     """Memory is in GB at its peak; `grown` in MB from the end of the warm-up to the last step."""
-    torch.compiler.reset()
     clear_memory()
     seed_everything(0, verbose=False)
     watch, loss = side(case, device)
@@ -230,7 +230,7 @@ def measured(case: Case, side: Callable[[Case, torch.device], tuple[Watch, float
     flops = case.module().training_flops(next(iter(case.batches(torch.device("cpu")))))
     return {
         "case": case.name,
-        "side": side.__name__,
+        "side": name,
         "steps/s": steps,
         f"{case.unit}/s": steps * case.units_per_step,
         "TFLOP/s": steps * flops / 1e12,
@@ -251,30 +251,53 @@ def matmul_peak(device: torch.device) -> float:
     return 2 * size**3 * rate(lambda: a @ b, 1.0, at_once=20) / 1e12
 
 
-def run(description: str | None, cases: Callable[[bool], list[Case]], arguments: list[str]) -> None:
-    """Measures the sides of all cases, each beside those before it."""
+def run(
+    description: str | None,
+    cases: Callable[..., list[Case]],
+    arguments: list[str],
+    options: dict[str, dict[str, Any]] | None = None,
+) -> None:
+    """Measures the sides of all cases, each beside those before it; `cases` also gets the benchmark's own options."""
+    own = options or {}
 
-    def rows(options: argparse.Namespace) -> Iterator[Row]:
+    def rows(given: argparse.Namespace) -> Iterator[Row]:
         torch.set_float32_matmul_precision("high")
-        sides = {side.__name__: side for side in (draft, bare, ours)}
-        wanted = choices("--sides", options.sides, sides)
-        yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(options.device)}
-        for case in (case for case in cases(options.quick) if not options.only or options.only in case.name):
-            before: dict[str, float] = {}
-            for name in (name for name in sides if name in wanted):
-                row = measured(case, sides[name], options.device)
-                yield row | {f"÷ {other}": row["steps/s"] / speed for other, speed in before.items()}
-                before[name] = row["steps/s"]
-                if row["kernels"]:
-                    print(", ".join(f"{kind} {100 * share:.1f} %" for kind, share in row["kernels"].items()))
-        yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(options.device)}
+        found = cases(given.quick, **{name.lstrip("-"): getattr(given, name.lstrip("-")) for name in own})
+        sides: dict[str, Side] = {case.rival: draft for case in found if case.draft}
+        sides |= {"bare": bare, "ours": ours}
+        wanted = choices("--sides", given.sides or ",".join(sides), sides)
+        yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
+        for case in (case for case in found if not given.only or given.only in case.name):
+            measurements = []
+            for repetition in range(given.repeat):
+                before: dict[str, float] = {}
+                for name in (name for name in sides if name in wanted):
+                    if repetition == 0:  # later ones need not compile again
+                        torch.compiler.reset()
+                    row = measured(case, name, sides[name], given.device)
+                    row |= {f"÷ {other}": row["steps/s"] / speed for other, speed in before.items()}
+                    before[name] = row["steps/s"]
+                    measurements.append(row)
+                    yield row
+                    if row["kernels"]:
+                        print(", ".join(f"{kind} {100 * share:.1f} %" for kind, share in row["kernels"].items()))
+            if given.repeat > 1:
+                yield from (summary(measurements, name) for name in sides if name in wanted)
+        yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
 
-    harness.run(
-        description,
-        rows,
-        arguments,
-        {
-            "--only": {"help": "the cases whose names contain this"},
-            "--sides": {"default": "draft,bare,ours", "help": "a comma-separated part of these"},
-        },
-    )
+    shared: dict[str, dict[str, Any]] = {
+        "--only": {"help": "the cases whose names contain this"},
+        "--sides": {"help": "some of the ways to train, separated by commas; all by default"},
+        "--repeat": {"type": int, "default": 1, "help": "how often all sides of a case are measured, in turn"},
+    }
+    harness.run(description, rows, arguments, shared | own)
+
+
+def summary(measurements: list[Row], side: str) -> Row:
+    """The medians of a side's measurements, and how far they are apart: largest less smallest, of the median."""
+    rows = [row for row in measurements if row["side"] == side]
+    kept = [title for title in rows[0] if title.endswith("/s") or title.startswith("÷")]
+    medians = {title: statistics.median(row[title] for row in rows) for title in kept}
+    speeds = [row["steps/s"] for row in rows]
+    spread = {"spread %": 100 * (max(speeds) - min(speeds)) / medians["steps/s"]}
+    return {"case": rows[0]["case"], "median of": f"{len(rows)} {side}"} | medians | spread

@@ -32,7 +32,7 @@ def settings_of_the_process() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "gpt2", pytest.param("resnet", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("resnet", marks=pytest.mark.exhaustive)])
 def test_three_ways_to_train(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([name, "--quick", "--device", "cpu", "--out", str(tmp_path / "rows.json")])
     matmul, draft, bare, ours, _ = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -47,6 +47,70 @@ def test_three_ways_to_train(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     printed = [line.removeprefix(draft["case"]).split() for line in lines if line.startswith(draft["case"])]
     assert [line[0] for line in printed] == SIDES
     assert printed[-1][1] == f"{ours['steps/s']:,.4g}"
+
+
+NETWORK = """
+import mup
+from torch import nn
+from torch.nn import functional as F
+from types import SimpleNamespace as GPTConfig
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        print("a network")
+        assert config.bias and (config.n_layer, config.n_head, config.block_size) == (2, 2, 32)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.lm_head = mup.MuSharedReadout(self.wte.weight, bias=False)
+
+    def forward(self, x, targets):
+        logits = self.lm_head(self.wte(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+def stand_in_checkout(folder: Path, network: str = NETWORK) -> Path:
+    """The files and names of the authors' repository that are used."""
+    source = folder / "src" / "weight_transfer"
+    (source / "GPT2").mkdir(parents=True)
+    (source / "GPT2" / "gpt2_model.py").write_text(network)
+    (source / "optim.py").write_text("from mup import MuAdamW")
+    return folder
+
+
+@pytest.mark.slow
+def test_gpt2_beside_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout = stand_in_checkout(tmp_path / "checkout")
+    out = tmp_path / "rows.json"
+    main(["gpt2", "--quick", "--device", "cpu", "--against", str(checkout), "--repeat", "3", "--out", str(out)])
+    _, *rows, _ = json.loads(out.read_text())["rows"]
+    sides = ["authors", "bare", "ours"]
+    measurements, summaries = rows[:9], rows[9:]
+    assert [row["side"] for row in measurements] == sides * 3, "the sides take turns"
+    assert {row["last loss"] for row in measurements[1::3]} == {row["last loss"] for row in measurements[2::3]}
+    assert [row["median of"] for row in summaries] == [f"3 {side}" for side in sides]
+    for i, row in enumerate(summaries):
+        speeds = sorted(each["steps/s"] for each in measurements[i::3])
+        assert row["steps/s"] == speeds[1]
+        assert row["spread %"] == pytest.approx(100 * (speeds[2] - speeds[0]) / speeds[1])
+    ratios = sorted(ours["steps/s"] / theirs["steps/s"] for theirs, ours in zip(rows[:9:3], rows[2:9:3], strict=True))
+    assert summaries[2]["÷ authors"] == pytest.approx(ratios[1])
+    assert "a network" not in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path) -> None:
+    command = ["gpt2", "--quick", "--device", "cpu", "--sides", "authors", "--against"]
+    wanted = "give a checkout of https://github.com/yuxinma98/mupscaling; "
+    with pytest.raises(SystemExit, match=f"{wanted}there is no src/weight_transfer/GPT2/gpt2_model.py"):
+        main([*command, str(tmp_path)])
+    checkout = stand_in_checkout(tmp_path, "class GPT: ...")
+    with pytest.raises(SystemExit, match=f"{wanted}src/weight_transfer/GPT2/gpt2_model.py has no GPTConfig"):
+        main([*command, str(checkout)])
+
+
+def test_without_a_checkout_there_is_no_side_of_the_authors() -> None:
+    with pytest.raises(SystemExit, match="--sides: there is no authors; there are bare, ours"):
+        main(["gpt2", "--quick", "--sides", "authors,ours"])
 
 
 @pytest.mark.slow
