@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from benchmarks.ladder import DEPTHS, FULL, LARGE_BATCH, RUNG, WIDTH, Ladder, Size, Way
+from benchmarks.ladder import DEPTHS, FULL, LARGE_BATCH, RUNG, SUNK, WIDTH, Ladder, Size, Way
 from mupscale.commands.reporting.compare import t_quantile
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "ladder.md"
@@ -354,6 +354,27 @@ def rung_table(_: Ends) -> str:
     return make_table(["", "budget", "how", "validation loss", "S, target size"], rows)
 
 
+def sunk_table(_: Ends) -> str:
+    """What a start that exists reaches, trained on as it is or grown, and, in brackets, S against the target size."""
+    ends = Ends(RUNS.parent / "sunk" / "runs.csv", SUNK)
+    budgets = sorted({budget for _, budget in ends.grown})
+
+    def show_loss(growth: Growth, budget: float) -> str:
+        loss = f"{mean(ends.grown[growth, budget].values()):.3f}"
+        if growth.size == growth.start:
+            return loss
+        share = ends.advantage(growth, budget, "target")
+        return f"{loss} ({'> ' * share.is_bound}{share.mean:.1f})"
+
+    rows = []
+    for growth in sorted({growth for growth, _ in ends.grown}, key=lambda each: (each.at, order_sizes(each.size))):
+        how = "as it is" if growth.size == growth.start else f"to {show_size(growth.size)}: {show_way(growth.way)}"
+        rows.append([f"{growth.at:g}", how, *(show_loss(growth, budget) for budget in budgets)])
+    for size in ends.sizes:
+        rows.append(["0", f"{show_size(size)} from scratch", *(f"{mean(ends.losses(size, b)):.3f}" for b in budgets)])
+    return make_table(["base", "trained on", *(show_budget(budget).replace("B", "C") for budget in budgets)], rows)
+
+
 PARTS = {
     "summary": summary_table,
     "width": partial(advantage_table, direction="width"),
@@ -367,6 +388,7 @@ PARTS = {
     "large_batch": large_batch_table,
     "depths": depths_table,
     "rung": rung_table,
+    "sunk": sunk_table,
 }
 """Parts of the page, by the names in its comments."""
 

@@ -4,8 +4,8 @@ import csv
 import re
 from collections.abc import Callable, Iterable
 from itertools import groupby, product
-from math import pi, tan
-from statistics import mean
+from math import pi, sqrt, tan
+from statistics import mean, stdev
 
 import pytest
 from paths import ROOT
@@ -50,6 +50,8 @@ def overview_rows() -> list[str]:
         **TITLES,
         "gpt2_decay": "GPT-2, decaying rate",
         "mlp_adamw_decay": "MLP, AdamW, 80 epochs, decaying rate",
+        "mlp_sgd_decay": "MLP, SGD, 80 epochs, decaying rate",
+        "resnet_decay": "ResNet-18, decaying rate",
     }
     for experiment, title in names.items():
         runs = read_rows(f"{experiment}/summary.csv")
@@ -110,11 +112,16 @@ def falling_rate_rows() -> list[str]:
     return [*rows, join("lowest validation loss", *cells)]
 
 
-def adamw_decay_rows() -> list[str]:
-    runs, rows = read_rows("mlp_adamw_decay/summary.csv"), []
+DECAYS = {"mlp_adamw": "AdamW", "mlp_sgd": "SGD", "resnet": "ResNet"}
+"""Experiments with a falling rate on both sides."""
+
+
+def decay_rows(experiment: str) -> list[str]:
+    runs, rows = read_rows(f"{experiment}_decay/summary.csv"), []
     labels = {"final_loss": "training loss", "val/accuracy": "validation accuracy", "val/loss": "validation loss"}
     for column, label in labels.items():
-        rows.append(join(label, *(show(take(runs, column, group=group), 4) for group in GROUPS)))
+        cells = [show(take(runs, column, group=group), 3 + experiment.startswith("mlp")) for group in GROUPS]
+        rows.append(join(f"{DECAYS[experiment]}, {label}", *cells))
     return rows
 
 
@@ -215,42 +222,35 @@ def transfer_rows() -> list[str]:
 
 
 def test_the_rows_of_the_readme() -> None:
+    """Validation losses with a falling rate on both sides, and the compute of growing, its base counted."""
     text = (ROOT / "README.md").read_text().replace("**", "")
-    falling = show_recorded("mlp_sgd_decay from scratch", "training loss").split()[0]
-    for title, overview, costs in zip(TITLES, overview_rows(), cost_rows(), strict=False):
-        scratch, upscaled = overview.split(" | ")[2:4]
-        reached, base = (cell.split(": ")[1] for cell in costs.split(" | ")[2:4])
-        cells = [scratch, upscaled, reached, base]
-        if title == "mlp_sgd":
-            cells = [f"{scratch} ({falling})", upscaled, f"{reached} (never)", f"{base} (never)"]
-        assert f" | {' | '.join(cells)} |" in text, title
+    for experiment in ("mlp_adamw", "mlp_sgd", "resnet", "gpt2"):
+        runs, digits = read_rows(f"{experiment}_decay/summary.csv"), 3 + experiment.startswith("mlp")
+        cells = [f"{mean(take(runs, 'val/loss', group=group)):.{digits}f}" for group in GROUPS[1:]]
+        base, scratch, upscaled = (mean(take(runs, "flops", group=group)) for group in GROUPS)
+        cells.append(f"{(base + upscaled) / scratch:.2f}×")
+        assert f" | {' | '.join(cells)} |" in text, experiment
 
 
-def test_the_falling_rate_with_adamw_in_words() -> None:
-    runs = read_rows("mlp_adamw_decay/summary.csv")
-
-    def average(column: str, group: str) -> float:
-        return mean(take(runs, column, group=group))
-
-    scratch, base = (average("flops", group) for group in ("from scratch", "base"))
-    reached = average("reach_flops", "upscaled")
+@pytest.mark.parametrize("experiment", DECAYS)
+def test_falling_rates_in_words(experiment: str) -> None:
+    runs = read_rows(f"{experiment}_decay/summary.csv")
     page = " ".join((FOLDER / "paper.md").read_text().split())
-    assert (
-        f"ends {1 - average('final_loss', 'upscaled') / average('final_loss', 'from scratch'):.0%} lower".replace(
-            "%", " %"
-        )
-        in page
-    )
-    rise = average("val/loss", "upscaled") / average("val/loss", "from scratch") - 1
-    assert f"validation loss ends {100 * rise:.0f} % higher" in page
-    assert f"after {100 * reached / scratch:.0f} % of the steps, {scratch / (reached + base):.1f}× if" in page
-    for number, values in (("1", ("0.2",)), ("2", ("0.128", "1.6"))):
-        trials = read_rows(f"mlp_adamw_decay/sweep_{number}.csv")
+    section = page[page.index(f"**{DECAYS[experiment]}, falling rate") :]
+    for column, name in (("final_loss", "training"), ("val/loss", "validation")):
+        scratch, upscaled = (take(runs, column, group=group) for group in GROUPS[1:])
+        change = mean(upscaled) / mean(scratch) - 1
+        assert f"{name} loss ends {100 * abs(change):.0f} % {'higher' if change > 0 else 'lower'}" in section
+        # Student's t with two degrees of freedom, over seeds
+        differences = [grown - fixed for grown, fixed in zip(upscaled, scratch, strict=True)]
+        half = 4.3027 * stdev(differences) / sqrt(3)
+        low, high = (mean(differences) + side * half for side in (-1, 1))
+        assert f"({low:.3f} to {high:.3f})".replace("-", "−") in section
+    keys = ("model.optimizer.lr", "UpscaleCallback.noise.std", "UpscaleCallback.noise.t")
+    for number in (1, 2):
+        trials = [row for row in read_rows(f"{experiment}_decay/sweep_{number}.csv") if row["last_epoch"] != "diverged"]
         best = min(trials, key=lambda row: float(row["last_epoch"]))
-        keys = ("model.optimizer.lr", "UpscaleCallback.noise.std")
-        assert tuple(best[key] for key in keys if key in best) == values
-    cells = [f"{average('final_loss', group):.4f} ({average('val/loss', group):.4f})" for group in GROUPS[1:]]
-    assert f" | {' | '.join(cells)} |" in (ROOT / "README.md").read_text().replace("**", "")
+        assert f"Sweep {number} " + " and ".join(best[key] for key in keys if key in best) in section
 
 
 def test_the_midrun_difference_that_is_above_zero() -> None:
@@ -275,8 +275,9 @@ def test_the_midrun_difference_that_is_above_zero() -> None:
 
 PAGES: dict[str, tuple[Callable[[], list[str]], ...]] = {
     "paper": (
-        overview_rows, cost_rows, lambda: upscale_rows()[:8], falling_rate_rows, adamw_decay_rows,
-        lambda: upscale_rows()[8:], midrun_gpt2_rows, midrun_mlp_rows,
+        overview_rows, cost_rows, lambda: upscale_rows()[:8], falling_rate_rows,
+        lambda: decay_rows("mlp_adamw"), lambda: decay_rows("mlp_sgd"), lambda: upscale_rows()[8:11],
+        lambda: decay_rows("resnet"), lambda: upscale_rows()[11:], midrun_gpt2_rows, midrun_mlp_rows,
     ),
     "methods": tuple(lambda name=name: method_rows(name) for name in COSTS),
     "transfer": (transfer_rows,),
