@@ -406,27 +406,29 @@ def draw_losses(ends: Ends, axes: Any) -> None:
             budgets = sorted(ends.fixed[size, FULL.lr, 0])
             losses = [mean(ends.losses(size, budget)) for budget in budgets]
             axes.plot(budgets, losses, styles[size.layers], color=colours[size.width], lw=1.5, label=show_size(size))
-    for place, (direction, (marker, colour)) in enumerate(MARKERS.items()):
-        grown = [(b + 0.06 * (place - 1), mean(ends.grown[growth, b].values())) for growth, b in ends.points(direction)]
+    for place, (kind, (marker, colour)) in enumerate(MARKERS.items()):
+        grown = [(b + 0.05 * (place - 2), mean(ends.grown[growth, b].values())) for growth, b in find_kind(ends, kind)]
         if grown:
-            axes.scatter(
-                *zip(*grown, strict=True), marker=marker, color=colour, zorder=3, s=18, label=f"grown: {direction}"
-            )
+            axes.scatter(*zip(*grown, strict=True), marker=marker, color=colour, zorder=3, s=18, label=f"grown: {kind}")
     axes.set(xlabel="log₂ of the compute, in units of B", ylabel="validation loss", ylim=(3.5, 5.4), xlim=(-7.2, 0.7))
 
 
 def draw_advantages(ends: Ends, axes: Any, against: str) -> None:
     """S over tokens per parameter; with three seeds a point is filled and has its interval as a bar."""
-    for place, (direction, (marker, colour)) in enumerate(MARKERS.items()):
-        for growth, budget in ends.points(direction):
-            found = ends.advantage(growth, budget, against)
-            tokens = float(show_tokens(FULL, growth.size, budget)) * 2 ** (0.12 * (place - 1))
+    for place, (kind, (marker, colour)) in enumerate(MARKERS.items()):
+        drawn: dict[str, int] = defaultdict(int)
+        for growth, budget in find_kind(ends, kind):
+            found, tokens = ends.advantage(growth, budget, against), show_tokens(FULL, growth.size, budget)
+            at = float(tokens) * 2 ** (0.16 * (place - 2) + 0.03 * (drawn[tokens] - 1.5))
+            drawn[tokens] += 1
+            if found.is_bound:
+                axes.plot(at, found.mean, "^", color=colour, ms=9, mfc="none")
             if found.seeds > 2:
                 bar = [[found.mean - found.low], [found.high - found.mean]]
-                axes.errorbar(tokens, found.mean, bar, fmt=marker, color=colour, ms=5, lw=0.8, alpha=0.8)
+                axes.errorbar(at, found.mean, bar, fmt=marker, color=colour, ms=5, lw=0.8, alpha=0.8)
             else:
-                axes.plot(tokens, found.mean, marker, color=colour, mfc="none", ms=5)
-        axes.plot([], [], marker, color=colour, label=direction)
+                axes.plot(at, found.mean, marker, color=colour, mfc="none", ms=5)
+        axes.plot([], [], marker, color=colour, label=kind)
     axes.axhline(1, color="black", lw=0.8)
     axes.set(
         xscale="log", xticks=[5, 10, 20], xticklabels=["5", "10", "20"], ylim=(0.5, 1.6), xlabel="tokens per parameter"
@@ -436,7 +438,19 @@ def draw_advantages(ends: Ends, axes: Any, against: str) -> None:
     axes.legend(fontsize=8)
 
 
-MARKERS = {"width": ("s", "#b3261e"), "depth": ("o", "#2e7d32"), "both": ("^", "#6a3d9a")}
+MARKERS = {
+    "width": ("s", "#b3261e"), "stack": ("o", "#2e7d32"), "interleave": ("D", "#1591a5"), "identity": ("v", "#6b7280"),
+    "both": ("P", "#6a3d9a"),
+}  # fmt: skip
+
+
+def find_kind(ends: Ends, kind: str) -> list[tuple[Growth, float]]:
+    """Growths in depth, the most by far, are told apart by the way they grow."""
+    points = [point for direction in DIRECTIONS for point in ends.points(direction)]
+    return [
+        (growth, budget) for growth, budget in points
+        if kind == (growth.way.depth if growth.direction == "depth" else growth.direction)
+    ]  # fmt: skip
 
 
 def draw(ends: Ends, folder: Path) -> None:
@@ -451,7 +465,7 @@ def draw(ends: Ends, folder: Path) -> None:
     axes.legend(ncols=2, fontsize=8, title="width × layers")
     detail.set(xlim=(-1.2, 0.55), ylim=(3.54, 3.86), ylabel="", xticks=(-1, -0.5, 0, 0.5))
     figure.savefig(folder / "losses.png", dpi=110, metadata={"Software": None})
-    figure, both = plt.subplots(1, 2, figsize=(7.5, 3.6), layout="constrained", sharey=True)
+    figure, both = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
     for axes, against in zip(both, BASELINES, strict=False):
         draw_advantages(ends, axes, against)
     figure.savefig(folder / "advantages.png", dpi=110, metadata={"Software": None})
