@@ -1,15 +1,19 @@
 """How long a fit of GPT-2 pauses when it grows, wider or deeper, and how fast it goes on.
 
-    python -m benchmarks pause [--quick] [--only "layers"] [--eager] [--out pause.json]
+    python -m benchmarks pause [--quick] [--only "layers"] [--ways ahead] [--eager] [--out pause.json]
 
 The pause lasts from the end of the last step before the growth to the end of the first one after it, minus an ordinary
 step: the checkpoint before the growth, its checks, two evaluations of the loss, compilation and the capture of a CUDA
-graph included. "growth s" is the part that the callback spends on growing. The rates are those of steps before and
-after, and of a run that has the large size from the beginning. The footprint is weights and both moments of AdamW, and
-the peak is that of the memory while the model grows.
+graph included. "growth s" is the part that the callback spends on growing, and "total s" the time from the start of the
+fit to its last step. In the way "then" the wide network is compiled after the swap, in the way "ahead" before it, in
+another process; "ready" is whether that process was done. Every way begins without compiled code on disk. The rates are
+those of steps before and after, and of a run that has the large size from the beginning. The footprint is weights and
+both moments of AdamW, and the peak is that of the memory while the model grows.
 """
 
 import argparse
+import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,8 +22,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from benchmarks.harness import Row, clear_memory, now, peak_gb, run
+from benchmarks.harness import Row, choices, clear_memory, now, peak_gb, run
 from benchmarks.training import Case, fit, ours
+from mupscale.callbacks import upscale
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.gpt2 import GPT2
@@ -35,12 +40,21 @@ GROWTHS: dict[str, tuple[Shape, Shape]] = {
 QUICK: dict[str, tuple[Shape, Shape]] = {"32 → 64, 1 → 2 layers": ((32, 1, 2), (64, 2, 2))}
 
 
+WAYS = ("then", "ahead")
+
+WARM_UP = 15
+
+BEFORE = 900
+"""Steps before the growth, half a minute: as long as compilation takes, with the start of its process."""
+
+
 class Weighed(UpscaleCallback):
     """An upscale that records its peak memory, and the memory of weights and state afterwards, in GB."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.is_due(trainer, pl_module):
             return
+        self.is_ready = self.ahead is not None and self.ahead.is_ready
         clear_memory()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self.peak = peak_gb()
@@ -76,43 +90,54 @@ def case(name: str, shape: Shape, options: argparse.Namespace) -> Case:
         GPT2, width, layers=layers, heads=2 if options.quick else 12, vocabulary=vocabulary, context=context,
         compile=not (options.quick or options.eager),
     )  # fmt: skip
-    steps, warm_up = (4, 5) if options.quick else (30, 15)
+    steps, warm_up = (4, 5) if options.quick else (30, WARM_UP)
     return Case(name, module, batches, lambda device: iter(()), "tok", rows * context, steps, warm_up, "bf16-mixed", 0)
 
 
-def measure(name: str, small: Shape, large: Shape, options: argparse.Namespace) -> Row:
+def measure(name: str, way: str, small: Shape, large: Shape, options: argparse.Namespace) -> Row:
     torch.compiler.reset()
+    clear_memory()
     begin = case(name, small, options)
-    grown_at, settled = begin.warm_up + begin.steps, 2 * begin.warm_up + begin.steps
+    grown_at = begin.warm_up + (begin.steps if options.quick else BEFORE)
+    settled = grown_at + begin.warm_up
     last = settled + begin.steps
     clock = Clock(begin.warm_up, grown_at, grown_at + 1, settled, last)
     depth = {"layers": large[1], "depth": "stack"} if large[1] != small[1] else {}
     swap = Weighed(grown_at, large[0], **depth)
+    started = now()
     fit(replace(begin, steps=last - begin.warm_up), options.device, swap, clock)
-    torch.compiler.reset()
-    clear_memory()
-    fresh, _ = ours(case(name, large, options), options.device)
     after = clock.rate(settled, last)
-    return {
+    row: Row = {
         "case": name,
+        "compiled": way,
+        "ready": str(swap.is_ready),
         "pause s": clock.at[grown_at + 1] - clock.at[grown_at] - 1 / after,
         "growth s": swap.summary["seconds"],
+        "total s": clock.at[last] - started,
         "before /s": clock.rate(begin.warm_up, grown_at),
         "after /s": after,
-        "fresh /s": fresh.steps / fresh.seconds,
         "footprint GB": swap.footprint,
         "peak GB": swap.peak,
         "parameters": swap.summary["parameters"],
     }
+    torch.compiler.reset()
+    clear_memory()
+    fresh, _ = ours(case(name, large, options), options.device)
+    return {**row, "fresh /s": fresh.steps / fresh.seconds}
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
+    pays_ahead = upscale.pays_ahead
     for name, (small, large) in (QUICK if options.quick else GROWTHS).items():
-        if not options.only or options.only in name:
-            yield measure(name, small, large, options)
+        for way in choices("--ways", options.ways, WAYS) if options.only in name else ():
+            upscale.pays_ahead = pays_ahead if way == "ahead" else lambda trainer, module: False
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+                yield measure(name, way, small, large, options)
 
 
 def main(arguments: list[str]) -> None:
-    only = {"help": "the cases whose names contain this"}
+    only = {"default": "", "help": "the cases whose names contain this"}
+    ways = {"default": ",".join(WAYS), "help": "a comma-separated part of these"}
     eager = {"action": "store_true", "help": "without compilation"}
-    run(__doc__, rows, arguments, {"--only": only, "--eager": eager})
+    run(__doc__, rows, arguments, {"--only": only, "--ways": ways, "--eager": eager})

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mupscale.callbacks.compile_ahead import CompileAhead, pays_ahead
 from mupscale.callbacks.incompatible import refuse_callbacks
 from mupscale.callbacks.ordinary import OrdinaryGrowth, load_growths, regroup, save_names
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
@@ -183,8 +184,10 @@ class UpscaleCallback(Strides):
         """What makes new layers of a Growable add nothing, where their classes do not declare it."""
         self.constants: Constants = {}
         """Of the noise that was added."""
-        self._needs_check = self._keeps_function = False
+        self._needs_check = self._keeps_function = self._is_first_batch = False
         self._optimizers_in_checkpoint: tuple[Any, Any] | None = None
+        self.ahead: CompileAhead | None = None
+        """Compiles the wide network until the swap."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.summary, **(self.ordinary.state_dict() if self.ordinary is not None else {})}
@@ -273,6 +276,7 @@ class UpscaleCallback(Strides):
             self._refuse_too_wide(growth, trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_first_batch = True
         steps = trainer.estimated_stepping_batches
         if 0 < steps <= self.at_step and not is_trial_run(trainer):
             raise UserError(f"UpscaleCallback.at_step = {self.at_step} is never reached: the run has {steps} steps")
@@ -311,6 +315,9 @@ class UpscaleCallback(Strides):
             self.checkpoint = self._saved(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._is_first_batch:
+            self._is_first_batch = False
+            self._begin_ahead(trainer, pl_module, batch)
         if self._needs_check:
             self._needs_check = False
             if self.ordinary is None:
@@ -319,6 +326,7 @@ class UpscaleCallback(Strides):
                 earlier = self._earlier(trainer)
                 self.ordinary.check(trainer, pl_module, batch, batch_idx, earlier, self.method, self.noise)
         if self.is_due(trainer, pl_module):
+            self._end_ahead()
             try:
                 self._swap(trainer, pl_module, batch)
             except Exception as error:
@@ -334,6 +342,14 @@ class UpscaleCallback(Strides):
                     f"upscaling to {self.target} at step {trainer.global_step} failed "
                     f"({type(error).__name__}: {error}). {f'{hint}. ' if hint else ''}{_what_is_saved(self.checkpoint)}"
                 ) from error
+            for swap in swaps_of(trainer):
+                swap._begin_ahead(trainer, pl_module, batch)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end_ahead()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._end_ahead()
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
         """All steps before the one that ends with a checkpoint; after the swap, all steps."""
@@ -350,6 +366,19 @@ class UpscaleCallback(Strides):
             return not self.ordinary.is_done
         assert isinstance(module, Growable)
         return is_smaller(module.size, self.size_after(module.size))
+
+    def _begin_ahead(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
+        """Begins to compile the wide network, if this is the next growth of the run."""
+        if not isinstance(module, Growable) or not pays_ahead(trainer, module):
+            return
+        coming = [swap for swap in swaps_of(trainer) if swap._is_to_come(module)]
+        if coming[:1] == [self] and not self.is_due(trainer, module):
+            self.ahead = CompileAhead(trainer, module, self.size_after(module.size), batch)
+
+    def _end_ahead(self) -> None:
+        if self.ahead is not None:
+            self.ahead.end()
+            self.ahead = None
 
     def _start_growable(self, trainer: Trainer, module: LightningModule) -> None:
         """Refuses, at the start of the training, what cannot work with a Growable."""

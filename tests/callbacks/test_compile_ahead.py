@@ -1,0 +1,133 @@
+"""Compilation of the wide network before it is needed: what the first wide step finds, and when the process ends."""
+
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import nn
+from torch._dynamo.utils import counters
+from training_runs import TREESPEC_WARNING
+
+from mupscale.callbacks import compile_ahead, upscale
+from mupscale.callbacks.compile_ahead import CompileAhead, keep_one_of_each
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.datamodules.resident import ResidentLoader
+from mupscale.models.gpt2 import GPT2, GPT2Net
+
+pytestmark = pytest.mark.filterwarnings(TREESPEC_WARNING)
+
+
+def gpt2(**arguments: Any) -> GPT2:
+    return GPT2(8, base_width=4, layers=3, heads=2, vocabulary=11, context=8, **arguments)
+
+
+def fit(module: GPT2, folder: Path, steps: int, *callbacks: Callback) -> None:
+    trainer = Trainer(
+        accelerator="cpu", max_steps=steps, limit_val_batches=0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, callbacks=list(callbacks),
+    )  # fmt: skip
+    rows = torch.randint(11, (16, 9), generator=torch.Generator().manual_seed(0))
+    loader = ResidentLoader((rows,), 2, shuffle=False, drop_last=True)
+    trainer.fit(module, loader, loader)
+
+
+class Compilations(Callback):
+    """What torch's caches of compiled graphs had and lacked in each step; before a growth, waits for its process."""
+
+    def __init__(self) -> None:
+        self.hits: dict[int, int] = {}
+        self.misses: dict[int, int] = {}
+        self.codes: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        counters.clear()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        self.hits[step], self.misses[step] = (counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss"))
+        for swap in upscale.swaps_of(trainer):
+            if swap.at_step == step and swap.ahead is not None:
+                assert swap.ahead._process is not None
+                self.codes.append(swap.ahead._process.wait())
+                assert swap.ahead.is_ready
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which dynamo reads
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which dynamo does
+def test_the_first_wide_step_finds_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
+    torch.compiler.reset()
+    found = Compilations()
+    fit(gpt2(compile=True), tmp_path, 3, found, UpscaleCallback(1, 16))
+    assert found.codes == [0]
+    # blocks, which share one compilation, and head: each forth and back
+    assert found.misses == {1: 4, 2: 0, 3: 0}
+    assert found.hits == {1: 0, 2: 4, 3: 0}
+
+
+class Started(CompileAhead):
+    """Notes the process that it starts."""
+
+    processes: list[subprocess.Popen[bytes]]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        assert self._process is not None
+        self.processes.append(self._process)
+
+
+class Watching(Callback):
+    """Notes the process' exit status after each step, None while it runs; may end the run by an error."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.codes = fails, []
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.codes.append(Started.processes[0].poll())
+        if self.fails:
+            raise RuntimeError("the run fails")
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["the growth", "an exception"])
+def test_the_process_ends_with_the_growth_or_the_run(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Started.processes, watching = [], Watching(fails)
+    monkeypatch.setattr(compile_ahead, "PROGRAM", "import sys, time; sys.stdin.buffer.read(); time.sleep(600)")
+    monkeypatch.setattr(upscale, "CompileAhead", Started)
+    monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
+    with pytest.raises(RuntimeError, match="the run fails") if fails else nullcontext():
+        fit(gpt2(), tmp_path, 2, UpscaleCallback(1, 16), watching)
+    assert watching.codes == [None, -9][: 1 if fails else 2]
+    assert [process.returncode for process in Started.processes] == [-9]
+
+
+def test_what_cannot_be_pickled_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local(GPT2):
+        """A class that another process cannot import."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("no process")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    module = Local(8, base_width=4, layers=1, heads=2, vocabulary=11, context=8)
+    CompileAhead(Trainer(accelerator="cpu", logger=False), module, module.size, torch.zeros(2, 9)).end()
+
+
+def test_one_block_of_each_kind_stays() -> None:
+    net = GPT2Net(8, layers=3, heads=2, vocabulary=11, context=8)
+    keep_one_of_each(net)
+    assert len(net.blocks) == 3, "not compiled one by one"
+    for block in net.blocks:
+        block.compile()
+    net.blocks.append(nn.Linear(8, 8))
+    net.blocks[3].compile()
+    keep_one_of_each(net)
+    assert [type(part).__name__ for part in net.blocks] == ["Block", "Linear"]
