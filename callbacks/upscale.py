@@ -55,6 +55,7 @@ from mupscale.models.growth_check import (
     check_growth,
     depth_between,
     find_residual_outputs,
+    pending_residual,
     refuse_inexact,
     undeclared_lists,
 )
@@ -435,9 +436,7 @@ class UpscaleCallback(Strides):
         with generators_kept([]):  # building a network must not move the run's random numbers
             try:
                 narrow, wide = (module.network(*size, meta=True) for size in (before, self.size_after(before)))
-                # until the first batch shows which parameters make new layers add nothing, all of them stand for these
-                pending = undeclared_lists(narrow, wide, self.depth, self.residual)
-                residual = {**self.residual, **{f"{name}.*".removeprefix("."): 0.0 for name in pending}}
+                residual = pending_residual(narrow, wide, self.depth, self.residual)
                 depth = depth_between(narrow, wide, self.depth)
                 growth = self.method.plan(narrow, wide, Hints(depth=depth, residual=residual))
             except ValueError as error:

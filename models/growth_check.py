@@ -127,6 +127,17 @@ def undeclared_lists(narrow: nn.Module, wide: nn.Module, depth: Depth, residual:
     return lists_without_residual(narrow, layers, residual)
 
 
+def pending_residual(
+    narrow: nn.Module, wide: nn.Module, depth: Depth, residual: Mapping[str, float]
+) -> dict[str, float]:
+    """What makes new layers the identity, as far as it is known.
+
+    Until a batch shows which parameters do, all of a layer stand for them, so that the rest can be planned.
+    """
+    pending = undeclared_lists(narrow, wide, depth, residual)
+    return {**residual, **{f"{name}.*".removeprefix("."): 0.0 for name in pending}}
+
+
 def small_widths(before: Width, after: Width) -> Iterator[tuple[Width, Width]]:
     """Pairs of widths of the same factors, from the smallest to the given ones."""
     numbers = [*_listed(before), *_listed(after)]

@@ -52,7 +52,7 @@ from mupscale.models.checkpoint import (
     refuse_other_kinds,
     restore_mixed_widths,
 )
-from mupscale.models.growth_check import check_growth, refuse_inexact
+from mupscale.models.growth_check import check_growth, find_residual_outputs, refuse_inexact, undeclared_lists
 from mupscale.models.sharded import ShardedCheckpoint, is_sharded_checkpoint
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, How
@@ -110,8 +110,14 @@ def widen_checkpoint(arguments: list[str]) -> None:
     size = _target_size(module, options.width, options.layers)
     if options.depth is not None and options.layers is None:
         raise UserError("--depth says how a model becomes deeper: give --layers too")
-    hints = Hints(depth=options.depth or "identity") if size.layers != module.size.layers else None
-    check = NOT_CHECKED if options.check is None else check_with(options.check, module, size, hints)
+    batch = None
+    if options.check is not None:
+        _, data, _ = configured("upscale", ["--config", options.check], None)
+        batch = first_batches(module, data, 1)[0]
+    hints = None
+    if size.layers != module.size.layers:
+        hints = depth_hints(module, size, options.depth or "identity", batch)
+    check = NOT_CHECKED if batch is None else check_with(batch, module, size, hints)
     with_state = not options.no_optimizer
     if shards is not None:
         growth = ShardedGrowth(shards, module, size, hints, method, noise, options.seed, optimizer=with_state)
@@ -152,14 +158,26 @@ def _target_size(module: Growable, width: list[int] | None, layers: list[int] | 
 NOT_CHECKED = Agreement(None, reason="--check CONFIG compares both widths with a batch of that configuration's data")
 
 
-def check_with(config: str, module: Growable, size: Size, hints: Hints | None) -> Agreement:
-    """Compares small networks of the same factors with the first batch of a configuration.
+def depth_hints(module: Growable, size: Size, depth: Depth, batch: Any) -> Hints:
+    """How layers are added, and what makes them add nothing, found with the batch where their class does not say it."""
+    narrow, wide = (module.network(*each, meta=True) for each in (module.size, size))
+    lists = undeclared_lists(narrow, wide, depth, {}) if depth == "identity" else []
+    if lists and batch is None:
+        raise UserError(
+            f"--layers {size.layers}: the class of the layers in {lists[0]!r} does not declare residual_outputs, the "
+            "parameters that make a new layer add nothing. Give --check CONFIG, with whose data they are found; or use "
+            "--depth stack, which copies layers"
+        )
+    return Hints(depth=depth, residual=find_residual_outputs(module, module.size, lists, batch) if lists else {})
+
+
+def check_with(batch: Any, module: Growable, size: Size, hints: Hints | None) -> Agreement:
+    """Compares small networks of the same factors with a batch.
 
     Raises a UserError if they differ. New networks are as good as the saved one, because a plan depends on shapes.
     """
-    _, data, _ = configured("upscale", ["--config", config], None)
     depth: Depth = "identity" if hints is None or hints.depth is None else hints.depth
-    found = check_growth(module, module.size, size, first_batches(module, data, 1)[0], depth)
+    found = check_growth(module, module.size, size, batch, depth, hints.residual if hints is not None else {})
     refuse_inexact(f"--width {size.width}" if hints is None else f"--layers {size.layers}", module.size, found)
     return found
 

@@ -1,13 +1,17 @@
 """Sizes of an experiment's file: widths, or widths with layers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
 
-from mupscale.commands.lab.file import growing, of_width
+from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands.lab.file import growing, of_width, refuse_growth
 from mupscale.commands.lab.quick import divided, widths_in
 from mupscale.commands.widths import Growth, folder_name, growth_of, in_proportion, width_number
 from mupscale.errors import UserError
+from mupscale.models.mlp import MLP, ResidualBlock
 
 SHALLOW, DEEP = {"width": 64, "layers": 2}, {"width": 128, "layers": 8, "depth": "stack"}
 
@@ -27,6 +31,17 @@ def test_the_configuration_of_a_growth() -> None:
     assert grown["model"]["init_args"] == SHALLOW
     assert of_width(DEEP)["model"]["init_args"] == {"width": 128, "layers": 8}
     assert of_width(32)["model"]["init_args"] == {"width": 32}
+
+
+def test_layers_that_declare_nothing_are_left_to_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is refused before any run for what cannot be planned; what makes new layers add nothing is found later."""
+    monkeypatch.delattr(ResidualBlock, "residual_outputs")
+    swap = UpscaleCallback(1, layers=4)
+    cli: Any = SimpleNamespace(trainer=Trainer(callbacks=[swap], logger=False), model=MLP(8, base_width=4, layers=2))
+    refuse_growth(growth_of("target", [{"width": 8, "layers": 2}, {"width": 8, "layers": 4}]), cli)
+    swap.depth = "three"  # type: ignore[assignment]
+    with pytest.raises(UserError, match="widths 8 with 2 layers → 8 with 4 layers: .*three"):
+        refuse_growth(growth_of("target", [{"width": 8, "layers": 2}, {"width": 8, "layers": 4}]), cli)
 
 
 def test_sizes_in_proportion() -> None:

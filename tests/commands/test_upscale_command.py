@@ -17,7 +17,7 @@ from mupscale.errors import UserError
 from mupscale.methods import METHODS
 from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.checkpoint import CHECKPOINT_KEY, Size, our_part
-from mupscale.models.mlp import MLP
+from mupscale.models.mlp import MLP, ResidualBlock
 from mupscale.mup_optimizers import apply_mup
 
 pytestmark = [
@@ -83,6 +83,23 @@ def test_a_deepened_checkpoint_resumes_as_the_run_that_swapped(depth, tmp_path, 
     assert outside.lightning_module.size == Size(24, 4)
     for one, other in zip(weights(inside), weights(outside), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_layers_that_declare_nothing_are_probed_with_the_data_of_a_configuration(tmp_path, capsys, monkeypatch):
+    """Without data the command says how; with it, the same parameters are zero as with the declaration."""
+    trainer = fit(tmp_path, 2, layers=2)
+    trainer.save_checkpoint(tmp_path / "shallow.ckpt")
+    line = ["upscale", str(tmp_path / "shallow.ckpt"), "--layers", "4", "--out"]
+    main([*line, str(tmp_path / "declared.ckpt")])
+    monkeypatch.delattr(ResidualBlock, "residual_outputs")
+    message = refused(*line, str(tmp_path / "refused.ckpt"))
+    assert "does not declare residual_outputs" in message
+    assert "Give --check CONFIG" in message
+    main([*line, str(tmp_path / "probed.ckpt"), "--check", small(tmp_path / "c.yaml")])
+    assert "exact" in capsys.readouterr().out
+    declared, probed = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("declared", "probed"))
+    for name, weight in declared["state_dict"].items():
+        torch.testing.assert_close(probed["state_dict"][name], weight, rtol=0, atol=0)
 
 
 def test_a_widened_checkpoint_resumes_as_the_run_that_swapped(tmp_path, capsys):

@@ -23,7 +23,7 @@ from mupscale.commands.lab.trial import Tried, for_trials, refuse_invalid
 from mupscale.commands.widths import Growth, Size, factors_text, growth_of, model_size
 from mupscale.data_files import DECIMAL, interpreting, read_yaml
 from mupscale.errors import UserError
-from mupscale.models.growth_check import depth_between
+from mupscale.models.growth_check import depth_between, pending_residual
 from mupscale.widening.hints import Hints
 
 REQUIRED = {
@@ -343,7 +343,9 @@ def refuse_growth(growth: Growth, cli: CLI) -> None:
     (swap,) = callbacks_in(cli.trainer, UpscaleCallback)
     with refusals(f"widths {growth}"):
         narrow, wide = (cli.model.network(**model_size(size), meta=True) for size in (growth.before, growth.after))
-        planned = swap.method.plan(narrow, wide, Hints(depth=depth_between(narrow, wide, swap.depth)))
+        residual = pending_residual(narrow, wide, swap.depth, {})
+        hints = Hints(depth=depth_between(narrow, wide, swap.depth), residual=residual)
+        planned = swap.method.plan(narrow, wide, hints)
         swap.method.choose_noise(swap.noise, planned, narrow)
 
 
