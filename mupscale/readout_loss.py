@@ -47,7 +47,7 @@ def slopes(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, 
 @torch.library.custom_op("mupscale::readout_slopes", mutates_args=())
 def slopes_in_place(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """The same by one Triton kernel, which writes the gradient over the logits; float64 is not supported."""
-    from mupscale.readout_kernel import overwrite_with_slopes
+    from mupscale.triton_kernels import overwrite_with_slopes
 
     logits_NV = x_ND @ weight_VD.T
     return overwrite_with_slopes(logits_NV, targets_N.contiguous()), logits_NV
