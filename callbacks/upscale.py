@@ -208,6 +208,11 @@ class UpscaleCallback(Strides):
         goals = (("width", self.width), ("layers", self.layers))
         return [f"{key}{between}{number}" for key, number in goals if number is not None]
 
+    @property
+    def _goal(self) -> str:
+        """The options that say what a Growable grows to, for messages."""
+        return " and ".join(f"UpscaleCallback.{goal}" for goal in self._goals(" = "))
+
     def size_after(self, before: Size) -> Size:
         """What a Growable of this size grows to."""
         width = before.width if self.width is None else self.width
@@ -440,9 +445,8 @@ class UpscaleCallback(Strides):
                 depth = depth_between(narrow, wide, self.depth)
                 growth = self.method.plan(narrow, wide, Hints(depth=depth, residual=residual))
             except ValueError as error:
-                goals = " and ".join(f"UpscaleCallback.{goal}" for goal in self._goals(" = "))
                 there = f"the width before it, {before.width}" if self.layers is None else f"the {before} before it"
-                raise UserError(f"{goals} does not fit {there}: {error}") from error
+                raise UserError(f"{self._goal} does not fit {there}: {error}") from error
         try:
             self.method.choose_noise(self.noise, growth, narrow)
         except ValueError as error:
@@ -508,25 +512,32 @@ class UpscaleCallback(Strides):
         assert isinstance(module, Growable)
         return size_after_all(module.size, (c for c in swaps_of(trainer) if c.at_step < self.at_step))
 
+    def undeclared(self, module: Growable, before: Size) -> list[str]:
+        """The lists of layers of which only a batch shows what makes new ones add nothing."""
+        with generators_kept([]):
+            narrow, wide = (module.network(*size, meta=True) for size in (before, self.size_after(before)))
+            return undeclared_lists(narrow, wide, self.depth, {})
+
+    def probe(self, module: Growable, before: Size, batch: Any) -> None:
+        """Finds what makes new layers add nothing, where their class does not declare it."""
+        lists = self.undeclared(module, before)
+        try:
+            self.residual = find_residual_outputs(module, before, lists, batch) if lists else {}
+        except UserError as error:
+            if self.depth == "identity":
+                raise UserError(f"{self._goal}: {error}") from error
+
     def _check_growth(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
         """Raises a UserError if small networks of the same factor show that the growth is not exact."""
         assert isinstance(module, Growable)
         before = self._size_before(trainer, module)
         if not self._is_to_come(module):
             return  # the run was resumed after the swap
-        after, goals = self.size_after(before), " and ".join(f"UpscaleCallback.{goal}" for goal in self._goals(" = "))
-        with generators_kept([]):
-            narrow, wide = (module.network(*size, meta=True) for size in (before, after))
-            lists = undeclared_lists(narrow, wide, self.depth, {})
-        try:
-            self.residual = find_residual_outputs(module, before, lists, batch) if lists else {}
-        except UserError as error:
-            if self.depth == "identity":
-                raise UserError(f"{goals}: {error}") from error
+        self.probe(module, before, batch)
         if not self._keeps_function:
             return
-        found = check_growth(module, before, after, batch, self.depth, self.residual)
-        refuse_inexact(goals, before, found)
+        found = check_growth(module, before, self.size_after(before), batch, self.depth, self.residual)
+        refuse_inexact(self._goal, before, found)
         if found.exact is None:
             rank_zero_info(f"whether growth from {before} to {self.size_after(before)} is exact was {found}")
 

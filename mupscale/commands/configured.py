@@ -1,5 +1,6 @@
 """A configuration without a run: its values, model, data and trainer, and its scheduled upscales."""
 
+from collections.abc import Mapping
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -66,13 +67,17 @@ def refuse_growths(module: Growable, trainer: Trainer) -> None:
 
 
 class Growth(NamedTuple):
-    """An upscale that a configuration schedules: its sizes, its method, its plan, and how layers are added."""
+    """An upscale that a configuration schedules: its sizes, its method, its plan, and how layers are added.
+
+    `residual` has what makes new layers add nothing, where their class does not declare it.
+    """
 
     before: Size
     after: Size
     method: GrowthMethod
     plan: Plan
     depth: Depth | None
+    residual: Mapping[str, float]
 
 
 def refuse_optimizers(module: Growable, trainer: Trainer) -> None:
@@ -90,9 +95,10 @@ def refuse_optimizers(module: Growable, trainer: Trainer) -> None:
         refuse_absolute_rates(module.lr_scheduler_callable(optimizer))
 
 
-def growths(module: Growable, trainer: Trainer) -> list[Growth]:
+def growths(module: Growable, trainer: Trainer, data: LightningDataModule) -> list[Growth]:
     """The scheduled upscales, in order; without any, a doubling.
 
+    What makes new layers add nothing is found with the first batch, as in `fit`, where their class does not declare it.
     UserError for what `fit` refuses of the schedule, the noise and the optimizer.
     """
     scheduled = upscales(trainer)
@@ -104,11 +110,14 @@ def growths(module: Growable, trainer: Trainer) -> list[Growth]:
     with torch.random.fork_rng(devices=[]):
         refuse_optimizers(module, trainer)
     if scheduled:
-        pairs = zip(pairwise(sizes), scheduled, strict=True)
-        return [
-            Growth(a, b, callback.method, callback.planned(module, a), callback.depth if a.layers != b.layers else None)
-            for (a, b), callback in pairs
-        ]
+        found = []
+        for (before, after), callback in zip(pairwise(sizes), scheduled, strict=True):
+            if callback.undeclared(module, before):
+                callback.probe(module, before, first_batches(module, data, 1)[0])
+            depth = callback.depth if before.layers != after.layers else None
+            plan = callback.planned(module, before)
+            found.append(Growth(before, after, callback.method, plan, depth, callback.residual))
+        return found
     before, after, method = module.size, module.size._replace(width=doubled(module.width)), Duplication()
     plan = method.plan(module.network(*before, meta=True), module.network(*after, meta=True))
-    return [Growth(before, after, method, plan, None)]
+    return [Growth(before, after, method, plan, None, {})]

@@ -8,7 +8,7 @@ from mupscale.commands.terminal import paint, show
 
 
 def main(command: str, arguments: list[str]) -> None:
-    module, _, trainer = configured(command, arguments, __doc__)
-    for growth in growths(module, trainer):
+    module, data, trainer = configured(command, arguments, __doc__)
+    for growth in growths(module, trainer, data):
         print(paint(growth.before.to(growth.after), "heading"))
         show(growth.plan)

@@ -19,7 +19,7 @@ from mupscale.commands.status import Status
 from mupscale.commands.terminal import columns, paint
 from mupscale.methods import Duplication
 from mupscale.models.base import has_own_optimizers
-from mupscale.models.growth_check import LossBySize, find_residual_outputs, undeclared_lists
+from mupscale.models.growth_check import LossBySize
 from mupscale.mup_optimizers import apply_mup
 from mupscale.widening.hints import Hints
 
@@ -30,7 +30,7 @@ BATCHES = 8
 
 def main(command: str, arguments: list[str]) -> int:
     module, data, trainer = configured(command, arguments, __doc__)
-    scheduled = growths(module, trainer)
+    scheduled = growths(module, trainer, data)
     batches = first_batches(module, data, BATCHES)
     module.double()  # what it has beside its network, like a teacher, computes with the copies
     loss = LossBySize(module)
@@ -39,7 +39,7 @@ def main(command: str, arguments: list[str]) -> int:
         return apply_mup(module.optimizer_callable(params))
 
     passed = True
-    for before, after, method, plan, depth in scheduled:
+    for before, after, method, plan, depth, residual in scheduled:
         narrow, wide = loss.network(*before), loss.network(*after, meta=depth is None)
         optimizer: Callable[[list[nn.Parameter]], Any] = configured_optimizer
         if has_own_optimizers(module):
@@ -58,8 +58,7 @@ def main(command: str, arguments: list[str]) -> int:
             print(verdict.text(columns(), paint, title=f"{before.to(after)}: "), flush=True)
             passed &= verdict.passed
         else:
-            lists = [] if depth is None else undeclared_lists(narrow, wide, depth, {})
-            hints = Hints(residual=find_residual_outputs(module, before, lists, batches[0]) if lists else {})
+            hints = Hints(residual=residual)
             check = check_claim(
                 narrow, wide, method, optimizer=optimizer, batches=batches, loss=loss, depth=depth, hints=hints
             )

@@ -40,7 +40,7 @@ def test_layers_that_declare_nothing_are_left_to_the_first_batch(monkeypatch: py
     cli: Any = SimpleNamespace(trainer=Trainer(callbacks=[swap], logger=False), model=MLP(8, base_width=4, layers=2))
     refuse_growth(growth_of("target", [{"width": 8, "layers": 2}, {"width": 8, "layers": 4}]), cli)
     swap.depth = "three"  # type: ignore[assignment]
-    with pytest.raises(UserError, match="widths 8 with 2 layers → 8 with 4 layers: .*three"):
+    with pytest.raises(UserError, match=r"widths 8 with 2 layers → 8 with 4 layers: .*three"):
         refuse_growth(growth_of("target", [{"width": 8, "layers": 2}, {"width": 8, "layers": 4}]), cli)
 
 

@@ -6,6 +6,7 @@ import pytest
 from command_line import refused, small, upscale
 
 from mupscale.__main__ import main
+from mupscale.models.mlp import ResidualBlock
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -33,6 +34,18 @@ def test_the_plan_of_more_layers(capsys: pytest.CaptureFixture[str]) -> None:
     fewer = ["--callback_args={UpscaleCallback: {layers: 1}}"]
     message = refused("plan", "--config", "c.yaml", *DEEPER, *fewer)
     assert message == "error: UpscaleCallback.layers = 1 are not more layers than before it, 2"
+
+
+def test_what_a_class_does_not_declare_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["plan", "--config", small(Path("c.yaml"), upscale(3, 8)), *DEEPER]
+    line.append("--callback_args={UpscaleCallback: {layers: 4, width: 16}}")
+    main(line)
+    declared = capsys.readouterr().out
+    monkeypatch.delattr(ResidualBlock, "residual_outputs")
+    main(line)
+    assert capsys.readouterr().out == declared
 
 
 def test_a_width_that_does_not_fit_is_refused() -> None:
