@@ -24,8 +24,8 @@ LOWEST = tl.constexpr(-3e38)
 WHOLE_ROW, BLOCK = 16384, 8192
 """Up to so many logits a row stays in registers; longer rows are read in blocks."""
 
-PER_THREAD = 16
-"""Logits of a thread at a time, unless a program would need more threads than it can have."""
+WARPS = 16
+"""For a row in blocks. A row in registers has one for each 512 logits, up to as many as there can be."""
 
 
 @triton.jit
@@ -77,8 +77,11 @@ def overwrite_with_slopes(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """The cross-entropy of each row; `logits_NV` become the gradients of these losses."""
     rows, vocabulary = logits_NV.shape
     losses_N = torch.empty(rows, device=logits_NV.device)
-    block = triton.next_power_of_2(vocabulary) if vocabulary <= WHOLE_ROW else BLOCK
-    warps = min(max(block // (32 * PER_THREAD), 1), 32)
+    if vocabulary <= WHOLE_ROW:
+        block = triton.next_power_of_2(vocabulary)
+        warps = min(max(block // 512, 1), 32)
+    else:
+        block, warps = BLOCK, WARPS
     _losses_and_slopes[rows,](logits_NV, targets_N, losses_N, vocabulary, block, num_warps=warps)
     return losses_N
 
