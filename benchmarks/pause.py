@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from benchmarks.harness import Row, choices, clear_memory, now, peak_gb, run
-from benchmarks.training import Case, fit, ours
+from benchmarks.training import Case, Marks, fit, ours
 from mupscale.callbacks import upscale
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
@@ -32,10 +32,10 @@ from mupscale.models.gpt2 import GPT2
 Shape = tuple[int, int, int]
 """Width, layers, rows of a batch."""
 GROWTHS: dict[str, tuple[Shape, Shape]] = {
-    "768 → 1536": ((768, 12, 16), (1536, 12, 16)),
+    "width 768 → 1536": ((768, 12, 16), (1536, 12, 16)),
     "6 → 12 layers": ((768, 6, 16), (768, 12, 16)),
-    "768 → 1536, 6 → 12 layers": ((768, 6, 16), (1536, 12, 16)),
-    "1920 → 3840": ((1920, 12, 4), (3840, 12, 4)),
+    "6 → 12 layers, 768 → 1536": ((768, 6, 16), (1536, 12, 16)),
+    "width 1920 → 3840": ((1920, 12, 4), (3840, 12, 4)),
 }
 QUICK: dict[str, tuple[Shape, Shape]] = {"32 → 64, 1 → 2 layers": ((32, 1, 2), (64, 2, 2))}
 
@@ -62,10 +62,11 @@ class Weighed(UpscaleCallback):
         self.footprint = sum(t.numel() * t.element_size() for t in (*pl_module.parameters(), *states)) / 1e9
 
 
-class Clock(Callback):
+class Clock(Marks):
     """Reads the clock at the ends of some steps, the device idle."""
 
     def __init__(self, *steps: int) -> None:
+        super().__init__(*steps)
         self.at = dict.fromkeys(steps, 0.0)
 
     def on_train_batch_end(

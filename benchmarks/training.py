@@ -9,6 +9,7 @@
 import argparse
 import contextlib
 import io
+import math
 import re
 import statistics
 import tempfile
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,11 +29,10 @@ from torch.utils.data import DataLoader, Dataset
 import mupscale
 from benchmarks import harness
 from benchmarks.harness import Row, choices, clear_memory, now, peak_gb, rate
-from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.fast_loop import FastLoop
+from mupscale.callbacks.plain import default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
-from mupscale.callbacks.summary import WidthBar
+from mupscale.callbacks.strides import Strides
 from mupscale.cuda_graph import CapturedStep
 from mupscale.models.base import Growable
 
@@ -68,10 +67,23 @@ class Case:
     rival: str = "draft"  # what the table calls it
 
 
-class Watch(Callback):
+class Marks(Strides):
+    """Needs its hooks at the ends of some steps only."""
+
+    def __init__(self, *steps: int) -> None:
+        self.marks = steps
+
+    def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        return min(
+            (mark - 1 - trainer.global_step for mark in self.marks if mark > trainer.global_step), default=math.inf
+        )
+
+
+class Watch(Marks):
     """Reads clock and memory when the warm-up is over and at the last step, the device idle at both."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
+        super().__init__(1, warm_up, warm_up + steps)
         self.warm_up, self.steps = warm_up, steps
         self.started = time.perf_counter()
         self.first = self.seconds = self.grown = 0.0
@@ -113,10 +125,7 @@ def fit(case: Case, device: torch.device, *callbacks: Callback) -> float:
             precision=case.precision,
             gradient_clip_val=case.clip,
             callbacks=[
-                Curves(),
-                ExactResume(),
-                LearningRateMonitor("step"),
-                WidthBar(),
+                *default_callbacks([]),
                 FastLoop(cuda_graph=True, tf32=True),
                 RunCheckpoint(folder, every_n_train_steps=500, save_last="link"),
                 *callbacks,

@@ -63,7 +63,7 @@ class Curves(Strides):
         self.stop_on_nan = stop_on_nan
         self.watches = True
         self.spent = {"samples": 0.0, "flops": 0.0}
-        self._sum: Tensor | float = 0.0
+        self._sum = no_loss()
         self._count = 0
         self._flops: dict[Any, float] = {}
         self._mark = (0.0, 0, 0.0, 0.0)
@@ -79,7 +79,7 @@ class Curves(Strides):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.spent = dict(state_dict["spent"])
-        self._sum, self._count = state_dict["sum"], state_dict["count"]
+        self._sum, self._count = no_loss() + state_dict["sum"], state_dict["count"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._check(trainer, pl_module)
@@ -138,8 +138,10 @@ class Curves(Strides):
         assert isinstance(pl_module, Growable)
         self.spent["samples"] += pl_module.batch_size(batch) * len(losses)
         self.spent["flops"] += self._batch_flops(trainer, pl_module, batch) * len(losses)
+        total = float(self._sum)
         for loss in losses:
-            self._sum = float(self._sum) + loss
+            total += loss
+        self._sum = no_loss() + total
         self._count += len(losses)
         if not all(map(math.isfinite, losses)):
             for step, loss in enumerate(losses, self._step):
@@ -181,7 +183,7 @@ class Curves(Strides):
         if self._count:
             loss = self._mean(trainer, module)
             self._report(trainer, loss)
-            self._sum, self._count = 0.0, 0
+            self._sum, self._count = no_loss(), 0
             values = {"train/loss": loss, **values}
             if not is_logged_in_training(trainer, "train/loss"):
                 update_callback_metrics(trainer, {"train/loss": torch.tensor(loss)})
@@ -272,6 +274,14 @@ class Curves(Strides):
                         continue
                     tagged = {tag_in(logger, f"by_{axis}/{name}"): value for name, value in values.items()}
                     log_scalars(logger, tagged, int(self.spent[axis] / unit))
+
+
+def no_loss() -> Tensor:
+    """A sum of losses before the first: a number of the host, to which a device adds its losses, in float64.
+
+    Then the sum is the same whether losses are added one by one, or many at once.
+    """
+    return torch.zeros((), dtype=torch.float64)
 
 
 class NonFiniteLoss(UserError):

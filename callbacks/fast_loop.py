@@ -15,6 +15,7 @@ from torch import Tensor
 from mupscale.callbacks.fit_threads import FitThread, current_fit_thread
 from mupscale.callbacks.stack_rules import OF_STEPS, TRANSFER, free_steps, is_scored_jointly, why_single
 from mupscale.callbacks.stacked_fits import Awaited, is_resident
+from mupscale.callbacks.step_blocks import StepBlocks, takes_blocks
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, datamodule_of, enter_hook, profiler_of
@@ -78,6 +79,7 @@ class LeanEpochLoop(EpochLoop):
     def __init__(self, loop: Any) -> None:
         super().__init__(loop)
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        self._blocks: StepBlocks | None = None
         self.release()
 
     def release(self) -> None:
@@ -97,6 +99,7 @@ class LeanEpochLoop(EpochLoop):
             ]
         if is_overridden("on_train_batch_end", module):
             self._hooks["on_train_batch_end"].append(module.on_train_batch_end)
+        self._blocks = StepBlocks(trainer) if self._plain and self.cuda_graph and takes_blocks(trainer) else None
 
     def advance(self, data_fetcher: Any) -> None:
         if self.thread is not None:
@@ -104,6 +107,8 @@ class LeanEpochLoop(EpochLoop):
                 return
         elif self.restarting or not self._plain:
             super().advance(data_fetcher)
+            return
+        elif self._captured is not None and self._blocks is not None and self._blocks.take(self._captured):
             return
         trainer, progress = self.trainer, self.batch_progress
         module, connector = trainer.lightning_module, self.log_connector

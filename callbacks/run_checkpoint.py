@@ -51,6 +51,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         self.is_shared = self.dirpath is not None  # a folder that the user named may be that of other runs as well
         super().setup(trainer, pl_module, stage)
         write_whole_files(trainer)
+        self.files = files_of(trainer)
         if stage != "fit":
             return
         for policy in (self, *others_than(self, trainer)):
@@ -122,7 +123,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
             self.keep_newest("on_train_batch_end", trainer, pl_module, outputs, batch, batch_idx)
         if step != trainer.max_steps and not accumulates(trainer):
             self._stop_if_asked(trainer)
-        files_of(trainer).raise_error()
+        self.files.raise_error()
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
         is_asked = self.stop is not None and self.stop.number is not None
@@ -136,7 +137,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         if not self.points.has_saved(trainer.global_step):
             self.points.save_now(trainer)
         self.relink(trainer, self.points.folder / f"step={trainer.global_step}.ckpt")
-        files_of(trainer).wait()
+        self.files.wait()
         self.stop.obey()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -170,7 +171,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         self.save_now(trainer)
         if self.points is not None:
             self.points.save_now(trainer)
-        files_of(trainer).wait()
+        self.files.wait()
         if self.current_score is None and self.lacks_metric(trainer):
             raise UserError(f"{self._without_metric(trainer)}. The last step is saved in {self.dirpath}")
 

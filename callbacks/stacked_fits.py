@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from mupscale._torch import step_by_hand, tree_map
+from mupscale.callbacks.step_blocks import HostCopy
 from mupscale.callbacks.strides import strides_of
 from mupscale.datamodules.resident import joint_batch
 from mupscale.errors import UserError
@@ -224,7 +225,7 @@ class StackedFits:
         assert scoring is not None
         return scoring.finished(means)
 
-    def _scores(self) -> "HostCopy":
+    def _scores(self) -> HostCopy:
         """Launches a validation of all fits."""
         module = self.awaited[0].module
         scoring = module.joint_scores()
@@ -303,30 +304,8 @@ class Block(NamedTuple):
     steps: int
     end: Place
     batch: Any
-    losses: "HostCopy"
-    scores: "HostCopy | None"
-
-
-class HostCopy:
-    """Tensors that are copied to the CPU, in float64, while the device continues."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._tensors = {name: tensor.double() for name, tensor in tensors.items()}
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            self._tensors = {name: _pinned_copy(tensor) for name, tensor in self._tensors.items()}
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def arrived(self) -> dict[str, list[Any]]:
-        """The tensors as lists; waits for them."""
-        if self._event is not None:
-            self._event.synchronize()
-        return {name: tensor.tolist() for name, tensor in self._tensors.items()}
-
-
-def _pinned_copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    losses: HostCopy
+    scores: HostCopy | None
 
 
 def is_resident(batch: Any, device: torch.device) -> bool:

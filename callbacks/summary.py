@@ -3,19 +3,21 @@
 import math
 import shlex
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
+from mupscale.callbacks.strides import Strides
 from mupscale.callbacks.upscale import growth_text, swaps_of
 from mupscale.models._lightning import ClockedBar
 from mupscale.models.base import Growable
 from mupscale.schedules import WarmupCosine, WarmupStableDecay
 
 
-class WidthBar(ClockedBar):
+class WidthBar(ClockedBar, Strides):
     """A progress bar that shows the width, the loss, and what the module logs to it, drawn once a second."""
 
     def __init__(self) -> None:
@@ -35,6 +37,10 @@ class WidthBar(ClockedBar):
         if trainer.fit_loop.restarted_mid_epoch:  # whose beginning, which sets these, was in another process
             self.train_progress_bar.total = trainer.num_training_batches
             self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
+
+    def on_steps(self, trainer: Trainer, pl_module: LightningModule, batch: Any, losses: Sequence[float]) -> None:
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self.on_train_batch_end(trainer, pl_module, None, batch, done - 1)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)

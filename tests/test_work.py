@@ -251,6 +251,44 @@ def test_a_fast_loop_calls_few_functions(tmp_path: Path, monkeypatch: pytest.Mon
     assert captured < 0.2 * lightning
 
 
+def calls_of_run(folder: Path, steps: int) -> int:
+    """Functions that Python calls in a run of captured steps without other callbacks."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        fit(mlp(optimizer=ADAMW), folder, FastLoop(cuda_graph=True), steps=steps, batches=300)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_captured_step_without_events_is_a_batch_and_a_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps with hooks, one is 339 calls. Steps in blocks are 16 each, and a log is 470."""
+    monkeypatch.setattr(fast_loop, "CapturedStep", Done)
+    setup = FastLoop.setup
+
+    def on_gpu(self: FastLoop, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        setup(self, trainer, pl_module, stage)
+        trainer.fit_loop.epoch_loop.cuda_graph = True
+
+    monkeypatch.setattr(FastLoop, "setup", on_gpu)
+    calls = dict.fromkeys((10, 50), 0)
+    for every in calls:
+        monkeypatch.setattr(sys.modules[__name__], "LOG_EVERY", every)
+        calls[every] = calls_of_run(tmp_path / f"{every}-long", 250) - calls_of_run(tmp_path / f"{every}-short", 150)
+    log = (calls[10] - calls[50]) / 8
+    step = (calls[50] - 2 * log) / 100
+    assert log < 520
+    assert step < 18
+
+
 # --- memory
 
 

@@ -1,6 +1,8 @@
 """FastLoop with `cuda_graph`, with a stand-in for the graph: which steps are captured, and what is refused."""
 
 import copy
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,13 +19,20 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins import MixedPrecision
 from loop_cases import CASES, MovedBatches, Plain, Talkative
 from observed_fits import Case, assert_same_run, fit, spy
+from run_ends import differences, observed
 from tiers import slow_except
-from tiny_modules import gpt2, mlp, resnet
+from tiny_modules import SCHEDULES, gpt2, mlp, resnet
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from training_runs import LIGHTNING_WARNINGS
 
-from mupscale.callbacks import fast_loop
+from mupscale.callbacks import fast_loop, summary
+from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.fast_loop import FastLoop, refuse_capture
+from mupscale.callbacks.plain import default_callbacks
+from mupscale.callbacks.run_checkpoint import RunCheckpoint
+from mupscale.callbacks.summary import WidthBar
+from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.cuda_graph import step_kind
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.mlp import MLP
@@ -261,3 +270,78 @@ def test_on_a_cpu_cuda_graph_is_no_mistake(own_batches: list[int], tmp_path: Pat
     theirs, ours = fit(Case(), tmp_path / "lightning"), fit(Case(), tmp_path / "fast", FastLoop(cuda_graph=True))
     assert_same_run(ours, theirs)
     assert len(own_batches) == 25  # Lightning's
+
+
+# --- blocks of steps
+
+
+class Hooked(Callback):
+    """Has a hook of every step, so that steps are taken one by one."""
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        pass
+
+
+class DecayedLater(LambdaLR):
+    """Changes what a graph cannot read from memory, after the twelfth step."""
+
+    def step(self, *arguments: Any) -> None:
+        super().step(*arguments)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.3 if self.last_epoch >= 12 else 0.01
+
+
+BLOCKS: dict[str, tuple[dict[str, Any], Callable[[], list[Callback]], dict[str, Any], int, int]] = {
+    "plain": ({}, list, {}, 25, 10),
+    "validations": ({}, list, {"val_check_interval": 4}, 25, 13),
+    "a schedule": ({"lr_scheduler": SCHEDULES["CosineAnnealingLR"]}, list, {}, 25, 11),
+    "a schedule of the decay": ({"lr_scheduler": partial(DecayedLater, lr_lambda=lambda step: 1.0)}, list, {}, 25, 12),
+    "clipping": ({}, list, {"gradient_clip_val": 0.1}, 25, 10),
+    "upscales": ({}, lambda: [UpscaleCallback(9, 16), UpscaleCallback(17, 32)], {}, 25, 17),
+    "epochs": ({}, list, {"max_steps": -1, "max_epochs": 3}, 30, 11),
+}
+"""Arguments of the module, callbacks, settings of the trainer, how many steps there are, and how many with hooks."""
+
+
+def run_by_default(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *callbacks: Callback, ckpt: Path | None = None
+) -> tuple[Any, Counter[str]]:
+    """A run with the callbacks of the command line, a checkpoint every 7 steps and a log every 3; and which hooks of
+    steps it called, how often."""
+    arguments, growths, settings, *_ = BLOCKS[name]
+    calls: Counter[str] = Counter()
+    monkeypatch.setattr(summary.time, "monotonic", lambda: 100.0)  # the bar is drawn by the clock
+    with monkeypatch.context() as patch:
+        for kind in (Curves, RunCheckpoint, WidthBar):
+            for hook in ("on_train_batch_end", "on_steps"):
+                original = getattr(kind, hook)
+
+                def counted(
+                    self: Any, *given: Any, original: Any = original, key: str = f"{kind.__name__}.{hook}"
+                ) -> None:
+                    calls[key] += 1
+                    original(self, *given)
+
+                patch.setattr(kind, hook, counted)
+        saver = RunCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=7, save_top_k=-1)
+        mine = [*default_callbacks([]), saver, *growths(), FastLoop(cuda_graph=True), *callbacks]
+        case = Case(partial(mlp, **arguments), lambda: mine, settings | {"enable_progress_bar": True})
+        return fit(case, folder, ckpt=ckpt), calls
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_steps_are_as_single_steps(
+    name: str, captures: list[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = BLOCKS[name][3]
+    single, called = run_by_default(name, tmp_path / "run", monkeypatch, Hooked())
+    assert called["Curves.on_train_batch_end"] == steps
+    assert called["Curves.on_steps"] == 0
+    expected, replayed = observed(single.folder), [step.calls for step in captures]
+    shutil.move(tmp_path / "run", tmp_path / "single")
+    captures.clear()
+    blocks, called = run_by_default(name, tmp_path / "run", monkeypatch)
+    assert list(differences(observed(blocks.folder), expected)) == []
+    assert [step.calls for step in captures] == replayed, "as many steps were captured"
+    # with hooks are the first four, those with a checkpoint, a validation or a growth, and the last of an epoch
+    assert called["Curves.on_train_batch_end"] == BLOCKS[name][4]

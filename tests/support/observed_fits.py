@@ -43,14 +43,13 @@ def resident(tensors: tuple[Tensor, ...]) -> ResidentLoader:
 def fit(case: Case, folder: Path, *callbacks: Callback, ckpt: Path | None = None) -> Any:
     """Trains as the case says; the answer holds the trainer, the module, the folder and the loader."""
     seed_everything(1, verbose=False)
-    settings = {"precision": "32-true", "max_steps": 25} | case.settings
+    settings = {"precision": "32-true", "max_steps": 25, "enable_progress_bar": False} | case.settings
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         default_root_dir=folder,
         logger=TensorBoardLogger(folder, name="", version=""),
         callbacks=[*callbacks, *case.callbacks()],
-        enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=3,
         num_sanity_val_steps=0,

@@ -1,0 +1,157 @@
+"""Steps of a captured fit that need no hooks, taken at once: between two of them there is a replay, and no more.
+
+On a GPU, the hooks of every step would take longer than a step of a small network. So the steps between two events (a
+log, a checkpoint, a validation, a swap) are launched as a block, and callbacks get the losses of a block
+(`strides.py`). While they process it, the device is busy with the next one.
+"""
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from mupscale.callbacks.strides import Strides, strides_of
+from mupscale.cuda_graph import CapturedStep, step_kind
+from mupscale.models._lightning import callbacks_of
+from mupscale.models._lightning_loop import (
+    Place,
+    epochs_are_plain,
+    leave_steps,
+    pass_steps,
+    place_in_data,
+    steps_before_the_end,
+    steps_before_validation,
+    training_loader,
+)
+from mupscale.models.base import Growable
+
+SECONDS = 0.1
+"""How long a block takes at most: a run that is asked to end, or whose progress is shown, does not wait longer."""
+
+FIRST = 4
+"""Steps of the first block, by which the length of a step is measured."""
+
+
+class StepBlocks:
+    """Takes the steps of a fit that need no hooks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        module = trainer.lightning_module
+        assert isinstance(module, Growable)
+        self._trainer, self._module = trainer, module
+        self._loader: Any = training_loader(trainer)
+        self._strides = strides_of(trainer)
+        self._is_scheduled = bool(trainer.lr_scheduler_configs)
+        self._most = FIRST
+
+    def take(self, captured: CapturedStep) -> bool:
+        """Takes all steps up to the next that needs hooks; False if that is the next one."""
+        trainer = self._trainer
+        left, place, step = self._free_steps(), place_in_data(trainer), trainer.global_step
+        first_step = step
+        is_there = (self._loader.epoch, self._loader.position) == (place.epoch, place.position)
+        if left < 1 or not is_there:
+            return False
+        under_way: Block | None = None
+        while left >= 1:
+            block = self._launch(captured, place, step, left)
+            if block is None:
+                break
+            place, step, left = block.end, step + block.steps, left - block.steps
+            if under_way is not None:
+                self._account_for(under_way)
+            under_way = block
+            if self._is_scheduled:  # its steps are counted already
+                self._account_for(under_way)
+                under_way = None
+            if self._free_steps() < 1:  # a callback has something to do
+                break
+        if under_way is not None:
+            self._account_for(under_way)
+        if trainer.global_step == first_step:
+            return False
+        leave_steps(trainer, validated=False)
+        return True
+
+    def _free_steps(self) -> float:
+        """How many of the next steps need no hooks."""
+        trainer = self._trainer
+        if trainer.should_stop:
+            return 0
+        steps = min(steps_before_the_end(trainer), steps_before_validation(trainer))
+        return min([steps, *(callback.free_steps(trainer, self._module) for callback in self._strides)])
+
+    def _launch(self, captured: CapturedStep, place: Place, step: int, most: float) -> "Block | None":
+        """Launches steps, up to the next after which a callback has something to do; None if the graph does not fit."""
+        trainer, optimizer = self._trainer, self._trainer.optimizers[0]
+        started = time.perf_counter()
+        count = int(min([most, self._most, *(callback.stride(trainer, step) for callback in self._strides)]))
+        losses: list[Tensor] = []
+        for position in range(place.position, place.position + count):
+            batch = self._loader.batch_at(place.epoch, position)
+            if (self._is_scheduled or not losses) and step_kind(batch, optimizer) != captured.kind:
+                break  # a schedule may change more than rates
+            losses.append(captured(batch))
+            if self._is_scheduled:
+                pass_steps(trainer, 1)
+        if not losses:
+            return None
+        return Block(len(losses), place.after(len(losses)), batch, HostCopy({"loss": torch.stack(losses)}), started)
+
+    def _account_for(self, block: "Block") -> None:
+        """Counts the steps of a block, and calls the callbacks."""
+        trainer, module = self._trainer, self._module
+        losses = block.losses.arrived()["loss"]
+        self._most = max(1, int(SECONDS * block.steps / (time.perf_counter() - block.started)))
+        if not self._is_scheduled:
+            pass_steps(trainer, block.steps)
+        self._loader.go_to(block.end.epoch, block.end.position)
+        module.__dict__["train_loss"] = torch.tensor(losses[-1], dtype=torch.float64)
+        for callback in self._strides:
+            callback.on_steps(trainer, module, block.batch, losses)
+
+
+class Block(NamedTuple):
+    """Launched steps: how many, where in the data they end, a batch like theirs, their losses, and when they began."""
+
+    steps: int
+    end: Place
+    batch: Any
+    losses: "HostCopy"
+    started: float
+
+
+class HostCopy:
+    """Tensors that are copied to the CPU, in float64, while the device continues."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensors = {name: tensor.double() for name, tensor in tensors.items()}
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            self._tensors = {name: _pinned_copy(tensor) for name, tensor in self._tensors.items()}
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def arrived(self) -> dict[str, list[Any]]:
+        """The tensors as lists; waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return {name: tensor.tolist() for name, tensor in self._tensors.items()}
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def takes_blocks(trainer: Trainer) -> bool:
+    """Whether a captured fit has steps that need no hooks: all callbacks with hooks of steps know blocks."""
+    module = trainer.lightning_module
+    others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
+    hooks = ("on_train_batch_start", "on_train_batch_end")
+    is_watched = any(is_overridden(hook, owner) for hook in hooks for owner in (module, *others))
+    if not isinstance(module, Growable) or is_watched:
+        return False
+    return training_loader(trainer) is not None and epochs_are_plain(trainer)
