@@ -278,10 +278,10 @@ def run(
         yield {"case": "bf16 matmul", "TFLOP/s": matmul_peak(given.device)}
         for case in (case for case in found if not given.only or given.only in case.name):
             measurements = []
-            for repetition in range(given.repeat):
+            for _ in range(given.repeat):
                 before: dict[str, float] = {}
                 for name in (name for name in sides if name in wanted):
-                    if repetition == 0:  # later ones need not compile again
+                    if given.repeat == 1 or not measurements:  # repetitions need not compile again
                         torch.compiler.reset()
                     row = measured(case, name, sides[name], given.device)
                     row |= {f"÷ {other}": row["steps/s"] / speed for other, speed in before.items()}
