@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -48,10 +48,12 @@ from mupscale.models.checkpoint import (
 )
 from mupscale.models.meta_device import WithoutDraws, meta_attributes, on_meta
 from mupscale.mup_optimizers import apply_mup
-from mupscale.stacking.stack import Losses
 from mupscale.widening.pairing import refuse_lazy
 from mupscale.widening.stepping import attach
 from mupscale.widening.write import carry_frozen_, carry_modes_
+
+if TYPE_CHECKING:
+    from mupscale.stacking.stack import Losses
 
 
 class Scores(NamedTuple):
@@ -183,7 +185,7 @@ class Growable(LightningModule):
         """The loss by operations that `torch.vmap` supports, for stacked models."""
         return self.loss(batch)
 
-    def stacked_losses(self) -> Losses | None:
+    def stacked_losses(self) -> "Losses | None":
         """The losses of many models at once, if a subclass has a faster way than `torch.vmap` of one loss."""
         return None
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from mupscale._torch import has_hooks
 from mupscale.models.arguments import refuse_bad_counts
 from mupscale.models.classifier import Classifier
 from mupscale.readout import Readout
-from mupscale.stacking.stack import Losses
+
+if TYPE_CHECKING:
+    from mupscale.stacking.stack import Losses
 
 
 class ResidualBlock(nn.Module):
@@ -109,7 +111,7 @@ class MLP(Classifier):
     def classes(self) -> int:
         return self.hparams["outputs"]
 
-    def stacked_losses(self) -> Losses | None:
+    def stacked_losses(self) -> "Losses | None":
         net = self.net
         plain = type(net) is MLPNet and not net.blocks and not any(has_hooks(module) for module in net.modules())
         own = type(self).loss is Classifier.loss and type(self).forward is Classifier.forward

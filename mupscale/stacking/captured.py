@@ -1,50 +1,16 @@
 """A whole step of a stack as one CUDA graph, launched at once instead of kernel by kernel."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mupscale._torch import tree_flatten, tree_unflatten
-from mupscale.errors import UserError
+from mupscale.cuda_graph import StaticBatch, batch_kind, capturing
 from mupscale.stacking.stack import Context, Scoring, Stack
 
 WARM_UP_STEPS = 3
 """Steps before a capture, in which kernels are compiled and chosen. Their effects are undone."""
-
-
-class StaticBatch:
-    """A batch in memory of its own, which a CUDA graph reads. `fill` copies another one of its kind to it."""
-
-    def __init__(self, batch: Any, device: torch.device) -> None:
-        leaves, structure = tree_flatten(batch)
-        self._leaves = [leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.batch = tree_unflatten(self._leaves, structure)
-
-    def fill(self, batch: Any) -> None:
-        for captured, leaf in zip(self._leaves, tree_flatten(batch)[0], strict=True):
-            if isinstance(leaf, Tensor):
-                captured.copy_(leaf, non_blocking=True)
-
-
-@contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, what: str) -> Iterator[None]:
-    """Captures what runs inside. Raises a RuntimeError with the cause if that fails."""
-    stream, cause = torch.cuda.current_stream(), None
-    try:
-        # thread_local: other threads, such as one that pins memory, may call CUDA
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            try:
-                yield
-            except Exception as error:
-                cause = error  # the end of the capture will fail as well, with a less exact message
-                raise
-    except Exception as error:
-        torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
-        cause = cause or error
-        raise RuntimeError(f"{what} cannot be captured in a CUDA graph: {cause}") from cause
 
 
 class CapturedStack:
@@ -157,18 +123,3 @@ def stacked_kind(
     limit = id(max_norm) if isinstance(max_norm, Tensor) else max_norm
     modes = [module.training for module in stack.models[0].modules()]
     return id(stack), batch_kind(batch), shared, limit, modes, stack.optimizer.constants()
-
-
-def batch_kind(batch: Any) -> tuple[Any, ...]:
-    """Structure, shapes, precisions and numbers of a batch."""
-    leaves, structure = tree_flatten(batch)
-    return structure, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
-
-
-def _constant(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, int | float | str):
-        return leaf
-    raise UserError(
-        "a CUDA graph takes batches of tensors and numbers, in tuples, lists or dicts, but this has a "
-        f"{type(leaf).__name__}"
-    )
