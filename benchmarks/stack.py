@@ -21,10 +21,10 @@ import torch
 import yaml
 
 from benchmarks.harness import Row, clear_memory, peak_gb, rate, run
-from mupscale.callbacks.joint_steps import JointSteps
 from mupscale.commands.config import Config, at
 from mupscale.commands.configured import described
-from mupscale.commands.lab.run import Run, fit_run, with_run, without_announcements
+from mupscale.commands.lab.run import Run, fit_run, open_stacked, with_run, without_announcements
+from mupscale.commands.lab.stack_loop import StackLoop
 from mupscale.commands.lab.trial import for_trials
 from mupscale.commands.pattern import Pattern
 from mupscale.cuda_graph import CapturedStep
@@ -91,10 +91,11 @@ def in_fits(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder, without_announcements():
         start, pattern = time.perf_counter(), Pattern()
         alike = runs(case, options, Path(folder))
-        joint = JointSteps([partial(fit_run, run, pattern=pattern) for run in alike], print, progress=note)
+        openings = [open_stacked(run, pattern, {}, lambda: len(alike)) for run in alike]
+        loop = StackLoop(openings, progress=note)
         with suppress(Enough):
-            joint.run()
-        del joint
+            loop.run()
+        del loop
     steps = sorted(moments)
     first = next(step for step in steps if step >= epoch)
     before = max(step for step in steps if step < saved_at)

@@ -6,21 +6,28 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from mupscale.callbacks.fit_threads import FitThread, current_fit_thread
-from mupscale.callbacks.stack_rules import OF_STEPS, TRANSFER, free_steps, is_scored_jointly, why_single
-from mupscale.callbacks.stacked_fits import Awaited, is_resident
 from mupscale.callbacks.step_blocks import StepBlocks, takes_blocks
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
-from mupscale.models._lightning import callbacks_of, datamodule_of, enter_hook, profiler_of
-from mupscale.models._lightning_loop import EpochLoop, hands_over_the_iterator, leave_steps, validate_outside
+from mupscale.models._lightning import callbacks_of, datamodule_of, detects_anomalies, enter_hook, profiler_of
+from mupscale.models._lightning_loop import EpochLoop, hands_over_the_iterator
 from mupscale.models.base import Growable
+
+INSIDE_A_STEP = (
+    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "backward", "optimizer_step", "optimizer_zero_grad",
+)  # fmt: skip
+"""Hooks of modules and callbacks that a captured step, or one of a stack, cannot call."""
+
+OF_STEPS = ("on_train_batch_start", "on_train_batch_end")
+
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 WARM_UP = 3
 """Steps before a capture: the first ones make optimizer state, compile, and choose kernels."""
@@ -58,9 +65,6 @@ class FastLoop(Callback):
         if not isinstance(loop, LeanEpochLoop):
             loop = trainer.fit_loop.epoch_loop = LeanEpochLoop(loop)
         loop.cuda_graph = self.cuda_graph and trainer.strategy.root_device.type == "cuda"
-        loop.thread = current_fit_thread()
-        if isinstance(pl_module, Growable):
-            pl_module.is_in_stack = loop.thread is not None
         if loop.cuda_graph:
             refuse_capture(trainer)
 
@@ -73,8 +77,6 @@ class LeanEpochLoop(EpochLoop):
     """Lightning's loop over batches, with the plain case written out."""
 
     cuda_graph = False
-    thread: FitThread | None = None
-    """Of the fits that take their steps together, if this is one of them."""
 
     def __init__(self, loop: Any) -> None:
         super().__init__(loop)
@@ -92,6 +94,7 @@ class LeanEpochLoop(EpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
         trainer, module = self.trainer, self.trainer.lightning_module
+        self._module = module
         self._plain = plain(trainer) and not hands_over_the_iterator(data_fetcher)
         for hook in OF_STEPS:
             self._hooks[hook] = [
@@ -102,79 +105,51 @@ class LeanEpochLoop(EpochLoop):
         self._blocks = StepBlocks(trainer) if self._plain and self.cuda_graph and takes_blocks(trainer) else None
 
     def advance(self, data_fetcher: Any) -> None:
-        if self.thread is not None:
-            if self.finish_validation(data_fetcher) or self._took_free_steps(self.thread):
-                return
-        elif self.restarting or not self._plain:
+        if self.restarting or not self._plain:
             super().advance(data_fetcher)
             return
-        elif self._captured is not None and self._blocks is not None and self._blocks.take(self._captured):
+        if self._captured is not None and self._blocks is not None and self._blocks.take(self._captured):
             return
+        batch, batch_idx = self.before_step(data_fetcher)
+        outputs = None if batch is None else self._step(self.trainer, self._module, batch, batch_idx)
+        self.after_step(outputs, batch, batch_idx)
+
+    def before_step(self, data_fetcher: Any) -> tuple[Any, int]:
+        """The next batch, on its device, and its number; the hooks before a step are called."""
         trainer, progress = self.trainer, self.batch_progress
-        module, connector = trainer.lightning_module, self.log_connector
         self.val_loop.restarting = False
         batch, _, _ = next(data_fetcher)
         batch_idx = self.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
-        if self.thread is not None:
+        if not self._plain:
             batch = trainer.precision_plugin.convert_input(batch)
         if not is_resident(batch, trainer.strategy.root_device):
             batch = trainer.strategy.batch_to_device(batch)
         progress.increment_ready()
-        connector.on_batch_start(batch)
-        outputs = None
+        self.log_connector.on_batch_start(batch)
         if batch is None:
             self.warn_once("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
-            self._call(module, "on_train_batch_start", batch, batch_idx)
+            self._call(self._module, "on_train_batch_start", batch, batch_idx)
             progress.increment_started()
-            outputs = self._step(trainer, module, batch, batch_idx)
+        return batch, batch_idx
+
+    def after_step(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Advances schedules and counters after a step, and calls the hooks after it."""
+        progress = self.batch_progress
         progress.increment_processed()
-        if trainer.lr_scheduler_configs:
+        if self.trainer.lr_scheduler_configs:
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
             if self.is_at_last_batch:
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        self._call(module, "on_train_batch_end", outputs, batch, batch_idx)
+        self._call(self._module, "on_train_batch_end", outputs, batch, batch_idx)
         logged = bool(self.logged)  # most runs log by callbacks, and `self.log` nothing but validations
         if logged:
-            connector.on_batch_end()
+            self.log_connector.on_batch_end()
         self.logged.batch = None
         progress.increment_completed()
         if logged:
-            connector.update_train_step_metrics()
-
-    def on_advance_end(self, data_fetcher: Any) -> None:
-        trainer = self.trainer
-        is_due = self.thread is not None and not trainer.should_stop and self.is_validation_next(data_fetcher)
-        if is_due and is_scored_jointly(trainer):
-            assert self.thread is not None
-            alone, scores = self.thread.wait(Awaited(trainer, self.cuda_graph, "scores"))
-            if alone:
-                self._leave_the_others()
-            else:
-                validate_outside(trainer, *scores)
-        super().on_advance_end(data_fetcher)
-
-    def _took_free_steps(self, thread: FitThread) -> bool:
-        """Takes steps that need no hooks, with the others; False where the next one needs them."""
-        free = free_steps(self.trainer)
-        if free < 1:
-            return False
-        alone, taken = thread.wait(Awaited(self.trainer, self.cuda_graph, "free", free=free))
-        if alone:
-            self._leave_the_others()
-            return False
-        self.trainer.lightning_module.train_loss = torch.tensor(taken.loss, dtype=torch.float64)
-        leave_steps(self.trainer, validated=taken.validated)
-        return True
-
-    def _leave_the_others(self) -> None:
-        self.thread = None
-        module = self.trainer.lightning_module
-        assert isinstance(module, Growable)
-        module.is_in_stack = False
-        if module.hparams["compile"] and module.net is not None:
-            module.compile_network(module.net)
+            self.log_connector.update_train_step_metrics()
 
     def _call(self, module: LightningModule, hook: str, *arguments: Any) -> None:
         outer = enter_hook(module, hook)
@@ -183,18 +158,13 @@ class LeanEpochLoop(EpochLoop):
         enter_hook(module, outer)
 
     def _step(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Any:
-        if self.thread is not None:
-            alone, loss = self.thread.wait(Awaited(trainer, self.cuda_graph, "step", batch))
-            if not alone:
-                return self._counted(module, loss)
-            self._leave_the_others()
         captured = self._captured_for(trainer, module, batch) if self.cuda_graph else None
         if captured is None:
             arguments = self.step_arguments(batch, batch_idx)
             return self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments)
-        return self._counted(module, captured(batch))
+        return self.count_step(module, captured(batch))
 
-    def _counted(self, module: LightningModule, loss: Tensor) -> dict[str, Tensor]:
+    def count_step(self, module: LightningModule, loss: Tensor) -> dict[str, Tensor]:
         """Counts a step that Lightning did not take."""
         optimizer = self.automatic_optimization.optim_progress.optimizer
         optimizer.step.increment_by(1)
@@ -253,6 +223,43 @@ def plain(trainer: Trainer) -> bool:
     )
 
 
+def hook_inside_a_step(trainer: Trainer) -> tuple[str, str] | None:
+    """The class and the name of a hook that neither a captured step nor one of a stack calls; None if there is none."""
+    owners = [(callback, Callback) for callback in callbacks_of(trainer)]
+    for owner, kind in (*owners, (trainer.lightning_module, LightningModule)):
+        for hook in INSIDE_A_STEP:
+            if hasattr(kind, hook) and is_overridden(hook, owner, kind):
+                return type(owner).__name__, hook
+    return None
+
+
+def why_single(trainer: Trainer) -> str | None:
+    """Why Lightning must take each step of a fit, so that it is neither captured nor stacked; None if it need not."""
+    module, plugin, data = trainer.lightning_module, trainer.precision_plugin, datamodule_of(trainer)
+    name = type(module).__name__
+    if not isinstance(module, Growable):
+        return f"the model is a {name}, not a Growable"
+    if type(trainer.strategy) is not SingleDeviceStrategy:
+        return "the run has several devices"
+    if not module.automatic_optimization:
+        return f"{name} has manual optimization"
+    if trainer.accumulate_grad_batches != 1:
+        return f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}, not 1"
+    if not isinstance(profiler_of(trainer), PassThroughProfiler):
+        return "trainer.profiler needs single steps"
+    if detects_anomalies(trainer):
+        return "trainer.detect_anomaly needs single steps; set it to false"
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        return "trainer.precision is 16-mixed, which scales each loss; use bf16-mixed"
+    for method in ("training_step", "on_train_batch_start", *TRANSFER):
+        if getattr(type(module), method) is not getattr(Growable, method):
+            return f"{name} overrides {method}"
+    if any(is_overridden(hook, data) for hook in TRANSFER):
+        return f"{type(data).__name__} has a hook that transfers batches"
+    inside = hook_inside_a_step(trainer)
+    return None if inside is None else f"{inside[0]} has a hook inside the step, {inside[1]}"
+
+
 def refuse_capture(trainer: Trainer) -> None:
     """Raises a UserError, with the reason, if a step cannot be one graph."""
     reason = why_single(trainer)
@@ -260,3 +267,9 @@ def refuse_capture(trainer: Trainer) -> None:
         reason = f"trainer.precision = {trainer.precision} converts inputs; use 32-true or bf16-mixed"
     if reason is not None:
         raise UserError(f"FastLoop.cuda_graph: {reason}")
+
+
+def is_resident(batch: Any, device: torch.device) -> bool:
+    """Whether a batch lies on the device already."""
+    parts = batch if type(batch) in (tuple, list) else (batch,)
+    return all(isinstance(part, Tensor) and part.device == device for part in parts)

@@ -77,8 +77,9 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         if trainer.strategy.restore_checkpoint_after_setup:
             self.catch_up(trainer)
         self.keep_newest("on_train_start", trainer, pl_module)
-        # processes of a distributed run may be at different steps
-        if trainer.world_size == 1 and self.points is not None and not is_trial_run(trainer):
+        # processes of a distributed run may be at different steps; signals to a stack are for all its fits
+        is_alone = trainer.world_size == 1 and not getattr(pl_module, "is_in_stack", False)
+        if is_alone and self.points is not None and not is_trial_run(trainer):
             self.stop = StopRequest()
             self.stop.listen(signal.SIGTERM if trainer.received_sigterm else None)
 

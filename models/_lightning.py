@@ -284,7 +284,10 @@ class Parsers(NamedTuple):
 
 
 class OpenCLI(LightningCLI):
-    """A LightningCLI with hooks where it has none: when a checkpoint is named, and before the trainer is made."""
+    """A LightningCLI with hooks where it has none: when a checkpoint is named, and before the trainer is made.
+
+    It makes model, data and trainer; `run_subcommand` runs.
+    """
 
     def on_checkpoint_path(self) -> None:
         """Called after parsing; Lightning itself would lay the checkpoint's arguments over the configuration."""
@@ -317,3 +320,15 @@ class OpenCLI(LightningCLI):
     def _instantiate_trainer(self, config: Any, callbacks: list[Callback]) -> Trainer:
         self.on_trainer_config(config)
         return super()._instantiate_trainer(config, callbacks)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Does nothing: Lightning would run it while the command line is made."""
+
+    def run_subcommand(self) -> None:
+        assert self.subcommand is not None
+        super()._run_subcommand(self.subcommand)
+
+    def subcommand_arguments(self) -> dict[str, Any]:
+        """The arguments of the trainer's method."""
+        assert self.subcommand is not None
+        return self._prepare_subcommand_kwargs(self.subcommand)

@@ -5,13 +5,20 @@ Private names of Lightning, as in `_lightning.py`.
 
 import math
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.call import _call_callback_hooks
+from lightning.pytorch.trainer.call import (
+    _call_and_handle_interrupt,
+    _call_callback_hooks,
+    _call_lightning_module_hook,
+    _call_teardown_hook,
+)
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 # --- the loop itself
@@ -69,6 +76,106 @@ def accumulates(trainer: Trainer) -> bool:
 def hands_over_the_iterator(data_fetcher: Any) -> bool:
     """Whether `training_step` takes the iterator over batches, and not a batch."""
     return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+
+
+# --- a fit in parts
+
+
+class FitParts:
+    """`Trainer.fit` in parts: one loop can take the steps of many fits, and call these parts around each.
+
+    The steps themselves are taken by others: after `begin`, and after each `end_step`, one is due as long as these
+    return True. In the end comes `finish`, or after an error `interrupt`.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._pause: BaseException | None = None
+
+    def begin(self, **arguments: Any) -> bool:
+        """Does all that `fit` does before its first step; whether there is one."""
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        trainer.strategy._launcher = self  # type: ignore[assignment]
+        vars(fit)["run"] = _pause
+        trainer.fit(**arguments)
+        trainer.strategy._launcher = None
+        del vars(fit)["run"]
+        if isinstance(self._pause, KeyboardInterrupt):
+            raise self._pause
+        trainer._signal_connector.teardown()  # signals are the caller's
+        fit.setup_data()
+        if fit.skip:
+            return False
+        fit.reset()
+        fit.on_run_start()
+        return self._goes_on(in_epoch=False)
+
+    def launch(self, function: Callable[..., Any], *arguments: Any, trainer: Trainer) -> None:
+        """Called by Lightning, to make the fit in this process or another."""
+        try:
+            function(*arguments)
+        except (_Paused, KeyboardInterrupt) as pause:  # for the latter, Lightning would end the whole process
+            self._pause = pause
+
+    def end_step(self) -> bool:
+        """Does what follows a step: validates, ends the epoch, begins the next, ends the run; whether it goes on."""
+        self._end_batch()
+        return self._goes_on(in_epoch=True)
+
+    def finish(self) -> None:
+        """Does what `fit` does after its last step."""
+        trainer = self._trainer
+        trainer._teardown()
+        _call_callback_hooks(trainer, "on_fit_end")
+        _call_lightning_module_hook(trainer, "on_fit_end")
+        _call_teardown_hook(trainer)
+        trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
+
+    def interrupt(self, error: BaseException) -> NoReturn:
+        """Ends the fit, as an error does, and raises the error."""
+
+        def fail() -> NoReturn:
+            raise error
+
+        if self._pause is not None:  # otherwise Lightning has done so
+            _call_and_handle_interrupt(self._trainer, fail)
+        fail()
+
+    @property
+    def data(self) -> Any:
+        """What `advance` of the loop over batches takes."""
+        return self._trainer.fit_loop._data_fetcher
+
+    def _goes_on(self, *, in_epoch: bool) -> bool:
+        """Goes to the next step, maybe of another epoch; without one, ends the run. Whether there is one."""
+        fit, epoch = self._trainer.fit_loop, cast(EpochLoop, self._trainer.fit_loop.epoch_loop)
+        while in_epoch or not fit.done:
+            if not in_epoch:
+                fit.on_advance_start()
+                epoch.reset()
+                epoch.on_run_start(self.data)
+            while not epoch.done:
+                if not epoch.finish_validation(self.data):
+                    return True
+                self._end_batch()
+            fit.on_advance_end()
+            fit.on_iteration_done()
+            in_epoch = False
+        fit._restarting = False
+        fit.on_run_end()
+        return False
+
+    def _end_batch(self) -> None:
+        self._trainer.fit_loop.epoch_loop.on_advance_end(self.data)
+        self._trainer.fit_loop.epoch_loop.on_iteration_done()
+
+
+class _Paused(Exception):
+    """Ends Lightning's set-up of a fit."""
+
+
+def _pause() -> NoReturn:
+    raise _Paused
 
 
 # --- its data

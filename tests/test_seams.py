@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -36,7 +36,8 @@ LIGHTNING = {
     LightningModule: {
         "_trainer", "_current_fx_name", "_on_before_batch_transfer", "_compiler_ctx", "_hparams",
     },
-    Trainer: {"_logger_connector", "_detect_anomaly"},
+    Trainer: {"_logger_connector", "_detect_anomaly", "_signal_connector", "_teardown"},
+    SingleDeviceStrategy: {"_launcher"},
     _LoggerConnector: {"_callback_metrics", "_logged_metrics", "_first_loop_iter"},
     _ResultMetric: {"_forward_cache", "_update_count"},
     LearningRateMonitor: {"_extract_stats"},
@@ -64,14 +65,15 @@ LIGHTNING = {
     TQDMProgressBar: {"_should_update"},
     LightningCLI: {
         "_get", "_parser", "_parse_ckpt_path", "_instantiate_trainer", "_subcommand_parsers",
-        "_subcommand_method_arguments",
+        "_subcommand_method_arguments", "_run_subcommand", "_prepare_subcommand_kwargs",
     },
 }  # fmt: skip
 """Every private attribute of Lightning that the seam touches, by the class that has it."""
 
 LIGHTNING_IMPORTS = {
-    "_configure_optimizers", "_call_callback_hooks", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop",
-    "_DataLoaderSource", "_Stateful", "_MultiProcessingLauncher",
+    "_configure_optimizers", "_call_and_handle_interrupt", "_call_callback_hooks", "_call_lightning_module_hook",
+    "_call_teardown_hook", "_DataLoaderIterDataFetcher", "_TrainingEpochLoop", "_DataLoaderSource", "_Stateful",
+    "_MultiProcessingLauncher",
 }  # fmt: skip
 
 HOOKS = {"_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"}

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from paths import ROOT
 from programs import run_program
 
 HEAVY = {
@@ -94,3 +95,14 @@ def test_the_help_of_fit_reads_no_data_and_leaves_cuda_alone():
     assert after["code"] == 0
     assert not data(after["opened"])
     assert not after["cuda"]
+
+
+@pytest.mark.slow
+def test_a_fit_loads_nothing_of_sweeps():
+    options = ["--trainer.fast_dev_run=true", "--trainer.callbacks=null", "--trainer.enable_progress_bar=false"]
+    after = started(command("fit", "--config", str(ROOT / "configs/quickstart.yaml"), *options))
+    assert after["code"] is None
+    ours = [name for name in after["modules"] if name.startswith("mupscale.")]
+    assert "mupscale.callbacks.fast_loop" in ours
+    of_sweeps = ("mupscale.stacking", "mupscale.commands.lab", "mupscale.commands.sweep", "mupscale.commands.pattern")
+    assert not [name for name in ours if name.startswith(of_sweeps)]

@@ -7,11 +7,12 @@ import os
 import pkgutil
 import warnings
 from argparse import ArgumentError
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import yaml
@@ -50,7 +51,6 @@ from mupscale.commands.levels import refuse_levels, refuse_values_for_sections
 from mupscale.commands.loading import without_collections
 from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.next_steps import after_fit
-from mupscale.commands.pattern import Pattern
 from mupscale.commands.results import ResultFile, write_result
 from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
@@ -59,6 +59,9 @@ from mupscale.errors import UserError
 from mupscale.models._lightning import OpenCLI, Parsers, is_remote, is_trial_run, name_arguments_apart
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import checkpoint_size, refuse_malformed, refuse_malformed_optimizers, run_in
+
+if TYPE_CHECKING:
+    from mupscale.commands.pattern import Pattern
 
 C = TypeVar("C", bound=Callback)
 
@@ -128,7 +131,7 @@ class CLI(OpenCLI):
         start: RunStart,
         command: str = "",
         folder: Path | None = None,
-        pattern: Pattern | None = None,
+        pattern: "Pattern | None" = None,
         plain: Config | None = None,
         **kwargs: Any,
     ) -> None:
@@ -383,18 +386,32 @@ class CLI(OpenCLI):
             print(f"predictions of {len(predictions)} batches: {path}")
 
 
-def parsed(
+def parsed(arguments: list[str], *, run: bool = True, **options: Any) -> CLI:
+    """Parses a command line and runs its command; without `run`, only makes its model, data and trainer.
+
+    The options are those of `opened`.
+    """
+    with opened(arguments, run=run, **options) as cli:
+        if run:
+            cli.run_subcommand()
+    return cli
+
+
+@contextmanager
+def opened(
     arguments: list[str],
     *,
     run: bool = True,
+    handles_signals: bool = True,
     parser_kwargs: dict[str, Any] | None = None,
     folder: Path | None = None,
-    pattern: Pattern | None = None,
+    pattern: "Pattern | None" = None,
     plain: Config | None = None,
-) -> CLI:
-    """Parses a command line and runs its command; without `run`, only makes its model, data and trainer.
+) -> Iterator[CLI]:
+    """A command line, parsed, with its model, data and trainer; its command is run inside of the context, if `run`.
 
-    `plain` is the configuration of a command line with a single file; `pattern` avoids parsing similar ones again.
+    `plain` is the configuration of a command line with a single file; `pattern` avoids parsing similar ones again. A
+    command that `handles_signals` ends by SIGTERM after its step.
 
     A mistake in the configuration is a UserError. An error after the first step is raised unchanged.
     """
@@ -414,8 +431,8 @@ def parsed(
     started, ending = Started(), Ending()
     start = RunStart(folder)
     try:
-        with ending.explained() if run else nullcontext():
-            return CLI(
+        with ending.explained(handles_signals=handles_signals) if run else nullcontext():
+            yield CLI(
                 Growable,
                 LightningDataModule,
                 subclass_mode_model=True,

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,11 @@ class Ending(Callback):
     # --- around the run
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self, *, handles_signals: bool = True) -> Iterator[None]:
         """Turns the exceptions that end a run into Terminated, KeyboardInterrupt or UserError with one line."""
         self._is_around = True
-        with self._contexts, on_sigterm(self._on_sigterm), _quiet_writers():
+        signals = on_sigterm(self._on_sigterm) if handles_signals else nullcontext()
+        with self._contexts, signals, _quiet_writers():
             try:
                 with self._profiler_ended():
                     yield

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from training_runs import TREESPEC_WARNING
 
 from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.stack_rules import hook_inside_a_step
+from mupscale.callbacks.fast_loop import hook_inside_a_step
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader

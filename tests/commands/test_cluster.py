@@ -21,11 +21,11 @@ from ray_cluster import ENVIRONMENT, LocalCluster, is_dead
 from run_ends import differences, observed
 from sweeps import starts, values_of
 
-from mupscale.callbacks.stacked_fits import Apart
 from mupscale.commands.lab.driver import Ending, Job
 from mupscale.commands.lab.on_ray import Cluster
 from mupscale.commands.lab.ray_nodes import Needs, Node, needs_of, refuse_late_node, site_of
 from mupscale.commands.lab.run import Run, Trial
+from mupscale.commands.lab.stack_rules import Apart
 from mupscale.errors import UserError
 
 HOLD = {"class_path": "extensions.Hold"}

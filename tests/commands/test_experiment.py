@@ -24,7 +24,6 @@ from sweeps import starts
 from tiers import slow_except
 
 from mupscale.__main__ import main
-from mupscale.callbacks.stacked_fits import Apart
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.lab import workers as lab_workers
 from mupscale.commands.lab.driver import Driver, Job
@@ -32,6 +31,7 @@ from mupscale.commands.lab.experiments import Experiment
 from mupscale.commands.lab.file import Description, Growth, check, growths_of, read
 from mupscale.commands.lab.parts import SweepPart
 from mupscale.commands.lab.run import Run, Trial, progress, result_of
+from mupscale.commands.lab.stack_rules import Apart
 from mupscale.commands.lab.transfer import Panel, WidthCurve, draw, visible_range
 from mupscale.commands.pattern import Patterns
 from mupscale.commands.termination import Terminated

@@ -20,8 +20,8 @@ from tiers import slow_except
 
 from mupscale.__main__ import main
 from mupscale.callbacks.curves import Curves
-from mupscale.callbacks.stacked_fits import StackedFits
 from mupscale.commands.lab.run import result_of
+from mupscale.commands.lab.stacked_steps import StackedSteps
 from mupscale.models.base import Growable
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -132,7 +132,7 @@ def test_what_does_not_stack_is_trained_all_the_same(
     output = capsys.readouterr().out
     if case == "a callback":
         assert sorted(Counting.steps) == sorted([*range(1, 9)] * 2)
-    said = [text for text in output.splitlines() if "one after another" in text or "trained separately" in text]
+    said = [text for text in output.splitlines() if "one after another" in text]
     assert len(said) == (line is not None), output
     assert line is None or line in said[0]
     apart = swept("apart", config, *options, "--stack", "off")
@@ -242,11 +242,11 @@ def test_an_error_ends_all_trials_and_they_go_on(tmp_path: Path, monkeypatch: py
 
 
 KILLS: dict[str, list[tuple[tuple[str, int], tuple[str, int]]]] = {
-    "set-up": [(("others", 8), ("others", 40)), (("main", 0), ("others", 75)), (("others", 30), ("others", 20)),
-               (("others", 50), ("others", 12))],
-    "steps": [(("others", 130), ("others", 160)), (("others", 110), ("others", 95)), (("others", 85), ("others", 120)),
-              (("others", 100), ("main", 2))],
-    "the end": [(("others", 300), ("others", 270)), (("main", 6), ("others", 180))],
+    "set-up": [(("main", 10), ("main", 40)), (("main", 0), ("main", 55)), (("main", 30), ("main", 20)),
+               (("main", 48), ("main", 14))],
+    "steps": [(("main", 96), ("main", 130)), (("main", 75), ("main", 65)), (("main", 60), ("others", 40)),
+              (("main", 85), ("main", 2))],
+    "the end": [(("main", 262), ("main", 230)), (("main", 6), ("main", 90))],
 }  # fmt: skip
 """At which file operations two parts are killed, again and again: 20 of them, by --all; or the first 12."""
 
@@ -320,7 +320,7 @@ def test_signals_end_a_sweep_and_it_goes_on(tmp_path: Path, capfd: pytest.Captur
     whole = swept("whole", config, *options)
     moments = [
         (Growable, "configure_model", 3, signal.SIGTERM),
-        (StackedFits, "_launched", 1, signal.SIGINT),
+        (StackedSteps, "_launched", 1, signal.SIGINT),
         (Curves, "on_save_checkpoint", 6, signal.SIGTERM),
     ]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,5 +1,7 @@
 """Runs of small modules inside `Trainer.fit`, what they leave behind, and comparisons of two of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +53,21 @@ def fit(
     **settings: Any,
 ) -> Any:
     """Trains on the CPU for so many steps; the answer holds the trainer, the module, the losses and the steps."""
+    with fit_outside(module, folder, *callbacks, ckpt=ckpt, steps=steps, **settings) as (trainer, arguments, answer):
+        trainer.fit(**arguments)
+    return answer
+
+
+@contextmanager
+def fit_outside(
+    module: Growable,
+    folder: Path,
+    *callbacks: Callback,
+    ckpt: Path | None = None,
+    steps: int = 50,
+    **settings: Any,
+) -> Iterator[tuple[Trainer, dict[str, Any], Any]]:
+    """The trainer of a fit that is made inside of the context, the arguments of the fit, and what it answers."""
     seed_everything(1, verbose=False)
     settings = {"precision": "64-true", "logger": False, "enable_checkpointing": False, "max_steps": steps} | settings
     dtype = torch.float64 if settings["precision"] == "64-true" else torch.float32
@@ -68,10 +85,11 @@ def fit(
     )
     train, val = rows(module, 8 * BATCHES, dtype), rows(module, 16, dtype)
     validation = ResidentLoader(val, 8, shuffle=False) if is_overridden("validation_step", module) else None
-    trainer.fit(module, ResidentLoader(train, 8, shuffle=True, drop_last=True), validation, ckpt_path=ckpt)
-    return SimpleNamespace(
-        trainer=trainer, module=module, losses=torch.tensor(record.losses, dtype=torch.float64), steps=record.steps
-    )
+    loader = ResidentLoader(train, 8, shuffle=True, drop_last=True)
+    arguments = {"model": module, "train_dataloaders": loader, "val_dataloaders": validation, "ckpt_path": ckpt}
+    answer = SimpleNamespace(trainer=trainer, module=module)
+    yield trainer, arguments, answer
+    answer.losses, answer.steps = torch.tensor(record.losses, dtype=torch.float64), record.steps
 
 
 def state(run: Any) -> dict[str, Tensor]:

@@ -12,14 +12,24 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from mupscale.callbacks.joint_steps import JointSteps, room_in_stack
-from mupscale.callbacks.stacked_fits import Apart
 from mupscale.commands.arguments import Size
-from mupscale.commands.lab.run import Progress, Result, Run, Trial, ending_of, fit_run, free_memory, set_aside
+from mupscale.commands.lab.run import (
+    Progress,
+    Result,
+    Run,
+    Trial,
+    ending_of,
+    free_memory,
+    open_stacked,
+    set_aside,
+    without_announcements,
+)
+from mupscale.commands.lab.stack_loop import StackLoop, room_in_stack
+from mupscale.commands.lab.stack_rules import Apart
+from mupscale.commands.lab.stacked_fit import Opening
 from mupscale.commands.pattern import Pattern, Patterns
 from mupscale.errors import UserError
 
@@ -66,27 +76,30 @@ def make_apart(trials: list[Trial], pattern: Pattern) -> dict[Path, Result]:
 
 def make_stack(job: Job, pattern: Pattern) -> dict[Path, Result]:
     """Makes similar runs together, as many of them as there is room for. Raises Apart if they cannot be stacked."""
-    made: list[Run] = []
+    results: dict[Path, Result] = {}
+    begun: list[Run] = []
     clock = Progress()
 
-    def jobs() -> Iterator[Callable[[], Result]]:
+    def openings() -> Iterator[Opening]:
         for trial in job.trials:
             print(f"{trial.name}: begins", flush=True)
             for run in trial.runs:
-                made.append(run)
-                yield partial(fit_run, run, lambda: len(made), pattern)
+                known = run.result_of_others()
+                if known is None:
+                    begun.append(run)
+                    yield open_stacked(run, pattern, results, lambda: len(begun))
+                else:
+                    results[run.folder] = known
 
-    joint = JointSteps(
-        jobs(),
-        most=lambda awaited: room_in_stack(awaited, job.size),
-        tell=lambda line: print(line, flush=True),
-        progress=lambda step, steps, count: clock.print(f"{len(made)} runs", step, steps, f"{count} still on"),
-    )
+    def show(step: int, steps: int, count: int) -> None:
+        clock.print(f"{len(begun)} runs", step, steps, f"{count} still on")
+
     try:
-        joint.run()
+        with without_announcements():
+            StackLoop(openings(), most=lambda first: room_in_stack(first, job.size), progress=show).run()
     finally:
         free_memory()
-    return {run.folder: result for run, result in zip(made, joint.results, strict=True)}
+    return results
 
 
 # --- executors

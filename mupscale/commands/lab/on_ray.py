@@ -178,8 +178,8 @@ class Cluster:
         import ray
         from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
 
-        from mupscale.callbacks.stacked_fits import Apart
         from mupscale.commands.lab.driver import Ending, failed_words
+        from mupscale.commands.lab.stack_rules import Apart
 
         try:
             return Ending(job, ray.get(task))

@@ -8,17 +8,18 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 
 from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.commands.checkpoints import newest_checkpoint
-from mupscale.commands.cli import CLI, LOGGER, callbacks_in, parsed
+from mupscale.commands.cli import CLI, LOGGER, callbacks_in, opened
 from mupscale.commands.config import Config, class_name, read_json, temporary_file
 from mupscale.commands.pattern import Pattern
 from mupscale.commands.results import write_result
@@ -68,6 +69,11 @@ class Run:
         """The result, if it is written; the checkpoints, which another process may be deleting, are not looked at."""
         return result_of(self.folder) if (self.folder / RESULT).exists() else None
 
+    def result_of_others(self) -> "Result | None":
+        """The result, if another process has finished the run; one whose driver died may still be about to end."""
+        claim_when_free(self.folder).release()
+        return self.known_result()
+
     def newest_checkpoint(self) -> tuple[Path | None, dict[str, Any]]:
         """The checkpoint from which the run continues; None if it starts from the beginning."""
         return newest_checkpoint(self.folder) if (self.folder / "config.yaml").exists() else (None, {})
@@ -76,7 +82,7 @@ class Run:
         """Makes or resumes the run; prints its progress if it is long. `pattern` is that of similar configurations."""
         torch.compiler.reset()  # dynamo stops compiling after a few networks
         with progress(self.name):
-            result = fit_run(self, pattern=pattern)
+            result = fit_run(self, pattern)
         free_memory()
         return result
 
@@ -108,33 +114,55 @@ def ending_of(runs: Iterable[Any], find: Callable[[Any], Result | None]) -> list
     return answer
 
 
-def fit_run(run: Run, beside: Callable[[], int] = lambda: 1, pattern: Pattern | None = None) -> Result:
-    """Fits or resumes a run.
-
-    Args:
-        run: The run.
-        beside: The number of runs that share its time, itself included.
-        pattern: Of configurations like this one.
-    """
+def fit_run(run: Run, pattern: Pattern | None = None) -> Result:
+    """Fits or resumes a run. `pattern` is that of similar configurations."""
     start = time.monotonic()
-    claim_when_free(run.folder).release()  # a process whose driver died may still be about to end
-    known = run.known_result()
+    known = run.result_of_others()
     if known is not None:
         return known
+    with open_run(run, pattern) as cli:
+        cli.run_subcommand()
+    return record_run(run, cli, time.monotonic() - start)
+
+
+@contextmanager
+def open_run(run: Run, pattern: Pattern | None = None, *, handles_signals: bool = True) -> Iterator[CLI]:
+    """The command line that fits or resumes a run; what is printed inside of the context goes to the log of the run."""
     path, _ = run.newest_checkpoint()
-    with explained(run.name, run.folder):
-        if path is None:
-            shutil.rmtree(run.folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
-            with temporary_file(run.config) as file, logged(run.folder):
-                if run.starts_from is None:
-                    cli = parsed(["fit", "--config", file], pattern=pattern, plain=run.config)
-                else:
-                    cli = parsed(["fit", "--config", file, "--ckpt_path", str(run.starts_from)])
+    options: dict[str, Any] = {"handles_signals": handles_signals}
+    with explained(run.name, run.folder), ExitStack() as contexts:
+        if path is not None:
+            arguments = ["--config", str(run.folder / "config.yaml"), "--ckpt_path", str(path)]
+            options |= {"folder": run.folder}
         else:
-            arguments = ["fit", "--config", str(run.folder / "config.yaml"), "--ckpt_path", str(path)]
-            with logged(run.folder):
-                cli = parsed(arguments, folder=run.folder)
-    seconds = (time.monotonic() - start) / beside()
+            shutil.rmtree(run.folder, ignore_errors=True)  # without a checkpoint nothing in it can be resumed
+            arguments = ["--config", contexts.enter_context(temporary_file(run.config))]
+            if run.starts_from is None:
+                options |= {"pattern": pattern, "plain": run.config}
+            else:
+                arguments += ["--ckpt_path", str(run.starts_from)]
+        contexts.enter_context(logged(run.folder))
+        yield contexts.enter_context(opened(["fit", *arguments], **options))
+
+
+@contextmanager
+def open_stacked(
+    run: Run, pattern: Pattern | None, results: dict[Path, Result], beside: Callable[[], int]
+) -> Iterator[tuple[Trainer, dict[str, Any]]]:
+    """The trainer of a run, and the arguments of its `fit`, which others call in parts.
+
+    In the end its result is among the `results`. `beside` is the number of runs that share its time, itself included.
+    """
+    start = time.monotonic()
+    with open_run(run, pattern, handles_signals=False) as cli:
+        cli.before_fit()
+        yield cli.trainer, cli.subcommand_arguments()
+        cli.after_fit()
+    results[run.folder] = record_run(run, cli, (time.monotonic() - start) / beside())
+
+
+def record_run(run: Run, cli: CLI, seconds: float) -> Result:
+    """Writes the result of a run that has ended."""
     return record(run.folder, {"value": metric_of(cli), "seconds": seconds, **cli.results.numbers(cli.trainer)})
 
 

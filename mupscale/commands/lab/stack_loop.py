@@ -1,24 +1,24 @@
-"""Fits that are trained together: each is an ordinary fit in its own thread, and one stacked program takes their steps.
+"""One loop for fits that are trained together: each is an ordinary fit, and one stacked program takes their steps.
 
-Every fit has its own trainer, callbacks, loggers and checkpoints. Only the step is shared: the loops of all fits wait
-for it. The fits that are furthest behind step first, so that fits that were resumed from different steps catch up. If
-the next steps of a fit need no hooks, it is advanced by many steps at once (`strides.py`).
+Every fit has its own trainer, callbacks, loggers and checkpoints (`stacked_fit.py`). Only the step is shared. The fits
+that are furthest behind step first, so that fits that were resumed from different steps catch up. If the next steps of
+a fit need no hooks, it is advanced by many steps at once (`stacked_steps.py`).
 """
 
 import gc
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
 
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from mupscale.callbacks.fit_threads import FitThread
-from mupscale.callbacks.stack_rules import why_apart
-from mupscale.callbacks.stacked_fits import Apart, Awaited, StackedFits, loss_of
 from mupscale.callbacks.upscale import size_after_all, swaps_of
+from mupscale.commands.lab.stack_rules import Apart, why_apart
+from mupscale.commands.lab.stacked_fit import Opening, StackedFit
+from mupscale.commands.lab.stacked_steps import StackedSteps, loss_of
+from mupscale.commands.termination import Terminated
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
 from mupscale.models._lightning_loop import steps_before_the_end, training_loader
@@ -34,111 +34,96 @@ SHARE = 0.9
 """The share of the free memory that a stack may use."""
 
 
-class JointSteps:
+class StackLoop:
     """Runs fits to their ends, with joint steps.
 
-    joint = JointSteps([first_fit, second_fit], tell=print)
-    joint.run()
-    joint.results
+    StackLoop([opening_of_the_first, opening_of_the_second]).run()
     """
 
     def __init__(
         self,
-        jobs: Iterable[Callable[[], Any]],
-        tell: Callable[[str], None],
-        most: Callable[[Awaited], int] = lambda first: sys.maxsize,
+        openings: Iterable[Opening],
+        most: Callable[[StackedFit], int] = lambda first: sys.maxsize,
         progress: Callable[[int, int, int], None] = lambda step, steps, count: None,
     ) -> None:
         """
         Args:
-            jobs: Functions that each run a fit with a FastLoop in this process. They are requested one by one.
+            openings: Those of fits with a FastLoop. They are requested one by one.
             most: Returns how many of them to run, given the first one before its first step.
-            tell: Called with a line about fits that are trained separately.
             progress: Called now and then with the lowest step of all fits, the total number of steps, and how many fits
                 are still running.
         """
-        self.threads: list[FitThread] = []
-        self._jobs, self._most, self._tell, self._progress = iter(jobs), most, tell, progress
-        self._fits: StackedFits | None = None
+        self._openings, self._most, self._progress = iter(openings), most, progress
+        self._fits: list[StackedFit] = []
+        self._steps: StackedSteps | None = None
 
     def run(self) -> None:
-        """Raises the first error of a fit, once all others have ended too; Apart, if they cannot be stacked at all."""
+        """Raises the first error of a fit, once all others have ended too; Apart, if they cannot be stacked."""
         try:
             with long_lived_objects():
-                self._set_up()
-                while waiting := [thread for thread in self.threads if not thread.is_over]:
-                    self._advance(waiting)
+                self._begin()
+                while running := [fit for fit in self._fits if not fit.is_over]:
+                    self._fits = running  # the others free their memory
+                    self._advance(running)
         except BaseException:
             self._end()
             raise
 
-    def _set_up(self) -> None:
+    def _begin(self) -> None:
         """Starts the fits, up to their first steps."""
         most = sys.maxsize
-        while len(self.threads) < most and (job := next(self._jobs, None)) is not None:
-            thread = FitThread(job)
-            self.threads.append(thread)
-            self._turn(thread)
-            if not thread.is_over:
-                self._refuse(thread)
-                most = min(most, self._most(thread.request)) if len(self.threads) == 1 else most
+        while len(self._fits) < most and (opening := next(self._openings, None)) is not None:
+            fit = StackedFit(opening, score=lambda fit: StackedSteps([fit]).scores()[0])
+            self._fits.append(fit)
+            fit.begin()
+            if fit.is_over:
+                continue
+            reason = why_apart(fit.trainer)  # before the next one begins, so that little time is lost
+            if reason is not None:
+                raise Apart(reason)
+            if len(self._fits) == 1:
+                most = self._most(fit)
 
-    @property
-    def results(self) -> list[Any]:
-        """What the jobs returned."""
-        return [thread.result for thread in self.threads]
-
-    def _refuse(self, thread: FitThread) -> None:
-        """Checks a fit before the next one starts, so that little time is lost."""
-        reason = why_apart(thread.request.trainer)
-        if reason is not None:
-            raise Apart(reason)
-
-    def _advance(self, waiting: list[FitThread]) -> None:
+    def _advance(self, running: list[StackedFit]) -> None:
         """Takes steps of those that are furthest behind."""
-        first = min(waiting, key=lambda thread: thread.request.step)
-        group = [thread for thread in waiting if thread.request.place == first.request.place]
-        awaited: list[Awaited] = [thread.request for thread in group]
-        least = first.request.step
-        end = least + int(steps_before_the_end(first.request.trainer)) + 1
-        try:
-            fits = self._together(awaited)
-        except UserError as error:
-            self._tell(f"{error}; from step {least} on, {len(group)} trials are trained separately")
-            for thread in group:
-                self._turn(thread, alone=True)
+        first = min(running, key=lambda fit: fit.step)
+        group = [fit for fit in running if fit.place == first.place]
+        least = first.step
+        end = least + int(steps_before_the_end(first.trainer)) + 1
+        steps = self._steps_of(group)
+        if first.free >= 1:
+            ahead = [fit.step - least for fit in running if fit.step > least]
+            steps.take_free(min(ahead, default=math.inf), lambda step: self._progress(step, end, len(running)))
+            for fit in group:
+                if fit.free < 1 or fit.trainer.should_stop:
+                    fit.leave_free_steps()
             return
-        if first.request.kind != "free":
-            self._progress(least, end, len(waiting))
-            answers = fits.take_one() if first.request.kind == "step" else fits.scores()
-            for thread, answer in zip(group, answers, strict=True):
-                self._turn(thread, answer)
-            return
-        ahead = [thread.request.step - least for thread in waiting if thread.request.step > least]
-        fits.take_free(min(ahead, default=math.inf), lambda step: self._progress(step, end, len(waiting)))
-        for thread, each in zip(group, awaited, strict=True):
-            if each.free < 1 or each.trainer.should_stop:
-                self._turn(thread, each)
+        self._progress(least, end, len(running))
+        for fit, loss in zip(group, steps.take_one(), strict=True):
+            fit.leave_step(loss)
+        scored = [fit for fit in group if fit.loop.awaits_scores(fit.parts.data)]
+        scores = dict(zip(scored, self._steps_of(scored).scores(), strict=True)) if scored else {}
+        for fit in group:
+            fit.end_step(scores.get(fit))
 
-    def _together(self, awaited: list[Awaited]) -> StackedFits:
-        """The stack of these fits: the last one, unless the fits or their networks are others."""
-        if self._fits is None or not self._fits.is_of(awaited):
-            self._fits = None  # its memory, before the next takes as much
-            self._fits = StackedFits(awaited)
-        self._fits.go_on(awaited)
-        return self._fits
-
-    def _turn(self, thread: FitThread, answer: Any = None, *, alone: bool = False) -> None:
-        thread.turn((alone, answer))
-        if thread.is_over and thread.error is not None:
-            raise thread.error
+    def _steps_of(self, fits: list[StackedFit]) -> StackedSteps:
+        """Those of these fits: the last ones, unless the fits or their networks are others."""
+        if self._steps is None or not self._steps.is_of(fits):
+            self._steps = None  # its memory, before the next takes as much
+            try:
+                self._steps = StackedSteps(fits)
+            except UserError as error:
+                raise Apart(str(error)) from error
+        self._steps.read_again()
+        return self._steps
 
     def _end(self) -> None:
         """Ends all fits, as SIGTERM does."""
-        self._fits = None
-        for thread in self.threads:
-            while not thread.is_over and thread.request is not None:
-                thread.turn(error=SIGTERMException())
+        self._steps = None
+        for fit in self._fits:
+            if not fit.is_over:
+                with suppress(Exception, SIGTERMException, Terminated):
+                    fit.end_by(SIGTERMException())
 
 
 @contextmanager
@@ -158,7 +143,7 @@ def long_lived_objects() -> Iterator[None]:
 # --- how many fits one stack has room for
 
 
-def room_in_stack(first: Awaited, size: int | str) -> int:
+def room_in_stack(first: StackedFit, size: int | str) -> int:
     """How many fits like this one to stack: `size`, or for `auto` as many as fit into memory.
 
     Raises a UserError if `size` of them do not fit. Raises Apart if two do not fit, if a stack cannot compute their
@@ -195,7 +180,7 @@ def why_slow(module: Growable, device: torch.device) -> str | None:
     return f"torch.vmap of {type(module).__name__} is slower on a GPU; to use it anyway, give --stack N"
 
 
-def bytes_of(first: Awaited, size: Size) -> int:
+def bytes_of(first: StackedFit, size: Size) -> int:
     """The memory that a fit takes in a stack, at this size."""
     module, loader = first.module, training_loader(first.trainer)
     batch = first.batch if loader is None else loader.batch_at(0, 0)

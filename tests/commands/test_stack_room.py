@@ -4,7 +4,7 @@ import pytest
 import torch
 from stacks import made
 
-from mupscale.callbacks.joint_steps import why_slow
+from mupscale.commands.lab.stack_loop import why_slow
 
 
 @pytest.mark.parametrize(

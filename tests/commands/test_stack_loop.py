@@ -1,7 +1,8 @@
 """Fits that take their steps together: the losses and states of separate fits, for every kind of model."""
 
 import gc
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from lightning.pytorch import Callback, Trainer
 from tiers import slow_except
 from tiny_modules import gpt2, mlp, resnet
 from torch import Tensor
-from training_runs import LIGHTNING_WARNINGS, fit, state
+from training_runs import LIGHTNING_WARNINGS, fit_outside, state
 
 from mupscale.callbacks.fast_loop import FastLoop
-from mupscale.callbacks.joint_steps import JointSteps, long_lived_objects
 from mupscale.callbacks.upscale import UpscaleCallback
+from mupscale.commands.lab.stack_loop import StackLoop, long_lived_objects
+from mupscale.commands.lab.stack_rules import Apart
 from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.mlp import MLP
 
@@ -26,19 +28,34 @@ BUILDERS: dict[str, tuple[Any, Any]] = {"mlp": (mlp, 24), "resnet": (resnet, 4),
 RATES = (0.003, 0.006, 0.012)
 
 
-def fitted(build: Any, width: Any, rate: float, folder: Path, **settings: Any) -> Any:
+@contextmanager
+def opened(build: Any, width: Any, rate: float, folder: Path, **settings: Any) -> Any:
     """A fit with a growth and noise in the middle; `rate` is that of AdamW."""
     module = build(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1))
     steps = settings.setdefault("steps", 20)
     swap = UpscaleCallback(at_step=steps // 2, width=width, noise=AdditiveNoise(0.1))
-    return fit(module, folder, FastLoop(), swap, *settings.pop("more", ()), gradient_clip_val=0.3, **settings)
+    callbacks = FastLoop(), swap, *settings.pop("more", ())
+    with fit_outside(module, folder, *callbacks, gradient_clip_val=0.3, **settings) as parts:
+        yield parts
 
 
-def together(build: Any, width: Any, folder: Path, **settings: Any) -> list[Any]:
-    jobs = [lambda rate=rate: fitted(build, width, rate, folder, **settings) for rate in RATES]
-    joint = JointSteps(jobs, tell=pytest.fail)
-    joint.run()
-    return joint.results
+def fitted(*arguments: Any, **settings: Any) -> Any:
+    with opened(*arguments, **settings) as (trainer, named, answer):
+        trainer.fit(**named)
+    return answer
+
+
+@contextmanager
+def noted(opening: Any, answers: list[Any]) -> Iterator[Any]:
+    with opening as (trainer, arguments, answer):
+        answers.append(answer)
+        yield trainer, arguments
+
+
+def together(openings: Iterable[Any]) -> list[Any]:
+    answers: list[Any] = []
+    StackLoop([noted(opening, answers) for opening in openings]).run()
+    return answers
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -53,7 +70,7 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("name", slow_except(BUILDERS, "mlp", kept=["gpt2"]))
 def test_they_end_as_separate_fits(name: str, tmp_path: Path) -> None:
     build, width = BUILDERS[name]
-    runs = together(build, width, tmp_path)
+    runs = together(opened(build, width, rate, tmp_path) for rate in RATES)
     for rate, run in zip(RATES, runs, strict=True):
         alone = fitted(build, width, rate, tmp_path)
         assert run.steps == alone.steps
@@ -81,22 +98,18 @@ class Frozen(Callback):
 def test_frozen_layers(first: int | None, second: int | None, tmp_path: Path) -> None:
     """They stay frozen in a stack, and train from the step at which a callback says so, before or after the upscale.
 
-    Fits that do not train the same layers go on separately.
+    Fits that do not train the same layers are not stacked.
     """
-
-    def run(rate: float, step: int | None) -> Any:
-        return fitted(mlp, 24, rate, tmp_path, more=[Frozen(step)])
-
-    lines: list[str] = []
     pairs = list(zip(RATES, (first, second), strict=False))
-    joint = JointSteps([partial(run, *pair) for pair in pairs], tell=lines.append)
-    joint.run()
-    for pair, result in zip(pairs, joint.results, strict=True):
-        alone = run(*pair)
+    openings = [opened(mlp, 24, rate, tmp_path, more=[Frozen(step)]) for rate, step in pairs]
+    if first != second:
+        with pytest.raises(Apart, match=r"layers\.0\.weight is .* in the first and .* frozen in number 1"):
+            together(openings)
+        return
+    for (rate, step), result in zip(pairs, together(openings), strict=True):
+        alone = fitted(mlp, 24, rate, tmp_path, more=[Frozen(step)])
         assert float(((result.losses - alone.losses) / alone.losses).abs().max()) < 1e-10
         assert distance(state(result), state(alone)) < 1e-12
-    assert len(lines) == (first != second), lines
-    assert all("frozen" in line and "trained separately" in line for line in lines)
 
 
 class Shifted(MLP):
@@ -122,7 +135,8 @@ def test_in_float32_they_differ_as_sums_in_another_order_do(tmp_path: Path) -> N
 
     settings: dict[str, Any] = {"precision": "32-true", "steps": 60}
     ours, reordered = 0.0, 0.0
-    for rate, run in zip(RATES, together(mlp, 24, tmp_path, **settings), strict=True):
+    runs = together(opened(mlp, 24, rate, tmp_path, **settings) for rate in RATES)
+    for rate, run in zip(RATES, runs, strict=True):
         alone = [fitted(shifted(first), 24, rate, tmp_path, **settings).losses for first in range(4)]
         apart = [float((one - other).abs().mean()) for one, other in combinations(alone, 2)]
         assert min(apart) > 0

@@ -1,21 +1,19 @@
 """The joint steps of fits that are trained together, as steps of one stack."""
 
-import math
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from mupscale._torch import step_by_hand, tree_map
+from mupscale.callbacks.fast_loop import is_resident
 from mupscale.callbacks.step_blocks import HostCopy
-from mupscale.callbacks.strides import strides_of
+from mupscale.commands.lab.stacked_fit import StackedFit
+from mupscale.cuda_graph import batch_kind
 from mupscale.datamodules.resident import joint_batch
 from mupscale.errors import UserError
 from mupscale.models._lightning_loop import (
@@ -27,70 +25,26 @@ from mupscale.models._lightning_loop import (
     pass_validation,
     place_in_data,
     steps_to_validation,
-    training_loader,
     validation_loader,
 )
 from mupscale.models.base import Growable
-from mupscale.stacking.around import has_unknown_hooks
-from mupscale.stacking.captured import CapturedScores, CapturedStack, batch_kind
+from mupscale.stacking.captured import CapturedScores, CapturedStack
 from mupscale.stacking.dropout import mixed
 from mupscale.stacking.stack import Stack
 
 
-class Apart(UserError):
-    """A fit cannot be stacked with others; the message is the reason."""
+class StackedSteps:
+    """The steps and validations of fits whose networks are one stack."""
 
-
-@dataclass
-class Awaited:
-    """A request of a fit: one step on its batch, with all hooks; up to `free` steps without hooks; or the results of a
-    validation."""
-
-    trainer: Trainer
-    cuda_graph: bool
-    kind: Literal["step", "free", "scores"]
-    batch: Any = None
-    free: float = 0
-    validated: bool = False
-    """Whether the last of the free steps was followed by a validation."""
-    loss: float = math.nan
-    """Of the last of the free steps."""
-
-    def __post_init__(self) -> None:
-        self.loader: Any = training_loader(self.trainer)
-        self.strides = strides_of(self.trainer)
-        # otherwise the others would have to go apart with it
-        self.stacks = not has_unknown_hooks(self.trainer.optimizers[0])
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # in the thread of the fit
-
-    @property
-    def module(self) -> Growable:
-        module = self.trainer.lightning_module
-        assert isinstance(module, Growable)
-        return module
-
-    @property
-    def step(self) -> int:
-        return self.trainer.global_step
-
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """What fits of one stack have in common besides their architecture."""
-        return self.step, self.kind, place_in_data(self.trainer), str(self.module.size), self.stacks
-
-
-class StackedFits:
-    """Fits whose networks are one stack."""
-
-    def __init__(self, awaited: list[Awaited]) -> None:
-        self.awaited = awaited
-        trainer, module = awaited[0].trainer, awaited[0].module
-        optimizers = [each.trainer.optimizers[0] for each in awaited]
-        self._networks = [each.module.net for each in awaited]
-        self._weights = [weight for each in awaited for weight in each.module.parameters()]
+    def __init__(self, fits: list[StackedFit]) -> None:
+        self.fits = fits
+        trainer, module = fits[0].trainer, fits[0].module
+        optimizers = [each.trainer.optimizers[0] for each in fits]
+        self._networks = [each.module.net for each in fits]
+        self._weights = [weight for each in fits for weight in each.module.parameters()]
         self._trained = [weight.requires_grad for weight in self._weights]
         self._stack = Stack(
-            [each.module for each in awaited],
+            [each.module for each in fits],
             optimizers,
             loss_of,
             module.stacked_losses(),
@@ -101,36 +55,35 @@ class StackedFits:
             step_by_hand(optimizer)
         self._max_norm = trainer.gradient_clip_val
         self._draws = module.stacked_losses() is None  # in it, dropout may be
-        self._seeds = torch.tensor([each.seed for each in awaited], device=module.device)
+        self._seeds = torch.tensor([each.seed for each in fits], device=module.device)
         self._device = trainer.strategy.root_device
         self._is_unread = True
         self._captured: CapturedStack | None = None
         self._evaluations: dict[str, CapturedScores] = {}
         self._kind: Any = None
 
-    def is_of(self, awaited: list[Awaited]) -> bool:
+    def is_of(self, fits: list[StackedFit]) -> bool:
         """Whether these fits, with the networks that they have now, and what these train, are those of the stack."""
-        if len(awaited) != len(self.awaited):
+        if len(fits) != len(self.fits):
             return False
         if [weight.requires_grad for weight in self._weights] != self._trained:
             return False  # a callback has frozen some, or unfrozen them
-        same = zip(awaited, self.awaited, self._networks, strict=True)
+        same = zip(fits, self.fits, self._networks, strict=True)
         return all(new.trainer is old.trainer and new.module.net is net for new, old, net in same)
 
-    def go_on(self, awaited: list[Awaited]) -> None:
-        """What the same fits wait for now; they may have changed their optimizers' numbers since."""
-        self.awaited = awaited
+    def read_again(self) -> None:
+        """Reads the numbers of the optimizers before the next step: hooks may have changed them since."""
         self._is_unread = True
 
     # --- a step with all hooks
 
     def take_one(self) -> list[Tensor]:
         """A step of each fit on its batch; returns the losses."""
-        loaders, batches = [each.loader for each in self.awaited], [each.batch for each in self.awaited]
+        loaders, batches = [each.loader for each in self.fits], [each.batch for each in self.fits]
         shared = loaders[0] is not None and all(loader.order == loaders[0].order for loader in loaders)
         self._stack.optimizer.read_numbers()
         batch = batches[0] if shared else tree_map(lambda *parts: torch.stack(parts), *batches)
-        return list(self._step(batch, shared, self.awaited[0].step).double().cpu())
+        return list(self._step(batch, shared, self.fits[0].step).double().cpu())
 
     # --- free steps
 
@@ -140,9 +93,9 @@ class StackedFits:
         On a GPU, the next steps run while the fits process the last ones. So a fit that stops because it diverged may
         have taken a few more steps.
         """
-        first = self.awaited[0].trainer
+        first = self.fits[0].trainer
         waits = self._device.type != "cuda" or bool(first.lr_scheduler_configs)
-        left = int(min(limit, *(each.free for each in self.awaited)))
+        left = int(min(limit, *(each.free for each in self.fits)))
         place, step = place_in_data(first), first.global_step
         under_way: Block | None = None
         while left:
@@ -157,17 +110,17 @@ class StackedFits:
             if waits or not left:
                 self._account_for(under_way)
                 under_way = None
-            if any(each.trainer.should_stop for each in self.awaited):
+            if any(each.trainer.should_stop for each in self.fits):
                 break
         if under_way is not None:
             self._account_for(under_way)
 
     def _launched(self, place: Place, step: int, most: int) -> "Block":
         """Launches steps, up to the next after which a fit has something to do."""
-        trainers = [each.trainer for each in self.awaited]
-        strides = [callback.stride(each.trainer, step) for each in self.awaited for callback in each.strides]
+        trainers = [each.trainer for each in self.fits]
+        strides = [callback.stride(each.trainer, step) for each in self.fits for callback in each.strides]
         count = int(min([most, steps_to_validation(trainers[0], place), *strides]))
-        loaders = [each.loader for each in self.awaited]
+        loaders = [each.loader for each in self.fits]
         shared = all(loader.order == loaders[0].order for loader in loaders)
         scheduled = bool(trainers[0].lr_scheduler_configs)
         if self._is_unread:
@@ -191,7 +144,7 @@ class StackedFits:
         """Counts the steps of a block in all fits that are still running, and calls their callbacks."""
         losses = block.losses.arrived()["loss"]
         scores = {} if block.scores is None else block.scores.arrived()
-        for index, each in enumerate(self.awaited):
+        for index, each in enumerate(self.fits):
             trainer, module = each.trainer, each.module
             if trainer.should_stop:
                 continue
@@ -208,7 +161,7 @@ class StackedFits:
             if batches_left(trainer) == 0 and each.free >= 1 and not trainer.should_stop:
                 pass_epoch(trainer)
 
-    def _score(self, each: Awaited, means: dict[str, float]) -> None:
+    def _score(self, each: StackedFit, means: dict[str, float]) -> None:
         pass_validation(each.trainer, self._validation[1], self._finished(means), each.step - 1)
         each.validated = True
         for callback in each.strides:
@@ -217,17 +170,17 @@ class StackedFits:
     def scores(self) -> list[tuple[int, dict[str, float]]]:
         """A validation of all fits: how many batches it had, and what is logged of it."""
         means = self._scores().arrived()
-        table = [{name: values[index] for name, values in means.items()} for index in range(len(self.awaited))]
+        table = [{name: values[index] for name, values in means.items()} for index in range(len(self.fits))]
         return [(self._validation[1], self._finished(row)) for row in table]
 
     def _finished(self, means: dict[str, float]) -> dict[str, float]:
-        scoring = self.awaited[0].module.joint_scores()
+        scoring = self.fits[0].module.joint_scores()
         assert scoring is not None
         return scoring.finished(means)
 
     def _scores(self) -> HostCopy:
         """Launches a validation of all fits."""
-        module = self.awaited[0].module
+        module = self.fits[0].module
         scoring = module.joint_scores()
         assert scoring is not None
         loaders, batches = self._validation
@@ -246,15 +199,15 @@ class StackedFits:
     @cached_property
     def _validation(self) -> tuple[list[Any], int]:
         """The loaders of the validation batches of each fit, and how many batches count."""
-        found = [validation_loader(each.trainer) for each in self.awaited]
+        found = [validation_loader(each.trainer) for each in self.fits]
         loaders = [loader for loader, _ in filter(None, found)]
         assert len(loaders) == len(found)
         assert found[0] is not None
         return loaders, found[0][1]
 
     def _evaluated(self, function: Any, batch: Any, shared: bool) -> dict[str, Tensor]:
-        context = self.awaited[0].trainer.precision_plugin.val_step_context
-        if not self.awaited[0].cuda_graph:
+        context = self.fits[0].trainer.precision_plugin.val_step_context
+        if not self.fits[0].loop.cuda_graph:
             with context():
                 return self._stack.evaluate(function, batch, shared=shared)
         kind = str((shared, batch_kind(batch)))
@@ -269,7 +222,7 @@ class StackedFits:
         if self._draws:
             self._stack.seeds.copy_(mixed(self._seeds, number))
         options: dict[str, Any] = {"shared": shared, "max_norm": self._max_norm, "context": self._context}
-        if not self.awaited[0].cuda_graph:
+        if not self.fits[0].loop.cuda_graph:
             return self._stack.advance(batch, **options)
         kind, before = (shared, batch_kind(batch)), self._kind
         self._kind = kind
@@ -281,11 +234,11 @@ class StackedFits:
         return self._captured(batch)
 
     def _context(self) -> AbstractContextManager[Any]:
-        return self.awaited[0].trainer.precision_plugin.train_step_context()
+        return self.fits[0].trainer.precision_plugin.train_step_context()
 
     def _prepared(self, batch: Any) -> Any:
         """A batch on the device, in the precision of the fits."""
-        trainer = self.awaited[0].trainer
+        trainer = self.fits[0].trainer
         batch = trainer.precision_plugin.convert_input(batch)
         return batch if is_resident(batch, self._device) else trainer.strategy.batch_to_device(batch)
 
@@ -306,9 +259,3 @@ class Block(NamedTuple):
     batch: Any
     losses: HostCopy
     scores: HostCopy | None
-
-
-def is_resident(batch: Any, device: torch.device) -> bool:
-    """Whether a batch lies on the device already."""
-    parts = batch if type(batch) in (tuple, list) else (batch,)
-    return all(isinstance(part, Tensor) and part.device == device for part in parts)
