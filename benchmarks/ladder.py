@@ -190,9 +190,12 @@ RUNG = replace(  # one step further: 5 tokens per parameter
     },
 )  # fmt: skip
 _SUNK = {5: (0, -1, -2, -3), 20: (0, -1, -2, -3), 80: (0, -1, -2, -3)}
-SUNK = replace(  # half the rate: 64 × 4 does not stay stable for so long at the common one
-    FULL, top=Size(128, 4), tokens_per_parameter=15, lr=0.0039, other_rates=(), noises=(), sunk=True,
-    fixed={**dict.fromkeys([Size(128, 8), Size(128, 4), Size(64, 8)], (1, 0, -1, -2, -3)), Size(64, 4): ()},
+SUNK = replace(
+    FULL, top=Size(128, 4), tokens_per_parameter=15, other_rates=(), noises=(), sunk=True,
+    fixed={
+        Size(128, 8): (0, -1, -2, -3), Size(128, 4): (0.5, 0, -1, -2, -3), Size(64, 8): (0, -1, -2, -3),
+        Size(64, 4): (),
+    },
     grown={
         (Size(64, 4), Size(128, 8)): ((Way("stack", "diagonal", 1.0),), _SUNK),
         (Size(64, 4), Size(128, 4)): (WIDTH[:1], _SUNK),

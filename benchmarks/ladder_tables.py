@@ -354,20 +354,26 @@ def rung_table(_: Ends) -> str:
     return make_table(["", "budget", "how", "validation loss", "S, target size"], rows)
 
 
+STABLE = 85e6
+"""Tokens that the start of the `sunk` ladder reads before its loss begins to rise."""
+
+
 def sunk_table(_: Ends) -> str:
     """What a start that exists reaches, trained on as it is or grown, and, in brackets, S against the target size."""
     ends = Ends(RUNS.parent / "sunk" / "runs.csv", SUNK)
     budgets = sorted({budget for _, budget in ends.grown})
 
     def show_loss(growth: Growth, budget: float) -> str:
-        loss = f"{mean(ends.grown[growth, budget].values()):.3f}"
+        loss, tokens = f"{mean(ends.grown[growth, budget].values()):.3f}", growth.at * SUNK.parameters(growth.start)
         if growth.size == growth.start:
-            return loss
+            tokens += SUNK.rows * SUNK.context * SUNK.budget(budget) / SUNK.flops(growth.start)
+            return loss if tokens < STABLE else "unstable"
         share = ends.advantage(growth, budget, "target")
         return f"{loss} ({'> ' * share.is_bound}{share.mean:.1f})"
 
     rows = []
-    for growth in sorted({growth for growth, _ in ends.grown}, key=lambda each: (each.at, order_sizes(each.size))):
+    growths = {growth for growth, _ in ends.grown if growth.at * SUNK.parameters(growth.start) < STABLE}
+    for growth in sorted(growths, key=lambda each: (each.at, order_sizes(each.size))):
         how = "as it is" if growth.size == growth.start else f"to {show_size(growth.size)}: {show_way(growth.way)}"
         rows.append([f"{growth.at:g}", how, *(show_loss(growth, budget) for budget in budgets)])
     for size in ends.sizes:

@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 from paths import ROOT
 
-from benchmarks.ladder import DEPTHS, FULL, LARGE_BATCH, RUNG, WIDTH, Size, Way, plan_runs
+from benchmarks.ladder import DEPTHS, FULL, LARGE_BATCH, RUNG, SUNK, WIDTH, Size, Way, plan_runs
 from benchmarks.ladder_tables import (
     BASELINES,
     DIRECTIONS,
@@ -133,6 +133,24 @@ def test_the_rung_in_sentences() -> None:
     assert f"**Depth by `stack` met its own**: {stack.mean:.2f}, for" in text
     page = " ".join((ROOT / "docs" / "should_i_grow.md").read_text().split())
     assert f"The runs gave {width.mean:.2f} and {stack.mean:.2f}." in page
+
+
+def test_a_base_that_exists_in_sentences() -> None:
+    ends = Ends(RUNS.parent / "sunk" / "runs.csv", SUNK)
+
+    def below(at: int, budget: float) -> float:
+        losses = {
+            growth: mean(found.values()) for (growth, b), found in ends.grown.items() if (growth.at, b) == (at, budget)
+        }
+        (kept,) = (loss for growth, loss in losses.items() if growth.size == growth.start)
+        return kept - min(loss for growth, loss in losses.items() if growth.size != growth.start)
+
+    text = " ".join(PAGE.read_text().split())
+    assert (
+        f"growth ends {below(20, -2):.3f} below it from 20 tokens per parameter, and {-below(5, -2):.3f} above" in text
+    )
+    assert f"With half of C it ends {below(20, -1):.3f} and {below(5, -1):.3f} below it." in text
+    assert f"C = {SUNK.budget(0) / 1e14:.1f} · 10¹⁴ FLOPs" in text
 
 
 def test_depth_pays_at_10_tokens_per_parameter(ends: Ends) -> None:

@@ -294,7 +294,7 @@ def test_the_host_does_not_wait_between_two_steps_that_log(
     model: str, cuda_graph: bool, waiting_is_an_error: Callable[[Trainer, Any], None], graphs: list[int], tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"precision": "32-true" if model == "mlp" else "bf16-mixed", "gradient_clip_val": 1.0}
-    defaults = default_callbacks([], {"logger": True, "enable_progress_bar": False, "barebones": False})
+    defaults = default_callbacks([], progress_bar=False)
     run = fit(
         {"mlp": mlp, "resnet": resnet, "gpt2": gpt2}[model](optimizer=ADAMW, lr_scheduler=cosine),
         tmp_path,
