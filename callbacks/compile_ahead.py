@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from mupscale._torch import is_compiled_in_place, tree_map
 from mupscale.checks.recording import generators_kept
-from mupscale.device_memory import free_bytes
 from mupscale.models._lightning import make_alike
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import Size
@@ -109,7 +108,7 @@ class CompileAhead:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             start_new_session=True,  # Ctrl-C is for the run, which ends this
         )
         assert self._process.stdin is not None
@@ -142,7 +141,7 @@ def _request(trainer: Trainer, module: Growable, size: Size, batch: Any) -> Requ
         size,
         tree_map(lambda value: value.cpu() if isinstance(value, Tensor) else value, batch),
         module.device,
-        int(SHARE * free_bytes(module.device)),
+        int(SHARE * torch.cuda.mem_get_info(module.device)[0]) if module.device.type == "cuda" else 0,
         trainer.precision_plugin,
         torch.get_float32_matmul_precision(),
         torch.backends.cudnn.benchmark,

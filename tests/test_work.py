@@ -6,7 +6,8 @@ What a CPU dispatches stands for what a GPU launches: optimizers are the fused o
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -209,9 +210,9 @@ class Done:
         return self.loss
 
 
-def python_calls(folder: Path, *callbacks: Callback) -> int:
-    """Functions that Python calls in a step between two that log."""
-    counts: dict[int, int] = {}
+@contextmanager
+def counted_calls() -> Iterator[Callable[[], int]]:
+    """Yields a function that returns how many functions Python has called since."""
     calls = 0
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
@@ -220,71 +221,73 @@ def python_calls(folder: Path, *callbacks: Callback) -> int:
 
     sys.setprofile(count)
     try:
+        yield lambda: calls
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FastLoop takes the CPU for a GPU, on which a captured step takes no time."""
+    setup = FastLoop.setup
+
+    def on_gpu(self: FastLoop, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        setup(self, trainer, pl_module, stage)
+        trainer.fit_loop.epoch_loop.cuda_graph = self.cuda_graph
+
+    monkeypatch.setattr(fast_loop, "CapturedStep", Done)
+    monkeypatch.setattr(FastLoop, "setup", on_gpu)
+
+
+def python_calls(folder: Path, *callbacks: Callback) -> int:
+    """Functions that Python calls in a step between two that log."""
+    counts: dict[int, int] = {}
+    with counted_calls() as calls:
         fit(
             mlp(optimizer=ADAMW, lr_scheduler=cosine),
             folder,
             *callbacks,
-            AtEnds(lambda step: counts.update({step: calls})),
+            AtEnds(lambda step: counts.update({step: calls()})),
         )
-    finally:
-        sys.setprofile(None)
     found = {counts[step + 1] - counts[step] for step in range(LOG_EVERY + 1, 2 * LOG_EVERY - 1)}
     assert len(found) == 1, "every step does the same"
     return found.pop()
 
 
-def test_a_fast_loop_calls_few_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("captures")
+def test_a_fast_loop_calls_few_functions(tmp_path: Path) -> None:
     """Beside captured steps the loop is all that the host does: 339 calls a step; 1774 with Lightning's, 1353 of steps
     not captured.
     """
     lightning, fast = python_calls(tmp_path / "lightning"), python_calls(tmp_path / "fast", FastLoop())
-    monkeypatch.setattr(fast_loop, "CapturedStep", Done)
-    setup = FastLoop.setup
-
-    def on_gpu(self: FastLoop, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        setup(self, trainer, pl_module, stage)
-        trainer.fit_loop.epoch_loop.cuda_graph = True
-
-    monkeypatch.setattr(FastLoop, "setup", on_gpu)
     captured = python_calls(tmp_path / "captured", FastLoop(cuda_graph=True))
     assert fast < 0.85 * lightning
     assert captured < 0.2 * lightning
 
 
-def calls_of_run(folder: Path, steps: int) -> int:
-    """Functions that Python calls in a run of captured steps without other callbacks."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        fit(mlp(optimizer=ADAMW), folder, FastLoop(cuda_graph=True), steps=steps, batches=300)
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
+@pytest.mark.usefixtures("captures")
 def test_a_captured_step_without_events_is_a_batch_and_a_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of steps with hooks, one is 339 calls. Steps in blocks are 16 each, and a log is 470."""
-    monkeypatch.setattr(fast_loop, "CapturedStep", Done)
-    setup = FastLoop.setup
 
-    def on_gpu(self: FastLoop, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        setup(self, trainer, pl_module, stage)
-        trainer.fit_loop.epoch_loop.cuda_graph = True
+    def calls_of(steps: int) -> int:
+        with counted_calls() as calls:
+            fit(
+                mlp(optimizer=ADAMW),
+                tmp_path / f"{LOG_EVERY}-{steps}",
+                FastLoop(cuda_graph=True),
+                steps=steps,
+                batches=300,
+            )
+            return calls()
 
-    monkeypatch.setattr(FastLoop, "setup", on_gpu)
-    calls = dict.fromkeys((10, 50), 0)
-    for every in calls:
+    of_100 = {}
+    for every in (10, 50):
         monkeypatch.setattr(sys.modules[__name__], "LOG_EVERY", every)
-        calls[every] = calls_of_run(tmp_path / f"{every}-long", 250) - calls_of_run(tmp_path / f"{every}-short", 150)
-    log = (calls[10] - calls[50]) / 8
-    step = (calls[50] - 2 * log) / 100
+        of_100[every] = calls_of(250) - calls_of(150)
+    log = (of_100[10] - of_100[50]) / 8
+    step = (of_100[50] - 2 * log) / 100
     assert log < 520
     assert step < 18
 
