@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics.text import Perplexity
+from torchmetrics.text.perplexity import Perplexity
 
 from mupscale.models.base import Growable, Scores
 

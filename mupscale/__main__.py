@@ -4,6 +4,7 @@ import os
 import sys
 import textwrap
 
+from mupscale import _torchmetrics
 from mupscale.commands._jsonargparse import did_you_mean
 from mupscale.commands.loading import loaded
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
@@ -68,6 +69,7 @@ def run(arguments: list[str]) -> int | None:
     # slower
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     refuse_pipes()
+    _torchmetrics.install()
     try:
         with on_sigterm(end_now):
             return loaded(f"mupscale.commands.{COMMANDS[name][0]}").main(name, rest)

@@ -21,8 +21,8 @@ FOLDERS = {
 LEAVES = {
     f"mupscale.{name}"
     for name in (
-        "_torch", "_torchvision", "arguments", "atomic", "cuda_graph", "data_files", "errors", "flops", "layer_names",
-        "readout", "sharding", "spectral", "text_tables", "watching",
+        "_torch", "_torchmetrics", "_torchvision", "arguments", "atomic", "cuda_graph", "data_files", "errors", "flops",
+        "layer_names", "readout", "sharding", "spectral", "text_tables", "watching",
     )
 }  # fmt: skip
 """Anybody may import these."""

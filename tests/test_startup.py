@@ -95,6 +95,9 @@ def test_the_help_of_fit_reads_no_data_and_leaves_cuda_alone():
     assert after["code"] == 0
     assert not data(after["opened"])
     assert not after["cuda"]
+    # torchmetrics imports what is installed of these, unless it is imported in part
+    assert not packages(after["modules"]) & {"pandas", "pesq", "scipy", "sklearn", "transformers"}
+    assert not {"torchmetrics.image", "torchmetrics.functional.image"} & set(after["modules"])
 
 
 @pytest.mark.slow
@@ -106,3 +109,36 @@ def test_a_fit_loads_nothing_of_sweeps():
     assert "mupscale.callbacks.fast_loop" in ours
     of_sweeps = ("mupscale.stacking", "mupscale.commands.lab", "mupscale.commands.sweep", "mupscale.commands.pattern")
     assert not [name for name in ours if name.startswith(of_sweeps)]
+
+
+LATER = """
+from mupscale import _torchmetrics
+{before}
+_torchmetrics.install()
+from torchmetrics import Metric, MetricCollection
+{between}
+from torchmetrics.text.perplexity import Perplexity
+from torchmetrics.functional.text import perplexity
+from torchmetrics import Accuracy, functional
+import torchmetrics
+assert issubclass(Perplexity, Metric) and torchmetrics.text.Perplexity is Perplexity, "one class by either name"
+assert perplexity is functional.text.perplexity and callable(perplexity), "not the module of this name"
+assert Accuracy(task="binary")(*2 * [__import__("torch").ones(2)]) == 1
+assert torchmetrics.__version__ and torchmetrics.image.PeakSignalNoiseRatio
+"""
+IN_PART = 'import sys; assert not {"torchmetrics.text", "torchmetrics.image", "scipy"} & set(sys.modules)'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "between"),
+    [
+        ("", IN_PART),
+        ("import torchmetrics", ""),
+        # a release whose parts cannot be imported by themselves
+        ('import sys; sys.modules["torchmetrics.utilities"] = None', ""),
+    ],
+    ids=["in part", "imported before", "another release"],
+)
+def test_torchmetrics_in_part_has_all_its_names(before: str, between: str):
+    run_program("-c", LATER.format(before=before, between=between))
