@@ -4,12 +4,13 @@ Shapes: N rows, D width, V vocabulary. With a vocabulary of 50,304 the logits ar
 so what counts is how often they are read.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-KERNEL = False
+KERNEL = find_spec("triton") is not None
 """Whether one Triton kernel makes losses and slopes on a GPU."""
 
 
@@ -47,7 +48,7 @@ def slopes(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, 
 @torch.library.custom_op("mupscale::readout_slopes", mutates_args=())
 def slopes_in_place(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """The same by one Triton kernel, which writes the gradient over the logits; float64 is not supported."""
-    from mupscale.triton_kernels import overwrite_with_slopes
+    from mupscale.readout_kernel import overwrite_with_slopes
 
     logits_NV = x_ND @ weight_VD.T
     return overwrite_with_slopes(logits_NV, targets_N.contiguous()), logits_NV

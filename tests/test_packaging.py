@@ -233,7 +233,8 @@ def commands(*lines: list[str]) -> str:
 @pytest.mark.slow
 def test_the_library_needs_the_core_only(tmp_path: Path):
     rooms = ("commands/lab", "commands/reporting", "hf")
-    needs_more = tuple(f"mupscale/{room}/" for room in rooms)
+    # triton comes with torch's builds for CUDA; what imports it is imported where it is there
+    needs_more = (*(f"mupscale/{room}/" for room in rooms), "mupscale/readout_kernel.py")
     files = [name for name in source_files() if name.endswith(".py") and not name.startswith(needs_more)]
     modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]
     assert {"mupscale.datamodules.fineweb", "mupscale.models.gpt2", "mupscale.callbacks.upscale"} <= {*modules}
