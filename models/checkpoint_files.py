@@ -24,8 +24,9 @@ from mupscale.models.checkpoint import load_checkpoint
 AT_ONCE = 2
 """Copies of checkpoints in memory: one is being written, and one waits for it."""
 
-PINNED = 2**30
-"""Bytes. Copies of at most this size are made in pinned memory, which is fast, and which is kept for the next copy."""
+PINNED = 1 / 8
+"""The share of the host's free memory up to which a copy is made in pinned memory: that is fast to copy to, slow to
+allocate, and kept for the next copy."""
 
 Operation = Callable[[], None]
 
@@ -185,8 +186,10 @@ def copy_to_host(checkpoint: Any, buffers: list[Tensor]) -> Any:
     tensors = [leaf for leaf in tree_leaves(checkpoint) if is_copied(leaf)]
     whole = {id(tensor): alone(tensor) for tensor in tensors}
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in whole.values()}
+    size = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    kept = sum(buffer.numel() for buffer in buffers)
     on_gpu = any(tensor.is_cuda for tensor in tensors)
-    is_pinned = on_gpu and sum(tensor.untyped_storage().nbytes() for tensor in storages.values()) <= PINNED
+    is_pinned = on_gpu and size <= max(kept, PINNED * free_bytes(torch.device("cpu")))
     free = {buffer.numel(): [b for b in buffers if b.numel() == buffer.numel()] for buffer in buffers}
     buffers.clear()
     copies: dict[int, Tensor] = {}
