@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from mupscale.callbacks.step_blocks import StepBlocks, takes_blocks
+from mupscale.callbacks.step_blocks import OF_STEPS, StepBlocks, takes_blocks
 from mupscale.cuda_graph import CapturedStep, step_kind
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of, datamodule_of, detects_anomalies, enter_hook, profiler_of
@@ -24,8 +24,6 @@ INSIDE_A_STEP = (
     "backward", "optimizer_step", "optimizer_zero_grad",
 )  # fmt: skip
 """Hooks of modules and callbacks that a captured step, or one of a stack, cannot call."""
-
-OF_STEPS = ("on_train_batch_start", "on_train_batch_end")
 
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

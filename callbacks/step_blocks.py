@@ -28,6 +28,8 @@ from mupscale.models._lightning_loop import (
 )
 from mupscale.models.base import Growable
 
+OF_STEPS = ("on_train_batch_start", "on_train_batch_end")
+
 SECONDS = 0.1
 """How long a block takes at most: a run that is asked to end, or whose progress is shown, does not wait longer."""
 
@@ -147,11 +149,14 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
 
 
 def takes_blocks(trainer: Trainer) -> bool:
-    """Whether a captured fit has steps that need no hooks: all callbacks with hooks of steps know blocks."""
-    module = trainer.lightning_module
-    others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
-    hooks = ("on_train_batch_start", "on_train_batch_end")
-    is_watched = any(is_overridden(hook, owner) for hook in hooks for owner in (module, *others))
-    if not isinstance(module, Growable) or is_watched:
+    """Whether a captured fit has steps that need no hooks."""
+    if not isinstance(trainer.lightning_module, Growable) or has_step_hooks(trainer):
         return False
     return training_loader(trainer) is not None and epochs_are_plain(trainer)
+
+
+def has_step_hooks(trainer: Trainer) -> bool:
+    """Whether the module, or a callback that does not know blocks, has hooks of steps."""
+    others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
+    owners = (trainer.lightning_module, *others)
+    return any(is_overridden(hook, owner) for hook in OF_STEPS for owner in owners)

@@ -3,7 +3,8 @@
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from mupscale.callbacks.fast_loop import OF_STEPS, why_single
+from mupscale.callbacks.fast_loop import why_single
+from mupscale.callbacks.step_blocks import has_step_hooks
 from mupscale.callbacks.strides import Strides, strides_of
 from mupscale.errors import UserError
 from mupscale.models._lightning import callbacks_of
@@ -34,11 +35,9 @@ def free_steps(trainer: Trainer) -> float:
     module = trainer.lightning_module
     if trainer.should_stop:
         return 0  # it continues until min_epochs or min_steps
-    if training_loader(trainer) is None or any(is_overridden(hook, module) for hook in OF_STEPS):
+    if training_loader(trainer) is None or has_step_hooks(trainer):
         return 0
     others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
-    if any(is_overridden(hook, callback) for hook in OF_STEPS for callback in others):
-        return 0
     steps = steps_before_the_end(trainer)
     has_hooks = any(is_overridden(hook, owner) for hook in OF_EPOCHS for owner in (module, *others))
     is_alone = validates(trainer) and not is_scored_jointly(trainer)
