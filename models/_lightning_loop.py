@@ -117,6 +117,9 @@ class FitParts:
         except (_Paused, KeyboardInterrupt) as pause:  # for the latter, Lightning would end the whole process
             self._pause = pause
 
+    def kill(self, number: int) -> None:
+        """Called by Lightning when SIGTERM comes meanwhile: there is no other process."""
+
     def end_step(self) -> bool:
         """Does what follows a step: validates, ends the epoch, begins the next, ends the run; whether it goes on."""
         self._end_batch()

@@ -20,6 +20,7 @@ from training_runs import LIGHTNING_WARNINGS, fit_outside
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.commands.lab.stack_loop import StackLoop
 from mupscale.commands.lab.stacked_fit import ProcessState
+from mupscale.commands.termination import Terminated, end_now, on_sigterm
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in LIGHTNING_WARNINGS]
 
@@ -94,10 +95,10 @@ def broken() -> None:
 
 
 @contextmanager
-def opened(folder: Path, callback: Callback, ended: list[Any]) -> Iterator[Any]:
+def opened(folder: Path, callback: Callback, ended: list[Any], **settings: Any) -> Iterator[Any]:
     """A fit of six steps; in the end, `ended` has the exception that ended it, or None."""
     try:
-        with fit_outside(mlp(), folder, FastLoop(), callback, steps=6) as (trainer, arguments, _):
+        with fit_outside(mlp(), folder, FastLoop(), callback, steps=6, **settings) as (trainer, arguments, _):
             yield trainer, arguments
     except BaseException as error:
         ended.append(error)
@@ -105,8 +106,8 @@ def opened(folder: Path, callback: Callback, ended: list[Any]) -> Iterator[Any]:
     ended.append(None)
 
 
-def run(folder: Path, *callbacks: Watching, ended: list[Any]) -> None:
-    StackLoop([opened(folder, callback, ended) for callback in callbacks]).run()
+def run(folder: Path, *callbacks: Watching, ended: list[Any], **settings: Any) -> None:
+    StackLoop([opened(folder, callback, ended, **settings) for callback in callbacks]).run()
 
 
 def test_their_random_numbers_are_those_of_separate_fits(tmp_path: Path) -> None:
@@ -140,3 +141,17 @@ def test_a_signal_inside_a_fit_ends_all(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is handler
     assert isinstance(first.error, SIGTERMException)
     assert isinstance(second.error, SIGTERMException)
+
+
+def test_sigterm_before_the_first_step_ends_all(tmp_path: Path) -> None:
+    """While Lightning sets a fit up, it handles signals itself, and passes them on."""
+
+    class Signalled(Watching):
+        def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    first, second = Watching(), Signalled()
+    with on_sigterm(end_now), pytest.raises(Terminated):
+        run(tmp_path, first, second, ended=[], num_sanity_val_steps=1)
+    assert isinstance(first.error, SIGTERMException)
+    assert isinstance(second.error, Terminated)

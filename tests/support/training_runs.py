@@ -70,6 +70,7 @@ def fit_outside(
     """The trainer of a fit that is made inside of the context, the arguments of the fit, and what it answers."""
     seed_everything(1, verbose=False)
     settings = {"precision": "64-true", "logger": False, "enable_checkpointing": False, "max_steps": steps} | settings
+    settings.setdefault("num_sanity_val_steps", 0)
     dtype = torch.float64 if settings["precision"] == "64-true" else torch.float32
     record = Record()
     trainer = Trainer(
@@ -80,7 +81,6 @@ def fit_outside(
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
-        num_sanity_val_steps=0,
         **settings,
     )
     train, val = rows(module, 8 * BATCHES, dtype), rows(module, 16, dtype)
