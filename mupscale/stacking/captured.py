@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mupscale.cuda_graph import StaticBatch, batch_kind, capturing
+from mupscale.cuda_graph import StaticBatch, capturing
 from mupscale.stacking.stack import Context, Scoring, Stack
 
 WARM_UP_STEPS = 3
@@ -22,8 +22,8 @@ class CapturedStack:
         losses = step(batch)
 
     Learning rates and the other numbers, the seeds of the stack, and `max_norm` where it is a tensor are read from
-    memory on the device, so they may change between steps. What else a step depends on is part of the graph, and of its
-    `kind`. Holds its gradients and activations for as long as it lives.
+    memory on the device, so they may change between steps. What else a step depends on, such as the modes of
+    the models, is part of the graph. Holds its gradients and activations for as long as it lives.
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class CapturedStack:
             max_norm: As in `Stack.step`; a tensor must be on the device of the stack.
             context: Makes the context of the losses, such as one of `torch.autocast`.
         """
-        self.kind = stacked_kind(stack, batch, shared=shared, max_norm=max_norm)
-        self._stack, self._max_norm = stack, max_norm  # held, so that nothing else gets their ids
+        self._stack, self._max_norm = stack, max_norm  # held, with the memory that the graph reads
         device = stack.seeds.device
         self._inputs = StaticBatch(batch, device)
         stack.optimizer.begin()
@@ -111,15 +110,3 @@ class CapturedScores:
         self._inputs.fill(batch)
         self._graph.replay()
         return self._scores
-
-
-def stacked_kind(
-    stack: Stack, batch: Any, *, shared: bool = True, max_norm: Tensor | float | None = None
-) -> tuple[Any, ...]:
-    """What the steps of one graph have in common; equal for steps that one graph can take.
-
-    Shapes and precisions, whatever else is in a batch, and what a step depends on beside numbers on the device.
-    """
-    limit = id(max_norm) if isinstance(max_norm, Tensor) else max_norm
-    modes = [module.training for module in stack.models[0].modules()]
-    return id(stack), batch_kind(batch), shared, limit, modes, stack.optimizer.constants()

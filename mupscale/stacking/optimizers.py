@@ -139,10 +139,6 @@ class StackedOptimizer:
             self._values[index] = torch.tensor(rates, dtype=torch.float64)[self._group_of]
             _send(self._values[index], self._table[index])
 
-    def constants(self) -> tuple[Any, ...]:
-        """What a step depends on beside tensors: a CUDA graph of it has this built in."""
-        return tuple((key, self.flag(key)) for key in self.flags)
-
     def number(self, group: dict[str, Any], key: str) -> float:
         return float(group[key])
 

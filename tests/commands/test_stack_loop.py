@@ -19,6 +19,7 @@ from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.lab.stack_loop import StackLoop, long_lived_objects
 from mupscale.commands.lab.stack_rules import Apart
+from mupscale.commands.lab.stacked_steps import StackedSteps
 from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.mlp import MLP
 
@@ -110,6 +111,31 @@ def test_frozen_layers(first: int | None, second: int | None, tmp_path: Path) ->
         alone = fitted(mlp, 24, rate, tmp_path, more=[Frozen(step)])
         assert float(((result.losses - alone.losses) / alone.losses).abs().max()) < 1e-10
         assert distance(state(result), state(alone)) < 1e-12
+
+
+class Evaluating(Callback):
+    """Puts a layer into evaluation mode before a step."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4:
+            pl_module.net.layers[0].eval()
+
+
+@pytest.mark.parametrize(("more", "steps"), [([], [0, 10]), ([Evaluating], [0, 4, 10])])
+def test_a_stack_is_made_again_where_its_modes_change(
+    more: list[Any], steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step has the modes built in. There is one stack before the growth, and one after it."""
+    made: list[int] = []
+    begin = StackedSteps.__init__
+
+    def counted(self: StackedSteps, fits: Any) -> None:
+        made.append(fits[0].step)
+        begin(self, fits)
+
+    monkeypatch.setattr(StackedSteps, "__init__", counted)
+    together(opened(mlp, 24, rate, tmp_path, more=[kind() for kind in more]) for rate in RATES)
+    assert made == steps
 
 
 class Shifted(MLP):

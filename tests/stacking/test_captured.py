@@ -9,37 +9,13 @@ import torch
 from stacks import UNLIKE, batches, grown, loss_of, made, stacked
 from torch import Tensor, nn
 
-from mupscale.stacking.captured import CapturedStack, stacked_kind
+from mupscale.stacking.captured import CapturedStack
 from mupscale.stacking.dropout import mixed
 from mupscale.stacking.stack import Context, Stack
 
 of_the_compiler = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore:TensorFloat32", r"ignore:\s*Online softmax is disabled"
 )
-
-
-def test_steps_are_of_one_kind_where_one_graph_can_take_them() -> None:
-    pairs = [made("mlp", "adamw", index) for index in range(2)]
-    stack = stacked(pairs)
-    x, y = batches(pairs[0][0], 1)[0]
-    kind = stacked_kind(stack, (x, y), max_norm=1.0)
-    pairs[0][1].param_groups[0]["lr"] *= 0.5
-    pairs[0][1].param_groups[0]["betas"] = (0.5, 0.5)
-    assert stacked_kind(stack, (x + 1, y), max_norm=1.0) == kind
-    others: list[tuple[Any, dict[str, Any]]] = [
-        ((x[:4], y[:4]), {"max_norm": 1.0}),
-        ((x.float(), y), {"max_norm": 1.0}),
-        ([x, y], {"max_norm": 1.0}),
-        ((x, y), {"max_norm": 2.0}),
-        ((x, y), {}),
-        ((x, y), {"max_norm": torch.ones(2)}),
-        ((x, y), {"max_norm": 1.0, "shared": False}),
-    ]
-    for batch, options in others:
-        assert stacked_kind(stack, batch, **options) != kind
-    assert stacked_kind(stacked(pairs), (x, y), max_norm=1.0) != kind
-    pairs[0][0].eval()
-    assert stacked_kind(stack, (x, y), max_norm=1.0) != kind
 
 
 # --- on a GPU
@@ -100,7 +76,6 @@ def test_captured_steps_are_eager_ones(context: Context, optimizer: str, compile
     step = CapturedStack(stack, data[0], max_norm=limits, context=context)
     for tensor, other in zip(stack.changing(), twin.changing(), strict=True):
         assert torch.equal(tensor, other)  # the capture took no step
-    assert step.kind == stacked_kind(stack, data[1], max_norm=limits)
     for index, batch in enumerate(data):
         for each in (stack, twin):
             set_rates(each, index)

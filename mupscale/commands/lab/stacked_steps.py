@@ -41,8 +41,7 @@ class StackedSteps:
         trainer, module = fits[0].trainer, fits[0].module
         optimizers = [each.trainer.optimizers[0] for each in fits]
         self._networks = [each.module.net for each in fits]
-        self._weights = [weight for each in fits for weight in each.module.parameters()]
-        self._trained = [weight.requires_grad for weight in self._weights]
+        self._modes = modes_of(fits)
         self._stack = Stack(
             [each.module for each in fits],
             optimizers,
@@ -64,12 +63,9 @@ class StackedSteps:
 
     def is_of(self, fits: list[StackedFit]) -> bool:
         """Whether these fits, with the networks that they have now, and what these train, are those of the stack."""
-        if len(fits) != len(self.fits):
+        if fits != self.fits or any(each.module.net is not net for each, net in zip(fits, self._networks, strict=True)):
             return False
-        if [weight.requires_grad for weight in self._weights] != self._trained:
-            return False  # a callback has frozen some, or unfrozen them
-        same = zip(fits, self.fits, self._networks, strict=True)
-        return all(new.trainer is old.trainer and new.module.net is net for new, old, net in same)
+        return modes_of(fits) == self._modes
 
     def read_again(self) -> None:
         """Reads the numbers of the optimizers before the next step: hooks may have changed them since."""
@@ -241,6 +237,12 @@ class StackedSteps:
         trainer = self.fits[0].trainer
         batch = trainer.precision_plugin.convert_input(batch)
         return batch if is_resident(batch, self._device) else trainer.strategy.batch_to_device(batch)
+
+
+def modes_of(fits: list[StackedFit]) -> list[bool]:
+    """Which weights are trained, and which modules are in training mode: callbacks may change both."""
+    trained = [weight.requires_grad for each in fits for weight in each.module.parameters()]
+    return [*trained, *(part.training for each in fits for part in each.module.modules())]
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
