@@ -31,7 +31,6 @@ from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.plain import LOG_EVERY, SAVE_EVERY, default_callbacks
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.strides import Strides
-from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback, refuse_schedule
 from mupscale.commands._jsonargparse import (
     arguments_of,
@@ -51,7 +50,7 @@ from mupscale.commands.levels import refuse_levels, refuse_values_for_sections
 from mupscale.commands.loading import without_collections
 from mupscale.commands.mistakes import IN_TRAINING, line_about
 from mupscale.commands.next_steps import after_fit
-from mupscale.commands.results import ResultFile, write_result
+from mupscale.commands.results import ResultFile
 from mupscale.commands.run_start import RunStart, SaveConfig
 from mupscale.commands.trainer_options import is_sharding, refuse_options, refuse_processes
 from mupscale.data_files import LOADER, read_yaml, yaml_of
@@ -364,8 +363,6 @@ class CLI(OpenCLI):
         trainer, ending = self.trainer, self.ending
         if not trainer.is_global_zero or is_trial_run(trainer) or ending.received_sigterm:
             return
-        if ending.folder is not None and not callbacks_in(trainer, TrialMetric):  # `runs.py` writes that of a trial
-            write_result(ending.folder, self.results.numbers(trainer))
         lines = after_fit(trainer, self.model, ending.folder, [path for _, path in ending.checkpoints()])
         if lines:
             print("\n".join(lines), flush=True)

@@ -7,10 +7,11 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from mupscale.atomic import write_text
+from mupscale.atomic import write_durably
 from mupscale.callbacks import log_files
 from mupscale.callbacks.curves import Curves
 from mupscale.callbacks.strides import Strides
+from mupscale.callbacks.trial_metric import TrialMetric
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.commands.run_folder import RESULT, write_run
 from mupscale.models._lightning import callbacks_of, is_trial_run
@@ -18,7 +19,7 @@ from mupscale.models.base import Growable
 
 
 class ResultFile(Strides):
-    """Writes the length of a run to run.json, and collects what result.json holds.
+    """Writes the length of a run to run.json, and what came of it to result.json.
 
     Its saved state: the metrics of the last validation, and its step.
     """
@@ -55,6 +56,14 @@ class ResultFile(Strides):
             self.validation = {name: float(value) for name, value in metrics.items() if name.startswith("val/")}
             self.validated_at = trainer.global_step
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes result.json before the last checkpoint, after which a killed run has nothing left to do."""
+        is_trial = any(
+            isinstance(callback, TrialMetric) for callback in callbacks_of(trainer)
+        )  # `lab` writes that of one
+        if self._folder is not None and not is_trial and not is_trial_run(trainer) and trainer.is_global_zero:
+            write_result(self._folder, self.numbers(trainer))
+
     def on_scores(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.on_validation_end(trainer, pl_module)
 
@@ -75,7 +84,8 @@ class ResultFile(Strides):
 
 def write_result(folder: Path, numbers: dict[str, Any]) -> None:
     """Writes result.json whole. JSON has no NaN and no infinity: they are written as texts."""
-    write_text(folder / RESULT, json.dumps(_spell_out(numbers), indent=1, allow_nan=False) + "\n")
+    text = json.dumps(_spell_out(numbers), indent=1, allow_nan=False) + "\n"
+    write_durably(folder / RESULT, text.encode())
 
 
 def _spell_out(value: Any) -> Any:
