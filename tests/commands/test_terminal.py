@@ -56,8 +56,8 @@ def expanded(label: str) -> list[str]:
      pytest.param("hf/llama_tiny.yaml", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_plans_of_shipped_configurations_fit_and_name_every_tensor(name: str) -> None:
-    module, _, trainer = configured("plan", ["--config", str(ROOT / "configs" / name)], "")
-    plan = growths(module, trainer)[0].plan
+    module, data, trainer = configured("plan", ["--config", str(ROOT / "configs" / name)], "")
+    plan = growths(module, trainer, data)[0].plan
     entries = {" = ".join(entry.names): entry for entry in (*plan.parameters.values(), *plan.buffers.values())}
     for width in (80, 120):
         lines = plan.text(width).splitlines()
