@@ -133,7 +133,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         for way in choices("--ways", options.ways, WAYS) if options.only in name else ():
             upscale.pays_ahead = pays_ahead if way == "ahead" else lambda trainer, module: False
             with tempfile.TemporaryDirectory() as folder:
-                os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+                os.environ.update(TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=f"{folder}/triton")
                 yield measure(name, way, small, large, options)
 
 

@@ -24,7 +24,8 @@ SIDES = ["draft", "bare", "ours"]
 @pytest.fixture(autouse=True)
 def settings_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A benchmark sets them for itself, and its process ends."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "compiled"))
     monkeypatch.setattr(upscale, "pays_ahead", upscale.pays_ahead)
     logger, backend = logging.getLogger("lightning.pytorch"), torch.backends.cudnn
     before = torch.get_float32_matmul_precision(), logger.level, backend.benchmark

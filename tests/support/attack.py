@@ -330,6 +330,7 @@ MOMENTS = [
     ("ckpt", False, ("unlink", "remove")),
     ("ckpt", True, ("write",)),
     ("hparams.yaml", True, ("write",)),
+    ("result.json", False, ("rename", "replace")),
     ("", False, ("swap",)),
     ("events", True, ("write",)),
 ]
