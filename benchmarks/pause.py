@@ -6,7 +6,9 @@ The pause lasts from the end of the last step before the growth to the end of th
 step: the checkpoint before the growth, its checks, two evaluations of the loss, compilation and the capture of a CUDA
 graph included. "growth s" is the part that the callback spends on growing, and "total s" the time from the start of the
 fit to its last step. In the way "then" the wide network is compiled after the swap, in the way "ahead" before it, in
-another process; "ready" is whether that process was done. Every way begins without compiled code on disk. The rates are
+another process: the fit waits for it before its last narrow step, as if it had trained for longer, and "total s" is
+without this wait. "ahead s" is how long the process takes, or why it failed. Every way begins without compiled code on
+disk. The rates are
 those of steps before and after, and of a run that has the large size from the beginning. The footprint is weights and
 both moments of AdamW, and the peak is that of the memory while the model grows.
 """
@@ -44,17 +46,33 @@ WAYS = ("then", "ahead")
 
 WARM_UP = 15
 
-BEFORE = 900
-"""Steps before the growth, half a minute: as long as compilation takes, with the start of its process."""
+PATIENCE = 180.0
+"""Seconds that a fit waits for the process that compiles."""
 
 
 class Weighed(UpscaleCallback):
     """An upscale that records its peak memory, and the memory of weights and state afterwards, in GB."""
 
+    ahead_text = ""
+    waited = 0.0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self.at_step - 1 and self.ahead is not None:
+            before = now()
+            self.ahead.wait(PATIENCE)
+            self.waited = now() - before
+            took = f"{now() - self.began:.1f}" if self.ahead.is_ready else "too long"
+            self.ahead_text = self.ahead.failure or took
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.is_due(trainer, pl_module):
+            if trainer.global_step == 0:
+                self.began = now()
+                super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
             return
-        self.is_ready = self.ahead is not None and self.ahead.is_ready
         clear_memory()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self.peak = peak_gb()
@@ -99,10 +117,10 @@ def measure(name: str, way: str, small: Shape, large: Shape, options: argparse.N
     torch.compiler.reset()
     clear_memory()
     begin = case(name, small, options)
-    grown_at = begin.warm_up + (begin.steps if options.quick else BEFORE)
+    grown_at = begin.warm_up + begin.steps
     settled = grown_at + begin.warm_up
     last = settled + begin.steps
-    clock = Clock(begin.warm_up, grown_at, grown_at + 1, settled, last)
+    clock = Clock(begin.warm_up, grown_at - 1, grown_at, grown_at + 1, settled, last)
     depth = {"layers": large[1], "depth": "stack"} if large[1] != small[1] else {}
     swap = Weighed(grown_at, large[0], **depth)
     started = now()
@@ -111,11 +129,11 @@ def measure(name: str, way: str, small: Shape, large: Shape, options: argparse.N
     row: Row = {
         "case": name,
         "compiled": way,
-        "ready": str(swap.is_ready),
+        "ahead s": swap.ahead_text,
         "pause s": clock.at[grown_at + 1] - clock.at[grown_at] - 1 / after,
         "growth s": swap.summary["seconds"],
-        "total s": clock.at[last] - started,
-        "before /s": clock.rate(begin.warm_up, grown_at),
+        "total s": clock.at[last] - started - swap.waited,
+        "before /s": clock.rate(begin.warm_up, grown_at - 1),
         "after /s": after,
         "footprint GB": swap.footprint,
         "peak GB": swap.peak,

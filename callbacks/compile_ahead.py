@@ -9,6 +9,8 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +103,7 @@ class CompileAhead:
 
     def __init__(self, trainer: Trainer, module: Growable, size: Size, batch: Any) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  `end` closes it
         try:
             request = pickle.dumps(_request(trainer, module, size, batch))
         except Exception:  # a class without a name, say; each raises its own kind
@@ -109,7 +112,7 @@ class CompileAhead:
             [sys.executable, "-c", PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             start_new_session=True,  # Ctrl-C is for the run, which ends this
         )
@@ -125,12 +128,28 @@ class CompileAhead:
         """Whether the process has compiled all that it was to compile."""
         return self._process is not None and self._process.poll() == 0
 
+    @property
+    def failure(self) -> str | None:
+        """The last line of the process, if it has failed; None if it runs, is ready, or was not started."""
+        if self._process is None or self._process.poll() in (None, 0):
+            return None
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "without a word")
+
+    def wait(self, seconds: float) -> None:
+        """Returns once the process has ended, or after some time."""
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+
     def end(self) -> None:
         """Ends the process, ready or not, and so frees its memory."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
+        self._errors.close()
 
 
 def _request(trainer: Trainer, module: Growable, size: Size, batch: Any) -> Request:

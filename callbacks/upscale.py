@@ -383,6 +383,8 @@ class UpscaleCallback(Strides):
 
     def _end_ahead(self) -> None:
         if self.ahead is not None:
+            if self.ahead.failure is not None:
+                rank_zero_info(f"the network was not compiled ahead ({self.ahead.failure}); its first step compiles it")
             self.ahead.end()
             self.ahead = None
 

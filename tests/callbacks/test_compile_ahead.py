@@ -51,9 +51,10 @@ class Compilations(Callback):
         self.hits[step], self.misses[step] = (counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss"))
         for swap in upscale.swaps_of(trainer):
             if swap.at_step == step and swap.ahead is not None:
+                swap.ahead.wait(300)
+                assert swap.ahead.is_ready, swap.ahead.failure
                 assert swap.ahead._process is not None
-                self.codes.append(swap.ahead._process.wait())
-                assert swap.ahead.is_ready
+                self.codes.append(swap.ahead._process.returncode)
 
 
 @pytest.mark.slow
@@ -107,6 +108,22 @@ def test_the_process_ends_with_the_growth_or_the_run(
         fit(gpt2(), tmp_path, 2, UpscaleCallback(1, 16), watching)
     assert watching.codes == [None, -9][: 1 if fails else 2]
     assert [process.returncode for process in Started.processes] == [-9]
+
+
+def test_a_process_that_fails_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Waiting(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+            for swap in upscale.swaps_of(trainer):
+                if swap.ahead is not None:
+                    swap.ahead.wait(60)
+
+    monkeypatch.setattr(compile_ahead, "PROGRAM", "raise SystemExit('no memory')")
+    monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
+    with caplog.at_level("INFO"):
+        fit(gpt2(), tmp_path, 2, UpscaleCallback(1, 16), Waiting())
+    assert "the network was not compiled ahead (no memory); its first step compiles it" in caplog.text
 
 
 def test_what_cannot_be_pickled_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
