@@ -18,7 +18,9 @@ from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.datamodules.resident import ResidentLoader
 from mupscale.models.gpt2 import GPT2, GPT2Net
 
-pytestmark = pytest.mark.filterwarnings(TREESPEC_WARNING)
+pytestmark = pytest.mark.filterwarnings(
+    TREESPEC_WARNING, "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)
 
 
 def gpt2(**arguments: Any) -> GPT2:
@@ -58,7 +60,6 @@ class Compilations(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which dynamo reads
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which dynamo does
 def test_the_first_wide_step_finds_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
