@@ -498,7 +498,8 @@ def make_run(run: Run) -> None:
 
 
 def result_file(run: Run, folder: Path) -> Path:
-    return folder / "runs" / f"{run.name}.json"
+    """A size that others only grow from has another name than one with ends, which is trained further."""
+    return folder / "runs" / f"{run.name}{'' if run.budgets else '-start'}.json"
 
 
 def collect(folder: Path, out: Path) -> None:
@@ -551,11 +552,13 @@ def main(arguments: list[str]) -> None:
     runs = [run for run in runs if not result_file(run, options.out).exists()]
     executor = ProcessPoolExecutor(options.workers, get_context("spawn"), start_worker, (options,))
     going: set[Future[None]] = set()
-    while going or any(run.is_ready(options.out) for run in runs):
-        ready = [run for run in runs if run.is_ready(options.out)]
-        runs = [run for run in runs if run not in ready]
-        going |= {executor.submit(make_run, run) for run in ready}
-        done, going = wait(going, return_when=FIRST_COMPLETED)
-        for future in done:
-            future.result()
-    executor.shutdown()
+    try:
+        while going or any(run.is_ready(options.out) for run in runs):
+            ready = [run for run in runs if run.is_ready(options.out)]
+            runs = [run for run in runs if run not in ready]
+            going |= {executor.submit(make_run, run) for run in ready}
+            done, going = wait(going, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
+    finally:
+        executor.shutdown(cancel_futures=True)

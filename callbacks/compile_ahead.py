@@ -5,14 +5,17 @@ only traces the network: a second, in the place of ten or more. If anything goes
 """
 
 import copyreg
+import ctypes
+import io
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -36,6 +39,9 @@ compile_request(request)
 
 SHARE = 0.5
 """The share of the memory of a GPU that is free, at the beginning, that the process may use."""
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when its parent ends."""
 
 NICE = 10
 """The process gives way to the run, by so much."""
@@ -103,24 +109,25 @@ class CompileAhead:
 
     def __init__(self, trainer: Trainer, module: Growable, size: Size, batch: Any) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  `end` closes it
+        self._errors: IO[bytes] = io.BytesIO()
         try:
             request = pickle.dumps(_request(trainer, module, size, batch))
         except Exception:  # a class without a name, say; each raises its own kind
             return
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            start_new_session=True,  # Ctrl-C is for the run, which ends this
-        )
-        assert self._process.stdin is not None
         try:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115  `end` closes it
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                start_new_session=True,  # Ctrl-C is for the run, which ends this
+            )
+            assert self._process.stdin is not None
             self._process.stdin.write(request)
             self._process.stdin.close()
-        except BrokenPipeError:
+        except OSError:  # no room for a file or a process, or it has ended already
             self.end()
 
     @property
@@ -173,8 +180,15 @@ def _request(trainer: Trainer, module: Growable, size: Size, batch: Any) -> Requ
 def compile_request(request: bytes) -> None:
     """Does what a `CompileAhead` asks for; in its process."""
     os.nice(NICE)
+    end_with_parent()
     asked: Request = pickle.loads(request)
     asked.perform()
+
+
+def end_with_parent() -> None:
+    """Ends this process when a run that is killed cannot; on Linux."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def keep_one_of_each(net: nn.Module) -> None:

@@ -128,7 +128,7 @@ class RunCheckpoint(OpenCheckpoint, Strides):
 
     def free_steps(self, trainer: Trainer, pl_module: LightningModule) -> float:
         is_asked = self.stop is not None and self.stop.number is not None
-        return 0 if is_asked else self.idle_steps(trainer)
+        return 0 if is_asked or self.files.has_failed else self.idle_steps(trainer)
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         """Ends a run that a signal asks to end, with a checkpoint for resuming."""
@@ -145,7 +145,12 @@ class RunCheckpoint(OpenCheckpoint, Strides):
         super().on_exception(trainer, pl_module, exception)
         if self.stop is not None:
             self.stop.end()
-        files_of(trainer).wait()
+            if self.stop.is_urgent:
+                files_of(trainer).give_up()
+        try:
+            files_of(trainer).wait()
+        except Exception as error:  # the exception that ends the run is told; Lightning has still to end it
+            rank_zero_warn(f"a checkpoint was not written ({type(error).__name__}: {error})")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)

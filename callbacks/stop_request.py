@@ -17,6 +17,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self.is_urgent = False
+        """Whether a second signal came."""
         self._before: dict[int, Any] = {}
         self._process = 0
 
@@ -52,7 +54,7 @@ class StopRequest:
                 os.kill(os.getpid(), number)
             return
         if self.number is not None:
-            self.number = number
+            self.number, self.is_urgent = number, True
             self.obey()
         self.number = number
         word = WORDS[signal.Signals(number)]

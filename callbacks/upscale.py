@@ -185,7 +185,7 @@ class UpscaleCallback(Strides):
         """What makes new layers of a Growable add nothing, where their classes do not declare it."""
         self.constants: Constants = {}
         """Of the noise that was added."""
-        self._needs_check = self._keeps_function = self._is_first_batch = False
+        self._needs_check = self._keeps_function = self._is_before_first_step = False
         self._optimizers_in_checkpoint: tuple[Any, Any] | None = None
         self.ahead: CompileAhead | None = None
         """Compiles the wide network until the swap."""
@@ -282,7 +282,7 @@ class UpscaleCallback(Strides):
             self._refuse_too_wide(growth, trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._is_first_batch = True
+        self._is_before_first_step = True
         steps = trainer.estimated_stepping_batches
         if 0 < steps <= self.at_step and not is_trial_run(trainer):
             raise UserError(f"UpscaleCallback.at_step = {self.at_step} is never reached: the run has {steps} steps")
@@ -316,14 +316,14 @@ class UpscaleCallback(Strides):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._is_before_first_step:  # until now: the run has taken the memory that it needs
+            self._is_before_first_step = False
+            self._begin_ahead(trainer, pl_module, batch)
         if self.is_due(trainer, pl_module) and self.checkpoint is None:
             # here loops and data can be resumed exactly; in the middle of a step they cannot
             self.checkpoint = self._saved(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._is_first_batch:
-            self._is_first_batch = False
-            self._begin_ahead(trainer, pl_module, batch)
         if self._needs_check:
             self._needs_check = False
             if self.ordinary is None:
@@ -349,7 +349,7 @@ class UpscaleCallback(Strides):
                     f"({type(error).__name__}: {error}). {f'{hint}. ' if hint else ''}{_what_is_saved(self.checkpoint)}"
                 ) from error
             for swap in swaps_of(trainer):
-                swap._begin_ahead(trainer, pl_module, batch)
+                swap._is_before_first_step = True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._end_ahead()

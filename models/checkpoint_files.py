@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor
 
 from mupscale._torch import tree_leaves, tree_map
@@ -54,7 +53,7 @@ class CheckpointFiles(TorchCheckpointIO):
         self._copies = 0
         self._spare: list[list[Tensor]] = []
         self._failure: BaseException | None = None
-        self._defers = False
+        self._defers = self._is_given_up = False
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         if not is_remote(path) and Path(path).is_dir():
@@ -115,9 +114,17 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def wait(self) -> None:
         """Returns once all files are written; raises the error of the thread."""
-        if self._waiting is not None:
+        if self._waiting is not None and not self._is_given_up:
             self._waiting.join()
         self.raise_error()
+
+    def give_up(self) -> None:
+        """Drops what was not begun, and waits for nothing any more: the process is to end at once."""
+        self._is_given_up = True
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
 
     def raise_error(self) -> None:
         """Raises the error of the thread, once."""
@@ -140,7 +147,7 @@ class CheckpointFiles(TorchCheckpointIO):
         while (asked := waiting.get()) is not None:
             operation, end = asked
             try:
-                if self._failure is None:
+                if self._failure is None and not self._is_given_up:
                     operation()
             except BaseException as error:
                 self._failure = error
@@ -162,7 +169,8 @@ def pays_in_background(trainer: Trainer) -> bool:
 
     Not if a logger looks at every file as soon as it is saved.
     """
-    is_seen = any(is_overridden("after_save_checkpoint", logger, Logger) for logger in trainer.loggers)
+    does_nothing = Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint
+    is_seen = any(type(logger).after_save_checkpoint not in does_nothing for logger in trainer.loggers)
     return trainer.world_size == 1 and trainer.strategy.root_device.type == "cuda" and not is_seen
 
 

@@ -36,7 +36,7 @@ class LazyPackage(ModuleType):
         assert spec is not None
         if name in HOMES[spec.name]:
             return getattr(import_module(HOMES[spec.name][name]), name)
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {spec.name!r} has no attribute {name!r}")
         assert isinstance(spec.loader, LaterLoader)
         run_package(self, spec.loader)

@@ -1,6 +1,8 @@
 """How much memory a device has left."""
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,11 +21,35 @@ def free_bytes(device: torch.device) -> int:
         share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         return min(free + held, share - allocated)
     table = Path("/proc/meminfo")
+    free = physical_memory() // 2
     for line in table.read_text().splitlines() if table.is_file() else ():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return physical_memory() // 2
+            free = int(value.split()[0]) * 1024
+    return min([free, *free_in_groups()])
+
+
+def free_in_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """What the control groups of this process leave it: a container, or a job of a cluster, may have less memory.
+
+    Pages that only cache files can be freed, and count as free.
+    """
+    names = {
+        "": ("memory.max", "memory.current", "inactive_file"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, kind, path = line.split(":", 2)
+        if kind not in names:
+            continue
+        limit, used, cached = names[kind]
+        inner = Path(path.lstrip("/"))
+        for folder in (inner, *inner.parents):  # a group has no more than those that it is in
+            place = root / kind / folder
+            with suppress(OSError, ValueError):  # "max" is no limit
+                most, now = (int((place / name).read_text()) for name in (limit, used))
+                statistics = dict(row.split() for row in (place / "memory.stat").read_text().splitlines())
+                yield most - now + int(statistics[cached])
 
 
 def physical_memory() -> int:

@@ -76,5 +76,6 @@ def overwrite_with_slopes(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         warps = min(max(block // 1024, 1), 32)
     else:
         block, warps = BLOCK, WARPS
-    _losses_and_slopes[rows,](logits_NV, targets_N, losses_N, vocabulary, block, num_warps=warps)
+    with torch.cuda.device_of(logits_NV):  # Triton launches on the current device
+        _losses_and_slopes[rows,](logits_NV, targets_N, losses_N, vocabulary, block, num_warps=warps)
     return losses_N

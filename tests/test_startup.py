@@ -126,6 +126,13 @@ assert perplexity is functional.text.perplexity and callable(perplexity), "not t
 assert Accuracy(task="binary")(*2 * [__import__("torch").ones(2)]) == 1
 assert torchmetrics.__version__ and torchmetrics.image.PeakSignalNoiseRatio
 """
+STAR = """
+from mupscale import _torchmetrics
+_torchmetrics.install()
+from torchmetrics import *
+from torchmetrics.functional import *
+assert Accuracy and accuracy
+"""
 IN_PART = 'import sys; assert not {"torchmetrics.text", "torchmetrics.image", "scipy"} & set(sys.modules)'
 
 
@@ -142,3 +149,8 @@ IN_PART = 'import sys; assert not {"torchmetrics.text", "torchmetrics.image", "s
 )
 def test_torchmetrics_in_part_has_all_its_names(before: str, between: str):
     run_program("-c", LATER.format(before=before, between=between))
+
+
+@pytest.mark.slow
+def test_all_names_of_torchmetrics_at_once():
+    run_program("-c", STAR)

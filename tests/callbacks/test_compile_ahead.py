@@ -1,5 +1,6 @@
 """Compilation of the wide network before it is needed: what the first wide step finds, and when the process ends."""
 
+import errno
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
@@ -67,11 +68,11 @@ def test_the_first_wide_step_finds_its_graphs(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
     torch.compiler.reset()
     found = Compilations()
-    fit(gpt2(compile=True), tmp_path, 3, found, UpscaleCallback(1, 16))
+    fit(gpt2(compile=True), tmp_path, 4, UpscaleCallback(2, 16), found)
     assert found.codes == [0]
     # blocks, which share one compilation, and head: each forth and back
-    assert found.misses == {1: 4, 2: 0, 3: 0}
-    assert found.hits == {1: 0, 2: 4, 3: 0}
+    assert found.misses == {1: 4, 2: 0, 3: 0, 4: 0}
+    assert found.hits == {1: 0, 2: 0, 3: 4, 4: 0}
 
 
 class Started(CompileAhead):
@@ -92,8 +93,8 @@ class Watching(Callback):
         self.fails, self.codes = fails, []
 
     def on_train_batch_end(self, *arguments: Any) -> None:
-        self.codes.append(Started.processes[0].poll())
-        if self.fails:
+        self.codes += [process.poll() for process in Started.processes]
+        if self.fails and self.codes:
             raise RuntimeError("the run fails")
 
 
@@ -106,8 +107,9 @@ def test_the_process_ends_with_the_growth_or_the_run(
     monkeypatch.setattr(upscale, "CompileAhead", Started)
     monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
     with pytest.raises(RuntimeError, match="the run fails") if fails else nullcontext():
-        fit(gpt2(), tmp_path, 2, UpscaleCallback(1, 16), watching)
-    assert watching.codes == [None, -9][: 1 if fails else 2]
+        fit(gpt2(), tmp_path, 4, UpscaleCallback(3, 16), watching)
+    # of three steps: it begins after the first one, which takes the memory that the run needs
+    assert watching.codes == [None, None, -9][: 1 if fails else 3]
     assert [process.returncode for process in Started.processes] == [-9]
 
 
@@ -123,8 +125,19 @@ def test_a_process_that_fails_is_reported(
     monkeypatch.setattr(compile_ahead, "PROGRAM", "raise SystemExit('no memory')")
     monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
     with caplog.at_level("INFO"):
-        fit(gpt2(), tmp_path, 2, UpscaleCallback(1, 16), Waiting())
+        fit(gpt2(), tmp_path, 3, UpscaleCallback(2, 16), Waiting())
     assert "the network was not compiled ahead (no memory); its first step compiles it" in caplog.text
+
+
+def test_without_room_for_a_process_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(upscale, "pays_ahead", lambda trainer, module: True)
+    module = gpt2()
+    fit(module, tmp_path, 3, UpscaleCallback(2, 16))
+    assert module.width == 16
 
 
 def test_what_cannot_be_pickled_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,19 @@ def test_a_stack_is_made_again_where_its_modes_change(
     assert made == steps
 
 
+class Hooking(Callback):
+    """Gives the optimizer a hook before a step."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4:
+            trainer.optimizers[0].register_step_post_hook(lambda *_: None)
+
+
+def test_optimizers_that_get_hooks_leave_the_stack(tmp_path: Path) -> None:
+    with pytest.raises(Apart, match="hooks"):
+        together(opened(mlp, 24, rate, tmp_path, more=[Hooking()]) for rate in RATES)
+
+
 class Shifted(MLP):
     """Reads the rows of a batch from another one on: the same sums, in another order."""
 

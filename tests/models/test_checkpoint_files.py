@@ -6,14 +6,23 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from mupscale.callbacks.tensorboard import LossFirstLogger
 from mupscale.models import checkpoint_files
 from mupscale.models.checkpoint_files import AT_ONCE, CheckpointFiles, copy_to_host
+
+
+class Uploading(TensorBoardLogger):
+    """A logger that looks at every file."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None: ...
 
 
 class HeldFiles(CheckpointFiles):
@@ -85,6 +94,32 @@ def test_saving_waits_for_all_but_one(files: HeldFiles, tmp_path: Path) -> None:
     assert files.written[:1] == ["0.ckpt"], "at most two copies are in memory"
     files.wait()
     assert files.written == [*(f"{index}.ckpt" for index in range(AT_ONCE)), "last.ckpt"]
+
+
+def test_a_process_that_is_to_end_at_once_waits_for_no_file(files: HeldFiles, tmp_path: Path) -> None:
+    files.save(torch.ones(1), tmp_path / "a.ckpt")
+    files.save(torch.ones(1), tmp_path / "b.ckpt")
+    assert files.begun.acquire(timeout=60)
+    files.give_up()
+    files.wait()
+    assert files.written == []
+    files.go.set()
+    assert files._waiting is not None
+    files._waiting.join()
+    assert files.written == ["a.ckpt"], "what was not begun is dropped"
+
+
+@pytest.mark.parametrize(
+    ("logger", "expected"), [(LossFirstLogger, True), (TensorBoardLogger, True), (Uploading, False), (None, True)]
+)
+def test_runs_of_one_gpu_write_in_the_background(logger: Any, expected: bool, tmp_path: Path) -> None:
+    """Unless a logger looks at every file: Lightning's for TensorBoard has the hook, and does nothing in it."""
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    loggers = [] if logger is None else [logger(tmp_path)]
+    trainer: Any = SimpleNamespace(loggers=loggers, world_size=1, strategy=strategy)
+    assert checkpoint_files.pays_in_background(trainer) == expected
+    trainer.world_size = 2
+    assert not checkpoint_files.pays_in_background(trainer)
 
 
 def test_others_find_their_file_when_saving_returns(files: HeldFiles, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from mupscale.models._lightning_loop import (
     validation_loader,
 )
 from mupscale.models.base import Growable
+from mupscale.stacking.around import has_unknown_hooks
 from mupscale.stacking.captured import CapturedScores, CapturedStack
 from mupscale.stacking.dropout import mixed
 from mupscale.stacking.stack import Stack
@@ -240,9 +241,13 @@ class StackedSteps:
 
 
 def modes_of(fits: list[StackedFit]) -> list[bool]:
-    """Which weights are trained, and which modules are in training mode: callbacks may change both."""
+    """Which weights are trained, which modules are in training mode, and which optimizers have hooks of others.
+
+    Callbacks may change all of them.
+    """
     trained = [weight.requires_grad for each in fits for weight in each.module.parameters()]
-    return [*trained, *(part.training for each in fits for part in each.module.modules())]
+    hooked = [has_unknown_hooks(optimizer) for each in fits for optimizer in each.trainer.optimizers]
+    return [*trained, *hooked, *(part.training for each in fits for part in each.module.modules())]
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
