@@ -477,8 +477,6 @@ class Worker:
         self.runners: dict[Size, Runner] = {}
 
     def make(self, run: Run) -> None:
-        if time.time() > self.options.until:
-            return
         if run.size not in self.runners:
             self.runners[run.size] = Runner(self.ladder, run.size, self.text, self.device)
         result = train_run(self.ladder, run, self.runners[run.size], self.options.out)
@@ -530,7 +528,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder of the runs, or of the CSV files")
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="write the CSV files from this folder of runs")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the device")
-    parser.add_argument("--minutes", type=float, default=1e6, help="start no run after this time")
     parser.add_argument("--only", default="", help="the runs in whose names this pattern is found")
     parser.add_argument(
         "--starts", action="store_true", help="train fixed sizes only as far as others grow from them: no ends"
@@ -541,7 +538,6 @@ def main(arguments: list[str]) -> None:
     if options.collect:
         collect(options.collect, options.out)
         return
-    options.until = time.time() + 60 * options.minutes
     for name in ("runs", "states"):
         (options.out / name).mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
