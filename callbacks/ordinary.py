@@ -39,7 +39,7 @@ from mupscale.models.ordinary import (
     ungraft_,
 )
 from mupscale.models.quiet_step import ModuleCall, QuietStep
-from mupscale.schedule_state import refuse_one_rate_for_all, spread_schedule_
+from mupscale.schedules import refuse_one_rate_for_all, spread_schedule_
 from mupscale.widening.groups import Source, sources_of
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import Depth, joined

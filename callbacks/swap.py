@@ -39,7 +39,7 @@ from mupscale.models._lightning import (
 from mupscale.models.base import Growable, has_own_optimizers, init_contexts, without_log
 from mupscale.models.checkpoint import Size
 from mupscale.models.growth_check import depth_between
-from mupscale.schedule_state import continue_schedule
+from mupscale.schedules import continue_schedule
 from mupscale.widening.groups import (
     Source,
     continue_scheduled_rates_,

@@ -60,7 +60,7 @@ from mupscale.models.growth_check import (
     undeclared_lists,
 )
 from mupscale.models.ordinary import Recipe
-from mupscale.schedule_state import refuse_one_rate_for_all
+from mupscale.schedules import refuse_one_rate_for_all
 from mupscale.widening.hints import Hints
 from mupscale.widening.layers import How
 from mupscale.widening.optimizers import rule_of

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mupscale.checksums import damage_in
 from mupscale.errors import UserError
-from mupscale.sharded_checkpoints import METADATA
+from mupscale.sharded_checkpoints import METADATA, damage_in
 from mupscale.sharding import is_sharded, whole
 from mupscale.widening.stepping import Records, record_of, records_of, store_records
 from mupscale.widening.write import first_non_finite

@@ -8,23 +8,31 @@ from mupscale import _torchvision as _torchvision
 if TYPE_CHECKING:
     from mupscale import methods as methods
     from mupscale import schedules as schedules
-    from mupscale.base_shapes import set_base_shapes
-    from mupscale.checks.claims import check_claim
-    from mupscale.checks.verdict import Verdict
-    from mupscale.checks.verify import verify
-    from mupscale.clipping import clip_grad_norm_
-    from mupscale.discovery.discover import discover
-    from mupscale.errors import UserError
-    from mupscale.growing.upscale import upscale
-    from mupscale.methods.grow import UpscaleReport
-    from mupscale.methods.noise import AdditiveNoise, RecordedNoise, SignalNoise
-    from mupscale.mup_optimizers import apply_mup
-    from mupscale.readout import Readout
-    from mupscale.widening.hints import Hints
-    from mupscale.widening.optimizers import register_optimizer
-    from mupscale.widening.plan import plan
-    from mupscale.widening.plan_text import Plan
-    from mupscale.widening.stepping import attach
+    from mupscale.base_shapes import set_base_shapes as set_base_shapes
+    from mupscale.checks.claims import check_claim as check_claim
+    from mupscale.checks.verdict import Verdict as Verdict
+    from mupscale.checks.verify import verify as verify
+    from mupscale.clipping import clip_grad_norm_ as clip_grad_norm_
+    from mupscale.discovery.discover import discover as discover
+    from mupscale.errors import UserError as UserError
+    from mupscale.growing.upscale import upscale as upscale
+    from mupscale.methods.grow import UpscaleReport as UpscaleReport
+    from mupscale.methods.noise import (
+        AdditiveNoise as AdditiveNoise,
+    )
+    from mupscale.methods.noise import (
+        RecordedNoise as RecordedNoise,
+    )
+    from mupscale.methods.noise import (
+        SignalNoise as SignalNoise,
+    )
+    from mupscale.mup_optimizers import apply_mup as apply_mup
+    from mupscale.readout import Readout as Readout
+    from mupscale.widening.hints import Hints as Hints
+    from mupscale.widening.optimizers import register_optimizer as register_optimizer
+    from mupscale.widening.plan import plan as plan
+    from mupscale.widening.plan_text import Plan as Plan
+    from mupscale.widening.stepping import attach as attach
 
     __version__: str
 
@@ -53,27 +61,7 @@ _HOME = {
 _ROOMS = ("methods", "schedules")
 """Modules with names of their own, loaded when they are used."""
 
-__all__ = [
-    "AdditiveNoise",
-    "Hints",
-    "Plan",
-    "Readout",
-    "RecordedNoise",
-    "SignalNoise",
-    "UpscaleReport",
-    "UserError",
-    "Verdict",
-    "apply_mup",
-    "attach",
-    "check_claim",
-    "clip_grad_norm_",
-    "discover",
-    "plan",
-    "register_optimizer",
-    "set_base_shapes",
-    "upscale",
-    "verify",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

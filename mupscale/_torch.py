@@ -6,46 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
-from torch.nn.modules.conv import _ConvNd as ConvNd
-from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeNd
-from torch.nn.modules.dropout import _DropoutNd as DropoutNd
-from torch.nn.utils.parametrizations import _WeightNorm as WeightNormParametrization
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.nn.modules import batchnorm, conv, dropout
+from torch.nn.utils import parametrizations
+from torch.utils import _python_dispatch, _pytree
 from torch.utils.data import DataLoader
 
-__all__ = [
-    "BatchNormBase",
-    "ConvNd",
-    "ConvTransposeNd",
-    "DropoutNd",
-    "Parts",
-    "TorchDispatchMode",
-    "WeightNormParametrization",
-    "foreach_mul",
-    "foreach_norm",
-    "forward_pre_hooks",
-    "has_hooks",
-    "inner_schedulers",
-    "is_failed_write",
-    "is_too_large",
-    "is_under_transform",
-    "non_persistent_buffers",
-    "parts_of",
-    "place_in_shard",
-    "step_by_hand",
-    "step_hooks",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "use_count",
-    "vmap_refusal",
-    "with_parts",
-    "without_iterator",
-    "without_transforms",
-]
+BatchNormBase = batchnorm._NormBase
+ConvNd = conv._ConvNd
+ConvTransposeNd = conv._ConvTransposeNd
+DropoutNd = dropout._DropoutNd
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+WeightNormParametrization = parametrizations._WeightNorm
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,13 +1,17 @@
-"""Learning-rate schedules relative to the base rate of each group: muP and upscales give groups different rates."""
+"""Learning-rate schedules relative to the base rate of each group, and schedules of any kind across an upscale."""
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from mupscale._torch import inner_schedulers
 from mupscale.arguments import refuse_unless_whole
 from mupscale.errors import UserError
+from mupscale.widening.groups import Source
+from mupscale.widening.optimizers import Group
 
 
 class WarmupStableDecay(LRScheduler):
@@ -112,3 +116,96 @@ def refuse_bad_schedule(warmup: Any, steps: Any) -> None:
         refuse_unless_whole("steps", steps)
         if warmup >= steps:
             raise UserError(f"a warm-up of {warmup} steps is as long as the run, which has {steps}")
+
+
+RATES = ("min_lrs", "max_lrs")
+"""What schedulers keep for each group beside the base rates, in the same unit."""
+
+MOMENTUMS = ("base_momentums", "max_momentums")
+"""What they keep for each group of the momentum."""
+
+LEAST_RATE = "eta_min"
+"""A rate that some schedulers keep for all groups."""
+
+
+def continue_schedule(old: Any, new: Any, sources: Sequence[Source] | None = None, *, restart: bool = False) -> None:
+    """Moves `new`, a scheduler over the wide optimizer, to the position of `old`; or, with `restart`, to its start.
+
+    With the sources of the wide groups, absolute rates in `old` continue too.
+    """
+    state = old.state_dict()
+    if restart:
+        started = new.state_dict()
+        _take_absolute(started, state)
+        state = started
+    rescale_schedule_state(state, new.optimizer.param_groups, sources)
+    new.load_state_dict(state)
+
+
+def rescale_schedule_state(state: dict[str, Any], groups: list[Group], sources: Sequence[Source] | None = None) -> None:
+    """Replaces, in a scheduler's state_dict, what is kept per parameter group; recurses into schedules of schedules."""
+    per_group = {
+        "base_lrs": [group.get("initial_lr", group["lr"]) for group in groups],
+        "_last_lr": [group["lr"] for group in groups],
+        "min_lrs": [0.0] * len(groups),  # without sources, absolute rates are refused, so these are all zero
+        "lr_lambdas": [None] * len(groups),
+    }
+    if sources is not None:
+        for key in state.keys() & set(RATES):
+            per_group[key] = [state[key][source.group] * source.factor for source in sources]
+        for key in state.keys() & set(MOMENTUMS):
+            per_group[key] = [state[key][source.group] for source in sources]
+        factors = {source.factor for source in sources}
+        if state.get(LEAST_RATE) and len(factors) == 1:
+            state[LEAST_RATE] = state[LEAST_RATE] * factors.pop()
+    state.update({key: value for key, value in per_group.items() if key in state})
+    for part in state.get("_schedulers", ()):
+        rescale_schedule_state(part, groups, sources)
+
+
+def spread_schedule_(scheduler: Any, sources: Sequence[Source]) -> None:
+    """Lets a scheduler go on after the groups of its optimizer were split, each from one of the old groups."""
+    for part in inner_schedulers(scheduler):
+        spread_schedule_(part, sources)
+    for key in ("base_lrs", "_last_lr", *RATES):
+        if hasattr(scheduler, key):
+            rates = getattr(scheduler, key)
+            setattr(scheduler, key, [rates[source.group] * source.factor for source in sources])
+    for key in ("lr_lambdas", *MOMENTUMS):
+        if hasattr(scheduler, key):
+            values = getattr(scheduler, key)
+            setattr(scheduler, key, [values[source.group] for source in sources])
+    factors = {source.factor for source in sources}
+    if getattr(scheduler, LEAST_RATE, 0.0) and len(factors) == 1:
+        setattr(scheduler, LEAST_RATE, getattr(scheduler, LEAST_RATE) * factors.pop())
+
+
+def refuse_one_rate_for_all(scheduler: Any, factors: Iterable[float]) -> None:
+    """Raises a UserError for a least rate that all groups share, if their rates are multiplied by other factors."""
+    for part in inner_schedulers(scheduler):
+        refuse_one_rate_for_all(part, factors)
+    least = float(getattr(scheduler, LEAST_RATE, 0.0) or 0.0)
+    if least != 0 and len(set(factors)) > 1:
+        raise UserError(
+            f"configure_optimizers: {type(scheduler).__name__} has one absolute rate for all groups ({LEAST_RATE} = "
+            f"{least:g}), but their rates grow by different factors. Use a schedule relative to each group's rate: "
+            f"{LEAST_RATE} = 0, LambdaLR or LinearLR"
+        )
+
+
+def refuse_one_rate_in_state(state: dict[str, Any], sources: Sequence[Source]) -> None:
+    """Raises a UserError for a scheduler's state_dict with one least rate for all groups, if it cannot continue."""
+    for part in state.get("_schedulers", ()):
+        refuse_one_rate_in_state(part, sources)
+    if state.get(LEAST_RATE) and len({source.factor for source in sources}) > 1:
+        raise UserError(
+            f"a schedule of the checkpoint has one absolute rate for all groups ({LEAST_RATE} = "
+            f"{state[LEAST_RATE]:g}), but their rates grow by different factors. --no-optimizer leaves it out"
+        )
+
+
+def _take_absolute(state: dict[str, Any], old: dict[str, Any]) -> None:
+    """Puts the absolute rates of another state_dict of the same class in the place of its own."""
+    state.update({key: old[key] for key in (*RATES, *MOMENTUMS, LEAST_RATE) if key in state and key in old})
+    for part, old_part in zip(state.get("_schedulers", ()), old.get("_schedulers", ()), strict=False):
+        _take_absolute(part, old_part)

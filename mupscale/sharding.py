@@ -60,9 +60,9 @@ def replicated(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def own_part(target: Tensor) -> Iterator[tuple[Tensor, slice | None]]:
-    """What this rank must write of `target`, and which of its rows that is; None for all of them."""
-    rows = own_rows(target)
+def own_part(target: Tensor, *, by_rows: bool = True) -> Iterator[tuple[Tensor, slice | None]]:
+    """What this rank must write of `target`, and which of its rows that is; None for all, as without `by_rows`."""
+    rows = own_rows(target) if by_rows else None
     if rows is not None:
         yield local_part(target), rows
     else:

@@ -442,7 +442,6 @@ LIBRARY: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: coordinates(optimizer=lambda model: None),
         "must return the optimizer",
     ),
-    "flops of a width below 0": (lambda: flops.mlp_flops(-1), "width must be a whole number of at least 1"),
     "a speedup over nothing": (lambda: flops.speedup(1.0), "give the costs to compare"),
 }
 """Library calls, and what the message must contain."""

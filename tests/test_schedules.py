@@ -6,7 +6,7 @@ from torch import nn
 
 import mupscale
 from mupscale.errors import UserError
-from mupscale.schedule_state import continue_schedule
+from mupscale.schedules import continue_schedule
 
 
 def rates(make, steps: int) -> list[float]:

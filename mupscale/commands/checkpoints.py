@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mupscale.checksums import damage_in
 from mupscale.commands.run_folder import RUN, read_run
 from mupscale.data_files import read_yaml
 from mupscale.errors import UserError
-from mupscale.sharded_checkpoints import METADATA, check_sharded, damage_in_shards
+from mupscale.sharded_checkpoints import METADATA, check_sharded, damage_in, damage_in_shards
 
 
 def newest_checkpoint(

@@ -11,7 +11,7 @@ from mupscale.errors import UserError
 from mupscale.methods import GrowthMethod
 from mupscale.models._lightning import optimizers_of, schedulers_of
 from mupscale.models.base import Growable
-from mupscale.schedule_state import refuse_one_rate_for_all
+from mupscale.schedules import refuse_one_rate_for_all
 from mupscale.widening.groups import continued_groups, refuse_uneven_groups
 from mupscale.widening.plan_text import Plan
 

@@ -14,7 +14,7 @@ from mupscale.methods import GrowthMethod
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import CHECKPOINT_KEY, refuse_malformed
 from mupscale.mup_optimizers import apply_mup
-from mupscale.schedule_state import refuse_one_rate_in_state, rescale_schedule_state
+from mupscale.schedules import refuse_one_rate_in_state, rescale_schedule_state
 from mupscale.widening.groups import SOURCE_GROUP, continued_groups, sources_of
 from mupscale.widening.layers import standing_in
 from mupscale.widening.optimizers import registered_optimizer

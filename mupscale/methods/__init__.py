@@ -3,31 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
-from mupscale.methods.base import Claim, GrowthMethod, Hyperparameters
-from mupscale.methods.duplication import Duplication, HyperCloning, Variant
-from mupscale.methods.groups import AxisGroups
-from mupscale.methods.lemon import Lemon
+from mupscale.methods.base import GrowthMethod
+from mupscale.methods.by_groups import AKI, FPI, Lemon, Net2Net
+from mupscale.methods.duplication import Duplication, HyperCloning, ShrinkAndPad, ZeroPadding
 from mupscale.methods.ligo import LiGO
-from mupscale.methods.net2net import AKI, FPI, Net2Net
-from mupscale.methods.padding import ShrinkAndPad, ZeroPadding
-
-__all__ = [
-    "AKI",
-    "FPI",
-    "METHODS",
-    "AxisGroups",
-    "Claim",
-    "Duplication",
-    "GrowthMethod",
-    "HyperCloning",
-    "Hyperparameters",
-    "Lemon",
-    "LiGO",
-    "Net2Net",
-    "ShrinkAndPad",
-    "Variant",
-    "ZeroPadding",
-]
 
 METHODS: dict[str, Callable[[], GrowthMethod]] = {
     "aki": AKI,

@@ -56,7 +56,19 @@ class Claim(NamedTuple):
 
 
 class GrowthMethod(ABC):
-    """A way to make a wide network from a narrow one. `upscale(narrow, wide, optimizer, method=Net2Net(seed=1))`."""
+    """A way to make a wide network from a narrow one.
+
+    Examples:
+        >>> import mupscale
+        >>> import torch
+        >>> from torch import nn
+        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
+        >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
+        >>> x, method = torch.randn(5, 3), mupscale.methods.Net2Net(seed=1, groups=groups)
+        >>> report = mupscale.upscale(narrow, wide, method=method, call=lambda model: model(x))
+        >>> torch.allclose(wide(x), narrow(x), atol=1e-6)
+        True
+    """
 
     published_state: StateRule = "carry"
     """What the authors do with the optimizer state, and the default."""

@@ -2,8 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -244,7 +243,7 @@ def _write(
         return 0.0
     is_noisy = noise is not None and noise.applies(entry)
     by_rows = method.widens_by_rows and not (is_noisy and noise is not None and noise.reads_widened(entry))
-    with own_part(target) if by_rows else _all_rows(target) as (weight, rows):
+    with own_part(target, by_rows=by_rows) as (weight, rows):
         if rows is None:
             method.widen_(weight, source, entry)
         else:
@@ -275,12 +274,6 @@ def _refuse_without_values(plan: Plan, wide: nn.Module) -> None:
                 f"depth: {name!r} is in a random layer, which keeps the initial values of the deep model, and that is "
                 "on the meta device. Build it on a device"
             )
-
-
-@contextmanager
-def _all_rows(target: Tensor) -> Iterator[tuple[Tensor, None]]:
-    with whole(target) as weight:
-        yield weight, None
 
 
 def _paired(narrow_opt: Optimizers, wide_opt: Optimizers) -> tuple[list[Optimizer], list[Optimizer | None]]:

@@ -37,19 +37,6 @@ class LiGO(GrowthMethod):
     axes of one group (`groups`, or the model's `width_groups`) share their maps; all others are duplicated. Buffers,
     such as the running statistics of a batch norm, are duplicated too. As published, hyperparameters are unchanged and
     the optimizer state is reset; with `state="carry"` it moves as in duplication.
-
-    Examples:
-        >>> import mupscale
-        >>> import torch
-        >>> from torch import nn
-        >>> narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.Tanh(), nn.Linear(n, 2)) for n in (4, 8))
-        >>> groups = {"hidden": {"0.weight": 0, "2.weight": 1}}  # the axes that hold the hidden units
-        >>> def loss(model, batch):
-        ...     return model(batch).square().mean()
-        >>> batches = [torch.randn(5, 3) for _ in range(4)]
-        >>> method = mupscale.methods.LiGO(steps=10, groups=groups)
-        >>> method.fit(narrow, wide, batches, loss)
-        >>> report = mupscale.upscale(narrow, wide, method=method, call=lambda model: model(batches[0]))
     """
 
     equal_copies = False

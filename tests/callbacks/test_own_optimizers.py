@@ -17,7 +17,7 @@ import mupscale
 from mupscale.callbacks.upscale import UpscaleCallback
 from mupscale.errors import UserError
 from mupscale.models.mlp import MLP
-from mupscale.schedule_state import refuse_one_rate_for_all, rescale_schedule_state
+from mupscale.schedules import refuse_one_rate_for_all, rescale_schedule_state
 from mupscale.widening.groups import Source
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
