@@ -21,9 +21,9 @@ from ray_cluster import ENVIRONMENT, LocalCluster, is_dead
 from run_ends import differences, observed
 from sweeps import starts, values_of
 
+from mupscale.commands.lab import on_ray
 from mupscale.commands.lab.driver import Ending, Job
-from mupscale.commands.lab.on_ray import Cluster
-from mupscale.commands.lab.ray_nodes import Needs, Node, needs_of, refuse_late_node, site_of
+from mupscale.commands.lab.on_ray import Cluster, Resources, Site, code, needs_of, refuse_node
 from mupscale.commands.lab.run import Run, Trial
 from mupscale.commands.lab.stack_rules import Apart
 from mupscale.errors import UserError
@@ -89,7 +89,7 @@ def sweep_on(address: str, *options: str) -> list[str]:
         "--config",
         small(Path("c.yaml")),
         "--sweep",
-        f"{LR}=0.01",
+        f"{LR}=0.01,0.02",  # a task for each node
         "--out",
         "r",
         "--ray",
@@ -142,29 +142,19 @@ def options_of(**given: float) -> argparse.Namespace:
 
 
 def test_what_a_run_asks_for() -> None:
-    small_node, large = Node("a", "a", 2, 0), Node("b", "b", 8, 2)
-    assert needs_of(options_of(), "auto", [small_node]) == Needs(1, 0)
-    assert needs_of(options_of(), "auto", [small_node, large]) == Needs(1, 1)
-    assert needs_of(options_of(), "cpu", [small_node, large]) == Needs(1, 0)
-    assert needs_of(options_of(gpus_per_run=0.25, cpus_per_run=2), "auto", [large]) == Needs(2, 0.25)
-    assert [large.room(needs) for needs in (Needs(1, 0), Needs(1, 1), Needs(1, 0.25), Needs(2, 0.25))] == [8, 2, 8, 4]
-    assert [small_node.room(needs) for needs in (Needs(1, 0), Needs(1, 0.5), Needs(3, 0))] == [2, 0, 0]
+    small_node, large = Resources(2, 0), Resources(8, 2)
+    assert needs_of(options_of(), "auto", [small_node]) == Resources(1, 0)
+    assert needs_of(options_of(), "auto", [small_node, large]) == Resources(1, 1)
+    assert needs_of(options_of(), "cpu", [small_node, large]) == Resources(1, 0)
+    assert needs_of(options_of(gpus_per_run=0.25, cpus_per_run=2), "auto", [large]) == Resources(2, 0.25)
+    assert [large.room(Resources(*needs)) for needs in ((1, 0), (1, 1), (1, 0.25), (2, 0.25))] == [8, 2, 8, 4]
+    assert [small_node.room(Resources(*needs)) for needs in ((1, 0), (1, 0.5), (3, 0))] == [2, 0, 0]
     for given, accelerator, there, message in (
-        (
-            {"gpus_per_run": 1},
-            "auto",
-            [small_node],
-            "--gpus_per_run 1: the nodes of the cluster have at most 0 GPUs each",
-        ),
+        ({"gpus_per_run": 1}, "auto", [small_node], "no node has 1 CPUs and 1 GPUs for a run; .* 2 CPUs and 0 GPUs"),
         ({"gpus_per_run": 1}, "cpu", [large], "trainer.accelerator is cpu"),
         ({}, "gpu", [small_node], "trainer.accelerator is gpu, and no node of the cluster has a GPU"),
         ({"gpus_per_run": 0}, "cuda", [large], "trainer.accelerator is cuda, and --gpus_per_run is 0"),
-        (
-            {"cpus_per_run": 9},
-            "auto",
-            [small_node, large],
-            "--cpus_per_run: no node has 9 CPUs and 1 GPU for a run; .* at most 8 CPUs and 2",
-        ),
+        ({"cpus_per_run": 9}, "auto", [small_node, large], "no node has 9 CPUs and 1 GPUs .* at most 8 CPUs and 2"),
     ):
         with pytest.raises(UserError, match=message):
             needs_of(options_of(**given), accelerator, there)
@@ -178,57 +168,53 @@ def test_a_cluster_that_cannot_make_the_runs(cluster: LocalCluster, server: Serv
         assert server.answer() == 1
         line = server.log.read_text().splitlines()[-1]
         assert not Path(out).exists()
-        assert not list(Path(out).parent.glob(".probe*"))
         return line
 
     cluster.another()
     asked = message("--gpus_per_run", "1", "--trainer.accelerator=auto")
-    assert asked == "error: --gpus_per_run 1: the nodes of the cluster have at most 0 GPUs each"
+    assert "no node has 1 CPUs and 1 GPUs for a run; the nodes of the cluster have at most 1 CPUs and 0" in asked
     theirs = cluster.ask(metadata={"ray_version": "2.0.0"})
-    assert re.match(f"error: --ray {cluster.address}: the cluster has another version of Ray .*2\\.0\\.0", message())
+    assert re.match(f"error: --ray {cluster.address}: Version mismatch: .*2\\.0\\.0", message())
     cluster.ask(metadata=theirs)
     cluster.defect.write_text("version -")
     other = message()
-    assert re.match(r"error: --ray: node \S+ \(second\): it has mupscale 0\.0\.9, this process has \S+; ", other), other
+    assert re.match(r"error: --ray: node \S+: it has mupscale 0\.0\.9, this process has \S+; ", other), other
     Path("unshared").mkdir()
     cluster.defect.write_text(f"blind {Path.cwd() / 'unshared'}")
     assert re.match(
-        rf"error: --ray: node \S+ \(second\): it does not see the files in {Path.cwd() / 'unshared'};",
+        rf"error: --ray: node \S+: it does not see the files in {Path.cwd() / 'unshared/r'};",
         message(out="unshared/r"),
     )
     cluster.defect.unlink()
-
-
-# --- which task makes what
-
-
-def local() -> Cluster:
-    return Cluster(Needs(1, 0), site_of(Path("o")), [])
 
 
 # --- nodes and drivers that die
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")
-def test_a_node_that_joins_later_is_checked() -> None:
-    site = site_of(Path("o"))
-    with pytest.raises(UserError, match=r"node .*: it does not see the files in .*/o; give --out a folder on storage"):
-        refuse_late_node(site)
-    Path("o").mkdir()
-    refuse_late_node(site)
-    with pytest.raises(
-        UserError, match=r"node .*: it does not see the working directory, /nowhere; run the command from"
-    ):
-        refuse_late_node(replace(site, working_directory=Path("/nowhere")))
+def test_a_node_is_checked_by_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "SIGHT_SECONDS", 0)
+    site = Site(Path.cwd(), Path("o").absolute(), "process 7 on head\n", code())
+    for lock in (None, "process 7 on another\n"):
+        if lock:  # in a folder of its own that has the same name
+            Path("o").mkdir()
+            Path("o/run.lock").write_text(lock)
+        with pytest.raises(UserError, match=r"node .*: it does not see the files in .*/o; give --out a folder on sto"):
+            refuse_node(site)
+    Path("o/run.lock").write_text(site.lock)
+    refuse_node(site)
+    with pytest.raises(UserError, match=r"node .*: it does not see the working directory, /nowhere; run the command f"):
+        refuse_node(replace(site, working_directory=Path("/nowhere")))
     with pytest.raises(UserError, match=r"node .*: it has torch .*, this process has 0; install the same"):
-        refuse_late_node(replace(site, code={"torch": "0"}))
+        refuse_node(replace(site, code={"torch": "0"}))
 
 
 def test_what_a_task_ends_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import ray
     from ray.exceptions import NodeDiedError, RayTaskError, TaskCancelledError, WorkerCrashedError
 
-    cluster, job = local(), Job([Trial("sweep_1, lr=1", [Run({}, Path("7"), "7")])], "off")
+    cluster = Cluster(Resources(1, 0), Path("o"), [])
+    job = Job([Trial("sweep_1, lr=1", [Run({}, Path("7"), "7")])], "off")
 
     def end(error: Exception) -> Ending:
         def get(task: str) -> None:

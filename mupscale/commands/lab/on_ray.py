@@ -5,19 +5,26 @@ dies, Ray ends its tasks, and the same command continues. If a task dies, the dr
 """
 
 import argparse
+import hashlib
+import importlib
+import importlib.metadata
 import logging
 import math
 import os
 import pickle
+import platform
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupscale.commands.lab.ray_nodes import Needs, Site, needs_of, nodes, refuse_late_node, refuse_nodes, site_of
+from mupscale.commands.run_folder import LOCK
 from mupscale.commands.termination import Terminated, interruptions, raise_for
 from mupscale.errors import UserError, needs_extra
 
@@ -30,6 +37,9 @@ WAIT = 1.0
 
 CONNECT_SECONDS = 5.0
 """How long the address of a cluster has to answer."""
+
+SIGHT_SECONDS = 10.0
+"""How long a file that another machine wrote may take to be seen: network file systems cache what is in a folder."""
 
 SETTINGS = b"\x04"
 """The type of the frame with which a server of HTTP/2, such as Ray's, begins."""
@@ -63,7 +73,7 @@ def refuse_options(options: argparse.Namespace) -> None:
             if value is not None:
                 raise UserError(f"--{name} is for runs on a Ray cluster; give its address with --ray, or leave it out")
         return
-    if getattr(options, "workers", None) is not None:
+    if options.workers is not None:
         raise UserError("--workers starts processes on this machine, and --ray makes the runs on a cluster; give one")
     if gpus is not None and not 0 <= gpus <= 1:
         raise UserError(f"--gpus_per_run {gpus:g}: a run is on one GPU; give 1, or a share such as 0.25")
@@ -80,7 +90,7 @@ def refuse_options(options: argparse.Namespace) -> None:
 
 @contextmanager
 def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Iterator["Cluster"]:
-    """The cluster at an address, whose nodes have been checked. Raises a UserError if it cannot make the runs."""
+    """The cluster at an address. Raises a UserError if it cannot make the runs."""
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
@@ -88,11 +98,7 @@ def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Itera
         connect(options.ray)
         signal.signal(signal.SIGTERM, handler)  # Ray has set its own
         with interruptions() as seen:
-            found = nodes()
-            needs = needs_of(options, accelerator, found)
-            site = site_of(out)
-            refuse_nodes([node for node in found if node.room(needs)], site, seen)
-            there = Cluster(needs, site, seen)
+            there = Cluster(needs_of(options, accelerator, nodes()), out, seen)
             try:
                 yield there
             finally:
@@ -103,20 +109,15 @@ def connected(options: argparse.Namespace, accelerator: str, out: Path) -> Itera
 
 
 def connect(address: str) -> None:
-    """Connects this process. UserError of one line if it cannot be."""
     import ray
 
     refuse_address(address)
     try:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        if "ersion mismatch" in str(error):
-            raise UserError(f"--ray {address}: the cluster has another version of Ray or Python: {error}") from error
-        if address == "auto" and isinstance(error, ConnectionError):
-            error = ConnectionError("this machine is not a node of a Ray cluster")
         raise UserError(
-            f"--ray {address}: {str(error).strip().rstrip('.')}. Start the command on a node of the cluster; "
-            "`ray start` makes this machine a node"
+            f"--ray {address}: {' '.join(str(error).split()).rstrip('.')}. Start the command on a node of the cluster, "
+            "with its versions; `ray start` makes this machine a node"
         ) from error
 
 
@@ -139,6 +140,109 @@ def refuse_address(address: str) -> None:
         raise UserError(f"--ray {address}: what answers there is not a Ray cluster; give the HOST:PORT of its head")
 
 
+# --- nodes
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The CPUs and GPUs that a node has, or that a task needs."""
+
+    cpus: float
+    gpus: float
+
+    def room(self, needs: "Resources") -> int:
+        """How many tasks a node can make at a time."""
+        by_cpus = int(self.cpus / needs.cpus)
+        return by_cpus if not needs.gpus else min(by_cpus, int(self.gpus) * int(1 / needs.gpus))
+
+
+def nodes() -> list[Resources]:
+    """What each living node has."""
+    import ray
+
+    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Resources(has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in found]
+
+
+def needs_of(options: argparse.Namespace, accelerator: str, there: list[Resources]) -> Resources:
+    """What a run needs of a node. Raises a UserError if no node has it."""
+    cpus, most = (max((getattr(node, name) for node in there), default=0) for name in ("cpus", "gpus"))
+    gpus = options.gpus_per_run
+    if accelerator == "cpu" and gpus:
+        raise UserError(f"--gpus_per_run {gpus:g}: trainer.accelerator is cpu; leave --gpus_per_run out")
+    if accelerator in ("gpu", "cuda") and (gpus == 0 or (gpus is None and not most)):
+        has = "--gpus_per_run is 0" if gpus == 0 else "no node of the cluster has a GPU"
+        raise UserError(f"trainer.accelerator is {accelerator}, and {has}")
+    if gpus is None:
+        gpus = 1.0 if most and accelerator != "cpu" else 0.0
+    needs = Resources(options.cpus_per_run or 1.0, gpus)
+    if not any(node.room(needs) for node in there):
+        raise UserError(
+            f"--cpus_per_run, --gpus_per_run: no node has {needs.cpus:g} CPUs and {gpus:g} GPUs for a run; the nodes "
+            f"of the cluster have at most {cpus:g} CPUs and {most:g} GPUs each"
+        )
+    return needs
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the driver has, and every node must have as well."""
+
+    working_directory: Path
+    out: Path
+    lock: str
+    """The text of the lock that the driver has on the folder `out`."""
+    code: dict[str, str]
+
+
+def refuse_node(site: Site) -> None:
+    """On a node: goes to the working directory. UserError if the node has other code, or does not see the folders."""
+    problem = None
+    try:
+        os.chdir(site.working_directory)
+    except OSError:
+        problem = (
+            f"it does not see the working directory, {site.working_directory}; run the command from a folder on "
+            "storage that all nodes share"
+        )
+    here = code()
+    for name, version in site.code.items():
+        if here.get(name) != version:
+            problem = f"it has {name} {here.get(name)}, this process has {version}; install the same on all nodes"
+            break
+    if not problem and not is_seen(site.out / LOCK, site.lock):
+        problem = f"it does not see the files in {site.out}; give --out a folder on storage that all nodes share"
+    if problem:
+        raise UserError(f"--ray: node {platform.node()}: {problem}")
+
+
+def is_seen(path: Path, text: str) -> bool:
+    """Whether a file with this text is there, or comes up soon."""
+    until = time.monotonic() + SIGHT_SECONDS
+    while True:
+        with suppress(OSError):
+            if path.read_text() == text:
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+
+
+@cache
+def code() -> dict[str, str]:
+    """What decides the numbers of a run: versions, and a digest of this package's files."""
+    files = {}
+    for package in ("mupscale", "mupscale.models", "mupscale.callbacks", "mupscale.datamodules"):
+        for root in importlib.import_module(package).__path__:
+            for path in Path(root).rglob("*.py"):
+                files["/".join((*package.split("."), *path.relative_to(root).parts))] = path
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(name.encode() + files[name].read_bytes())
+    versions = {name: importlib.metadata.version(name) for name in ("mupscale", "torch", "lightning")}
+    return {"Python": platform.python_version(), **versions, "files of mupscale": digest.hexdigest()[:12]}
+
+
 # --- the work
 
 
@@ -150,8 +254,8 @@ class Cluster:
 
     has_room = True  # tasks that cannot run yet wait in the cluster
 
-    def __init__(self, needs: Needs, site: Site, seen: list[int]) -> None:
-        self.needs, self.site, self._seen = needs, site, seen
+    def __init__(self, needs: Resources, out: Path, seen: list[int]) -> None:
+        self.needs, self.out, self._seen = needs, out.absolute(), seen
         self._tasks: dict[Any, Job] = {}
         """The jobs of the tasks that have not ended."""
 
@@ -163,8 +267,9 @@ class Cluster:
         import ray
 
         task = ray.remote(max_retries=0, num_cpus=self.needs.cpus, num_gpus=self.needs.gpus)(make_job)
+        site = Site(Path.cwd(), self.out, (self.out / LOCK).read_text(), code())
         pickled = pickle.dumps(job)  # loads torch where it is unpickled, which a check comes before
-        self._tasks[task.options(name=str(job)).remote(self.site, self.needs, pickled)] = job
+        self._tasks[task.options(name=str(job)).remote(site, self.needs, pickled)] = job
 
     def wait(self) -> list["Ending"]:
         import ray
@@ -210,26 +315,21 @@ class Cluster:
                 _, tasks = ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)
 
 
-def make_job(site: Site, needs: Needs, pickled: bytes) -> "dict[Path, Result]":
+def make_job(site: Site, needs: Resources, pickled: bytes) -> "dict[Path, Result]":
     """In a process of Ray: makes a job; its results by folder."""
-    refuse_late_node(site)
+    refuse_node(site)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as mupscale.__main__ does, before torch is loaded
     job = pickle.loads(pickled)
+    import torch
+
     from mupscale.commands.lab.run import without_announcements
     from mupscale.commands.pattern import Patterns
 
-    keep_to(needs)
+    torch.set_num_threads(max(1, int(needs.cpus)))
+    if 0 < needs.gpus < 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(needs.gpus)
     with without_announcements():
         try:
             return job.carry_out(Patterns())
         except Terminated as ending:
             raise SystemExit(1) from ending  # as Ray ends a process on SIGTERM
-
-
-def keep_to(needs: Needs) -> None:
-    """Keeps this process to the threads and to the share of a GPU that its task has asked for."""
-    import torch
-
-    torch.set_num_threads(max(1, int(needs.cpus)))
-    if 0 < needs.gpus < 1 and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(needs.gpus)
