@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +26,9 @@ from sweeps import starts
 
 IN_A_ROW = {"driver": 4, "worker": 2, "node": 2}
 """What is killed, and how often in one experiment; the third death of a worker in one run is an error."""
+
+RUNS = 10
+"""Of an experiment."""
 
 STEPS, EVERY = 400, 50
 """Of a run, and from one of its checkpoints to the next."""
@@ -67,7 +70,7 @@ def attack(folder: Path, kind: str, kills: int) -> Iterator[dict[str, Any]]:
                 arguments += ["--workers", "2"] if cluster is None else ["--ray", cluster.address]
                 case = Case(f"{kind}, --stack {stack}")
                 several = min(kills, IN_A_ROW[kind])
-                Attack(server, cluster, case, lambda: chance.uniform(0, SPAN)).run(arguments, several)
+                Attack(server, cluster, case, chance).run(arguments, several)
                 case.differences += unlike(OUT, undisturbed[stack])
                 shutil.rmtree(OUT)
                 kills -= len(case.where)
@@ -90,8 +93,8 @@ def write_experiment(path: Path) -> None:
 class Attack:
     """The kills of one experiment."""
 
-    def __init__(self, server: Server, cluster: LocalCluster | None, case: Case, patience: Callable[[], float]) -> None:
-        self.server, self.cluster, self.case, self.patience = server, cluster, case, patience
+    def __init__(self, server: Server, cluster: LocalCluster | None, case: Case, chance: random.Random) -> None:
+        self.server, self.cluster, self.case, self.chance = server, cluster, case, chance
         self.kind = case.variant.partition(",")[0]
         self.done: dict[Path, tuple[int, list[int]]] = {}
         """When the result of each finished run was written, and where it has begun, by folder."""
@@ -102,9 +105,11 @@ class Attack:
         if self.cluster is not None:
             self.cluster.another()
         self.driver = self.server.start(*arguments)
-        while len(self.case.where) < kills:
-            victim = wait_until(lambda: is_dead(self.driver) or self.victim(), self.server.log)
-            time.sleep(self.patience())
+        moments = [RUNS * number // kills for number in range(kills + 1)]
+        while (number := len(self.case.where)) < kills:
+            least = self.chance.randrange(*moments[number : number + 2])
+            victim = wait_until(lambda least=least: is_dead(self.driver) or self.victim(least), self.server.log)
+            time.sleep(self.chance.uniform(0, SPAN))
             if is_dead(self.driver):
                 break
             if victim is not True and not is_dead(victim):
@@ -126,8 +131,10 @@ class Attack:
         elif self.cluster is not None:
             self.cluster.another()
 
-    def victim(self) -> int | None:
-        """A process to be killed, once a run has begun in it, or by it."""
+    def victim(self, least: int) -> int | None:
+        """A process to be killed, once at least so many runs are done, and one has begun in it, or by it."""
+        if len(list(OUT.rglob("result.json"))) < least:
+            return None
         for lock in OUT.rglob("*/run.lock"):
             process = number_in(lock)
             if process and not is_dead(process):
