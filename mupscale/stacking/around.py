@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from mupscale._torch import step_hooks
 from mupscale.widening import table
 from mupscale.widening.stepping import Record, records_of
 from mupscale.widening.table import Side
@@ -18,11 +16,6 @@ from mupscale.widening.table import Side
 Around = dict[str, Tensor]
 """For one weight, each with an axis for the models: which entries are new copies, for each birth ("new"), which models
 see it in other units ("mixed"), and what these are ("inward", "outward", "shift"). Empty for most weights."""
-
-
-def has_unknown_hooks(optimizer: Optimizer) -> bool:
-    """Whether something is called around the steps of an optimizer that a stack does not do."""
-    return step_hooks(optimizer) > 0
 
 
 def around(weight: Tensor, records: Sequence[Record]) -> Around:

@@ -1,5 +1,6 @@
 """A whole step of a stack as one CUDA graph, launched at once instead of kernel by kernel."""
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -7,14 +8,52 @@ import torch
 from torch import Tensor
 
 from mupscale.cuda_graph import StaticBatch, capturing
-from mupscale.stacking.stack import Context, Scoring, Stack
+from mupscale.stacking.stack import Context, MaxNorm, Scoring, Stack
 
 WARM_UP_STEPS = 3
-"""Steps before a capture, in which kernels are compiled and chosen. Their effects are undone."""
+"""Calls before a capture, in which kernels are compiled and chosen. Their effects are undone."""
 
 
-class CapturedStack:
-    """A step of a stack, captured once and replayed for every further step of the same kind.
+class Captured:
+    """A function of a batch, captured once and replayed for every further batch of the same kind."""
+
+    def __init__(
+        self, function: Callable[[Any], Any], batch: Any, device: torch.device, what: str, state: Sequence[Tensor] = ()
+    ) -> None:
+        """
+        Args:
+            function: What is captured.
+            batch: One like those to come.
+            device: A CUDA device.
+            what: What the function does, in words.
+            state: The tensors that it changes. They are as before afterwards.
+        """
+        self._function = function  # held, with the memory that the graph reads
+        self._inputs = StaticBatch(batch, device)
+        stream, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        kept = [tensor.detach().cpu() for tensor in state]  # the device may have no room for copies
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_STEPS):
+                function(self._inputs.batch)
+        stream.wait_stream(side)
+        with torch.no_grad():
+            for tensor, before in zip(state, kept, strict=True):
+                tensor.copy_(before)
+        del kept
+        self._graph = torch.cuda.CUDAGraph()
+        with capturing(self._graph, what):
+            self._answer = function(self._inputs.batch)
+
+    def __call__(self, batch: Any) -> Any:
+        """What the function returns of a batch of the right kind; the next call overwrites it. Nothing waits."""
+        self._inputs.fill(batch)
+        self._graph.replay()
+        return self._answer
+
+
+class CapturedStack(Captured):
+    """A step of a stack on a CUDA device.
 
     step = CapturedStack(stack, batch)
     for batch in batches:
@@ -27,86 +66,26 @@ class CapturedStack:
     """
 
     def __init__(
-        self,
-        stack: Stack,
-        batch: Any,
-        *,
-        shared: bool = True,
-        max_norm: Tensor | float | None = None,
-        context: Context = nullcontext,
+        self, stack: Stack, batch: Any, *, shared: bool = True, max_norm: MaxNorm = None, context: Context = nullcontext
     ) -> None:
-        """
-        Args:
-            stack: On a CUDA device. It is as before afterwards: no step has been taken.
-            batch: One like those to come.
-            shared: Whether one batch is for all models; see `Stack.step`.
-            max_norm: As in `Stack.step`; a tensor must be on the device of the stack.
-            context: Makes the context of the losses, such as one of `torch.autocast`.
-        """
-        self._stack, self._max_norm = stack, max_norm  # held, with the memory that the graph reads
-        device = stack.seeds.device
-        self._inputs = StaticBatch(batch, device)
+        """The arguments are those of `Stack.step`. No step has been taken afterwards."""
         stack.optimizer.begin()
 
-        def step() -> Tensor:
-            return stack.advance(self._inputs.batch, shared=shared, max_norm=max_norm, context=context)
+        def step(batch: Any) -> Tensor:
+            return stack.advance(batch, shared=shared, max_norm=max_norm, context=context)
 
-        stream = torch.cuda.current_stream(device)
-        kept = [tensor.detach().cpu() for tensor in stack.changing()]  # the device may have no room for copies
-        side = torch.cuda.Stream(device)
-        side.wait_stream(stream)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP_STEPS):
-                step()
-        stream.wait_stream(side)
-        with torch.no_grad():
-            for tensor, before in zip(stack.changing(), kept, strict=True):
-                tensor.copy_(before)
-        del kept
-        self._graph = torch.cuda.CUDAGraph()
-        with capturing(self._graph, "a step of a stack"):
-            self._losses = step()
+        super().__init__(step, batch, stack.seeds.device, "a step of a stack", stack.changing())
 
     def __call__(self, batch: Any) -> Tensor:
         """Takes the step on a batch of the right kind; the losses before it, on the device. Nothing waits."""
-        self._inputs.fill(batch)
-        self._graph.replay()
-        return self._losses.clone()
+        return super().__call__(batch).clone()
 
 
-class CapturedScores:
-    """What a function measures of all models of a stack (`Stack.evaluate`), captured once and replayed for batches."""
+def captured_scores(stack: Stack, function: Scoring, batch: Any, *, shared: bool, context: Context) -> Captured:
+    """What a function measures of all models of a stack (`Stack.evaluate`)."""
 
-    def __init__(
-        self, stack: Stack, function: Scoring, batch: Any, *, shared: bool = True, context: Context = nullcontext
-    ) -> None:
-        """
-        Args:
-            stack: On a CUDA device.
-            function: As of `Stack.evaluate`.
-            batch: One like those to come.
-            shared: Whether one batch is for all models.
-            context: Makes the context in which the function is called.
-        """
-        self._stack = stack  # held, with the memory that the graph reads
-        device = stack.seeds.device
-        self._inputs = StaticBatch(batch, device)
+    def evaluate(batch: Any) -> dict[str, Tensor]:
+        with context():
+            return stack.evaluate(function, batch, shared=shared)
 
-        def evaluate() -> dict[str, Tensor]:
-            with context():
-                return stack.evaluate(function, self._inputs.batch, shared=shared)
-
-        stream, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        side.wait_stream(stream)
-        with torch.cuda.stream(side):
-            evaluate()
-        stream.wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with capturing(self._graph, "a validation of a stack"):
-            self._scores = evaluate()
-
-    def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """The scores of a batch of the right kind; the next call overwrites them. Nothing waits."""
-        self._inputs.fill(batch)
-        self._graph.replay()
-        return self._scores
+    return Captured(evaluate, batch, stack.seeds.device, "a validation of a stack")

@@ -5,7 +5,7 @@ drops the same elements in any stack.
 """
 
 from collections.abc import Callable, Iterable
-from math import sqrt
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -16,18 +16,12 @@ from torch.overrides import TorchFunctionMode
 from mupscale._torch import vmap_refusal
 from mupscale.errors import UserError
 
-ALPHA = 1.7580993408473766
-"""What `alpha_dropout` sets dropped elements to, negative: the value of SELU far left of zero."""
-
 
 class StackedDropout(TorchFunctionMode):
     """Inside of `torch.vmap`, makes dropout depend on a seed; refuses other functions that draw random numbers."""
 
     def __init__(self, seed: Tensor) -> None:
-        """
-        Args:
-            seed: Of this model, in this step: an int64 tensor without axes, mapped by `torch.vmap`.
-        """
+        """`seed` is that of this model, in this step: an int64 tensor without axes, mapped by `torch.vmap`."""
         super().__init__()
         self._seed = seed
         self._calls = 0
@@ -38,8 +32,8 @@ class StackedDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", None) == "unflatten":
             return _unflattened(*args, **kwargs)  # torch.compile cannot call it from here
-        if func in KERNELS:
-            return KERNELS[func](*args, **kwargs)
+        if func is F.batch_norm:
+            return batch_norm(*args, **kwargs)
         if func in RULES:
             return RULES[func](self.kept, *args, **kwargs)
         try:
@@ -61,15 +55,12 @@ class StackedDropout(TorchFunctionMode):
 Kept = Callable[[Iterable[int], float, torch.device], Tensor]
 
 
-def mixed(seeds: Tensor, number: int | Tensor) -> Tensor:
+def mixed(seeds: Tensor, number: int) -> Tensor:
     """A hash of each seed with a number, such as that of a step: int64 tensors, by splitmix64.
 
     stack.seeds.copy_(mixed(seeds_of_runs, global_step))
     """
-    if isinstance(number, int):
-        state = seeds + _signed((number + 1) * 0x9E3779B97F4A7C15, 64)
-    else:
-        state = seeds + (number + 1) * _signed(0x9E3779B97F4A7C15, 64)
+    state = seeds + _signed((number + 1) * 0x9E3779B97F4A7C15, 64)
     state = (state ^ _shifted(state, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
     state = (state ^ _shifted(state, 27, 64)) * _signed(0x94D049BB133111EB, 64)
     return state ^ _shifted(state, 31, 64)
@@ -80,10 +71,7 @@ def kept(key: Tensor, shape: tuple[int, ...], p: float, device: torch.device) ->
 
     In int32, which a GPU multiplies much faster than int64.
     """
-    count = 1
-    for size in shape:
-        count *= size
-    place = torch.arange(count, dtype=torch.int32, device=device).view(shape)
+    place = torch.arange(prod(shape), dtype=torch.int32, device=device).view(shape)
     first, second = key.to(torch.int32), (key >> 32).to(torch.int32)
     state = place + first
     state = (state ^ _shifted(state, 16, 32)) * _signed(0x85EBCA6B, 32) ^ second
@@ -103,38 +91,18 @@ def _shifted(state: Tensor, by: int, bits: int) -> Tensor:
     return (state >> by) & (2 ** (bits - by) - 1)
 
 
-def _refuse_bad(p: float) -> None:
-    if not 0 <= p <= 1:
-        raise UserError(f"dropout probability has to be between 0 and 1, but got {p}")
-
-
 def _dropout(
     kept: Kept, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, axes: int | None = None
 ) -> Tensor:
     """As torch's, `axes` first axes of which are dropped one by one; those after them as a whole."""
-    _refuse_bad(p)
+    if not 0 <= p <= 1:
+        raise UserError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return input
-    keep = kept(_mask_shape(input, axes), p, input.device)
+    single = input.ndim if axes is None else axes
+    keep = kept(input.shape[:single] + (1,) * (input.ndim - single), p, input.device)
     scale = 1 / (1 - p) if p < 1 else 0.0
     return input.mul_(keep).mul_(scale) if inplace else input * keep * scale
-
-
-def _alpha_dropout(
-    kept: Kept, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, axes: int | None = None
-) -> Tensor:
-    _refuse_bad(p)
-    if not training or p == 0:
-        return input
-    keep = kept(_mask_shape(input, axes), p, input.device)
-    scale = 1 / sqrt((ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
-    shift = (keep.to(input.dtype) - 1) * (ALPHA * scale) + ALPHA * scale * p
-    return input.mul_(keep).mul_(scale).add_(shift) if inplace else input * keep * scale + shift
-
-
-def _mask_shape(input: Tensor, axes: int | None) -> tuple[int, ...]:
-    whole = input.ndim if axes is None else axes
-    return tuple(input.shape[:whole]) + (1,) * (input.ndim - whole)
 
 
 def _channels(spatial: int | None) -> Callable[..., Tensor]:
@@ -145,12 +113,6 @@ def _channels(spatial: int | None) -> Callable[..., Tensor]:
         return _dropout(kept, input, p, training, inplace, axes=1 if alone else 2)
 
     return rule
-
-
-def _feature_alpha_dropout(
-    kept: Kept, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Tensor:
-    return _alpha_dropout(kept, input, p, training, inplace, axes=2)
 
 
 def _attention(
@@ -165,8 +127,6 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attention step by step, where it has dropout: the kernels draw their own random numbers."""
-    if dropout_p == 0 and query.is_cuda and query.ndim > 3:
-        return FoldedAttention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -189,8 +149,6 @@ RULES: dict[Any, Callable[..., Tensor]] = {
     F.dropout1d: _channels(1),
     F.dropout2d: _channels(None),
     F.dropout3d: _channels(3),
-    F.alpha_dropout: _alpha_dropout,
-    F.feature_alpha_dropout: _feature_alpha_dropout,
     F.scaled_dot_product_attention: _attention,
 }
 """The functions that draw random numbers and work for many models at once; each rule gets `kept` first."""
@@ -201,63 +159,9 @@ def _unflattened(tensor: Tensor, dim: int, sizes: Iterable[int]) -> Tensor:
     return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
 
 
-# --- where `torch.vmap` of torch's own kernels fails on a GPU
-
-
-class FoldedAttention(torch.autograd.Function):
-    """Attention inside of `torch.vmap`: it has no weights, so the models' batches are one larger batch.
-
-    It is differentiated by torch, outside of the mapping; a gradient inside of it is not defined.
-    """
-
-    @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
-    ) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        scale: float | None,
-        gqa: bool,
-    ) -> tuple[Tensor, int]:
-        models = info.batch_size
-        q, k, v = (_of_each(t, dim, models).flatten(0, 1) for t, dim in zip((query, key, value), in_dims, strict=False))
-        if mask is not None:
-            batch = len(q) // models
-            mask = _of_each(mask, in_dims[3], models)
-            if mask.ndim > q.ndim:  # it has a batch axis of its own
-                mask = mask.expand(models, batch, *mask.shape[2:]).flatten(0, 1)
-            else:
-                missing = (1,) * (q.ndim + 1 - mask.ndim)
-                mask = mask.view(models, *missing, *mask.shape[1:]).expand(models, batch, *missing[1:], *mask.shape[1:])
-                mask = mask.flatten(0, 1)
-        y = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
-        return y.unflatten(0, (models, -1)), 0
-
-
-def _of_each(tensor: Tensor, dim: int | None, models: int) -> Tensor:
-    """With an axis for the models in front."""
-    return tensor.expand(models, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
 def batch_norm(*arguments: Any, **options: Any) -> Tensor:
     """Without cuDNN, whose kernel asks for a memory format that a mapped tensor does not have."""
     if torch.compiler.is_compiling():  # there it is made of operations that can be mapped
         return F.batch_norm(*arguments, **options)
     with torch.backends.cudnn.flags(enabled=False):  # the argument of torch.batch_norm does not reach the choice
         return F.batch_norm(*arguments, **options)
-
-
-KERNELS: dict[Any, Callable[..., Tensor]] = {F.batch_norm: batch_norm}

@@ -9,11 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from mupscale._torch import tree_leaves, tree_map
-from mupscale.errors import UserError
+from mupscale.stacking.optimizers import stacked_kind
 from mupscale.stacking.stack import Losses, mapped
-
-STATES: dict[type[Optimizer], int] = {torch.optim.SGD: 1, torch.optim.Adam: 2, torch.optim.AdamW: 2}
-"""Tensors of the size of a weight that an optimizer keeps: SGD its momentum, Adam two moments."""
 
 WORKSPACE = 0.01
 """The extra memory of kernels as a share of their operands, for example for partial sums over many rows."""
@@ -55,22 +52,17 @@ def bytes_per_model(
         amsgrad: Whether Adam has it, and so a third moment.
         grown: Whether models of the stack grew, or will: their updates may need masks, or other units.
     """
-    if optimizer_class not in STATES:
-        names = ", ".join(known.__name__ for known in STATES)
-        raise UserError(f"{optimizer_class.__name__} cannot step many models at once; {names} can")
-    trained = [_size(parameter) for parameter in model.parameters() if parameter.requires_grad]
-    fixed = _bytes(model.buffers()) + _bytes(
-        parameter for parameter in model.parameters() if not parameter.requires_grad
-    )
-    weights = sum(trained)
-    states = STATES[optimizer_class] + amsgrad
+    moments = stacked_kind(optimizer_class).moments + amsgrad
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    fixed = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    weights = _bytes(trained)
     saved = saved_per_model(model, loss, batch, shared=shared, losses=losses)
     backward = saved.total + 2 * saved.largest  # the gradients that enter and leave an operation
-    largest = max(trained, default=0)
+    largest = max((parameter.nbytes for parameter in trained), default=0)
     update = weights + (5 if grown else 2) * largest  # clipped gradients, and the temporaries of one weight
-    masks = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) if grown else 0
-    own_batch = 0 if shared else _bytes(_tensors(batch))
-    return int((1 + WORKSPACE) * (fixed + masks + weights * (2 + states) + own_batch + max(backward, update)))
+    masks = sum(parameter.numel() for parameter in trained) if grown else 0
+    others = _bytes([*model.buffers(), *fixed, *([] if shared else _tensors(batch))])
+    return int((1 + WORKSPACE) * (others + masks + weights * (2 + moments) + max(backward, update)))
 
 
 def saved_per_model(
@@ -89,11 +81,12 @@ def saved_per_model(
         parameters = {name: _stacked(tensor, count) for name, tensor in model.named_parameters()}
         buffers = {name: _stacked(tensor, count) for name, tensor in model.named_buffers()}
         inputs = tree_map(lambda leaf: _like(leaf, None if shared else count), batch)
-        known = {id(_storage(tensor)) for tensor in (*parameters.values(), *buffers.values(), *_tensors(inputs))}
+        given = (*parameters.values(), *buffers.values(), *_tensors(inputs))
+        known = {id(tensor.untyped_storage()) for tensor in given}
         found: dict[int, Any] = {}  # storages by id; they are held, so that no other gets it
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = _storage(tensor)
+            storage = tensor.untyped_storage()
             if id(storage) not in known:
                 found[id(storage)] = storage
             return tensor
@@ -108,16 +101,8 @@ def saved_per_model(
     return Saved(total, -(-max(three.values(), default=0) // 3))
 
 
-def _storage(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(_size(tensor) for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _tensors(batch: Any) -> list[Tensor]:

@@ -9,7 +9,7 @@ in float64. `sgd_update` and `adam_update` read and write the weights, in as few
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ class StackedOptimizer:
 
     numbers: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    moments = 0
+    """How many tensors of the size of a weight its state has, at most, without AMSGrad's."""
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class StackedOptimizer:
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         *,
-        compiled: bool = False,
+        compiled: bool,
     ) -> None:
         self.weights = weights
         self._rule = rule_of(optimizers[0])
@@ -89,8 +91,9 @@ class StackedOptimizer:
         states = [self.state[names[index]] for index in moved]
         values = dict(zip(self.numbers, table, strict=True))
         factors = self.factors(values, steps, begun)
+        group = {**values, "betas": (values.get("beta1"), values.get("beta2"))}
         for level, (birth, rewarm_steps) in enumerate(births):
-            factors[f"{_NEW}{level}"] = self._factor_of_new_copies(values, steps, birth, rewarm_steps)
+            factors[f"{_NEW}{level}"] = update_factor(self._rule, group, steps.double(), birth, rewarm_steps)
         if len({weight.dtype for weight in weights}) == 1:  # converted for all weights at once
             factors = {key: value.to(weights[0].dtype) for key, value in factors.items()}
         self._update_all(
@@ -212,12 +215,6 @@ class StackedOptimizer:
                     steps[index].copy_(own["step"])
                     own["step"] = steps[index]
 
-    def _factor_of_new_copies(
-        self, values: dict[str, Tensor], steps: Tensor, birth: Tensor, rewarm_steps: Tensor
-    ) -> Tensor:
-        group = {**values, "betas": (values.get("beta1"), values.get("beta2"))}
-        return update_factor(self._rule, group, steps.double(), birth, rewarm_steps)
-
     def _refuse_unlike(self) -> None:
         first = next(iter(self._places[0].values())).group
         for key in self.flags:
@@ -230,11 +227,13 @@ class StackedOptimizer:
                         )
 
 
-class Place:
+class Place(NamedTuple):
     """Where an optimizer has a parameter: its group, and its state."""
 
-    def __init__(self, optimizer: Optimizer, parameter: nn.Parameter, group: dict[str, Any], record: Record) -> None:
-        self.optimizer, self.parameter, self.group, self.record = optimizer, parameter, group, record
+    optimizer: Optimizer
+    parameter: nn.Parameter
+    group: dict[str, Any]
+    record: Record
 
     def has_state(self) -> bool:
         """Whether a step has been taken: new copies of a model that grew before have their count only."""
@@ -251,6 +250,7 @@ class Place:
 class StackedSGD(StackedOptimizer):
     numbers = ("lr", "weight_decay", "momentum", "dampening")
     flags = ("nesterov", "maximize")
+    moments = 1
 
     def fresh(self, weight: Tensor, steps: Tensor) -> dict[str, Tensor]:
         moved = {owner.group["momentum"] != 0 for place in self._places for owner in place.values()}
@@ -260,12 +260,7 @@ class StackedSGD(StackedOptimizer):
 
     def factors(self, values: dict[str, Tensor], steps: Tensor, begun: Tensor) -> dict[str, Tensor]:
         taken = 1 - values["dampening"] * begun  # the first gradient is taken whole
-        return {
-            "rate": values["lr"],
-            "weight_decay": values["weight_decay"],
-            "momentum": values["momentum"],
-            "taken": taken,
-        }
+        return {"rate": values["lr"], "taken": taken, **{key: values[key] for key in ("weight_decay", "momentum")}}
 
     @staticmethod
     def update(
@@ -298,6 +293,7 @@ def sgd_update(
 class StackedAdam(StackedOptimizer):
     numbers = ("lr", "eps", "weight_decay", "beta1", "beta2")
     flags = ("amsgrad", "maximize", "decoupled_weight_decay")
+    moments = 2
 
     def number(self, group: dict[str, Any], key: str) -> float:
         return float(group["betas"][int(key[-1]) - 1]) if key.startswith("beta") else super().number(group, key)
@@ -397,24 +393,22 @@ KINDS: dict[type[Optimizer], type[StackedOptimizer]] = {
 """Whose steps can be taken together. Of a class itself: a subclass may do other things."""
 
 
-def stacked_optimizer(
-    weights: dict[str, Tensor],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    *,
-    compiled: bool = False,
-) -> StackedOptimizer:
-    """The optimizers of all models as one. Raises a UserError if their classes differ, or have no stacked step."""
-    kinds = {type(optimizer) for optimizer in optimizers}
-    if len(kinds) > 1:
-        raise UserError(
-            f"optimizers that stack are of one class, got {', '.join(sorted(kind.__name__ for kind in kinds))}"
-        )
-    kind = kinds.pop()
+def stacked_kind(kind: type[Optimizer]) -> type[StackedOptimizer]:
+    """The stacked step of an optimizer's class. Raises a UserError if there is none."""
     if kind not in KINDS:
         names = ", ".join(known.__name__ for known in KINDS)
         raise UserError(f"{kind.__name__} cannot step many models at once; {names} can")
-    return KINDS[kind](weights, models, optimizers, compiled=compiled)
+    return KINDS[kind]
+
+
+def stacked_optimizer(
+    weights: dict[str, Tensor], models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *, compiled: bool = False
+) -> StackedOptimizer:
+    """The optimizers of all models as one. Raises a UserError if their classes differ, or have no stacked step."""
+    names = sorted({type(optimizer).__name__ for optimizer in optimizers})
+    if len(names) > 1:
+        raise UserError(f"optimizers that stack are of one class, got {', '.join(names)}")
+    return stacked_kind(type(optimizers[0]))(weights, models, optimizers, compiled=compiled)
 
 
 def _places(model: nn.Module, optimizer: Optimizer, weights: dict[str, Tensor]) -> dict[str, Place]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
+from mupscale._torch import step_hooks
 from mupscale.errors import UserError
-from mupscale.stacking.around import StackedClip, has_unknown_hooks
+from mupscale.stacking.around import StackedClip
 from mupscale.stacking.compiled import Compiled
 from mupscale.stacking.dropout import StackedDropout
 from mupscale.stacking.optimizers import StackedOptimizer, stacked_optimizer
@@ -27,6 +28,9 @@ batch is for all of them; otherwise its tensors have a leading axis too."""
 
 Context = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which losses are computed, such as one of `torch.autocast`."""
+
+MaxNorm = Tensor | float | None
+"""To what gradients are clipped: a number, or one for each model; None if they are not."""
 
 Scoring = Callable[[nn.Module, Any], dict[str, Tensor]]
 """What is measured of a model on a batch, by name."""
@@ -80,32 +84,19 @@ class Stack:
         if losses is not None and compiled:
             self._losses = Compiled(losses, "the losses of a stack")
 
-    def __len__(self) -> int:
-        return len(self.models)
-
     def step(
-        self,
-        batch: Any,
-        *,
-        shared: bool = True,
-        max_norm: Tensor | float | None = None,
-        context: Context = nullcontext,
+        self, batch: Any, *, shared: bool = True, max_norm: MaxNorm = None, context: Context = nullcontext
     ) -> Tensor:
         """Takes a step of every model; returns the losses before it.
 
         Learning rates and other hyperparameters are read from the optimizers. The gradients of each model are clipped
-        by their width-invariant norm to `max_norm`, a number or one for each model.
+        by their width-invariant norm.
         """
         self.optimizer.read_numbers()
         return self.advance(batch, shared=shared, max_norm=max_norm, context=context)
 
     def advance(
-        self,
-        batch: Any,
-        *,
-        shared: bool = True,
-        max_norm: Tensor | float | None = None,
-        context: Context = nullcontext,
+        self, batch: Any, *, shared: bool = True, max_norm: MaxNorm = None, context: Context = nullcontext
     ) -> Tensor:
         """Takes a step with the hyperparameters that were read last.
 
@@ -144,11 +135,7 @@ class Stack:
 
 
 def mapped(
-    model: nn.Module,
-    function: Callable[[nn.Module, Any], Any],
-    seeds: Tensor,
-    *,
-    compiled: bool = False,
+    model: nn.Module, function: Callable[[nn.Module, Any], Any], seeds: Tensor, *, compiled: bool = False
 ) -> Callable[[dict[str, Tensor], dict[str, Tensor], Any, bool], Any]:
     """What a function, such as the loss, is for all models, by `torch.vmap`.
 
@@ -167,10 +154,9 @@ def mapped(
         return torch.vmap(single, in_dims=in_dims, randomness="error")(parameters, buffers, seeds, batch)
 
     def all_of_them(parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, shared: bool) -> Any:
-        with sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext():
+        with sdpa_kernel(SDPBackend.MATH):  # other kernels of attention cannot be mapped
             return run(parameters, buffers, seeds, batch, shared)
 
-    on_cpu = next(model.parameters()).device.type == "cpu"  # where other kernels of attention cannot be mapped
     caller = _Call(model, function)
     run = Compiled(each, "the losses of a stack") if compiled else each
     return all_of_them
@@ -203,7 +189,7 @@ def refuse_unlike(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) 
     """Raises a UserError if these cannot take their steps together, with what differs."""
     if not models or len(models) != len(optimizers):
         raise UserError(f"a stack needs an optimizer for each model, got {len(models)} and {len(optimizers)}")
-    if any(has_unknown_hooks(optimizer) for optimizer in optimizers):
+    if any(step_hooks(optimizer) for optimizer in optimizers):
         raise UserError("the optimizer has hooks of its steps, which a stack cannot call")
     first = signature(models[0])
     for index, model in enumerate(models):
@@ -211,9 +197,10 @@ def refuse_unlike(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) 
         if other == first:
             continue
         odd = next(name for name in {**first, **other} if first.get(name) != other.get(name))
+        here, there = (" ".join(map(str, parts.get(odd, ["missing"]))) for parts in (first, other))
         raise UserError(
-            f"models that stack are of one architecture and width; {odd} is {_text(first.get(odd))} in the first and "
-            f"{_text(other.get(odd))} in number {index}"
+            f"models that stack are of one architecture and width; {odd} is {here} in the first and {there} in number "
+            f"{index}"
         )
 
 
@@ -225,10 +212,6 @@ def signature(model: nn.Module) -> dict[str, tuple[Any, ...]]:
         parts[name] = (tuple(tensor.shape), tensor.dtype, str(tensor.device), *(["frozen"] if frozen else []))
     parts["the mode"] = tuple(module.training for module in model.modules())
     return parts
-
-
-def _text(parts: tuple[Any, ...] | None) -> str:
-    return "missing" if parts is None else " ".join(str(part) for part in parts)
 
 
 def _by_name(models: Sequence[nn.Module], method: str) -> dict[str, list[Tensor]]:

@@ -25,7 +25,7 @@ from mupscale.commands.lab import on_ray
 from mupscale.commands.lab.driver import Ending, Job
 from mupscale.commands.lab.on_ray import Cluster, Resources, Site, code, needs_of, refuse_node
 from mupscale.commands.lab.run import Run, Trial
-from mupscale.commands.lab.stack_rules import Apart
+from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.errors import UserError
 
 HOLD = {"class_path": "extensions.Hold"}

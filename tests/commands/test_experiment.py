@@ -31,7 +31,7 @@ from mupscale.commands.lab.experiments import Experiment
 from mupscale.commands.lab.file import Description, Growth, check, growths_of, read
 from mupscale.commands.lab.parts import SweepPart
 from mupscale.commands.lab.run import Run, Trial, progress, result_of
-from mupscale.commands.lab.stack_rules import Apart
+from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.commands.lab.transfer import Panel, WidthCurve, draw, visible_range
 from mupscale.commands.pattern import Patterns
 from mupscale.commands.termination import Terminated

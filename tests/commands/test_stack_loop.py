@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from training_runs import LIGHTNING_WARNINGS, fit_outside, state
 
 from mupscale.callbacks.fast_loop import FastLoop
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.commands.lab.stack_loop import StackLoop, long_lived_objects
-from mupscale.commands.lab.stack_rules import Apart
+from mupscale.commands.lab.stack_loop import StackLoop, long_lived_objects, room_in_stack
+from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.commands.lab.stacked_steps import StackedSteps
 from mupscale.methods.noise import AdditiveNoise
 from mupscale.models.mlp import MLP
@@ -192,3 +193,10 @@ def test_what_others_have_frozen_stays_so() -> None:
         assert gc.get_threshold()[2] > 1000 * before[2]
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() > frozen // 2
+
+
+def test_on_a_gpu_models_without_losses_for_many_are_trained_apart() -> None:
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")))
+    first: Any = SimpleNamespace(module=gpt2(), trainer=trainer)
+    with pytest.raises(Apart, match=r"torch.vmap of GPT2 is slower on a GPU; to use it anyway, give --stack N"):
+        room_in_stack(first, "auto")

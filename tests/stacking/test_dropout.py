@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mupscale.errors import UserError
-from mupscale.stacking.dropout import kept, mixed
+from mupscale.stacking.dropout import batch_norm, kept, mixed
 from mupscale.stacking.stack import Stack, mapped
 
 CPU = torch.device("cpu")
@@ -53,11 +53,8 @@ def test_neighbours_calls_steps_and_seeds_are_independent() -> None:
     assert torch.corrcoef(ends.T).fill_diagonal_(0).abs().max() < 0.09
 
 
-def test_mixing_takes_numbers_and_tensors() -> None:
-    seeds = torch.tensor([0, 1, -5, 2**62])
-    for number in (0, 3, 2**40):
-        assert torch.equal(mixed(seeds, number), mixed(seeds, torch.tensor(number)))
-    assert mixed(torch.tensor([0, 1]), 0).tolist() == [-2152535657050944081, -7995527694508729151]  # splitmix64
+def test_mixing_is_splitmix64() -> None:
+    assert mixed(torch.tensor([0, 1]), 0).tolist() == [-2152535657050944081, -7995527694508729151]
 
 
 class Dropping(nn.Module):
@@ -83,8 +80,6 @@ KINDS: dict[str, Any] = {
     "channels": lambda x: F.dropout1d(x.view(-1, 2, 4), 0.5).flatten(1),
     "images": lambda x: F.dropout2d(x.view(-1, 2, 2, 2), 0.5).flatten(1),
     "volumes": lambda x: F.dropout3d(x.view(-1, 2, 2, 2, 1), 0.5).flatten(1),
-    "alpha": lambda x: F.alpha_dropout(x, 0.5, training=True),
-    "channels by alpha": lambda x: F.feature_alpha_dropout(x.view(-1, 2, 4), 0.5, training=True).flatten(1),
     "attention": None,
 }
 
@@ -148,15 +143,13 @@ def outputs(function: Any, x: Tensor) -> Tensor:
 def test_values_are_those_of_torch() -> None:
     x = torch.randn(400, 50, dtype=torch.float64)
     x[0, 0] = torch.nan
-    for function in (F.dropout, F.alpha_dropout):
-        ours, theirs = outputs(lambda x, f=function: f(x, 0.3, True), x), function(x, 0.3, True)
-        assert ours[0, 0].isnan()
-        # both are c or a x + b; where both of them keep an element, or both drop it, they agree
-        same = torch.isclose(ours, theirs, rtol=1e-14)
-        assert abs(same.double().mean().item() - (0.7**2 + 0.3**2)) < 0.02
+    ours, theirs = outputs(lambda x: F.dropout(x, 0.3), x), F.dropout(x, 0.3)
+    assert ours[0, 0].isnan()
+    # where both of them keep an element, or both drop it, they agree
+    same = torch.isclose(ours, theirs, rtol=1e-14)
+    assert abs(same.double().mean().item() - (0.7**2 + 0.3**2)) < 0.02
     for p in (0.0, 1.0):
-        for function in (F.dropout, F.alpha_dropout):
-            assert torch.equal(outputs(lambda x, f=function, p=p: f(x, p, True), x[1:]), function(x[1:], p, True))
+        assert torch.equal(outputs(lambda x, p=p: F.dropout(x, p), x[1:]), F.dropout(x[1:], p))
     assert torch.equal(outputs(lambda x: F.dropout(x, 0.5, False), x[1:]), x[1:])
 
 
@@ -172,6 +165,7 @@ def test_values_are_those_of_torch() -> None:
         ("multinomial", lambda x: torch.multinomial(torch.sigmoid(x), 1).float()),
         ("gumbel_softmax", F.gumbel_softmax),
         ("rrelu", lambda x: F.rrelu(x, training=True)),
+        ("alpha_dropout", lambda x: F.alpha_dropout(x, training=True)),
     ],
 )
 def test_other_random_functions_are_refused(name: str, function: Any) -> None:
@@ -179,3 +173,13 @@ def test_other_random_functions_are_refused(name: str, function: Any) -> None:
         UserError, match=f"^{name} has no rule for many models at once: (it draws random|torch.vmap does not)"
     ):
         outputs(function, torch.randn(3))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_is_torchs(training: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(4, 3, 5, 5), torch.rand(3), torch.rand(3)
+    here, there = ((torch.zeros(3), torch.ones(3)) for _ in range(2))
+    arguments = (weight, bias, training, 0.3, 1e-3)
+    assert torch.equal(batch_norm(x, *here, *arguments), F.batch_norm(x, *there, *arguments))
+    assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))

@@ -28,8 +28,7 @@ from mupscale.commands.lab.run import (
     without_announcements,
 )
 from mupscale.commands.lab.stack_loop import StackLoop, room_in_stack
-from mupscale.commands.lab.stack_rules import Apart
-from mupscale.commands.lab.stacked_fit import Opening
+from mupscale.commands.lab.stacked_fit import Apart, Opening
 from mupscale.commands.pattern import Pattern, Patterns
 from mupscale.errors import UserError
 

@@ -284,7 +284,7 @@ class Cluster:
         from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskCancelledError
 
         from mupscale.commands.lab.driver import Ending, failed_words
-        from mupscale.commands.lab.stack_rules import Apart
+        from mupscale.commands.lab.stacked_fit import Apart
 
         try:
             return Ending(job, ray.get(task))

@@ -15,14 +15,13 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mupscale.callbacks.upscale import size_after_all, swaps_of
-from mupscale.commands.lab.stack_rules import Apart, why_apart
-from mupscale.commands.lab.stacked_fit import Opening, StackedFit
+from mupscale.commands.lab.stacked_fit import Apart, Opening, StackedFit, why_apart
 from mupscale.commands.lab.stacked_steps import StackedSteps, loss_of
 from mupscale.commands.termination import Terminated
 from mupscale.device_memory import free_bytes
 from mupscale.errors import UserError
 from mupscale.models._lightning_loop import steps_before_the_end, training_loader
-from mupscale.models.base import Growable, init_contexts
+from mupscale.models.base import init_contexts
 from mupscale.models.checkpoint import Size
 from mupscale.stacking.memory import bytes_per_model
 from mupscale.widening.stepping import step_records
@@ -46,12 +45,10 @@ class StackLoop:
         most: Callable[[StackedFit], int] = lambda first: sys.maxsize,
         progress: Callable[[int, int, int], None] = lambda step, steps, count: None,
     ) -> None:
-        """
-        Args:
-            openings: Those of fits with a FastLoop. They are requested one by one.
-            most: Returns how many of them to run, given the first one before its first step.
-            progress: Called now and then with the lowest step of all fits, the total number of steps, and how many fits
-                are still running.
+        """`openings` are requested one by one; `most` is asked before the first step of the first fit how many to run.
+
+        `progress` is called now and then with the lowest step of all fits, the number of steps, and that of the fits
+        that are still running.
         """
         self._openings, self._most, self._progress = iter(openings), most, progress
         self._fits: list[StackedFit] = []
@@ -149,11 +146,11 @@ def room_in_stack(first: StackedFit, size: int | str) -> int:
     Raises a UserError if `size` of them do not fit. Raises Apart if two do not fit, if a stack cannot compute their
     loss or, for `auto`, if a stack would be slower than one fit after another.
     """
-    slow = why_slow(first.module, first.trainer.strategy.root_device) if isinstance(size, str) else None
-    if slow is not None:
-        raise Apart(slow)
-    free = SHARE * free_bytes(first.trainer.strategy.root_device)
-    final = size_after_all(first.module.size, swaps_of(first.trainer))
+    module, device = first.module, first.trainer.strategy.root_device
+    if size == "auto" and device.type == "cuda" and module.stacked_losses() is None:
+        raise Apart(f"torch.vmap of {type(module).__name__} is slower on a GPU; to use it anyway, give --stack N")
+    free = SHARE * free_bytes(device)
+    final = size_after_all(module.size, swaps_of(first.trainer))
     try:
         each = bytes_of(first, final)
     except UserError as error:
@@ -171,13 +168,6 @@ def room_in_stack(first: StackedFit, size: int | str) -> int:
             f"are free. Give at most {most}"
         )
     return size
-
-
-def why_slow(module: Growable, device: torch.device) -> str | None:
-    """Why a stack of such models is not faster than training them one after another; None if it is faster."""
-    if device.type != "cuda" or module.stacked_losses() is not None:
-        return None
-    return f"torch.vmap of {type(module).__name__} is slower on a GPU; to use it anyway, give --stack N"
 
 
 def bytes_of(first: StackedFit, size: Size) -> int:

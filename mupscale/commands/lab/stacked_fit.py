@@ -1,4 +1,7 @@
-"""One of the fits that take their steps together: an ordinary fit, in parts between which the others run."""
+"""One of the fits that take their steps together: an ordinary fit, in parts between which the others run.
+
+And which fits can be stacked, and which of their steps need no hooks.
+"""
 
 import os
 import random
@@ -11,14 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from mupscale.callbacks.fast_loop import LeanEpochLoop
+from mupscale.callbacks.fast_loop import LeanEpochLoop, why_single
+from mupscale.callbacks.step_blocks import has_step_hooks
 from mupscale.callbacks.strides import Strides, strides_of
-from mupscale.commands.lab.stack_rules import free_steps, is_scored_jointly
-from mupscale.models._lightning_loop import FitParts, leave_steps, place_in_data, training_loader, validate_outside
+from mupscale.errors import UserError
+from mupscale.models import _lightning_loop as loops
+from mupscale.models._lightning import callbacks_of
 from mupscale.models.base import Growable
 
 _ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+OF_EPOCHS = (
+    "on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_end",
+    "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end",
+)  # fmt: skip
 
 Opening = AbstractContextManager[tuple[Trainer, dict[str, Any]]]
 """A trainer, and the arguments of its `fit`. It is left when the fit is over, or with the error that ended it."""
@@ -26,6 +37,10 @@ Opening = AbstractContextManager[tuple[Trainer, dict[str, Any]]]
 
 Scores = tuple[int, dict[str, float]]
 """How many batches a validation had, and what is logged of it."""
+
+
+class Apart(UserError):
+    """A fit cannot be stacked with others; the message is the reason."""
 
 
 class StackedEpochLoop(LeanEpochLoop):
@@ -44,7 +59,7 @@ class StackedEpochLoop(LeanEpochLoop):
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         if self.awaits_scores(data_fetcher):
-            validate_outside(self.trainer, *(self.scores or self.score()))
+            loops.validate_outside(self.trainer, *(self.scores or self.score()))
         self.scores = None
         super().on_advance_end(data_fetcher)
 
@@ -56,11 +71,7 @@ class StackedFit:
     """
 
     def __init__(self, opening: Opening, score: Callable[["StackedFit"], Scores]) -> None:
-        """
-        Args:
-            opening: The trainer, which has a FastLoop.
-            score: Validates this fit alone.
-        """
+        """`opening` has a trainer with a FastLoop; `score` validates this fit alone."""
         self._opening, self._score = opening, score
         self._contexts = ExitStack()
         self._own = ProcessState()
@@ -85,7 +96,7 @@ class StackedFit:
             self.loop = StackedEpochLoop(self.trainer.fit_loop.epoch_loop)
             self.loop.score = partial(self._score, self)
             self.trainer.fit_loop.epoch_loop = self.loop
-            self.parts = FitParts(self.trainer)
+            self.parts = loops.FitParts(self.trainer)
             self._is_open = True
             self._go_on(self.parts.begin(**arguments))
 
@@ -93,7 +104,7 @@ class StackedFit:
         """Ends the free steps that were taken and counted."""
         self.module.train_loss = torch.tensor(self.loss, dtype=torch.float64)
         with self._active():
-            leave_steps(self.trainer, validated=self.validated)
+            loops.leave_steps(self.trainer, validated=self.validated)
             self._go_on(self.parts.end_step())
 
     def leave_step(self, loss: torch.Tensor) -> None:
@@ -135,7 +146,7 @@ class StackedFit:
 
     @property
     def loader(self) -> Any:
-        return training_loader(self.trainer)
+        return loops.training_loader(self.trainer)
 
     @cached_property
     def strides(self) -> list[Strides]:
@@ -148,7 +159,7 @@ class StackedFit:
     @property
     def place(self) -> tuple[Any, ...]:
         """What fits have in common that take their next step together, besides their architecture."""
-        return self.step, self.free >= 1, place_in_data(self.trainer), str(self.module.size)
+        return self.step, self.free >= 1, loops.place_in_data(self.trainer), str(self.module.size)
 
     # --- its own state of the process
 
@@ -197,3 +208,49 @@ class ProcessState:
             else:
                 os.environ[name] = value
         sys.stdout, sys.stderr = self._streams
+
+
+# --- rules
+
+
+def free_steps(trainer: Trainer) -> float:
+    """How many of the next steps of a fit need no hooks, validations and ends of epochs among them."""
+    module = trainer.lightning_module
+    if trainer.should_stop:
+        return 0  # it continues until min_epochs or min_steps
+    if loops.training_loader(trainer) is None or has_step_hooks(trainer):
+        return 0
+    others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides)]
+    steps = loops.steps_before_the_end(trainer)
+    has_hooks = any(is_overridden(hook, owner) for hook in OF_EPOCHS for owner in (module, *others))
+    is_alone = loops.validates(trainer) and not is_scored_jointly(trainer)
+    if has_hooks or is_alone or not loops.epochs_are_plain(trainer):
+        steps = min(steps, loops.steps_before_validation(trainer))
+    return max(0, min([steps, *(callback.free_steps(trainer, module) for callback in strides_of(trainer))]))
+
+
+def is_scored_jointly(trainer: Trainer) -> bool:
+    """Whether validations of many fits can be computed at once: no hook needs their single batches."""
+    module = trainer.lightning_module
+    hooks = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end")
+    owners = [module, *(callback for callback in callbacks_of(trainer) if not isinstance(callback, Strides))]
+    return (
+        isinstance(module, Growable)
+        and module.joint_scores() is not None
+        and loops.validation_loader(trainer) is not None
+        and not any(is_overridden(hook, module) for hook in ("on_validation_epoch_end", "on_validation_end"))
+        and not any(is_overridden(hook, owner) for hook in hooks for owner in owners)
+    )
+
+
+def why_apart(trainer: Trainer) -> str | None:
+    """Why a fit cannot be stacked with others; None if it can."""
+    module = trainer.lightning_module
+    reason = why_single(trainer)
+    if reason is not None:
+        return reason
+    if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "value":
+        return "trainer.gradient_clip_algorithm is value"
+    if type(module).configure_gradient_clipping is not Growable.configure_gradient_clipping:
+        return f"{type(module).__name__} overrides configure_gradient_clipping"
+    return None

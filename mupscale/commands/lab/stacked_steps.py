@@ -1,7 +1,6 @@
 """The joint steps of fits that are trained together, as steps of one stack."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,27 +8,16 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from mupscale._torch import step_by_hand, tree_map
+from mupscale._torch import step_by_hand, step_hooks, tree_map
 from mupscale.callbacks.fast_loop import is_resident
 from mupscale.callbacks.step_blocks import HostCopy
-from mupscale.commands.lab.stacked_fit import StackedFit
+from mupscale.commands.lab.stacked_fit import Scores, StackedFit
 from mupscale.cuda_graph import batch_kind
 from mupscale.datamodules.resident import joint_batch
 from mupscale.errors import UserError
-from mupscale.models._lightning_loop import (
-    Place,
-    batches_left,
-    is_followed_by_validation,
-    pass_epoch,
-    pass_steps,
-    pass_validation,
-    place_in_data,
-    steps_to_validation,
-    validation_loader,
-)
+from mupscale.models import _lightning_loop as loops
 from mupscale.models.base import Growable
-from mupscale.stacking.around import has_unknown_hooks
-from mupscale.stacking.captured import CapturedScores, CapturedStack
+from mupscale.stacking.captured import Captured, CapturedStack, captured_scores
 from mupscale.stacking.dropout import mixed
 from mupscale.stacking.stack import Stack
 
@@ -57,9 +45,10 @@ class StackedSteps:
         self._draws = module.stacked_losses() is None  # in it, dropout may be
         self._seeds = torch.tensor([each.seed for each in fits], device=module.device)
         self._device = trainer.strategy.root_device
+        self._context = trainer.precision_plugin.train_step_context
         self._is_unread = True
         self._captured: CapturedStack | None = None
-        self._evaluations: dict[str, CapturedScores] = {}
+        self._evaluations: dict[str, Captured] = {}
         self._kind: Any = None
 
     def is_of(self, fits: list[StackedFit]) -> bool:
@@ -93,7 +82,7 @@ class StackedSteps:
         first = self.fits[0].trainer
         waits = self._device.type != "cuda" or bool(first.lr_scheduler_configs)
         left = int(min(limit, *(each.free for each in self.fits)))
-        place, step = place_in_data(first), first.global_step
+        place, step = loops.place_in_data(first), first.global_step
         under_way: Block | None = None
         while left:
             block = self._launched(place, step, left)
@@ -112,11 +101,11 @@ class StackedSteps:
         if under_way is not None:
             self._account_for(under_way)
 
-    def _launched(self, place: Place, step: int, most: int) -> "Block":
+    def _launched(self, place: loops.Place, step: int, most: int) -> "Block":
         """Launches steps, up to the next after which a fit has something to do."""
         trainers = [each.trainer for each in self.fits]
         strides = [callback.stride(each.trainer, step) for each in self.fits for callback in each.strides]
-        count = int(min([most, steps_to_validation(trainers[0], place), *strides]))
+        count = int(min([most, loops.steps_to_validation(trainers[0], place), *strides]))
         loaders = [each.loader for each in self.fits]
         shared = all(loader.order == loaders[0].order for loader in loaders)
         scheduled = bool(trainers[0].lr_scheduler_configs)
@@ -130,23 +119,23 @@ class StackedSteps:
             losses.append(self._step(batch, shared, step + index))
             if scheduled:
                 for trainer in trainers:
-                    pass_steps(trainer, 1)
+                    loops.pass_steps(trainer, 1)
                 self._stack.optimizer.read_rates()
         like_theirs = batch if shared else tree_map(lambda part: part[0], batch)
         end = place.after(count)
-        scores = self._scores() if is_followed_by_validation(trainers[0], end) else None
+        scores = self._scores() if loops.is_followed_by_validation(trainers[0], end) else None
         return Block(count, end, like_theirs, HostCopy({"loss": torch.stack(losses, dim=1)}), scores)
 
     def _account_for(self, block: "Block") -> None:
         """Counts the steps of a block in all fits that are still running, and calls their callbacks."""
         losses = block.losses.arrived()["loss"]
-        scores = {} if block.scores is None else block.scores.arrived()
+        scores = [] if block.scores is None else self._scores_by_fit(block.scores)
         for index, each in enumerate(self.fits):
             trainer, module = each.trainer, each.module
             if trainer.should_stop:
                 continue
             if not trainer.lr_scheduler_configs:
-                pass_steps(trainer, block.steps)
+                loops.pass_steps(trainer, block.steps)
             each.loader.go_to(block.end.epoch, block.end.position)
             each.free -= block.steps
             each.validated = False
@@ -154,26 +143,23 @@ class StackedSteps:
             for callback in each.strides:
                 callback.on_steps(trainer, module, block.batch, losses[index])
             if scores and not trainer.should_stop:  # otherwise Lightning validates it, at its end
-                self._score(each, {name: means[index] for name, means in scores.items()})
-            if batches_left(trainer) == 0 and each.free >= 1 and not trainer.should_stop:
-                pass_epoch(trainer)
+                loops.pass_validation(trainer, *scores[index], each.step - 1)
+                each.validated = True
+                for callback in each.strides:
+                    callback.on_scores(trainer, module)
+            if loops.batches_left(trainer) == 0 and each.free >= 1 and not trainer.should_stop:
+                loops.pass_epoch(trainer)
 
-    def _score(self, each: StackedFit, means: dict[str, float]) -> None:
-        pass_validation(each.trainer, self._validation[1], self._finished(means), each.step - 1)
-        each.validated = True
-        for callback in each.strides:
-            callback.on_scores(each.trainer, each.module)
+    def scores(self) -> list[Scores]:
+        """A validation of all fits."""
+        return self._scores_by_fit(self._scores())
 
-    def scores(self) -> list[tuple[int, dict[str, float]]]:
-        """A validation of all fits: how many batches it had, and what is logged of it."""
-        means = self._scores().arrived()
-        table = [{name: values[index] for name, values in means.items()} for index in range(len(self.fits))]
-        return [(self._validation[1], self._finished(row)) for row in table]
-
-    def _finished(self, means: dict[str, float]) -> dict[str, float]:
+    def _scores_by_fit(self, scores: HostCopy) -> list[Scores]:
         scoring = self.fits[0].module.joint_scores()
         assert scoring is not None
-        return scoring.finished(means)
+        means = scores.arrived()
+        rows = [{name: values[index] for name, values in means.items()} for index in range(len(self.fits))]
+        return [(self._validation[1], scoring.finished(row)) for row in rows]
 
     def _scores(self) -> HostCopy:
         """Launches a validation of all fits."""
@@ -196,7 +182,7 @@ class StackedSteps:
     @cached_property
     def _validation(self) -> tuple[list[Any], int]:
         """The loaders of the validation batches of each fit, and how many batches count."""
-        found = [validation_loader(each.trainer) for each in self.fits]
+        found = [loops.validation_loader(each.trainer) for each in self.fits]
         loaders = [loader for loader, _ in filter(None, found)]
         assert len(loaders) == len(found)
         assert found[0] is not None
@@ -209,7 +195,7 @@ class StackedSteps:
                 return self._stack.evaluate(function, batch, shared=shared)
         kind = str((shared, batch_kind(batch)))
         if kind not in self._evaluations:
-            self._evaluations[kind] = CapturedScores(self._stack, function, batch, shared=shared, context=context)
+            self._evaluations[kind] = captured_scores(self._stack, function, batch, shared=shared, context=context)
         return self._evaluations[kind](batch)
 
     # --- the step
@@ -230,9 +216,6 @@ class StackedSteps:
             self._captured = CapturedStack(self._stack, batch, **options)
         return self._captured(batch)
 
-    def _context(self) -> AbstractContextManager[Any]:
-        return self.fits[0].trainer.precision_plugin.train_step_context()
-
     def _prepared(self, batch: Any) -> Any:
         """A batch on the device, in the precision of the fits."""
         trainer = self.fits[0].trainer
@@ -246,7 +229,7 @@ def modes_of(fits: list[StackedFit]) -> list[bool]:
     Callbacks may change all of them.
     """
     trained = [weight.requires_grad for each in fits for weight in each.module.parameters()]
-    hooked = [has_unknown_hooks(optimizer) for each in fits for optimizer in each.trainer.optimizers]
+    hooked = [step_hooks(optimizer) > 0 for each in fits for optimizer in each.trainer.optimizers]
     return [*trained, *hooked, *(part.training for each in fits for part in each.module.modules())]
 
 
@@ -262,7 +245,7 @@ class Block(NamedTuple):
     """Launched steps: how many, where in the data they end, and their pending results."""
 
     steps: int
-    end: Place
+    end: loops.Place
     batch: Any
     losses: HostCopy
     scores: HostCopy | None

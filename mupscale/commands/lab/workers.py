@@ -21,7 +21,7 @@ from typing import Any
 
 from mupscale.commands.lab.driver import Ending, Job, failed_words
 from mupscale.commands.lab.run import set_aside, without_announcements
-from mupscale.commands.lab.stack_rules import Apart
+from mupscale.commands.lab.stacked_fit import Apart
 from mupscale.commands.mistakes import keeps_tracebacks, line_about
 from mupscale.commands.pattern import Patterns
 from mupscale.commands.terminal import lenient_output
