@@ -362,7 +362,7 @@ def test_a_swap_peaks_at_the_final_footprint_and_leaves_nothing_behind(precision
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", slow_except(MODELS, kept=["mlp", "gpt2"]))
+@pytest.mark.parametrize("model", slow_except(MODELS, kept=["mlp"]))
 def test_memory_does_not_grow(model: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     last = 1100 if pytestconfig.getoption("--all") else 300
     make, settings, _ = MODELS[model]

@@ -41,9 +41,9 @@ FAST = (
 
 
 KEPT = (
-    "gpt2", "bf16-mixed", "schedule by epoch", "clipping", "validation across epochs", "limited epochs", "ema",
-    "early stopping", "should_stop", "nothing of ours", "a DataLoader", "a batch that is None",
-    "accumulation from the second epoch", "64-true", "on_train_batch_start", "dataloader_iter",
+    "bf16-mixed", "schedule by epoch", "clipping", "validation across epochs", "limited epochs", "ema",
+    "early stopping", "nothing of ours", "a DataLoader", "a batch that is None",
+    "accumulation from the second epoch", "on_train_batch_start",
 )  # fmt: skip
 
 
@@ -72,8 +72,7 @@ def test_nothing_is_different(name: str, own_batches: list[int], tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interrupted", slow_except([False, True], True))
-@pytest.mark.parametrize("resumed", slow_except([False, True], True))
+@pytest.mark.parametrize(("interrupted", "resumed"), [(False, True), (True, False)])
 def test_checkpoints_of_either_loop_are_resumed_by_either(interrupted: bool, resumed: bool, tmp_path: Path) -> None:
     growth = partial(UpscaleCallback, 13, 24, noise=mupscale.AdditiveNoise(0.1))
     case = Case(

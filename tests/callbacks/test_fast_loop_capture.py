@@ -83,7 +83,7 @@ CAPTURED = [name for name in CASES if CASES[name].capture]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_except(CAPTURED, *CHANGING, kept=["clipping", "ema", "a DataLoader"]))
+@pytest.mark.parametrize("name", slow_except(CAPTURED, *CHANGING, kept=["ema", "a DataLoader"]))
 def test_captured_steps_count_as_steps(
     name: str, captures: list[StandIn], own_batches: list[int], tmp_path: Path
 ) -> None:
@@ -329,7 +329,7 @@ def run_by_default(
         return fit(case, folder, ckpt=ckpt), calls
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", slow_except(BLOCKS, "validations", "upscales", "epochs"))
 def test_blocks_of_steps_are_as_single_steps(
     name: str, captures: list[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

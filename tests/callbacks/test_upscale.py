@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tiers import slow_except
-from tiny_modules import ADAMW, MODELS, OPTIMIZERS, SCHEDULES, SGD, gpt2, mlp
+from tiny_modules import ADAMW, MODELS, OPTIMIZERS, SCHEDULES, SGD, mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
@@ -31,13 +31,7 @@ pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
     slow_except(
         list(product(MODELS, OPTIMIZERS)),
         ("mlp", "adamw"),
-        kept=[
-            ("mlp", "sgd"),
-            ("gpt2", "adamw"),
-            ("gpt2", "sgd"),
-            ("mlp of unequal widths", "sgd"),
-            ("resnet18", "adamw"),
-        ],
+        kept=[("mlp of unequal widths", "sgd"), ("gpt2", "adamw")],
     ),
 )
 def test_the_curve_goes_on_as_if_nothing_had_happened(model: str, optimizer: str, tmp_path: Path) -> None:
@@ -67,11 +61,7 @@ class NudgeAt(Callback):
 
 
 BFLOAT16 = list(product(MODELS, OPTIMIZERS, ["bf16-mixed", "bf16-true"]))
-BFLOAT16_KEPT = [
-    *(case for case in BFLOAT16 if case[0] == "mlp"),
-    ("gpt2", "adamw", "bf16-mixed"),
-    ("resnet18", "sgd", "bf16-true"),
-]
+BFLOAT16_KEPT = [("mlp", "adamw", "bf16-mixed"), ("mlp", "sgd", "bf16-true")]
 
 
 @pytest.mark.parametrize(("model", "optimizer", "precision"), slow_except(BFLOAT16, kept=BFLOAT16_KEPT))
@@ -91,26 +81,21 @@ def test_in_bfloat16_the_curves_differ_by_rounding(model: str, optimizer: str, p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at_step", slow_except([15, 20], 15, kept=[]))
-@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_go_on(schedule: str, optimizer: str, at_step: int, tmp_path: Path) -> None:
-    make = partial(mlp, optimizer=OPTIMIZERS[optimizer], lr_scheduler=SCHEDULES[schedule])
-    narrow, wide = fit(make(), tmp_path), fit(make(), tmp_path, UpscaleCallback(at_step, 24))
+def test_schedules_go_on(schedule: str, tmp_path: Path) -> None:
+    make = partial(mlp, optimizer=ADAMW, lr_scheduler=SCHEDULES[schedule])
+    narrow, wide = fit(make(), tmp_path), fit(make(), tmp_path, UpscaleCallback(15, 24))
     assert gap(narrow, wide) < 1e-9
     # what the run would have if it had been wide from the start
-    constant = rates(fit(mlp(24, optimizer=OPTIMIZERS[optimizer]), tmp_path, steps=1))
-    at_first = rates(fit(mlp(optimizer=OPTIMIZERS[optimizer]), tmp_path, steps=1))
+    constant = rates(fit(mlp(24, optimizer=ADAMW), tmp_path, steps=1))
+    at_first = rates(fit(mlp(optimizer=ADAMW), tmp_path, steps=1))
     passed = rates(narrow)["net.layers.1.weight"] / at_first["net.layers.1.weight"]
     assert passed < 0.9
     assert rates(wide) == pytest.approx({name: rate * passed for name, rate in constant.items()}, rel=1e-12)
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "accumulation": ({}, {"accumulate_grad_batches": 2}),
     "accumulation over a ragged epoch": ({}, {"accumulate_grad_batches": 3}),
-    "clipping": ({}, {"gradient_clip_val": 0.05}),
-    "validation": ({}, {"val_check_interval": 5}),
     "all": (
         {"lr_scheduler": SCHEDULES["SequentialLR"]},
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "val_check_interval": 5},
@@ -119,11 +104,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw", kept=[]))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_trainer_does_what_it_does(variant: str, optimizer: str, tmp_path: Path) -> None:
+def test_the_trainer_does_what_it_does(variant: str, tmp_path: Path) -> None:
     arguments, settings = VARIANTS[variant]
-    make = partial(mlp, optimizer=OPTIMIZERS[optimizer], **arguments)
+    make = partial(mlp, optimizer=ADAMW, **arguments)
     narrow, wide = fit(make(), tmp_path, **settings), fit(make(), tmp_path, UpscaleCallback(21, 24), **settings)
     assert gap(narrow, wide) < 1e-9
     assert wide.trainer.global_step == 50
@@ -135,7 +119,7 @@ def test_the_trainer_does_what_it_does(variant: str, optimizer: str, tmp_path: P
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which dynamo reads
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which dynamo does
-@pytest.mark.parametrize("model", slow_except(["mlp", "resnet18", "gpt2"], "mlp", kept=["gpt2"]))
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
 def test_compiled(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
@@ -155,7 +139,7 @@ def test_compiled(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("noise", [None, mupscale.AdditiveNoise(0.1), mupscale.SignalNoise(0.5)])
+@pytest.mark.parametrize("noise", [None, mupscale.SignalNoise(0.5)])
 def test_the_average_is_widened_too(noise: Any, tmp_path: Path) -> None:
     make = partial(mlp, optimizer=SGD)
     ema, growing = EMAWeightAveraging(decay=0.8), EMAWeightAveraging(decay=0.8)
@@ -196,18 +180,6 @@ def test_the_average_is_widened_too(noise: Any, tmp_path: Path) -> None:
         mupscale.upscale(narrow.module.net, final)  # at the end of a run the module holds the average
         for (name, ours), theirs in zip(final.state_dict().items(), wide.module.net.state_dict().values(), strict=True):
             assert ours.allclose(theirs, rtol=0, atol=1e-10), name
-
-
-@pytest.mark.slow
-def test_early_stopping_stops_where_it_did(tmp_path: Path) -> None:
-    first = fit(gpt2(optimizer=ADAMW), tmp_path, val_check_interval=5)
-    threshold = 1.8
-    stop = partial(EarlyStopping, "val/loss", stopping_threshold=threshold, patience=100)
-    narrow = fit(gpt2(optimizer=ADAMW), tmp_path, stop(), val_check_interval=5)
-    wide = fit(gpt2(optimizer=ADAMW), tmp_path, UpscaleCallback(7, 24), stop(), val_check_interval=5)
-    assert 10 < wide.trainer.global_step == narrow.trainer.global_step < 50
-    assert torch.equal(first.losses[: len(narrow.losses)], narrow.losses)
-    assert gap(narrow, wide) < 1e-9
 
 
 def test_every_logger_records_the_swap(tmp_path: Path) -> None:
@@ -283,10 +255,9 @@ class Skip(Digits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw", kept=[]))
 @pytest.mark.parametrize("kind", [Digits, Recurrent, Skip])
-def test_a_module_of_ones_own(kind: type[Growable], optimizer: str, tmp_path: Path) -> None:
-    make = partial(kind, 4, base_width=4, optimizer=OPTIMIZERS[optimizer])
+def test_a_module_of_ones_own(kind: type[Growable], tmp_path: Path) -> None:
+    make = partial(kind, 4, base_width=4, optimizer=ADAMW)
     narrow, wide = fit(make(), tmp_path), fit(make(), tmp_path, UpscaleCallback(20, 12))
     assert gap(narrow, wide) < 1e-9
     saver = Checkpoints(tmp_path)

@@ -14,17 +14,13 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from tiers import slow_except
 from tiny_modules import ADAMW, SCHEDULES, SGD, gpt2, mlp, resnet, rows
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from training_runs import LIGHTNING_WARNINGS, Checkpoints, assert_identical, fit, gap, rates, state
 
 import mupscale
-from mupscale.callbacks import swap, upscale
 from mupscale.callbacks.exact_resume import ExactResume
 from mupscale.callbacks.run_checkpoint import RunCheckpoint
 from mupscale.callbacks.upscale import UpscaleCallback
-from mupscale.datamodules.resident import ResidentLoader
-from mupscale.methods import base
 from mupscale.models.base import Growable
 from mupscale.models.checkpoint import optimizer_names
 from mupscale.models.mlp import MLP
@@ -43,7 +39,7 @@ RESUMABLE: dict[str, tuple[Callable[..., Growable], dict[str, Any], list[Callabl
 }
 
 
-@pytest.mark.parametrize("case", slow_except(RESUMABLE, "mlp"))
+@pytest.mark.parametrize("case", slow_except(RESUMABLE, "mlp", kept=["ema", "accumulation", "plateau"]))
 def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, tmp_path: Path) -> None:
     make, settings, callbacks = RESUMABLE[case]
     settings = {"precision": "32-true", "steps": 20} | settings
@@ -73,7 +69,7 @@ def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, t
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("at_step", slow_except([0, 5, 10, 15, 17], 10))
+@pytest.mark.parametrize("at_step", [0, 10, 17])
 def test_the_checkpoint_before_a_swap_resumes_exactly(at_step: int, tmp_path: Path) -> None:
     """Validation, the end of an epoch, a plateau scheduler and early stopping come between the step and the swap."""
     make = partial(mlp, lr_scheduler=SCHEDULES["ReduceLROnPlateau"])
@@ -90,75 +86,6 @@ def test_the_checkpoint_before_a_swap_resumes_exactly(at_step: int, tmp_path: Pa
     assert_identical(state(resumed), state(whole))
     assert rates(resumed) == rates(whole)
     assert rates(whole)["net.layers.0.bias"] < 1e-2
-
-
-@pytest.mark.slow
-def test_two_upscales_then_resume_validate_load_and_predict(tmp_path: Path) -> None:
-    def growth() -> list[Callback]:
-        return [UpscaleCallback(step, width, noise=mupscale.AdditiveNoise(0.1)) for step, width in ((12, 16), (20, 48))]
-
-    settings: Any = {"precision": "32-true", "steps": 30, "val_check_interval": 5}
-    whole = fit(mlp(), tmp_path, *growth(), Checkpoints(tmp_path), enable_checkpointing=True, **settings)
-    assert whole.steps == list(range(1, 31))
-    parts = []
-    for step, width in ((8, 8), (12, 8), (14, 16), (20, 16), (21, 48), (26, 48)):
-        resumed = fit(mlp(), tmp_path, *growth(), ckpt=tmp_path / f"step={step}.ckpt", **settings)
-        assert torch.equal(resumed.losses, whole.losses[step:])
-        assert_identical(state(resumed), state(whole))
-        parts.append(torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["hyper_parameters"]["width"])
-        assert parts[-1] == width
-    trainer, last = whole.trainer, tmp_path / "step=30.ckpt"
-    inputs, labels = rows(whole.module, 16, torch.float32)
-    loader = ResidentLoader((inputs, labels), 8, shuffle=False)
-    for path, width in ((last, 48), (tmp_path / "step=14.ckpt", 16), (tmp_path / "pre-upscale-12.ckpt", 8)):
-        module = MLP.load_from_checkpoint(path)
-        assert module.width == width
-        assert {p.shape[0] for p in module.net.layers[1].parameters()} == {width}
-        module.requires_grad_(False)
-        expected = float(F.cross_entropy(module(inputs), labels))
-        validator = Trainer(
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        for run in (validator.validate, validator.test):
-            other = mlp()
-            (metrics,) = run(other, loader, ckpt_path=path, verbose=False)
-            assert other.width == width
-            loss = next(value for name, value in metrics.items() if name.endswith("loss"))
-            assert loss == pytest.approx(expected, rel=1e-5)
-        predicted = validator.predict(mlp(), loader, ckpt_path=path)
-        assert torch.cat(predicted).allclose(module(inputs).softmax(-1), atol=1e-6)
-    assert trainer.global_step == 30
-
-
-@pytest.mark.slow
-def test_a_failure_inside_the_swap_names_the_checkpoint_to_go_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    growth = partial(UpscaleCallback, 12, 24, noise=mupscale.AdditiveNoise(0.1))
-    whole = fit(mlp(), tmp_path / "whole", growth(), steps=25)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    path = tmp_path / "pre-upscale-12.ckpt"
-    for owner, place in ((swap, "transfer_state"), (swap, "grow"), (base, "make_plan"), (upscale, "measure_loss")):
-        with monkeypatch.context() as patch:
-            plans = iter([base.make_plan])  # the first is of the check before training
-            if owner is base:
-                patch.setattr(owner, place, lambda *a, plans=plans, **k: next(plans, fail)(*a, **k))
-            else:
-                patch.setattr(owner, place, fail)
-            with pytest.raises(RuntimeError, match="out of memory") as caught:
-                fit(mlp(), tmp_path, growth(), steps=25)
-        assert str(path) in str(caught.value)
-        resumed = fit(mlp(), tmp_path / "again", growth(), steps=25, ckpt=path)
-        assert torch.equal(resumed.losses, whole.losses[12:])
-        assert_identical(state(resumed), state(whole))
-        path.unlink()
 
 
 # --- a finished base model

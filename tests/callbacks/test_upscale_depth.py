@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[Make, Any, Any]] = {
 
 
 @pytest.mark.parametrize("wider", slow_except([False, True], True, kept=[]))
-@pytest.mark.parametrize("model", slow_except(MODELS, "mlp", "gpt2 under CompleteP"))
+@pytest.mark.parametrize("model", slow_except(MODELS, "mlp", kept=["gpt2 under CompleteP"]))
 def test_new_layers_that_add_nothing_keep_the_loss(model: str, wider: bool, tmp_path: Path) -> None:
     make, layers, width = MODELS[model]
     growth = UpscaleCallback(5, width if wider else None, layers=layers)
@@ -56,7 +56,7 @@ BLOCKS = {"mlp": ResidualBlock, "gpt2 under CompleteP": Block, "resnet18": Basic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", slow_except(BLOCKS, "gpt2 under CompleteP"))
+@pytest.mark.parametrize("model", slow_except(BLOCKS, kept=["mlp"]))
 def test_what_a_layer_does_not_declare_is_found(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run whose layers do not say what makes them the identity is, to the bit, that of layers that do."""
     make, layers, width = MODELS[model]
@@ -94,7 +94,7 @@ def test_layers_that_cannot_be_the_identity_are_refused_at_the_first_batch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", ["identity", "interleave", "stack", "random", {"blocks": [0, 1, 1, 1]}])
+@pytest.mark.parametrize("depth", ["interleave", "random", {"blocks": [0, 1, 1, 1]}])
 def test_every_way_to_add_layers(depth: Any, tmp_path: Path) -> None:
     growth = UpscaleCallback(5, layers=4, depth=depth)
     run = fit(completep(), tmp_path, growth, steps=8)
@@ -146,9 +146,7 @@ RESUMABLE: dict[str, tuple[Make, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", slow_except(RESUMABLE, kept=["random", "stack, wider, with noise", "new copies reset"])
-)
+@pytest.mark.parametrize("case", slow_except(RESUMABLE, kept=["stack, wider, with noise", "new copies reset"]))
 def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(case: str, tmp_path: Path) -> None:
     make, layers, options = RESUMABLE[case]
     noise = mupscale.AdditiveNoise(0.1) if "noise" in case else None

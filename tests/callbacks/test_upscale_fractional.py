@@ -41,7 +41,7 @@ MODELS: dict[str, Any] = {
     slow_except(
         list(product(MODELS, OPTIMIZERS)),
         ("mlp", "adamw"),
-        kept=[("mlp", "sgd"), ("gpt2", "adamw"), ("mlp of unequal widths", "sgd"), ("resnet18", "sgd")],
+        kept=[("gpt2", "adamw"), ("mlp of unequal widths", "sgd")],
     ),
 )
 def test_the_curve_goes_on_as_if_nothing_had_happened(name: str, optimizer: str, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_curve_goes_on_as_if_nothing_had_happened(name: str, optimizer: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_except(["mlp", "mlp of unequal widths", "gpt2"], "mlp", kept=["gpt2"]))
+@pytest.mark.parametrize("name", slow_except(["mlp", "gpt2"], "mlp", kept=[]))
 def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(name: str, tmp_path: Path) -> None:
     make, first, second = MODELS[name]
     settings: Any = {"precision": "32-true", "steps": 14}
@@ -77,8 +77,7 @@ def test_every_checkpoint_resumes_into_the_run_that_was_interrupted(name: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
-@pytest.mark.parametrize("method", [None, Net2Net()])
+@pytest.mark.parametrize(("method", "optimizer"), [(None, "sgd"), (Net2Net(), "adamw")])
 def test_init_from_a_network_that_grew_by_a_fraction(method: Any, optimizer: str, tmp_path: Path) -> None:
     """Which the entries' own rates must survive, through another growth too."""
     make = partial(mlp, optimizer=OPTIMIZERS[optimizer], lr_scheduler=SCHEDULES["CosineAnnealingLR"])
@@ -120,18 +119,6 @@ def test_new_copies_that_start_anew_are_resumed(tmp_path: Path) -> None:
         resumed = fit(make(), tmp_path / "again", swap(), ckpt=tmp_path / f"step={step}.ckpt", **settings)
         assert torch.equal(resumed.losses, whole.losses[step:])
         assert_identical(state(resumed), state(whole))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("double")
-def test_the_average_of_an_ema_goes_on(tmp_path: Path) -> None:
-    make = partial(resnet, optimizer=SGD)
-    narrow = fit(make(), tmp_path, EMAWeightAveraging(decay=0.8), steps=20)
-    wide = fit(make(), tmp_path, UpscaleCallback(8, 3), EMAWeightAveraging(decay=0.8), steps=20)
-    final = wide.module.network(3).double()
-    mupscale.upscale(narrow.module.net, final)  # at the end of a run the module holds the average
-    for (name, ours), theirs in zip(final.state_dict().items(), wide.module.net.state_dict().values(), strict=True):
-        assert ours.allclose(theirs, rtol=0, atol=1e-10), name
 
 
 def test_a_fraction_that_is_not_possible_is_refused_before_training(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_network_of_the_target_width_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("widths", [(16, 48), ([16, 16, 24], 48), (16, [48, 32, 64])])
+@pytest.mark.parametrize("widths", [(16, 48), ([16, 16, 24], 48)])
 def test_two_upscales(widths: tuple[Any, Any], tmp_path: Path) -> None:
     growth = [UpscaleCallback(30, widths[1]), UpscaleCallback(12, widths[0])]  # in any order
     narrow, wide = fit(mlp(base_width=4), tmp_path), fit(mlp(base_width=4), tmp_path, *growth)
@@ -58,7 +58,7 @@ class Frozen(Callback):
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("until", slow_except([None, 10, 20, 30], None, 20))
+@pytest.mark.parametrize("until", [None, 20])
 def test_frozen_parameters_stay_frozen(until: int | None, tmp_path: Path) -> None:
     """Also if they are trained later: before, at and after the upscale."""
     narrow = fit(mlp(), tmp_path, Frozen(until), EMAWeightAveraging(decay=0.8))
@@ -112,7 +112,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", slow_except(CHANGES, "betas", kept=["no decay", "momentum"]))
+@pytest.mark.parametrize("change", slow_except(CHANGES, kept=["betas", "momentum"]))
 def test_hyperparameters_that_changed_during_the_run_continue(change: str, tmp_path: Path) -> None:
     optimizer, settings = CHANGES[change]
     make = partial(mlp, optimizer=OPTIMIZERS[optimizer])
@@ -126,7 +126,7 @@ def test_hyperparameters_that_changed_during_the_run_continue(change: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", slow_except([None, *SCHEDULES], "ReduceLROnPlateau", kept=["SequentialLR"]))
+@pytest.mark.parametrize("schedule", slow_except([None, *SCHEDULES], kept=["SequentialLR"]))
 def test_lr_is_a_new_base_constant(schedule: str | None, tmp_path: Path) -> None:
     """Rates are those of a run that had this constant from the start; also for a later swap, and after a resume."""
     constants = [4e-2, 1e-2, 3e-2]
@@ -148,7 +148,7 @@ def test_lr_is_a_new_base_constant(schedule: str | None, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", slow_except(SCHEDULES, "SequentialLR"))
+@pytest.mark.parametrize("schedule", slow_except(SCHEDULES, kept=["SequentialLR", "ReduceLROnPlateau"]))
 def test_restart_schedule(schedule: str, tmp_path: Path) -> None:
     make = partial(mlp, optimizer=ADAMW, lr_scheduler=SCHEDULES[schedule])
     for lr in (None, 3e-2):
@@ -158,7 +158,7 @@ def test_restart_schedule(schedule: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw", kept=[]))
 def test_a_warm_up_of_new_copies_is_resumed(optimizer: str, tmp_path: Path) -> None:
     """In the middle of it, to the bit; and it slows the new copies down."""
 
@@ -204,7 +204,7 @@ RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw"))
+@pytest.mark.parametrize("optimizer", slow_except(OPTIMIZERS, "adamw", kept=[]))
 @pytest.mark.parametrize(
     "method",
     [mupscale.methods.Net2Net(), mupscale.methods.HyperCloning("diagonal", **RULES), mupscale.methods.Lemon()],

@@ -13,8 +13,8 @@ from training_runs import assert_identical
 pytestmark = pytest.mark.slow
 
 
-KEPT = [name for name in CASES if name != "fsdp2 with noise"]
-"""The last case has both fsdp2 and noise, and test_upscale_distributed.py a GPT-2 whose weights are sharded."""
+KEPT = [name for name in CASES if name not in ("ddp", "fsdp2 with noise")]
+"""The last case has ddp, fsdp2 and noise, and test_upscale_distributed.py a GPT-2 whose weights are sharded."""
 
 
 @pytest.fixture(scope="module")

@@ -32,24 +32,23 @@ COSINE = "torch.optim.lr_scheduler.CosineAnnealingLR"
 
 
 def long(path: Path, optimizer: dict[str, Any], **trainer: Any) -> str:
-    """A configuration of 200 steps with clipping and a growth in the middle, in float64."""
+    """A configuration of 80 steps with clipping and a growth in the middle, in float64."""
     settings = {
-        "max_steps": 200,
+        "max_steps": 80,
         "val_check_interval": 1.0,
         "precision": "64-true",
         "gradient_clip_val": 0.3,
         "log_every_n_steps": 4,
     }
-    config = small(path, upscale(102, 16), **settings | trainer)
-    return changed(config, optimizer=optimizer, checkpoint={"every_n_train_steps": 70})
+    config = small(path, upscale(42, 16), **settings | trainer)
+    return changed(config, optimizer=optimizer, checkpoint={"every_n_train_steps": 30})
 
 
 # --- stacked = separate
 
 
-SCHEDULE = [f"--model.lr_scheduler={COSINE}", "--model.lr_scheduler.T_max=200"]
+SCHEDULE = [f"--model.lr_scheduler={COSINE}", "--model.lr_scheduler.T_max=80"]
 DEEPER = ["--model.layers=2", "--model.base_layers=2", "--callback_args={UpscaleCallback: {layers: 4}}"]
-DEEPER += ["--trainer.max_steps=140"]  # from there on, residual blocks amplify rounding
 WD, BETAS, MOMENTUM = (f"model.optimizer.{name}" for name in ("weight_decay", "betas", "momentum"))
 
 SEARCHES: dict[str, tuple[int, dict[str, Any], list[str], list[str]]] = {

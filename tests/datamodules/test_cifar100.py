@@ -101,13 +101,6 @@ def test_statistics_are_those_of_the_pixels():
     )
 
 
-def test_statistics_agree_with_float64(arrays: Arrays):
-    mean, deviation = channel_statistics(torch.from_numpy(arrays["x_train"]))
-    pixels = arrays["x_train"].reshape(-1, 3) / 255
-    np.testing.assert_allclose(mean, pixels.mean(0), rtol=1e-13)
-    np.testing.assert_allclose(deviation, pixels.std(0), rtol=1e-13)
-
-
 def test_every_crop_and_flip_is_torchvisions_bit_by_bit(arrays: Arrays):
     parameters = list(product(range(9), range(9), (False, True)))
     rows = torch.arange(len(parameters)) % TRAIN
@@ -193,25 +186,6 @@ def test_evaluation_sees_the_test_images_as_they_are(folder: str, arrays: Arrays
     assert all(batch.is_contiguous(memory_format=torch.channels_last) for batch in predicted)
 
 
-def test_batches_are_a_function_of_seed_and_epoch(folder: str):
-    data, again, other = (module(folder, seed=seed).train_dataloader() for seed in (3, 3, 4))
-    torch.manual_seed(0)
-    following = torch.rand(1)
-    torch.manual_seed(0)
-    epochs = [torch.cat([images for images, _ in epoch(data)]) for _ in range(2)]
-    assert torch.equal(torch.rand(1), following)
-    repeated = [torch.cat([images for images, _ in epoch(again)]) for _ in range(2)]
-    assert all(torch.equal(one, same) for one, same in zip(epochs, repeated, strict=True))
-    assert not torch.equal(*epochs)
-    assert not torch.equal(epochs[0], torch.cat([images for images, _ in epoch(other)]))
-
-
-def test_resident_images_are_bytes(folder: str):
-    data = module(folder)
-    for loader, side in ((data.train_dataloader(), 40), (data.val_dataloader(), 32)):
-        assert (loader.tensors[0].dtype, loader.tensors[0].shape[1:]) == (torch.uint8, (side, side, 3))
-
-
 class Kernels(TorchDispatchMode):
     """Counts operations that are not views: what a GPU has to launch."""
 
@@ -256,44 +230,6 @@ def test_all_ranks_together_see_the_batches_of_one(folder: str, ranks: int):
         for batch, *parts in zip(whole, *shares, strict=True):
             for wanted, *pieces in zip(batch, *parts, strict=True):
                 assert torch.equal(torch.cat(pieces), wanted)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("seen", [1, 3, 4, 6])
-def test_a_resumed_loader_yields_the_very_next_batch(folder: str, seen: int, ranks: int):
-    straight, interrupted = (module(folder).train_dataloader() for _ in range(2))
-    expected = [*epoch(straight), *epoch(straight)]
-    drawn = 0
-    while drawn < seen:
-        for _batch in interrupted:
-            drawn += 1
-            if drawn == seen:
-                break
-    shares = []
-    for rank in range(ranks):
-        loader = ranked(folder, rank, ranks).train_dataloader()
-        loader.load_state_dict(interrupted.state_dict())
-        shares.append([*epoch(loader), *epoch(loader)][: len(expected) - seen])
-    for batch, *parts in zip(expected[seen:], *shares, strict=True):
-        for wanted, *pieces in zip(batch, *parts, strict=True):
-            assert torch.equal(torch.cat(pieces), wanted)
-
-
-def test_tensors_move_to_the_device_of_the_trainer_at_hand(folder: str):
-    data = module(folder)
-    data.trainer = trainer_stub("meta")
-    data.setup("fit")
-    for loader in (data.train_dataloader(), data.val_dataloader()):
-        assert {tensor.device.type for tensor in (*loader.tensors, *next(iter(loader)))} == {"meta"}
-
-
-def test_overfitting_sees_the_same_images_every_epoch(folder: str):
-    for overfit_batches, same in ((1, True), (0, False)):
-        data = CIFAR100(folder, BATCH)
-        data.trainer = trainer_stub(overfit_batches=overfit_batches)
-        data.setup()
-        loader = data.train_dataloader()
-        assert torch.equal(next(iter(loader))[1], next(iter(loader))[1]) is same
 
 
 # ---- Lightning
@@ -501,34 +437,6 @@ def test_processes_that_start_together_see_one_whole_folder(tmp_path: Path, arch
     check_read(tmp_path, arrays)
 
 
-def test_a_process_that_comes_second_leaves_what_the_first_unpacked(tmp_path: Path, archive: bytes, arrays: Arrays):
-    (tmp_path / "cifar-100-python.tar.gz").write_bytes(archive)
-    unpack(tmp_path)
-    unpack(tmp_path)
-    assert names(tmp_path) == ["cifar-100-python", "cifar-100-python.tar.gz"]
-    check_read(tmp_path, arrays)
-
-
-def test_without_a_network_one_error_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with serving(b"") as url:
-        monkeypatch.setattr(Published, "url", url)
-    told = rf"data_dir: .*new lacks .* fetching {url} failed .*refused.* put it there as cifar-100-python\.tar\.gz"
-    with pytest.raises(UserError, match=told):
-        CIFAR100(str(tmp_path / "new")).prepare_data()
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(("length", "status"), [(0, 200), (500, 200), (None, 404)])
-def test_a_download_of_another_checksum_is_refused(
-    tmp_path: Path, archive: bytes, length: int | None, status: int, monkeypatch: pytest.MonkeyPatch
-):
-    with serving(archive[:length], status, promised=len(archive)) as url:
-        monkeypatch.setattr(Published, "url", url)
-        with pytest.raises(UserError, match=rf"fetching {url} failed \(.*(corrupted|404)"):
-            CIFAR100(str(tmp_path / "new")).prepare_data()
-    assert names(tmp_path) == []
-
-
 @pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: content + b"x", lambda content: b""])
 def test_another_archive_put_there_by_hand_is_refused(tmp_path: Path, archive: bytes, damage):
     (tmp_path / "cifar-100-python.tar.gz").write_bytes(damage(archive))
@@ -581,14 +489,6 @@ def test_a_damaged_folder_is_refused(
 def test_other_arrays_are_refused(tmp_path: Path, arrays: Arrays, changed: Arrays, named: str):
     np.savez(tmp_path / "cifar100.npz", **{**arrays, **changed})
     with pytest.raises(ValueError, match=rf"data_dir: .*cifar100\.npz .*{named}"):
-        CIFAR100(str(tmp_path)).setup()
-
-
-def test_a_truncated_npz_is_refused(tmp_path: Path, folder: str):
-    (tmp_path / "cifar100.npz").write_bytes((Path(folder) / "cifar100.npz").read_bytes()[:-1000])
-    with pytest.raises(
-        ValueError, match=r"cifar100\.npz is not a whole npz file with arrays x_train, y_train, x_test, y_test"
-    ):
         CIFAR100(str(tmp_path)).setup()
 
 

@@ -11,22 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from by_position import check_positions
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from programs import start_fork, wait_for_fork
 from stand_ins import names, quiet_trainer, serving, trainer_stub
 from torch import Tensor
 
 from mupscale.datamodules import covertype
 from mupscale.datamodules.covertype import CLASSES, FEATURES, SAMPLE, Covertype, stratified
-from mupscale.datamodules.resident import ResidentLoader
 from mupscale.errors import UserError, pip_requirement
 
 # Lightning 2.6 itself, on torch 2.13
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
-
-FULL_SET = [211840, 283301, 35754, 2747, 9493, 17367, 20510]  # rows of each cover type, as UCI publishes them
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +50,6 @@ def write(folder: Path, features: np.ndarray, labels: np.ndarray) -> str:
 # ---- the embedded sample
 
 
-def test_the_sample_is_small_and_of_the_stored_types(sample):
-    features, labels = sample
-    assert SAMPLE.stat().st_size < 300_000
-    assert (features.dtype, features.shape) == (np.int16, (7500, 54))
-    assert (labels.dtype, labels.shape) == (np.uint8, (7500,))
-
-
 def test_the_sample_is_what_was_drawn_from_the_published_rows(sample):
     """Compared row by row with the full set when it was drawn; the digest says that it still is that."""
     features, labels = sample
@@ -70,24 +58,6 @@ def test_the_sample_is_what_was_drawn_from_the_published_rows(sample):
     # row 27 of the published file is the first one drawn
     assert features[0, :10].tolist() == [2962, 148, 16, 323, 23, 5916, 240, 236, 120, 3395]
     assert labels[0] == 2
-
-
-def test_the_sample_has_the_classes_of_the_full_set(sample):
-    counts = np.bincount(sample[1], minlength=8)[1:]
-    for count, full in zip(counts, FULL_SET, strict=True):
-        assert abs(count - full * 7500 / 581012) < 1
-
-
-def test_the_columns_stand_in_the_published_order(sample):
-    features = sample[0]
-    elevation, aspect, slope, *_ = features.T
-    assert (elevation.min() >= 1859, elevation.max() <= 3858) == (True, True)  # metres, extremes of the full set
-    assert (aspect.min(), aspect.max()) == (0, 360)
-    assert slope.max() <= 66
-    assert (features[:, 6:9].min(), features[:, 6:9].max()) == (0, 254)  # hillshades
-    assert set(np.unique(features[:, 10:])) == {0, 1}
-    assert (features[:, 10:14].sum(1) == 1).all()  # one wilderness area each
-    assert (features[:, 14:].sum(1) == 1).all()  # one soil type each
 
 
 # ---- the split
@@ -133,24 +103,6 @@ def test_a_fifth_is_rounded_up(tmp_path: Path, sample):
     data.setup()
     assert (len(data.train_dataloader()), len(data.val_dataloader())) == (5993, 1499)
     assert 581012 - covertype._held_out_rows(581012) == 464809
-
-
-def test_split_follows_the_seed():
-    held_out = []
-    for seed in (0, 0, 1):
-        module = Covertype(seed=seed)
-        module.setup()
-        held_out.append(rows(module.val_dataloader())[0])
-    assert torch.equal(held_out[0], held_out[1])
-    assert not torch.equal(held_out[0], held_out[2])
-
-
-def test_order_follows_the_seed():
-    data = Covertype(seed=3)
-    data.setup()
-    loader = data.train_dataloader()
-    order = next(iter(ResidentLoader((torch.arange(6000),), 2000, shuffle=True, seed=3)))
-    assert torch.equal(next(iter(loader))[1], loader.tensors[1][order])
 
 
 # ---- values
@@ -206,20 +158,6 @@ def test_tensors_move_to_the_device_of_the_trainer_at_hand():
     data.setup("fit")
     for loader in (data.train_dataloader(), data.val_dataloader()):
         assert {tensor.device.type for tensor in loader.tensors} == {"meta"}
-
-
-def test_ranks_share_the_global_batch():
-    alone, shares = Covertype(), []
-    alone.setup()
-    for rank in (0, 1):
-        data = Covertype()
-        data.trainer = trainer_stub(distributed_sampler_kwargs={"rank": rank, "num_replicas": 2})
-        data.setup()
-        shares.append(data)
-    for part in ("train_dataloader", "val_dataloader"):
-        batch, *halves = (next(iter(getattr(data, part)())) for data in (alone, *shares))
-        assert len(halves[0][1]) == len(batch[1]) / 2
-        assert torch.equal(batch[0], torch.cat([half[0] for half in halves]))
 
 
 def test_overfitting_sees_the_same_batches_every_epoch(data: Covertype):
@@ -283,32 +221,7 @@ def test_a_model_learns_resumes_exactly_tests_and_predicts(tmp_path: Path):
     assert int((predicted == rows(data.test_dataloader())[1]).sum()) == resumed.hits
 
 
-def test_a_checkpoint_of_another_batch_size_is_refused(tmp_path: Path):
-    first, other = quiet_trainer(max_steps=3), Covertype(batch_size=600)
-    first.fit(Softmax(), datamodule=Covertype(batch_size=500))
-    first.save_checkpoint(tmp_path / "three.ckpt")
-    with pytest.raises(ValueError, match="batch_size=500, this run's loader batch_size=600"):
-        quiet_trainer(max_steps=6).fit(
-            Softmax(), datamodule=other, ckpt_path=tmp_path / "three.ckpt", weights_only=True
-        )
-
-
 # ---- files of the user's
-
-
-def test_a_truncated_file_is_refused(tmp_path: Path):
-    (tmp_path / "covertype.npz").write_bytes(SAMPLE.read_bytes()[:90_000])
-    with pytest.raises(ValueError, match=r"covertype\.npz is not a whole npz file"):
-        Covertype(str(tmp_path)).setup()
-
-
-@pytest.mark.parametrize("place", [70_000, 1000])  # a wrong checksum, and a stream that cannot be unpacked
-def test_a_damaged_file_is_refused(tmp_path: Path, place: int):
-    content = bytearray(SAMPLE.read_bytes())
-    content[place : place + 100] = bytes(100)
-    (tmp_path / "covertype.npz").write_bytes(content)
-    with pytest.raises(ValueError, match=r"covertype\.npz is not a whole npz file"):
-        Covertype(str(tmp_path)).setup()
 
 
 def test_a_file_of_other_arrays_is_refused(tmp_path: Path):
@@ -399,14 +312,6 @@ def test_a_download_of_another_checksum_is_refused(
     assert names(tmp_path) == []
 
 
-def test_a_download_that_breaks_off_is_refused(tmp_path: Path, archive: bytes, monkeypatch: pytest.MonkeyPatch):
-    with serving(archive[:500], promised=len(archive)) as url:
-        monkeypatch.setattr(covertype, "URL", url)
-        with pytest.raises(UserError, match=rf"got only 500 out of {len(archive)} bytes"):
-            Covertype(str(tmp_path)).prepare_data()
-    assert names(tmp_path) == []
-
-
 def test_without_scikit_learn_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     command = re.escape(f"pip install {pip_requirement('data')}")
@@ -426,43 +331,9 @@ def test_without_a_network_one_error_says_what_to_put_where(tmp_path: Path, monk
     assert names(tmp_path) == []
 
 
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, archive: bytes, monkeypatch: pytest.MonkeyPatch):
-    def half(file: Path, **arrays: np.ndarray) -> None:
-        file.write_bytes(b"half")
-        raise OSError("No space left on device")
-
-    (tmp_path / "covtype.data.gz").write_bytes(archive)
-    monkeypatch.setattr(np, "savez_compressed", half)
-    with pytest.raises(OSError, match="No space left"):
-        Covertype(str(tmp_path)).prepare_data()
-    assert names(tmp_path) == ["covtype.data.gz"]
-
-
 @pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: content + b"x", lambda content: b""])
 def test_another_file_put_there_by_hand_is_refused(tmp_path: Path, archive: bytes, damage):
     (tmp_path / "covtype.data.gz").write_bytes(damage(archive))
     with pytest.raises(ValueError, match=r"covtype\.data\.gz is cut short, damaged or another file: its sha256 is"):
         Covertype(str(tmp_path)).prepare_data()
     assert names(tmp_path) == ["covtype.data.gz"]
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_processes_that_start_together_read_one_whole_file(tmp_path: Path, archive: bytes, sample):
-    (tmp_path / "covtype.data.gz").write_bytes(archive)
-    forks = [start_fork(Covertype(str(tmp_path)).setup) for _ in range(4)]
-    assert [wait_for_fork(fork) for fork in forks] == [0] * 4
-    assert names(tmp_path) == ["covertype.npz", "covtype.data.gz"]
-    check_made(tmp_path, sample)
-
-
-@pytest.mark.parametrize(("draw", "follows_seed"), [("train", True), ("val", False), ("predict", False)])
-def test_by_position_batches_are_those_of_iteration(
-    data: Covertype, draw: str, follows_seed: bool, monkeypatch: pytest.MonkeyPatch
-):
-    def make(seed: int) -> ResidentLoader:
-        monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
-        same_rows = Covertype()
-        same_rows.setup()
-        return getattr(same_rows, f"{draw}_dataloader")()
-
-    check_positions(make, follows_seed=follows_seed)

@@ -4,7 +4,6 @@ batch.
 
 import json
 import re
-import shutil
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,23 +112,6 @@ def test_random_crops_begin_anywhere_and_are_as_many(folder: str, resident: bool
     assert 150 < ((counts - 5600 / 204) ** 2 / (5600 / 204)).sum() < 260  # chi squared, 203 ± 20
 
 
-def test_mapped_and_resident_are_the_same(folder: str):
-    for order in ("random", "sequential"):
-        mapped, resident = (module(folder, order=order, resident=choice).train_dataloader() for choice in (False, True))
-        assert (type(mapped.windows), type(resident.windows)) == (MappedWindows, ResidentWindows)
-        for _ in range(3):
-            assert all(torch.equal(*pair) for pair in zip(mapped, resident, strict=True))
-
-
-def test_crops_are_a_function_of_seed_and_epoch(folder: str):
-    epochs = [
-        [starts(loader) for _ in range(3)]
-        for loader in (module(folder, seed=seed).train_dataloader() for seed in (0, 0, 1))
-    ]
-    assert epochs[0] == epochs[1]
-    assert len({str(epoch) for epoch in epochs[0] + epochs[2]}) == 6
-
-
 def test_the_crops_of_a_seed_stay_what_they_are(folder: str):
     """A run resumed under another version of this project must go on with the same rows."""
     assert starts(module(folder, seed=3).train_dataloader())[0] == [163, 145, 31, 133]
@@ -177,11 +159,6 @@ def test_all_ranks_together_see_the_batches_of_one(folder: str, ranks: int, orde
         whole, parts = starts(alone), [starts(share) for share in shares]
         assert [list(chain(*batch)) for batch in zip(*parts, strict=True)] == whole
         assert {len(batch) for part in parts for batch in part} == {BATCH // ranks}
-
-
-def test_ranks_share_the_ragged_batch_of_validation(folder: str):
-    shares = [attached(folder, trainer_stub(rank, 2)).val_dataloader() for rank in range(2)]
-    assert [starts(share)[-1] for share in shares] == [[84], [91]]
 
 
 def test_overfitting_sees_the_same_rows_every_epoch(folder: str):
@@ -258,18 +235,6 @@ def fit(folder: str, saved: Path, *, resident: bool, ckpt_path: Path | None = No
     return model
 
 
-def test_a_resumed_fit_sees_the_rows_of_the_uninterrupted_one(folder: str, tmp_path: Path):
-    run, saved = tmp_path / "run", tmp_path / "saved"
-    whole = fit(folder, run, resident=False)
-    assert len({str(rows) for rows in whole.seen}) == 14
-    assert whole.validated == 2 * 14 * CONTEXT
-    run.rename(saved)  # Lightning warns of a folder that is not empty
-    for step in (3, 6, 9, 12):
-        resumed = fit(folder, run, resident=True, ckpt_path=saved / f"step={step}.ckpt")
-        assert resumed.seen == whole.seen[step:]
-        shutil.rmtree(run, ignore_errors=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["random", "sequential"])
 def test_on_a_gpu_the_rows_are_the_same(folder: str, order: str, resident: bool):
@@ -303,32 +268,6 @@ def test_fewer_tokens_than_the_context(folder: str, context: int):
         ValueError, match=rf"data\.context = {context}: .* has (211|100) tokens for (train|val), wanted 1 to (210|99)"
     ):
         module(folder, context=context)
-
-
-def test_the_longest_context(folder: str):
-    data = module(folder, context=99, batch_size=1)
-    assert [batch.shape for batch in data.val_dataloader()] == [(1, 100)]
-    assert len(data.train_dataloader()) == 2
-
-
-def test_a_batch_larger_than_the_epoch(folder: str):
-    with pytest.raises(ValueError, match="batch_size=31 leaves no batch of 30 rows"):
-        module(folder, batch_size=31).train_dataloader()
-
-
-def test_damage_is_named(folder: str, tmp_path: Path):
-    file = Path(folder) / "train/00002.ds"
-    content = file.read_bytes()
-    data = FineWeb(folder)
-    file.write_bytes(content[:-2])
-    for step in (data.prepare_data, data.setup):
-        with pytest.raises(UserError, match=r"data_dir: .*train/00002\.ds has 78 bytes, its index says 40 tokens of 2"):
-            step()
-    file.unlink()
-    with pytest.raises(UserError, match=r"data_dir: .*train/00002\.ds is missing, and its index is there"):
-        data.setup()
-    with pytest.raises(UserError, match=r"^data_dir: .*nowhere has no token files: write them by"):
-        FineWeb(str(tmp_path / "nowhere")).prepare_data()
 
 
 def test_an_unfinished_folder_is_named(folder: str):

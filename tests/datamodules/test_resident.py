@@ -11,7 +11,6 @@ import torch
 from by_position import check_positions
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from mupscale.datamodules.resident import ResidentLoader, joint_batch
@@ -50,10 +49,6 @@ def test_length_and_last_batch(drop_last: bool, batches: int, last: int):
     assert len(data) == len(drawn) == batches
     assert len(drawn[-1]) == last
     assert len(set(chain(*drawn))) == (batches - 1) * BATCH + last
-
-
-def test_no_ragged_batch_where_rows_divide():
-    assert len(loader(24, 4, drop_last=False)) == len(loader(24, 4, drop_last=True)) == 6
 
 
 def test_without_shuffling_the_rows_come_in_order_every_epoch():
@@ -418,40 +413,3 @@ def test_a_resumed_fit_sees_the_batches_of_the_uninterrupted_one(
         resumed = fit(run, ckpt_path=file, checkpoint=checkpoint, **options)
         assert resumed.seen == whole.seen[seen:], file.name
         shutil.rmtree(run, ignore_errors=True)
-
-
-def test_lightning_refuses_to_resume_with_another_seed(tmp_path: Path):
-    combined, other = CombinedLoader([loader(seed=0)]), CombinedLoader([loader(seed=1)])
-    with pytest.raises(ValueError, match="seed"):
-        other._load_state_dicts(combined._state_dicts())
-
-
-class RankRecorder(Recorder):
-    def on_train_end(self) -> None:
-        torch.save(self.seen, f"{self.trainer.default_root_dir}/{self.global_rank}.pt")
-
-    def train_dataloader(self) -> ResidentLoader:
-        return loader(rank=self.global_rank, world_size=self.trainer.world_size)
-
-
-@pytest.mark.slow
-def test_two_processes_see_the_batches_of_one(tmp_path: Path):
-    """Lightning must neither wrap the loader nor give it a DistributedSampler."""
-    for devices in (1, 2):
-        (tmp_path / str(devices)).mkdir()
-        trainer = Trainer(
-            accelerator="cpu",
-            strategy="ddp_fork" if devices > 1 else "auto",
-            devices=devices,
-            max_epochs=2,
-            logger=False,
-            limit_val_batches=0,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            default_root_dir=tmp_path / str(devices),
-        )
-        trainer.fit(RankRecorder(), val_dataloaders=loader(6, 2))
-    (alone, first, second) = (torch.load(tmp_path / file) for file in ("1/0.pt", "2/0.pt", "2/1.pt"))
-    assert len(alone) == 12
-    assert [a[3] + b[3] for a, b in zip(first, second, strict=True)] == [batch for *_, batch in alone]

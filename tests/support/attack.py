@@ -44,13 +44,13 @@ from mupscale.commands import cli, resume  # noqa: F401
 from mupscale.models import checkpoint_files
 from mupscale.models.base import Growable
 
-SMALL = ("monitor, best", "dirpath elsewhere", "TMPDIR on another file system", f"monitor, best, {BACKGROUND}")
-"""Variants of the small attack, beside `everything`."""
+SMALL = ("everything", f"everything, {BACKGROUND}", "dirpath elsewhere", "TMPDIR on another file system")
+"""Variants of the small attack; the first one is killed at all MOMENTS."""
 
 KILLS = 8
 """Cases of a variant in the large attack, besides those around its swaps."""
 
-IN_A_ROW = {"small": 4, "large": 24}
+IN_A_ROW = {"small": 2, "large": 24}
 """Kills of the one run that is killed again and again."""
 
 SHARES = 12
@@ -373,15 +373,15 @@ def attack(folder: Path, variant: str, size: str, share: int) -> list[dict[str, 
         return [asdict(Case(variant, [], differences=[str(error)]))]
     chance = random.Random(f"{variant} {share}")
     cases = []
-    if variant in EVERYTHING:
-        points = moments(place.recorded) if size == "small" else all_points(place.recorded)[share::SHARES]
-    elif size == "small":
-        points = last_save(place.recorded)
+    if size == "small":
+        points = moments(place.recorded) if variant == SMALL[0] else last_save(place.recorded)
+    elif variant in EVERYTHING:
+        points = all_points(place.recorded)[share::SHARES]
     else:
         points = around_swaps(place.recorded) + drawn(place.recorded, chance)
     if share == 0 and size == "large":
         cases.append(place.finished())
-    if share == 0 and variant in EVERYTHING:
+    if share == 0 and variant in (SMALL[:1] if size == "small" else EVERYTHING):
         cases.append(place.case(in_a_row(place.recorded, IN_A_ROW[size])))
     everywhere = all_points(place.recorded)
     for number, point in enumerate(points):
@@ -401,7 +401,7 @@ def main(folder: Path, size: str, *variants: str) -> None:
     torch.set_num_threads(1)
     cli.import_classes()
     collector.begin()
-    chosen = variants or (*EVERYTHING, *(VARIANTS if size == "large" else SMALL))
+    chosen = variants or (SMALL if size == "small" else (*EVERYTHING, *VARIANTS))
     tasks = []
     for variant in chosen:
         shares = SHARES if variant in EVERYTHING and size == "large" else 1
