@@ -19,7 +19,6 @@ from mupscale.errors import UserError
 from mupscale.methods import (
     AKI,
     FPI,
-    Claim,
     Duplication,
     GrowthMethod,
     HyperCloning,
@@ -29,6 +28,7 @@ from mupscale.methods import (
     ShrinkAndPad,
     ZeroPadding,
 )
+from mupscale.methods.base import Claim
 from mupscale.models.gpt2 import GPT2Net
 
 RULES: dict[str, Any] = {"state": "carry", "hyperparameters": "table"}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from command_line import LR, NOISE, refused, small
-from synthetic_runs import write_run
+from synthetic_runs import mlp_flops, write_run
 
 from mupscale.__main__ import main
 from mupscale.commands import figures
@@ -30,7 +30,6 @@ from mupscale.commands.reporting.midrun import Arm, Comparison, Midrun, MidrunRu
 from mupscale.commands.reporting.runs import LoggedRun, RunSize
 from mupscale.commands.widths import Growth
 from mupscale.errors import UserError
-from mupscale.flops import mlp_flops
 from mupscale.models.mlp import MLP
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")

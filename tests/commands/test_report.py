@@ -12,13 +12,12 @@ import blank_figures
 import pytest
 from PIL import Image
 from programs import run_program
-from synthetic_runs import Page, accuracy, base, epochs, report, scratch, upscale, upscaled, write_run
+from synthetic_runs import Page, accuracy, base, epochs, mlp_flops, report, scratch, upscale, upscaled, write_run
 
 from mupscale.__main__ import main
 from mupscale.commands import figures
 from mupscale.commands.cli import parsed
 from mupscale.commands.reporting.page import GENERATOR
-from mupscale.flops import mlp_flops
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 

@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from synthetic_runs import UPSCALED, WIDE, Page, accuracy, base, epochs, report, scratch, upscale, upscaled, write_run
+from synthetic_runs import (
+    UPSCALED,
+    WIDE,
+    Page,
+    accuracy,
+    base,
+    epochs,
+    mlp_flops,
+    report,
+    scratch,
+    upscale,
+    upscaled,
+    write_run,
+)
 
 from mupscale.commands import figures
 from mupscale.commands.reporting.draw import mean_curve
@@ -16,7 +29,6 @@ from mupscale.commands.reporting.folders import find_runs
 from mupscale.commands.reporting.groups import group_runs
 from mupscale.commands.reporting.reach import Windows, compute_numbers
 from mupscale.commands.reporting.runs import LoggedRun
-from mupscale.flops import mlp_flops
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
